@@ -15,7 +15,9 @@ Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="Processes to 
 Cells = Annotated[
     str | None,
     typer.Option(
-        "--cells", metavar="R,C", help="Compute each image in R x C cells, one after the other, to save memory."
+        "--cells",
+        metavar="R,C",
+        help="Compute each image (or each process's part of it) in R x C cells, one after the other, to save memory.",
     ),
 ]
 SlideMpp = Annotated[

@@ -43,6 +43,19 @@ class _Group:
         self.lanes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
         self.shown: dict[tuple[int, int], deque[tuple[torch.Tensor, int | None]]] = {}
         self._calls: dict[int, _Call] = {}
+        self._entered = dict.fromkeys(self.here, 0)
+        turns.after_failure.append(self._clear)
+
+    def _clear(self) -> None:
+        """Remove unfinished messages and calls: the next run would take them for its own."""
+        for unfinished in (self.lanes, self.shown, self._calls):
+            unfinished.clear()
+        self._entered = dict.fromkeys(self.here, 0)
+
+    def enter(self, rank: int) -> int:
+        """Return the number of the next collective call of a cell."""
+        self._entered[rank] += 1
+        return self._entered[rank]
 
     def call(self, number: int, rank: int, value: Any, last: Callable[[_Call], None]) -> _Call:
         """Add a cell's value to a collective call; the last cell of this process runs ``last``."""
@@ -124,7 +137,6 @@ class CellCommunicator:
         self.group = group
         self._cell = cell
         self._rank = group.members.index((group.comm.rank, cell))
-        self._calls = 0
         self._waits_at_once = False
 
     @property
@@ -257,8 +269,7 @@ class CellCommunicator:
 
     def joined(self, value: Any, last: Callable[[_Call], None]) -> tuple[int, _Call]:
         """Enter the group's next collective call; return its number and the call."""
-        number = self._calls
-        self._calls += 1
+        number = self.group.enter(self._rank)
         return number, self.group.call(number, self._rank, value, last)
 
     def _together(self, value: Any, last: Callable[[_Call], None]) -> Any:

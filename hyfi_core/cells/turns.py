@@ -29,11 +29,15 @@ class Turns:
     Args:
         size: number of cells.
         switched: called with a cell whenever its turn begins again after turns of others.
+
+    Attributes:
+        after_failure: called when all cells have ended and one of them had failed, to remove what it left unfinished.
     """
 
     def __init__(self, size: int, switched: Callable[[int], None] = lambda cell: None) -> None:
         self.size = size
         self.cell = 0
+        self.after_failure: list[Callable[[], None]] = []
         self._switched = switched
         self._changed = threading.Condition()
         self._running: set[int] = set()
@@ -71,6 +75,8 @@ class Turns:
             self._fail()
             raise
         if errors:
+            for clear in self.after_failure:
+                clear()
             raise next((error for error in errors if not isinstance(error, OtherCellFailedError)), errors[0])
         return results
 

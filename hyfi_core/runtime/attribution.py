@@ -9,6 +9,7 @@ layer, so the contributions plus the bias sum to the logit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.plan.box import Box
 from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.transfer import plan_transfer
@@ -44,8 +46,27 @@ class Explanation(NamedTuple):
     positions: torch.Tensor | None
 
 
-def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) -> Explanation:
-    """Return logits and contributions for a batch.
+class ExplainedPart(NamedTuple):
+    """An explanation as one rank, or one cell of a rank, computes it.
+
+    Attributes:
+        found: Its maps are those of this rank's part of the last map.
+        layout: The parts of all ranks of the stage; with cells, those of all cells of all ranks.
+        position: Of this rank, or cell, in the layout.
+    """
+
+    found: Explanation
+    layout: Layout
+    position: int
+
+    @property
+    def box(self) -> Box:
+        """The part of the last map."""
+        return self.layout.parts[self.position]
+
+
+def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) -> ExplainedPart:
+    """Return logits and this rank's part of the maps for a batch.
 
     Args:
         compiled: the model in evaluation mode.
@@ -59,9 +80,52 @@ def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) ->
     name, body, head = split_tape(ranked)
     Executor(body, stage).forward(values, record=False)
     part = attribute_head(ranked, name, head, values, stage)
-    whole = [None if m is None else _whole(m, ranked.splits[name].layout, stage) for m in part[1:]]
-    assert whole[0] is not None
-    return Explanation(part.logits, whole[0], whole[1])
+    return ExplainedPart(part, ranked.splits[name].layout, stage.rank)
+
+
+def join_explanations(pieces: Sequence[ExplainedPart]) -> ExplainedPart:
+    """Return one part for the micro-batches of a batch, in order."""
+    positions = [piece.found.positions for piece in pieces if piece.found.positions is not None]
+    found = Explanation(
+        torch.cat([piece.found.logits for piece in pieces]),
+        torch.cat([piece.found.contributions for piece in pieces]),
+        torch.cat(positions) if len(positions) == len(pieces) else None,
+    )
+    return ExplainedPart(found, pieces[0].layout, pieces[0].position)
+
+
+def gather_explanation(
+    parts: Sequence[ExplainedPart], cells: tuple[int, int], stage: CountedCommunicator
+) -> Explanation:
+    """Return the explanation with whole maps, the same on every rank. Collective over the processes of the stage.
+
+    A process first puts the parts of its cells together: it holds each map once, however many cells it has.
+
+    Args:
+        parts: of all cells of this process; of a process without cells its only one.
+        cells: rows and columns of cells of each process.
+        stage: the processes of the stage.
+    """
+    layout = parts[0].layout
+    of_processes = Layout(layout.rows[:: cells[0]], layout.columns[:: cells[1]])
+    own = of_processes.parts[stage.rank]
+    transfer = plan_transfer(
+        of_processes.parts, Boxes.same(layout.map, of_processes.parts.grid), layout.map, stage.rank
+    )
+
+    def whole(maps: Sequence[torch.Tensor]) -> torch.Tensor:
+        joined = maps[0] if len(maps) == 1 else maps[0].new_empty((*maps[0].shape[:2], *own.shape))
+        for part, values in zip(parts if len(maps) > 1 else (), maps, strict=False):
+            rows, columns = part.box.relative_to(own).slices()
+            joined[:, :, rows, columns] = values
+        return Redistribute(transfer).forward(stage, (joined.contiguous(),))[0][0]
+
+    positions = [part.found.positions for part in parts if part.found.positions is not None]
+    return Explanation(
+        parts[0].found.logits,
+        whole([part.found.contributions for part in parts]),
+        whole(positions) if len(positions) == len(parts) else None,
+    )
 
 
 def attribute_head(
@@ -150,12 +214,6 @@ def _logits(ranked: RankProgram, values: Values) -> tuple[torch.Tensor, str]:
             f"with parallelize(..., output=...)"
         )
     return values[names[0]], names[0]
-
-
-def _whole(part: torch.Tensor, layout: Layout, stage: CountedCommunicator) -> torch.Tensor:
-    """Return the whole map, gathered from all ranks."""
-    transfer = plan_transfer(layout.parts, Boxes.same(layout.map, layout.parts.grid), layout.map, stage.rank)
-    return Redistribute(transfer).forward(stage, (part.contiguous(),))[0][0]
 
 
 def last_map(ranked: RankProgram) -> tuple[str, int]:

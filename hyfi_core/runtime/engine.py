@@ -30,7 +30,7 @@ from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import resident_bytes
-from hyfi_core.runtime.attribution import Explanation
+from hyfi_core.runtime.attribution import Explanation, gather_explanation
 from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, check_labels, lays_channels_last
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
@@ -172,12 +172,12 @@ class Engine:
         """
         if self.plan.stages > 1:
             raise RequestError(
-                f"contributions need a plan of one stage, but this one has {self.plan.stages}; use grids=((rows, "
-                f"columns),)"
+                f"contributions need a plan of one stage, not {self.plan.stages}; use grids=((rows, columns),)"
             )
         with evaluating(self._model, self.device):
             self._begin_paging(self._check_evaluation("attribute", images), trains=False)
-            return self._each(lambda runner: runner.explain(images))[0]
+            parts, stage = self._each(lambda runner: runner.explain(images)), self._groups.stages[0, 0]
+            return gather_explanation(parts, self.plan.cell_grid or (1, 1), stage)
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
         """Run forward and backward; this call's gradient is reduced and added to earlier ones.

@@ -16,7 +16,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.runtime.attribution import Explanation, attribute
+from hyfi_core.runtime.attribution import ExplainedPart, attribute, join_explanations
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.batch_reader import Images, InputPart, Reader, Shape, uploaded
 from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model
@@ -169,8 +169,8 @@ class StageRunner:
             pipeline.run(self._forwards(compiled, count), self._step(compiled, images, parts, local, None, size))
             return self.reader.as_given(images, self._joined_output(compiled, pipeline, count))
 
-    def explain(self, images: Images) -> Explanation:
-        """Return the logits and their contributions, the same in every runner; see ``Engine.explain``."""
+    def explain(self, images: Images) -> ExplainedPart:
+        """Return the logits, and this runner's part of their contributions; see ``Engine.explain``."""
         with self._autocasting():
             compiled, parts, local, size, count = self._begin_evaluation(images)
             pieces = []
@@ -178,12 +178,7 @@ class StageRunner:
                 part = self._part(images, parts, local, (0, 0), microbatch * size, size)
                 values = self._subject.bindings.begin(compiled.only, part, microbatch)
                 pieces.append(attribute(compiled, values, self.groups.stages[0, 0]))
-        positions = [piece.positions for piece in pieces if piece.positions is not None]
-        return Explanation(
-            torch.cat([piece.logits for piece in pieces]),
-            torch.cat([piece.contributions for piece in pieces]),
-            torch.cat(positions) if len(positions) == len(pieces) else None,
-        )
+        return join_explanations(pieces)
 
     def _begin_evaluation(
         self, images: Images

@@ -22,6 +22,8 @@ from pathology.predict.members import InputSpec, Member
 from pathology.predict.whole_tissue import SizedEngines, image_weights, views_of
 
 T = TypeVar("T")
+READ_ERRORS = (RequestError, SlideError, OSError, ValueError)
+"""Errors of a slide that do not end the run."""
 
 
 def together(comm: Communicator, action: Callable[[], T]) -> T:
@@ -32,7 +34,7 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
     Raises:
         SlideError: with the reason of the first failing rank.
     """
-    return agree(comm, action, (RequestError, SlideError, OSError, ValueError), SlideError)
+    return agree(comm, action, READ_ERRORS, SlideError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +82,10 @@ class Ensemble:
         members: the models.
         spec: common to all members.
         comm: the ranks among which each slide is divided.
-        cells: rows and columns of cells for a single rank, to save memory.
+        cells: rows and columns of cells in which each rank computes its part, to save memory.
 
     Raises:
-        RequestError: a model cannot be distributed over the ranks, or cells are used with several ranks.
+        RequestError: a model cannot be distributed over the ranks, or their messages have no tags, which cells need.
     """
 
     def __init__(
@@ -138,8 +140,9 @@ class Ensemble:
             return member.normalisation(torch.from_numpy(dataset.read_view(index, view, box))[None])
 
         if engine.plan.cells is not None:
-            # Each cell reads its own box in its turn.
-            found = engine.explain(lambda box: together(self._comm, lambda: read(box)))
+            cells = _ReadsOfCells(read, self._comm.size > 1)
+            found = engine.explain(cells)
+            together(self._comm, cells.raise_error)
         else:
             box = engine.input_box
             part = together(self._comm, lambda: read(box))
@@ -151,6 +154,38 @@ class Ensemble:
             (found.contributions[0].float().cpu().numpy(),),
             (position_scores(found, member.temperature).cpu().numpy(),),
         )
+
+
+class _ReadsOfCells:
+    """Reads boxes for cells, each in its turn.
+
+    Ranks that share an image wait for each other's borders, so an error of one is raised when all have finished; in
+    place of pixels that cannot be read, zeros are computed with.
+
+    Args:
+        read: Returns a box of the image, ``(1, 3, h, w)``.
+        shared: Whether there are other ranks.
+    """
+
+    def __init__(self, read: Callable[[Box], torch.Tensor], shared: bool) -> None:
+        self._read, self._shared = read, shared
+        self._error: Exception | None = None
+
+    def __call__(self, box: Box) -> torch.Tensor:
+        """Return a box of the image."""
+        try:
+            if self._error is None:
+                return self._read(box)
+        except READ_ERRORS as error:
+            if not self._shared:
+                raise SlideError(str(error)) from error
+            self._error = error
+        return torch.zeros((1, 3, *box.shape))
+
+    def raise_error(self) -> None:
+        """Raise the first error of this rank."""
+        if self._error is not None:
+            raise self._error
 
 
 def position_scores(found: Explanation, temperature: float = 1.0) -> torch.Tensor:

@@ -26,7 +26,8 @@ class PredictOptions:
         slide_mpp: Micrometres per pixel of slide files that do not state a plausible value.
         force_mpp: ``slide_mpp`` and the manifest override even a plausible value of the file.
         overwrite: Predict finished slides again, and replace results of other checkpoints.
-        cells: Rows and columns of cells in which one process computes every image; None: only large images have cells.
+        cells: Rows and columns of cells in which each process computes its part of every image; None: only large images
+            have cells.
         image: ``whole``: images show all tissue of a slide; ``trained``: one image of the trained size.
         tissue: Tissue mask: ``off``: the whole slide; a GeoJSON of one slide, or a folder with
             ``<slide_id>.geojson``; None: the detected one.

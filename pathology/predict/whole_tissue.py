@@ -3,7 +3,7 @@
 | if | then |
 |---|---|
 | the tissue fits into an image of the trained size | one image, as in training |
-| the network takes images of any size | one larger image, computed in cells, with the memory of one cell |
+| the network takes images of any size | one larger image, of which each rank computes its part in cells |
 | the network takes the trained size only | several images; logits are combined as the network pools: mean or max |
 """
 
@@ -28,7 +28,8 @@ from hyfi_core.process_memory import return_what_is_freed
 from hyfi_core.runtime.engine import Engine
 
 CELL_PX = 2048
-"""Side of the cells in which one process computes larger images; the trained size if that is larger."""
+"""Side of the cells in which a rank computes its part of larger images; that of its part of the trained size if that is
+larger."""
 
 Pooling = Literal["mean", "max"]
 Size = tuple[int, int]
@@ -37,21 +38,24 @@ Size = tuple[int, int]
 class SizedEngines:
     """The engines of one network for images of any size. Collective.
 
-    The engine of the trained size and the last other one are kept. Memory: one image and its activations, divided among
-    the ranks; if a single process computes a larger image in cells, those of one cell.
+    The engine of the trained size and the last other one are kept. Memory of a rank: its part of an image of the
+    trained size and its activations; of a larger image, which it computes in cells, those of one cell and the maps that
+    cells exchange.
 
     Args:
         module: The network, in evaluation mode; the engines share its weights.
         trained: Its engine for images of the trained size; None: it is made here.
         size_px: (height, width) of the images of the training.
         comm: Ranks among which images are divided.
-        cells: Rows and columns of cells in which one process computes every image; None: as needed for large images.
+        cells: Rows and columns of cells in which each rank computes its part of every image; None: as needed for large
+            images.
         autocast: Type for autocast; None: no autocast.
         grid: Rows and columns of ranks; None: as square as possible.
         verify: Whether the capture at the trained size is verified; those at other sizes are not verified again.
 
     Raises:
-        RequestError: The network cannot be evaluated at its trained size, or there are cells with several ranks.
+        RequestError: The network cannot be evaluated at its trained size, or ``cells`` are used with several ranks
+            whose messages have no tags (NCCL).
     """
 
     def __init__(
@@ -66,10 +70,10 @@ class SizedEngines:
         grid: tuple[int, int] | None = None,
         verify: bool = False,
     ) -> None:
-        if cells is not None and comm.size > 1:
+        if cells is not None and comm.size > 1 and comm.in_order:
             raise RequestError(
-                f"cells {cells[0]},{cells[1]} with {comm.size} ranks: cells need one rank for each slide; use one "
-                f"rank, --ranks-per-slide 1, or no cells"
+                f"--cells {cells[0]},{cells[1]} with {comm.size} GPUs for a slide: cells need messages with tags, "
+                f"which NCCL does not have; use --ranks-per-slide 1, or no cells"
             )
         self._module, self._size, self._comm, self._cells = module.eval(), size_px, comm, cells
         self._autocast, self._grid = autocast, grid or squarest(comm.size)
@@ -93,17 +97,22 @@ class SizedEngines:
         return self._latest[1]
 
     def _make(self, size_px: Size, verify: bool = False) -> Engine:
-        shape = (1, 3, *size_px)
-        cells = self._cells
-        if cells is None and self._comm.size == 1 and size_px != self._size:
-            rows, columns = (math.ceil(n / max(known, CELL_PX)) for n, known in zip(size_px, self._size, strict=True))
-            cells = (rows, columns) if rows * columns > 1 else None
+        cells = self._cells or (None if size_px == self._size else self._cells_of(size_px))
         if cells is not None:
             return_what_is_freed()  # otherwise the heap keeps freed memory, as much again as a cell needs
-            plan = hyfi_core.ParallelPlan(grids=((1, 1),), cells=cells)
-        else:
-            plan = hyfi_core.ParallelPlan(grids=(self._grid,))
+        plan = hyfi_core.ParallelPlan(grids=(self._grid,), cells=cells)
+        shape = (1, 3, *size_px)
         return hyfi_core.parallelize(self._module, shape, plan, self._comm, autocast=self._autocast, verify=verify)
+
+    def _cells_of(self, size_px: Size) -> tuple[int, int] | None:
+        """Return the cells of each rank's part of an image of another size; None if the part is no larger than one."""
+        if self._comm.size > 1 and self._comm.in_order:
+            return None
+        rows, columns = (
+            math.ceil(n / ranks / max(known / ranks, CELL_PX))
+            for n, known, ranks in zip(size_px, self._size, self._grid, strict=True)
+        )
+        return (rows, columns) if rows * columns > 1 else None
 
 
 def views_of(

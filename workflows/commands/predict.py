@@ -73,8 +73,6 @@ def run(
         ranks_per_slide="auto" if ranks_per_slide is None and ranks is None else ranks_per_slide,
     )
     request = PredictionRequest(checkpoints, inputs, out, ranks, options, parse_part(part), as_json)
-    if options.cells is not None and ranks is not None and ranks > 1 and ranks_per_slide != 1:
-        raise RequestError(f"--cells {cells} needs one rank per slide; add --ranks-per-slide 1, or leave out either")
     if inside_launcher():
         return run_as_rank(partial(_predict, request))
     if ranks is not None and ranks > 1:

@@ -177,15 +177,19 @@ def test_a_prediction_in_inference_mode_does_not_hinder_training() -> None:
     assert run_copies(model, 2, body) == pytest.approx([wanted] * 2, abs=1e-12)
 
 
-@pytest.mark.parametrize("grid", [(1, 1), (2, 2)])
-def test_contributions_and_bias_sum_to_the_logit_and_point_to_the_pixels(grid: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("grid", "cells"), [((1, 1), None), ((2, 2), None), ((1, 2), (2, 1)), ((2, 1), (3, 2)), ((1, 1), (4, 6))]
+)
+def test_contributions_and_bias_sum_to_the_logit_and_point_to_the_pixels(
+    grid: tuple[int, int], cells: tuple[int, int] | None
+) -> None:
     torch.manual_seed(0)
     model = Small().double()
     images, _ = batch()
 
     def body(comm: Any, module: nn.Module) -> Any:
-        engine = hyfi_core.parallelize(module, (2, 3, 17, 22), hyfi_core.ParallelPlan(grids=(grid,)), comm)
-        return engine.explain(images)
+        plan = hyfi_core.ParallelPlan(grids=(grid,), cells=cells)
+        return hyfi_core.parallelize(module, (2, 3, 17, 22), plan, comm).explain(images)
 
     results = run_copies(model, grid[0] * grid[1], body)
     _, maps, positions = results[0]

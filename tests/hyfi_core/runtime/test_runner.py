@@ -146,6 +146,28 @@ def test_contributions_are_those_of_one_piece() -> None:
         assert float((found - wanted).norm()) <= 1e-6 * float(wanted.norm())
 
 
+@pytest.mark.parametrize("spill", [None, "memory"])
+def test_a_failed_read_leaves_nothing_to_the_next_call(spill: str | None) -> None:
+    torch.manual_seed(0)
+    make, shape = MODELS["resnet10"]
+    model, images = settled(make()), images_of(shape)
+    plan = hyfi_core.ParallelPlan(((1, 1),), cells=(3, 2), spill=spill)
+    engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator())
+    wanted = engine.predict(images)
+    for call in (engine.predict, engine.explain):
+        boxes: list[Box] = []
+
+        def read(box: Box, boxes: list[Box] = boxes) -> torch.Tensor:
+            boxes.append(box)
+            if len(boxes) == 4:
+                raise OSError("the disk is gone")
+            return torch.randn(*shape[:2], *box.shape, dtype=torch.float64)
+
+        with pytest.raises(OSError, match="the disk is gone"):
+            call(read)
+        assert torch.equal(engine.predict(images), wanted)
+
+
 @pytest.mark.parametrize("depth", [2, 8, 1000])
 def test_slices_and_padding_stand_inside_runs_of_any_length(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_memory, "DEPTHS", (depth,))

@@ -10,12 +10,15 @@ import pytest
 import tifffile
 import torch
 
+from data.errors import StoreError
 from data.samples.dataset import SlideDataset, SlideRef
+from data.samples.view import View
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 from hyfi_core.models.resnet import resnet10
+from hyfi_core.plan.box import Box
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.predict import results
@@ -154,16 +157,56 @@ def test_two_ranks_say_what_one_says(slide: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "2").iterdir()} == {"one", "predictions.csv", "predictions.json"}
 
 
-def test_cells_say_what_one_piece_says(slide: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_cells_say_what_one_piece_says(slide: Path, tmp_path: Path, ranks: int) -> None:
     torch.manual_seed(3)
-    member = member_of(resnet10(2, width=8).eval(), size_px=[320, 330])
-    whole = predict(tmp_path / "1", [slide], member)
-    cells = predict(tmp_path / "2", [slide], member, cells=(3, 2))
-    np.testing.assert_allclose(cells.done[0].probabilities, whole.done[0].probabilities, atol=1e-6)
+    model = resnet10(2, width=8).eval()
+    whole = predict(tmp_path / "1", [slide], member_of(model, size_px=[320, 330]))
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def body(comm: Communicator) -> PredictionReport:
+        return predict(
+            tmp_path / "2", [slide], member_of(models[comm.rank], size_px=[320, 330]), comm=comm, cells=(3, 2)
+        )
+
+    cells = run_ranks(ranks, body)
+    assert all(one == cells[0] for one in cells)
+    np.testing.assert_allclose(cells[0].done[0].probabilities, whole.done[0].probabilities, atol=1e-6)
     ours, theirs = (tifffile.imread(tmp_path / n / "one" / "heatmap.tiff") for n in "12")
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
-    with pytest.raises(RequestError, match="cells 3,2 with 2 ranks"):
-        run_ranks(2, lambda comm: predict(tmp_path / "3", [slide], member, comm=comm, cells=(3, 2)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_slide_that_cannot_be_read_in_cells_leaves_nothing_to_the_next(
+    slide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.tiff").write_bytes(slide.read_bytes())
+    inputs = [tmp_path / f"{name}.tiff" for name in ("a", "b", "c")]
+    torch.manual_seed(3)
+    model = resnet10(2, width=8).eval()
+    (wanted, *_) = predict(tmp_path / "1", [slide], member_of(model, size_px=[320, 330])).done
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+    read, boxes = SlideDataset.read_view, []
+
+    def damaged(self: SlideDataset, index: int, view: View, box: Box) -> np.ndarray:
+        if self.samples[index].slide_id == "b":
+            boxes.append(box)
+            if len(boxes) == 3:
+                raise StoreError("shard c/0/0/0 is damaged")
+        return read(self, index, view, box)
+
+    def body(comm: Communicator) -> PredictionReport:
+        return predict(
+            tmp_path / "2", inputs, member_of(models[comm.rank], size_px=[320, 330]), comm=comm, cells=(2, 2)
+        )
+
+    monkeypatch.setattr(SlideDataset, "read_view", damaged)
+    report = run_ranks(ranks, body)[0]
+    assert [one.slide_id for one in report.done] == ["a", "c"] and len(boxes) >= 3
+    assert report.failed[0].reason == "shard c/0/0/0 is damaged"
+    for one in report.done:
+        np.testing.assert_allclose(one.probabilities, wanted.probabilities, atol=1e-6)
 
 
 def test_what_cannot_be_predicted_fails_alone(slide: Path, tmp_path: Path) -> None:

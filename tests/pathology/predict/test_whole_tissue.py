@@ -112,8 +112,10 @@ def test_cells_and_ranks_give_what_one_piece_gives(
     monkeypatch.setattr(hyfi_core, "ParallelPlan", counted)
     cells = predict(store, tmp_path / "3", member_of(models[0], **SMALL)).done[0]
     assert made and min(made[0]) > 1
-    np.testing.assert_allclose(ranks.probabilities, whole.probabilities, atol=1e-6)
-    np.testing.assert_allclose(cells.probabilities, whole.probabilities, atol=1e-6)
+    both = run_ranks(2, lambda comm: predict(store, tmp_path / "4", member_of(models[comm.rank], **SMALL), comm=comm))
+    assert made[-1][0] == made[0][0] and made[-1][1] < made[0][1], "the columns are divided among the ranks"
+    for other in (ranks, cells, both[0].done[0]):
+        np.testing.assert_allclose(other.probabilities, whole.probabilities, atol=1e-6)
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])
