@@ -16,11 +16,11 @@ from itertools import product
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.cuts import with_cuts
+from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import FORECAST_OFF
 from hyfi_core.cost.operators import OperatorCost, operator_costs
 from hyfi_core.cost.simulator import StepForecast, forecast_step
-from hyfi_core.cost.stage_cost import LoweredPlans
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
 from hyfi_core.plan.strategy import Strategy, plan_for, squarest

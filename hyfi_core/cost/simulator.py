@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from hyfi_core.capture.program import Program
+from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import MemoryForecast, forecast_memory
-from hyfi_core.cost.stage_cost import LoweredPlans, StageCosts
+from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.generate import generate

@@ -10,21 +10,17 @@ on the rank with the largest box.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from hyfi_core.capture.program import Operator, Program, Ref, refs_in
-from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
-from hyfi_core.cost.fused_depth import fused_runs
+from hyfi_core.capture.program import Operator, Program, Ref
+from hyfi_core.capture.stages import Stage, active_values
+from hyfi_core.cost.lowered_stages import LoweredPlans, lowered_stages
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import OperatorCost, operator_costs, value_bytes
-from hyfi_core.lowering.lower import Target, lower, lowered_operators
-from hyfi_core.lowering.pool_before_relu import pool_before_relu
-from hyfi_core.lowering.stage_values import Splits, boundary, entries_of
 from hyfi_core.ops.batch_norm import BatchNorm
-from hyfi_core.ops.boundary import BoundaryTransfer
 from hyfi_core.plan.parallel_plan import BUCKET_BYTES, ParallelPlan
 from hyfi_core.plan.transfer import Transfer
 from hyfi_core.rules.instructions import CollectiveCall, RankProgram
@@ -116,7 +112,7 @@ class StageCosts:
         self._cells = cells[0] * cells[1]
         self._fine = plan.by_cells()
         self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
-        stages = _lowered(program, plan, self._fine, machine, {} if known is None else known)
+        stages = lowered_stages(program, plan, self._fine, machine, {} if known is None else known)
         active = active_values(program, program.outputs, program.parameters)
         self.stages = tuple(
             self._stage(index, piece, ranked, operators, dtype, active)
@@ -252,75 +248,3 @@ class StageCosts:
                 free_s = max(free_s, ready_s) + self._machine.all_reduce_s(holders * plan.replicas, scale * bucket)
                 bucket = 0
         return max(0.0, free_s - clock.backward_s)
-
-
-@dataclass(frozen=True)
-class _LoweredStages:
-    """What the cost of a plan is computed from; it does not depend on schedule, replicas and recomputation.
-
-    Attributes:
-        each: (stage, program of the rank in the middle of its grid, operators) of each stage.
-        carried: (from, to) of stages -> messages and bytes that the rank with the most bytes receives.
-    """
-
-    each: tuple[tuple[Stage, RankProgram, list[Operator]], ...]
-    carried: Mapping[tuple[int, int], tuple[int, float]]
-
-
-LoweredPlans = dict[Hashable, _LoweredStages]
-"""Lowered plans, so that plans with the same stages are lowered once; owned by the caller."""
-_MOST_KNOWN = 16
-
-
-def _lowered(
-    program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel, known: LoweredPlans
-) -> _LoweredStages:
-    """Return the lowered stages of a plan; ``fine`` is the same with cells as ranks."""
-    key = (id(program), plan.grids, plan.cuts, plan.interleave, plan.fused_halo, plan.gather_bytes, plan.cells)
-    if key not in known:
-        while len(known) >= _MOST_KNOWN:
-            known.pop(next(iter(known)))
-        known[key] = _lower_stages(program, fine, machine)
-    return known[key]
-
-
-def _lower_stages(program: Program, fine: ParallelPlan, machine: MachineModel) -> _LoweredStages:
-    assert fine.cuts != "auto" or fine.stages == 1, "cuts must be resolved first"
-    pieces = cut_program(program, program.outputs, () if fine.cuts == "auto" else fine.cuts)
-    active = active_values(program, program.outputs, program.parameters)
-    grids = fine.grids * fine.interleave
-    splits: list[Splits] = []
-    entries: list[Mapping[str, Any]] = []
-    each = []
-    for index, piece in enumerate(pieces):
-        entries.append(entries_of(piece, splits, grids[index]))
-        ranked, operators = _lower_stage(piece, grids[index], entries[-1], fine, machine)
-        splits.append(ranked.splits)
-        each.append((piece, ranked, operators))
-    between = {
-        (a, b): boundary(pieces[a], b, splits[a], entries[b], (grids[a], grids[b]), active, {}, False)
-        for a, b in edges(pieces)
-    }
-    return _LoweredStages(tuple(each), {edge: _carried(transfer) for edge, transfer in between.items()})
-
-
-def _lower_stage(
-    piece: Stage, grid: tuple[int, int], entries: Mapping[str, Any], fine: ParallelPlan, machine: MachineModel
-) -> tuple[RankProgram, list[Operator]]:
-    """Return the program of the rank in the middle of a grid, and the operators of the stage."""
-    exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
-    program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
-    middle = grid[0] // 2 * grid[1] + grid[1] // 2
-    target = Target(grid, middle, entries=entries, gather_bytes=fine.gather_bytes)
-    runs = fused_runs(program, target, piece.outputs, exits, fine.fused_halo, machine)
-    ranked = lower(program, target, piece.outputs, exits, runs)
-    return ranked, lowered_operators(program, piece.outputs, exits)
-
-
-def _carried(transfer: BoundaryTransfer) -> tuple[int, float]:
-    """Return the messages and bytes received by the rank of the later stage that receives the most bytes."""
-    found = []
-    for target in range(transfer.targets):
-        pieces = transfer.incoming(target)
-        found.append((len(pieces), float(sum(p.bytes for each in pieces.values() for p in each))))
-    return max(found, key=lambda item: item[1], default=(0, 0.0))

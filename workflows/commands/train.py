@@ -120,7 +120,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     if world.rank == 0:
         say(job.labels.describe())
     coverage = agree(world, lambda: check_images(job) if world.rank == 0 else None)
-    roles = Roles.of(world, config)
+    roles = Roles.of(world, config, len(job.classes))
     saved = agree(world, lambda: SavedRun.load(job, start, roles.trainers) if roles.trainers is not None else None)
     job = agree(world, lambda: with_shares(job, roles))
     forecast = agree(world, lambda: check_memory(job, roles))

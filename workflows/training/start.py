@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from data.loading.normalise import Normalisation
 from data.samples.coverage import check_coverage
+from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Communicator
+from hyfi_core.cost.cuts import with_cuts
+from hyfi_core.cost.link_traffic import link_traffic
+from hyfi_core.cost.rank_order import in_blocks, rank_order
 from hyfi_core.models.by_name import build_model
 from hyfi_core.plan.device import DeviceRequest, assign_devices, spare_devices
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -32,6 +36,7 @@ from workflows.console import say
 from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
 from workflows.evaluation.loss import make_loss
 from workflows.evaluation.models import DTYPES, FORMATS, convert_model
+from workflows.evaluation.programs import ModelPrograms
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import make_optimizer
 from workflows.training.weights import load_weights
@@ -66,8 +71,13 @@ class Roles:
     launched: int
 
     @classmethod
-    def of(cls, world: Communicator, config: Config) -> Roles:
-        """Assign roles to ranks by configuration and host (collective).
+    def of(cls, world: Communicator, config: Config, classes: int | None = None) -> Roles:
+        """Assign roles to ranks by configuration and host, and trainers to places of the plan (collective).
+
+        Args:
+            world: All ranks, in the launcher's order.
+            config: The configuration.
+            classes: Number of classes; None: trainers keep their order, wherever they are.
 
         Raises:
             RequestError: On all ranks, if the number of ranks does not match the configuration.
@@ -77,6 +87,8 @@ class Roles:
             chosen = with_spare(hosts, config.plan.ranks, config.roles.spare)
         else:
             chosen = assign_roles(hosts, config.trainers, config.roles.loaders, config.roles.validators)
+        if classes is not None and not config.roles.spare:
+            chosen = _in_place(world, config, classes, chosen, hosts)
         ordered = world.split(0, chosen.order.index(world.rank))
         assert ordered is not None
         first, second = len(chosen.trainers), len(chosen.trainers) + len(chosen.loaders)
@@ -99,6 +111,50 @@ def gather_hosts(world: Communicator) -> list[str]:
     """Return the name of each rank's host, on every rank (collective)."""
     names: list[str] = world.broadcast_object(world.gather_objects(socket.gethostname()))
     return names
+
+
+def _in_place(world: Communicator, config: Config, classes: int, chosen: RankRoles, hosts: Sequence[str]) -> RankRoles:
+    """Return the roles with trainers in the order in which the fewest bytes leave a node (collective).
+
+    If the trainers of every node are consecutive, as launchers start them by default, nothing changes and nothing is
+    computed.
+
+    Args:
+        world: All ranks.
+        config: The configuration.
+        classes: Number of classes.
+        chosen: The roles.
+        hosts: The host of each rank of ``world``.
+
+    Raises:
+        RequestError: On all ranks, if the plan does not work for the model.
+    """
+    nodes = [hosts[rank] for rank in chosen.trainers]
+    if in_blocks(nodes):
+        return chosen
+    order = world.broadcast_object(
+        agree(world, lambda: _place_order(config, classes, nodes) if world.rank == 0 else None)
+    )
+    return replace(chosen, trainers=tuple(chosen.trainers[place] for place in order))
+
+
+def _place_order(config: Config, classes: int, nodes: Sequence[str]) -> list[int]:
+    plan = replace(config.plan.build(), cells=None, spill=None)
+    program = ModelPrograms(config, classes).of(config.data.batch_size // plan.replicas // plan.microbatches)
+    traffic = link_traffic(program, with_cuts(plan, program))
+    order = rank_order(traffic, nodes)
+    before, after = (traffic.between_nodes(names) for names in (nodes, [nodes[rank] for rank in order]))
+    if after < before:
+        say(
+            f"ranks are not started node by node; in the order {_shown(order)} only {after / 1e6:.3g} MB of a step "
+            f"leave a node instead of {before / 1e6:.3g} MB"
+        )
+    return list(order)
+
+
+def _shown(order: Sequence[int]) -> str:
+    first = ", ".join(map(str, order[:16]))
+    return first if len(order) <= 16 else f"{first}, …"
 
 
 def check_images(job: TrainingJob) -> list[dict[str, Any]]:

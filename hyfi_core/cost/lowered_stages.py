@@ -1,0 +1,104 @@
+"""The stages of a plan, each lowered for one rank: what times, memory and bytes of a plan are computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hyfi_core.capture.program import Operator, Program, refs_in
+from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
+from hyfi_core.cost.fused_depth import fused_runs
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.lowering.lower import Target, lower, lowered_operators
+from hyfi_core.lowering.pool_before_relu import pool_before_relu
+from hyfi_core.lowering.stage_values import Splits, boundary, entries_of
+from hyfi_core.ops.boundary import BoundaryTransfer
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.rules.instructions import RankProgram
+
+
+@dataclass(frozen=True)
+class LoweredStages:
+    """What the cost of a plan is computed from; it does not depend on schedule, replicas and recomputation.
+
+    Attributes:
+        each: (stage, program of the rank in the middle of its grid, operators) of each stage.
+        between: (from, to) of stages -> the transfer of values from one to the other.
+        carried: likewise -> messages and bytes that the rank with the most bytes receives.
+    """
+
+    each: tuple[tuple[Stage, RankProgram, list[Operator]], ...]
+    between: Mapping[tuple[int, int], BoundaryTransfer]
+    carried: Mapping[tuple[int, int], tuple[int, float]]
+
+
+LoweredPlans = dict[Hashable, LoweredStages]
+"""Lowered plans, so that plans with the same stages are lowered once; owned by the caller."""
+_MOST_KNOWN = 16
+
+
+def lowered_stages(
+    program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel, known: LoweredPlans
+) -> LoweredStages:
+    """Return the lowered stages of a plan.
+
+    Args:
+        program: the captured model, of one micro-batch.
+        plan: with named cuts.
+        fine: the same plan with cells as ranks.
+        machine: by which lengths of fused runs are chosen.
+        known: lowered plans of earlier calls with the same programs and machine; this one is added.
+
+    Raises:
+        RequestError: as ``cut_program`` and ``lower``.
+    """
+    key = (id(program), plan.grids, plan.cuts, plan.interleave, plan.fused_halo, plan.gather_bytes, plan.cells)
+    if key not in known:
+        while len(known) >= _MOST_KNOWN:
+            known.pop(next(iter(known)))
+        known[key] = _lower_stages(program, fine, machine)
+    return known[key]
+
+
+def _lower_stages(program: Program, fine: ParallelPlan, machine: MachineModel) -> LoweredStages:
+    assert fine.cuts != "auto" or fine.stages == 1, "cuts must be resolved first"
+    pieces = cut_program(program, program.outputs, () if fine.cuts == "auto" else fine.cuts)
+    active = active_values(program, program.outputs, program.parameters)
+    grids = fine.grids * fine.interleave
+    splits: list[Splits] = []
+    entries: list[Mapping[str, Any]] = []
+    each = []
+    for index, piece in enumerate(pieces):
+        entries.append(entries_of(piece, splits, grids[index]))
+        ranked, operators = _lower_stage(piece, grids[index], entries[-1], fine, machine)
+        splits.append(ranked.splits)
+        each.append((piece, ranked, operators))
+    between = {
+        (a, b): boundary(pieces[a], b, splits[a], entries[b], (grids[a], grids[b]), active, {}, False)
+        for a, b in edges(pieces)
+    }
+    carried = {edge: _carried(transfer) for edge, transfer in between.items()}
+    return LoweredStages(tuple(each), between, carried)
+
+
+def _lower_stage(
+    piece: Stage, grid: tuple[int, int], entries: Mapping[str, Any], fine: ParallelPlan, machine: MachineModel
+) -> tuple[RankProgram, list[Operator]]:
+    """Return the program of the rank in the middle of a grid, and the operators of the stage."""
+    exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
+    program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
+    middle = grid[0] // 2 * grid[1] + grid[1] // 2
+    target = Target(grid, middle, entries=entries, gather_bytes=fine.gather_bytes)
+    runs = fused_runs(program, target, piece.outputs, exits, fine.fused_halo, machine)
+    ranked = lower(program, target, piece.outputs, exits, runs)
+    return ranked, lowered_operators(program, piece.outputs, exits)
+
+
+def _carried(transfer: BoundaryTransfer) -> tuple[int, float]:
+    """Return the messages and bytes received by the rank of the later stage that receives the most bytes."""
+    found = []
+    for target in range(transfer.targets):
+        pieces = transfer.incoming(target)
+        found.append((len(pieces), float(sum(p.bytes for each in pieces.values() for p in each))))
+    return max(found, key=lambda item: item[1], default=(0, 0.0))
