@@ -193,7 +193,9 @@ class _LaunchMonitor:
             first = next((pid for pid in self._exits.pids if pid in ranks), died.pid)
             if {first, died.pid} <= self._exits.unordered:  # then the process manager knows better
                 first = died.pid
-            who = f"rank {ranks[first]}" if first in ranks else f"process {first}"
+            # Either may be wrong: a killed process ends with the last of its threads, maybe after the next one.
+            named = sorted(ranks[pid] for pid in {first, died.pid} if pid in ranks)
+            who = " or ".join(f"rank {rank}" for rank in named) or f"process {first}"
             warn(f"hyfi: {who} ended with {died.how}; all ranks were stopped")
         if kernel_kills() > self._kills_before:
             warn(f"hyfi: this machine ran out of memory and its kernel killed a process; {self._advice()}")
