@@ -175,10 +175,23 @@ class StageRunner:
             compiled, parts, local, size, count = self._begin_evaluation(images)
             pieces = []
             for microbatch in range(count):
-                part = self._part(images, parts, local, (0, 0), microbatch * size, size)
-                values = self._subject.bindings.begin(compiled.only, part, microbatch)
-                pieces.append(attribute(compiled, values, self.groups.stages[0, 0]))
+                pieces.append(self._explained(compiled, images, parts, local, microbatch, size))
         return join_explanations(pieces)
+
+    def _explained(
+        self,
+        compiled: Compiled,
+        images: Images,
+        parts: dict[Key, InputPart],
+        local: dict[Key, torch.Tensor],
+        microbatch: int,
+        size: int,
+    ) -> ExplainedPart:
+        """Return the explanation of a micro-batch; nothing here keeps its pixels once the first layer has used them."""
+        values = self._subject.bindings.begin(
+            compiled.only, self._part(images, parts, local, (0, 0), microbatch * size, size), microbatch
+        )
+        return attribute(compiled, values, self.groups.stages[0, 0])
 
     def _begin_evaluation(
         self, images: Images

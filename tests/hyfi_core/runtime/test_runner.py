@@ -242,6 +242,23 @@ def test_the_peak_is_one_cells_and_as_modelled(monkeypatch: pytest.MonkeyPatch) 
     assert 0.5 * modelled < peaks[1] < 1.6 * modelled
 
 
+def test_an_explanation_needs_hardly_more_memory_than_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shape = resnet10(2, width=8).eval(), (1, 3, 1024, 1024)
+    images = torch.randn(shape)
+    engine, peaks = by_cells(model, shape, (6, 6)), {}
+    for name in ("predict", "explain"):
+        alive, call = Alive(images), getattr(StageRunner, name)
+
+        def watched(runner: StageRunner, given: Any, alive: Alive = alive, call: Any = call) -> Any:
+            with alive:
+                return call(runner, given)
+
+        monkeypatch.setattr(StageRunner, name, watched)
+        getattr(engine, name)(lambda box: images[:, :, box.y0 : box.y1, box.x0 : box.x1].clone())
+        peaks[name] = alive.peak_bytes
+    assert peaks["explain"] < 1.3 * peaks["predict"] < images.nbytes, peaks
+
+
 def test_weights_are_shared_and_loaded_in_place() -> None:
     model, shape = settled(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))), (1, 3, 64, 64)
     engine, images = by_cells(model, shape, (2, 2)), images_of(shape)

@@ -29,6 +29,7 @@ SMALL = {
     "offload": ["--size", "256", "--steps", "25", "--rounds", "1"],
     "overlap": ["--size", "128", "--steps", "1"],
     "overview": None,  # draws from a finished demo: the demo's own test does
+    "predictions": ["--size", "1024", "--ways", "1:1,1", "2:2,1"],
     "reduction": ["--rounds", "1"],
     "scale": ["--model", "resnet18", "--size", "512", "--most", "64"],
     "shares": ["--steps", "2"],

@@ -1,0 +1,1 @@
+"""Benchmark of predictions of one huge image by several ranks in cells."""
