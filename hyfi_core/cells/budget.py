@@ -1,12 +1,12 @@
 """Memory budget of cells: their number, the part of a rank's memory left for feature maps, and what is spilled.
 
-memory limit    libraries, weights, gradients, optimizer state │ pages of maps │ workspace of the largest step
+memory limit    libraries, weights, gradients, optimizer state, records │ pages of maps │ workspace of the largest step
 store           maps that are kept and do not fit
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -15,6 +15,7 @@ import torch
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.recipe import DEEPEST, cheap_calls, is_cheap
+from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cost.memory import FORECAST_OFF, forecast_memory
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
@@ -29,8 +30,14 @@ EARLY = 0.75
 """Fraction of a pager's limit above which pages are written early, so that they can be dropped at once."""
 _ONLY_IN_MEMORY = 0.3  # of the limit: maps that are not in the store at the peak, except recomputed ones; measured
 _OF_FREE_MEMORY = 0.5  # used for pages, if no limit is given
-_PAGES = 2  # times the inputs and outputs of the largest step: its pages, and those being transferred
+PAGES = 2
+"""Times the inputs and outputs of the largest step: its pages, and those being transferred."""
 _WORKSPACE = 3  # times the same: for operators (kernels reorder maps), messages, allocators
+_WEIGHT_COPIES = 4  # of a step's weights: their gradient, and both in the kernels' own order
+_STEP_BYTES = 8 << 10  # for each step of a cell's tape: objects of Python and autograd, sums; measured 6 KB
+_LIBRARY_BYTES = 64 << 20  # that kernels need from their first run on: code, and buffers of matrix products
+SMALLEST_BYTES = 1 << 16
+"""Smaller maps stay in memory: small reads and writes are slow."""
 
 SIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows (and columns) of cells to try."""
@@ -58,26 +65,35 @@ def with_cells(plan: ParallelPlan, program: Program, held_bytes: int, device: to
     if held_bytes + FORECAST_OFF * max(stage.total_bytes for stage in forecasts) <= memory_bytes:
         return whole
     held_bytes += max(stage.state_bytes for stage in forecasts)
-    working = max(stage.working_bytes for stage in forecasts)
-    needed = {side: least_bytes(held_bytes, int(_BORDERS * working / side**2)) for side in SIDES}
+    maps, weights = (max(getattr(one, name) for one in forecasts) for name in ("working_bytes", "largest_weight_bytes"))
+    steps = len(program.operators)
+    needed = {side: _of_cells(held_bytes, side, int(_BORDERS * maps / side**2), weights, steps) for side in SIDES}
     for room in (_ROOM, 1):
-        for side, least in needed.items():
-            if held_bytes + room * (least - held_bytes) <= memory_bytes:
+        for side, (held, least) in needed.items():
+            if held + room * (least - held) <= memory_bytes:
                 return replace(plan, cells=(side, side))
     raise RequestError(
-        f"plan.memory_bytes is {memory_bytes:,}, but even {SIDES[-1]} x {SIDES[-1]} cells need at least "
-        f"{needed[SIDES[-1]]:,}, {held_bytes:,} of it for libraries, weights and optimizer state; raise "
-        f"plan.memory_bytes, or use smaller images"
+        f"plan.memory_bytes is {memory_bytes:,}, but with any number of cells a rank needs at least "
+        f"{min(least for _, least in needed.values()):,}, {held_bytes:,} of it for libraries, weights and optimizer "
+        f"state; raise plan.memory_bytes, or use smaller images"
     )
 
 
-def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, device: torch.device) -> int:
+def _of_cells(held_bytes: int, side: int, maps_bytes: int, weights_bytes: int, steps: int) -> tuple[int, int]:
+    """Return (what a rank always needs, the least it needs) with so many rows and columns of cells."""
+    held = held_bytes + _LIBRARY_BYTES + side**2 * steps * _STEP_BYTES
+    return held, least_bytes(held, PagedForecast(maps_bytes, 0, 0, weights_bytes))
+
+
+def page_limit(
+    memory_bytes: int | None, held_bytes: int, forecasts: Sequence[PagedForecast], device: torch.device
+) -> int:
     """Return the largest number of bytes of maps that a pager may hold.
 
     Args:
         memory_bytes: memory limit of the rank; None: half of the memory that is free now.
         held_bytes: what it always needs: interpreter, libraries, weights, gradients, optimizer state.
-        working_bytes: what the largest step of a cell needs in addition to its pages.
+        forecasts: of all stages in all cells.
         device: where the maps are.
 
     Raises:
@@ -85,32 +101,49 @@ def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, de
     """
     if memory_bytes is None:
         return int(_OF_FREE_MEMORY * free_bytes(device))
-    least = least_bytes(held_bytes, working_bytes)
+    largest = largest_step(forecasts)
+    records = _LIBRARY_BYTES + sum(one.stays_bytes for one in forecasts)
+    least = least_bytes(held_bytes + records, largest)
     if memory_bytes < least:
         raise RequestError(
             f"plan.memory_bytes is {memory_bytes:,}, but with these cells a rank needs at least {least:,}: "
-            f"{held_bytes:,} for libraries, weights and optimizer state, {least - held_bytes:,} for the largest step "
-            f"of a cell; raise plan.memory_bytes, or use more cells (plan.cells)"
+            f"{held_bytes:,} for libraries, weights and optimizer state, {records:,} for what cells keep, "
+            f"{least - held_bytes - records:,} for the largest step of a cell; raise plan.memory_bytes, or use "
+            f"another number of cells (plan.cells)"
         )
-    return memory_bytes - held_bytes - _WORKSPACE * working_bytes
+    return memory_bytes - held_bytes - records - workspace_bytes(largest)
 
 
-def resident_limit(memory_bytes: int | None, working_bytes: int, device: torch.device) -> int | None:
-    """Return the most resident memory of the process between two steps, None if it is not to be measured.
+def resident_limit(
+    memory_bytes: int | None, forecasts: Sequence[PagedForecast], device: torch.device
+) -> ResidentLimit | None:
+    """Return the limit of the process's resident memory between two steps, None if it is not to be measured.
 
     Args:
         memory_bytes: memory limit of the rank, or None.
-        working_bytes: what the largest step of a cell needs in addition to its pages.
+        forecasts: of all stages in all cells.
         device: where the maps are; on a GPU they are not resident memory.
     """
     if memory_bytes is None or device.type != "cpu":
         return None
-    return memory_bytes - _WORKSPACE * working_bytes
+    largest = largest_step(forecasts)
+    return ResidentLimit(memory_bytes - workspace_bytes(largest), PAGES * largest.working_bytes)
 
 
-def least_bytes(held_bytes: int, working_bytes: int) -> int:
+def largest_step(forecasts: Sequence[PagedForecast]) -> PagedForecast:
+    """Return the largest needs of a step in any of the forecasts."""
+    working, weights = (max(getattr(one, n) for one in forecasts) for n in ("working_bytes", "weights_bytes"))
+    return PagedForecast(working, 0, 0, weights)
+
+
+def workspace_bytes(largest: PagedForecast) -> int:
+    """Return what the largest step needs besides pages."""
+    return _WORKSPACE * largest.working_bytes + _WEIGHT_COPIES * largest.weights_bytes
+
+
+def least_bytes(held_bytes: int, largest: PagedForecast) -> int:
     """Return the smallest memory limit with which a rank can train; see ``page_limit``."""
-    return held_bytes + (_PAGES + _WORKSPACE) * working_bytes
+    return held_bytes + PAGES * largest.working_bytes + workspace_bytes(largest)
 
 
 def spilled_bytes(kept_bytes: int, limit_bytes: int) -> int:
@@ -126,10 +159,14 @@ class PagedForecast:
         working_bytes: inputs and outputs of its largest step, without weights.
         kept_bytes: peak of what it keeps while cells wait for each other, in memory or spilled, without recomputed
             maps.
+        stays_bytes: what it keeps and cannot spill: small maps, and records of its steps.
+        weights_bytes: weights of the step that has most of them.
     """
 
     working_bytes: int
     kept_bytes: int
+    stays_bytes: int = 0
+    weights_bytes: int = 0
 
 
 def forecast_pages(
@@ -146,7 +183,10 @@ def forecast_pages(
     """
     sizes = _Sizes(ranked, position, dtypes)
     working = max((sum(map(sizes.of, {*taken_by(s), *made_by(s)})) for s in tape.steps), default=0)
-    return PagedForecast(working, _peak(tape, sizes, trains))
+    weights = max((sum(map(sizes.of_weight, taken_by(s))) for s in tape.steps), default=0)
+    kept = [*map(sizes.of, _kept(tape, sizes)), *map(sizes.saved_besides, tape.steps)] if trains else []
+    small = sum(size for size in kept if size < SMALLEST_BYTES)
+    return PagedForecast(working, _peak(tape, sizes, trains), len(tape.steps) * _STEP_BYTES + small, weights)
 
 
 class _Sizes:
@@ -162,6 +202,12 @@ class _Sizes:
             return 0
         dtype = self._dtypes.get(name.split("~")[0], self.ranked.values[name].dtype)
         return self.values(name) * dtype.itemsize
+
+    def of_weight(self, name: str) -> int:
+        """Return the bytes of a parameter, 0 for other values."""
+        if name not in self.ranked.program.parameters:
+            return 0
+        return prod(self.ranked.values[name].shape) * self.ranked.values[name].dtype.itemsize
 
     def values(self, name: str) -> int:
         """Return how many values it has."""

@@ -108,7 +108,7 @@ class _Reduction:
     def __init__(self, comm: CellCommunicator, tensor: torch.Tensor, op: ReduceOp) -> None:
         self._group, self._tensor = comm.group, tensor
         self._open = True
-        self._number, self._call = comm.joined(tensor.detach().clone(), lambda call: _reduce(self._group, call, op))
+        self._number, self._call = comm.joined(tensor.detach(), lambda call: _reduce(self._group, call, op))
 
     def test(self) -> bool:
         if self._open and not self._group.finished(self._call):

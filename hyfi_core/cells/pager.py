@@ -29,15 +29,13 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hyfi_core.cells.budget import EARLY
+from hyfi_core.cells.budget import EARLY, SMALLEST_BYTES
 from hyfi_core.cells.page import NEVER, PLACES, Page, PagerCounts, When
 from hyfi_core.cells.recipe import Recipe, tensors_in
+from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import SpillStore, queued
 from hyfi_core.ops.constants import is_constant
-from hyfi_core.process_memory import resident_bytes
 
-SMALLEST_BYTES = 1 << 16
-"""Smaller maps stay in memory: small reads and writes are slow."""
 _THREADS = 2
 _AHEAD = 0.25  # of the limit: how much is read ahead
 _LOW = 0.95  # of the limit: how much stays when it is full
@@ -49,13 +47,15 @@ class Pager:
     Args:
         store: for spilled pages.
         limit_bytes: of pages in memory; exceeded only by a single step that needs more.
-        resident_limit_bytes: of the process between two steps; None: it is not measured.
         cell: returns the cell whose turn it is.
+
+    Attributes:
+        resident: lowers ``limit_bytes`` if the rest of the process grows; None: it is not measured.
     """
 
     def __init__(self, store: SpillStore, limit_bytes: int, cell: Callable[[], int]) -> None:
         self.limit_bytes = limit_bytes
-        self.resident_limit_bytes: int | None = None
+        self.resident: ResidentLimit | None = None
         self.store = store
         self.counts = PagerCounts()
         self.allocated: dict[Any, int] = {}  # step -> bytes that it allocated in the previous cell
@@ -192,15 +192,8 @@ class Pager:
     # -- pages
 
     def _limit_now(self) -> int:
-        """Return the limit of pages in memory: less than ``limit_bytes`` if the rest of the process has grown.
-
-        Besides pages there are small maps, messages, buffers of files and what the allocator keeps. Where these cannot
-        be lowered by spilling, half of the limit stays for pages.
-        """
-        if self.resident_limit_bytes is None:
-            return self.limit_bytes
-        others_bytes = resident_bytes() - self._memory_bytes
-        return max(self.limit_bytes // 2, min(self.limit_bytes, self.resident_limit_bytes - others_bytes))
+        """Return the limit of pages in memory: less than ``limit_bytes`` if the rest of the process has grown."""
+        return self.limit_bytes if self.resident is None else self.resident.pages(self.limit_bytes, self._memory_bytes)
 
     def _pages_of(self, held: Any) -> list[Page]:
         found = (self._pages.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(held))

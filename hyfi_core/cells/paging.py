@@ -13,8 +13,9 @@ import torch
 
 from hyfi_core.cells.budget import PagedForecast, page_limit, resident_limit, spilled_bytes
 from hyfi_core.cells.pager import Pager
+from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import SpillFile, SpillMemory
-from hyfi_core.process_memory import resident_bytes, return_what_is_freed
+from hyfi_core.process_memory import resident_bytes, return_freed_now, return_what_is_freed
 
 
 class Paging:
@@ -38,7 +39,7 @@ class Paging:
         store = SpillMemory() if spill == "memory" else SpillFile(Path(spill))
         self.pager = Pager(store, 0, cell)
         self._spill, self._memory_bytes, self._device = spill, memory_bytes, device
-        self._limits: dict[Hashable, tuple[int, int | None]] = {}
+        self._limits: dict[Hashable, tuple[int, ResidentLimit | None]] = {}
         self._held_bytes: int | None = None
 
     def begin(self, key: Hashable, forecasts: Callable[[], Sequence[PagedForecast]], new_bytes: int) -> None:
@@ -56,12 +57,12 @@ class Paging:
         if key not in self._limits:
             found = forecasts()
             if self._held_bytes is None:
+                return_freed_now()
                 self._held_bytes = resident_bytes()
-            working_bytes = max(one.working_bytes for one in found)
-            limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, working_bytes, self._device)
+            limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, found, self._device)
             self.pager.store.require(spilled_bytes(sum(one.kept_bytes for one in found), limit))
-            self._limits[key] = limit, resident_limit(self._memory_bytes, working_bytes, self._device)
-        self.pager.limit_bytes, self.pager.resident_limit_bytes = self._limits[key]
+            self._limits[key] = limit, resident_limit(self._memory_bytes, found, self._device)
+        self.pager.limit_bytes, self.pager.resident = self._limits[key]
 
     def describe(self, key: Hashable, forecasts: Sequence[PagedForecast]) -> str:
         """Return the bytes that are kept and spilled, as text for people."""

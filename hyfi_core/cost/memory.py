@@ -39,12 +39,14 @@ class MemoryForecast:
         saved_bytes: activations kept for backward, of all micro-batches in flight.
         working_bytes: inputs, outputs and gradients of the largest operator.
         start_bytes: all weights, which a rank holds at start, before it releases those of other stages.
+        largest_weight_bytes: weights of the operator that has most of them.
     """
 
     state_bytes: int
     saved_bytes: int
     working_bytes: int
     start_bytes: int = 0
+    largest_weight_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -89,7 +91,8 @@ def forecast_memory(program: Program, plan: ParallelPlan) -> tuple[MemoryForecas
         else:
             saved *= in_flight
         working = max((_touched(program, op) for op in operators), default=0)
-        found.append(MemoryForecast((1 + STATE_COPIES) * owned, saved // ranks, working // ranks, weights))
+        largest = max((value_bytes(program, n) for n in piece.program.parameters), default=0)
+        found.append(MemoryForecast((1 + STATE_COPIES) * owned, saved // ranks, working // ranks, weights, largest))
     return tuple(found)
 
 

@@ -344,7 +344,7 @@ class Engine:
             dtypes.update(dtypes_under_autocast(subject.program(micro), subject.autocast, self.device.type))
         for stage in (stage for of_cell in stages for stage in of_cell):
             one = forecast_pages(stage.ranked, stage.tape, stage.position, dtypes, trains)
-            found.append(PagedForecast(one.working_bytes, one.kept_bytes * flights))
+            found.append(replace(one, kept_bytes=one.kept_bytes * flights, stays_bytes=one.stays_bytes * flights))
         return found
 
     def _each(self, call: Callable[[StageRunner], T]) -> list[T]:
