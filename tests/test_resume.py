@@ -16,8 +16,8 @@ import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.models.resnet import resnet10
 from hyfi_core.runtime.checkpoint import load_checkpoint, load_training_state
-from hyfi_core.runtime.checkpoint_together import CheckpointPart, save_together
 from hyfi_core.runtime.ownership import load_optimizer_state
+from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
 from tests.harness import run_copies
 from tests.steps import Factory, adamw, make_batches, sgd
 
@@ -40,7 +40,9 @@ def train(comm: Any, module: nn.Module, plan: ParallelPlan, factory: Factory, fo
     losses = [engine.train_step(*step[0]) for step in make_batches(SHAPE, 10, 1)[first : first + 5]]
     if not first:
         share = CheckpointPart(engine.owned_state(), engine.owned_optimizer())
-        save_together(folder, comm, share, model={"step": 5}, state={"step": 5})
+        writer = CheckpointWriter(comm, bool(share.weights))
+        writer.begin(folder, share, step=5, model={"step": 5}, state={"step": 5})
+        writer.finish()
     return losses
 
 

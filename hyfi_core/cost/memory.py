@@ -54,6 +54,11 @@ class MemoryForecast:
         return self.state_bytes + self.saved_bytes + self.working_bytes
 
     @property
+    def written_bytes(self) -> int:
+        """What a checkpoint has of the stage: weights and optimizer state."""
+        return self.state_bytes * STATE_COPIES // (1 + STATE_COPIES)
+
+    @property
     def at_least_bytes(self) -> int:
         """Lower bound: with less, the run cannot work."""
         return self.state_bytes + self.saved_bytes

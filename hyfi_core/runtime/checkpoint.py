@@ -10,7 +10,8 @@ A checkpoint is a folder that appears complete or not at all::
         state.json               state of training: step, epoch, sample, random state
         model.json               metadata for prediction; size and sha256 of the files above
 
-If a model has several stages, the first rank of each writes its own file, and no rank needs all weights:
+If a model has several stages, the first rank of each writes its own file (see
+:mod:`hyfi_core.runtime.saving.checkpoint_writer`), and no rank needs all weights:
 ``model-00001-of-00003.safetensors`` and so on, with the usual ``model.safetensors.index.json``. Checkpoints do not
 depend on the number of ranks. A folder is renamed when complete and then linked with ``os.replace``, so readers never
 see an incomplete checkpoint.
@@ -103,21 +104,17 @@ def save_checkpoint(
     Raises:
         OSError: nothing is left at ``folder``.
     """
-    temporary = make_temporary(folder)
+    temporary = temporary_name(folder)
+    temporary.mkdir(parents=True)
     try:
-        files = write_tensors(temporary, weights, optimizer["tensors"] if optimizer is not None else None, averaged)
+        moments = _storable(optimizer["tensors"]) if optimizer is not None else None
+        files = write_tensors(
+            temporary, _storable(weights), moments, _storable(averaged) if averaged is not None else None
+        )
         publish(temporary, folder, files, model, optimizer["groups"] if optimizer is not None else None, state)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def make_temporary(folder: Path) -> Path:
-    """Create the hidden folder in which a checkpoint is written before it is renamed to ``folder``."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_name(folder)
-    temporary.mkdir()
-    return temporary
 
 
 def write_tensors(
@@ -127,10 +124,10 @@ def write_tensors(
     averaged: Mapping[str, torch.Tensor] | None,
     number: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
-    """Write and sync the tensors of one rank.
+    """Write and sync the tensors of one rank: in host memory, contiguous, no two of them sharing memory.
 
     Args:
-        temporary: from ``make_temporary``.
+        temporary: the folder; other ranks may write into it, too.
         weights: those of this rank.
         optimizer: its tensors, "<parameter name>/<key>".
         averaged: its moving average.
@@ -138,15 +135,29 @@ def write_tensors(
 
     Returns:
         File name -> size and sha256.
+
+    Raises:
+        OSError: a file could not be written; they are removed.
     """
-    files = {}
-    for name, tensors in ((WEIGHTS_FILE, weights), (AVERAGE_FILE, averaged), (OPTIMIZER_TENSORS_FILE, optimizer)):
-        if tensors is not None:
-            path = temporary / _file_name(name, number)
-            save_file(_storable(tensors), path)
+    kinds = {WEIGHTS_FILE: weights, AVERAGE_FILE: averaged, OPTIMIZER_TENSORS_FILE: optimizer}
+    paths = {temporary / _file_name(name, number): kinds[name] for name in kinds if kinds[name] is not None}
+    try:
+        for path, tensors in paths.items():
+            _save_tensors(tensors or {}, path)
             sync_file(path)
-            files[path.name] = _fingerprint(path)
-    return files
+        sync_file(temporary)
+        return {path.name: _fingerprint(path) for path in paths}
+    except BaseException:
+        for path in paths:  # a full disk needs the room
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:  # its way of saying that the disk is full
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def publish(
@@ -180,11 +191,17 @@ def publish(
     _write_json(temporary / MODEL_FILE, {"format": FORMAT, **model, "files": dict(sorted(known.items()))})
     sync_file(temporary / MODEL_FILE)
     sync_file(temporary)
-    swap_directory(temporary, folder, _temporary_name(folder))
+    swap_directory(temporary, folder, temporary_name(folder))
 
 
-def _temporary_name(folder: Path) -> Path:
-    return folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
+def temporary_name(folder: Path, name: str | None = None) -> Path:
+    """Return the hidden folder in which a checkpoint is written before it is renamed to ``folder``.
+
+    Args:
+        folder: final name.
+        name: by which all who write it know it; None: a new one.
+    """
+    return folder.parent / f".{folder.name}.tmp-{name or uuid.uuid4().hex[:8]}"
 
 
 def _file_name(name: str, number: tuple[int, int]) -> str:
@@ -268,17 +285,19 @@ def saved_steps(checkpoints: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdigit())
 
 
+def remove_leftovers(checkpoints: Path) -> None:
+    """Remove what killed writers left behind; only while nobody writes."""
+    for leftover in checkpoints.glob(".*.tmp-*"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
 def prune(checkpoints: Path, keep: int, spare: Iterable[int] = ()) -> list[int]:
     """Remove all but the ``keep`` newest checkpoints; never one with a link to it, nor one of ``spare``.
-
-    Leftovers of killed writes are removed, too.
 
     Returns:
         The removed steps.
     """
-    for leftover in checkpoints.glob(".*.tmp-*"):
-        if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover, ignore_errors=True)
     linked = {path.resolve().name for path in checkpoints.iterdir() if path.is_symlink()}
     steps = saved_steps(checkpoints)
     removed = []

@@ -182,7 +182,7 @@ def _weights(parent: Parent, group: Communicator, like: Mapping[str, torch.Tenso
     """Wait for the next weights and return them on every child; on child 0 as views of the snapshot."""
     import torch
 
-    from workflows.evaluation.snapshot import snapshot_bytes, unflatten
+    from hyfi_core.runtime.saving.snapshot import snapshot_bytes, unflatten
 
     if group.rank == 0:
         message = parent.receive()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from data.loading.backoff import Backoff
 from hyfi_core.comm.base import Communicator, Message, Pending
-from workflows.evaluation.snapshot import Snapshot, SnapshotPool, State
+from hyfi_core.runtime.saving.snapshot import Snapshot, SnapshotPool, State
 
 WORK_TAG, SNAPSHOT_TAG, RESULT_TAG = 110, 111, 112
 QUEUE = 2

@@ -42,6 +42,11 @@ class MovingAverage:
         for name, value in self._average.items():
             value.copy_(saved[name])
 
+    def of(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return entries of the model's ``state_dict`` with averages in place of weights, not copied."""
+        averages = {value.data_ptr(): self._average[name] for name, value in self._floats().items()}
+        return {name: averages.get(value.data_ptr(), value) for name, value in state.items()}
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context manager in which the average replaces the weights; they are restored bitwise afterwards."""

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from hyfi_core.runtime.checkpoint import step_folder
-from hyfi_core.runtime.checkpoint_together import CheckpointPart, save_together
 from hyfi_core.runtime.engine import Engine
 from workflows.console import say
 from workflows.launch.stop import StopFlag
@@ -20,6 +18,7 @@ from workflows.training.feeding import BatchImages, loading_report, loading_text
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import lr_factor
 from workflows.training.recorder import Recorder
+from workflows.training.saving.run_checkpoints import RunCheckpoints
 from workflows.training.start import Roles, SavedRun
 from workflows.training.step_trace import StepTrace, traced_steps
 from workflows.training.stragglers import (
@@ -71,7 +70,8 @@ class TrainingLoop:
         self._average = make_average(job.config.run.ema, model, saved)
         if saved is not None:
             saved.close()
-        self._validating = Validating(job, roles, engine, model, self._average, recorder, stop)
+        self._checkpoints = RunCheckpoints(job, roles.trainers, engine, self._average, recorder)
+        self._validating = Validating(job, roles, engine, model, self._average, recorder, stop, self._checkpoints)
         self._feed = make_feed(job, roles, engine, self._start, engine.device)
         self._time, self._late_s, self._compared_s = StepTime(), 0.0, 0.0
         self._places = gather_places(roles.trainers, roles.launched)
@@ -109,6 +109,7 @@ class TrainingLoop:
             self._report_epoch(step)
             if stopped and not self._job.saves_after(step):
                 self._save(step)
+        self._checkpoints.finish(self._validating.open_steps)
         self._trace.close()
         stopped = self._validating.drain(stopped)
         self._close_feed(stopped)
@@ -185,24 +186,16 @@ class TrainingLoop:
             say(loading_text(report))
 
     def _save(self, step: int) -> State:
-        """Save a checkpoint (collective).
+        """Start to save a checkpoint (collective).
 
         Returns:
             The weights to send to validators, on rank 0; None elsewhere, or if they do not validate ``step``.
         """
-        validate = self._job.validates_after(step)
+        self._checkpoints.begin(step, self._resume_state(step), self._validating.open_steps)
+        if not (self._job.validates_after(step) and self._validating.remote):
+            return None
         with self._average.applied() if self._average is not None else nullcontext():
-            evaluated = self._engine.gather_state_dict() if validate and self._validating.remote else None
-            averaged = None
-            if self._average is not None:
-                averaged = {name: value.clone() for name, value in self._engine.owned_state().items()}
-        part = CheckpointPart(self._engine.owned_state(), self._engine.owned_optimizer(), averaged)
-        model = {**self._job.model_json(), "step": step}
-        folder = step_folder(self._job.config.run.dir / "checkpoints", step)
-        save_together(folder, self._trainers, part, model=model, state=self._resume_state(step))
-        if self._recorder is not None:
-            self._recorder.saved(step, (*self._validating.open_steps, *((step,) if validate else ())))
-        return evaluated
+            return self._engine.gather_state_dict()
 
     def _resume_state(self, step: int) -> dict[str, Any]:
         """Return the state for resuming after ``step``, besides weights and optimizer."""

@@ -56,7 +56,8 @@ def hosts_of(ranks: Sequence[tuple[str, int | None, int, int]]) -> list[Host]:
 def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool = False) -> list[int]:
     """Return the bytes that each trainer needs.
 
-    A rank with stages of both directions has the weights and the activations of both; at start it has all weights.
+    A rank with stages of both directions has the weights and the activations of both; at start it has all weights. The
+    first rank of a stage also has a copy of its weights and moments, from which it writes checkpoints.
 
     Args:
         plan: The run's plan.
@@ -64,11 +65,20 @@ def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool
         least: Return a lower bound: without temporary memory of operators.
     """
     placement = Placement.of(plan)
-    found = []
+    found, writers = [], _writers(placement)
     for rank in range(plan.ranks):
         hosted = [stages[stage] for stage, _ in placement.hosted(rank % plan.ranks_per_replica)]
         sums = sum(one.at_least_bytes if least else one.total_bytes for one in hosted)
-        found.append(PROCESS_BYTES + max(sums, stages[0].start_bytes))
+        written = 0 if least else sum(stages[stage].written_bytes for stage in writers.get(rank, ()))
+        found.append(PROCESS_BYTES + max(sums + written, stages[0].start_bytes))
+    return found
+
+
+def _writers(placement: Placement) -> dict[int, list[int]]:
+    """Return rank -> the stages that it writes to checkpoints."""
+    found = defaultdict(list)
+    for stage in range(placement.stages):
+        found[min(min(placement.group(stage, way)) for way in range(placement.directions))].append(stage)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from data.samples.coverage import write_coverage
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.runtime.checkpoint import prune, saved_steps
+from hyfi_core.runtime.checkpoint import prune, remove_leftovers, saved_steps
 from workflows.console import plain_number, say
 from workflows.training.best import last_step
 from workflows.training.curves import write_curves
@@ -65,6 +65,7 @@ class Recorder:
         self.folder = RunFolder(config.run.dir)
         roles = {**config.roles.model_dump(exclude={"shares"}), "pace_s": job.pace_s}
         self.folder.begin(config, {**plan.to_json(), **roles})
+        remove_leftovers(self.folder.checkpoints)
         write_coverage(config.run.dir / "coverage.csv", coverage)
         self._log = MetricsLog(config.run.dir / "metrics.jsonl", start)
         self._board = _TensorBoard(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
@@ -149,7 +150,8 @@ class Recorder:
         self.folder.saved(step)
         if not len(self._job.val):
             self.folder.point_best(step)
-        prune(self.folder.checkpoints, self._job.config.run.keep, spare)
+        # A checkpoint may be published after the results by which the run ends with an earlier one.
+        prune(self.folder.checkpoints, self._job.config.run.keep, (*spare, *([] if self.last is None else [self.last])))
 
     def unvalidated(self) -> list[int]:
         """Return saved steps whose validation is missing because the run was stopped before it."""

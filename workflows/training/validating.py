@@ -16,7 +16,8 @@ from workflows.evaluation.validation_client import ValidationClient
 from workflows.launch.stop import StopFlag
 from workflows.training.ema import MovingAverage
 from workflows.training.job import TrainingJob
-from workflows.training.recorder import Recorder
+from workflows.training.recorder import Metrics, Recorder
+from workflows.training.saving.run_checkpoints import RunCheckpoints
 from workflows.training.start import Roles, make_evaluation_set
 
 Weights = Mapping[str, torch.Tensor]
@@ -33,6 +34,7 @@ class Validating:
         average: Moving average of the weights, to be evaluated in their place; None: the weights are evaluated.
         recorder: On rank 0; None elsewhere.
         stop: Requests to stop.
+        checkpoints: Written while training continues; metrics are recorded when theirs is published.
 
     Attributes:
         last: The step with which early stopping ends the run, or None; the same on every trainer.
@@ -48,6 +50,7 @@ class Validating:
         average: MovingAverage | None,
         recorder: Recorder | None,
         stop: StopFlag,
+        checkpoints: RunCheckpoints,
     ) -> None:
         assert roles.trainers is not None
         self.last: int | None = None
@@ -55,7 +58,8 @@ class Validating:
         self._unvalidated: list[int] = []
         self._job, self._world, self._trainers = job, roles.world, roles.trainers
         self._engine, self._model, self._average = engine, model, average
-        self._recorder, self._stop = recorder, stop
+        self._recorder, self._stop, self._checkpoints = recorder, stop, checkpoints
+        self._results: list[tuple[int, Metrics]] = []
         self._evaluation_set = make_evaluation_set(job)
         self._remote = bool(roles.validator_ranks)
         self._client: ValidationClient | None = None
@@ -71,7 +75,7 @@ class Validating:
     def open_steps(self) -> tuple[int, ...]:
         """Steps whose checkpoints must stay because their metrics are not known yet (on rank 0)."""
         sent = self._client.open_steps if self._client is not None else ()
-        return (*sent, *self._unvalidated)
+        return (*(step for step, _ in self._results), *sent, *self._unvalidated)
 
     @property
     def remote(self) -> bool:
@@ -94,18 +98,21 @@ class Validating:
                 self._client.submit(step, weights, self._stop_requested)
 
     def sync(self) -> bool:
-        """Record results that arrived and update ``last`` (collective).
+        """Record results that arrived, publish a checkpoint that is written, and update ``last`` (collective).
 
         Returns:
             Whether a stop was requested, the same on every trainer.
         """
         with self._timed():
             self._collect()
-        vote = torch.tensor([int(self._stop.poll(self._world)), int(self._gave_up), self._recorded_last])
+        writing = int(self._checkpoints.busy())
+        vote = torch.tensor([int(self._stop.poll(self._world)), int(self._gave_up), self._recorded_last, writing])
         start_s = time.perf_counter()
         self._trainers.all_reduce(vote, "max")
         self.voted_s = time.perf_counter() - start_s
         stopped, gave_up, self.last = bool(vote[0]), bool(vote[1]), int(vote[2]) or None
+        if not vote[3]:
+            self._checkpoints.advance(self.open_steps)
         if gave_up and self._remote and self.last is None and not stopped:
             with self._timed():
                 self._take_over()
@@ -153,10 +160,10 @@ class Validating:
 
     def _collect(self) -> None:
         if self._client is not None and self._recorder is not None:
-            results = self._client.collect()
-            for place, (step, metrics) in enumerate(results, 1):
-                later = [other for other, _ in results[place:]]
-                self._recorder.validated(step, metrics, (*later, *self.open_steps))
+            self._results += self._client.collect()
+            while self._results and self._results[0][0] != self._checkpoints.open_step:
+                step, metrics = self._results.pop(0)
+                self._recorder.validated(step, metrics, self.open_steps)
 
     def _validate_in_trainers(self, step: int) -> None:
         replica, place = divmod(self._trainers.rank, self._job.plan.ranks_per_replica)
@@ -167,11 +174,14 @@ class Validating:
         except Interrupted:
             return
         logits = gather_logits(self._trainers, mine if place == 0 else None)
+        self._checkpoints.finish((*self.open_steps, step))
         if self._recorder is not None and logits is not None:
             self._recorder.validated(step, self._evaluation_set.metrics_of(logits), self.open_steps)
 
     def _take_over(self) -> None:
         """Validate the open checkpoints and all later ones in the trainers, because the validators gave up."""
+        self._checkpoints.finish(self.open_steps)
+        self._collect()
         left = self._trainers.broadcast_object(list(self.open_steps))
         self._remote = False
         if self._client is not None:

@@ -140,6 +140,7 @@ def test_links_and_pruning(tmp_path: Path) -> None:
     cp.point_link(tmp_path / "best", "step-00000002")
     cp.point_link(tmp_path / "latest", "step-00000006")
     (tmp_path / ".step-00000009.tmp-dead").mkdir()
+    cp.remove_leftovers(tmp_path)
     assert cp.prune(tmp_path, keep=2, spare=[3]) == [1, 4]
     assert cp.saved_steps(tmp_path) == [2, 3, 5, 6]
     assert cp.load_checkpoint(tmp_path / "best").path.name == "step-00000002"

@@ -18,9 +18,9 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.saving.snapshot import ALIGN_BYTES, SnapshotPool, snapshot_bytes, unflatten
 from tests.workflows.archive import make_config, make_store
 from workflows.config.load import load_config
-from workflows.evaluation.snapshot import ALIGN_BYTES, SnapshotPool, snapshot_bytes, unflatten
 from workflows.evaluation.validation_child import validation_plan
 from workflows.evaluation.validation_client import QUEUE, Policy, ValidationClient
 from workflows.evaluation.validator import MAX_DEATHS, ValidationChildError, ValidationService

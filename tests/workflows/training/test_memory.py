@@ -31,12 +31,13 @@ def test_ranks_are_gathered_by_host() -> None:
 
 
 def test_a_rank_of_two_directions_holds_both_of_its_stages() -> None:
-    stages = [MemoryForecast(1, 10, 100), MemoryForecast(2, 20, 200)]
+    """The first rank that has a stage also has the copy from which it writes checkpoints: 3 and 6 bytes."""
+    stages = [MemoryForecast(4, 10, 100), MemoryForecast(8, 20, 200)]
     one_way = ParallelPlan(grids=((1, 1), (1, 1)), microbatches=2, replicas=2)
-    assert rank_bytes(one_way, stages) == [PROCESS_BYTES + n for n in (111, 222, 111, 222)]
-    assert rank_bytes(one_way, stages, least=True) == [PROCESS_BYTES + n for n in (11, 22, 11, 22)]
+    assert rank_bytes(one_way, stages) == [PROCESS_BYTES + n for n in (114 + 3, 228 + 6, 114, 228)]
+    assert rank_bytes(one_way, stages, least=True) == [PROCESS_BYTES + n for n in (14, 28, 14, 28)]
     both_ways = ParallelPlan(grids=((1, 1), (1, 1)), microbatches=2, schedule="chimera")
-    assert rank_bytes(both_ways, stages) == [PROCESS_BYTES + 333] * 2
+    assert rank_bytes(both_ways, stages) == [PROCESS_BYTES + 342 + 9, PROCESS_BYTES + 342]
 
 
 def test_too_little_room_is_refused_with_the_first_change_that_fits() -> None:

@@ -1,4 +1,4 @@
-"""Snapshots: asynchronous copies of weights as flat bytes, for validation.
+"""Snapshots: asynchronous copies of weights as flat bytes, for validation and for checkpoints.
 
 ::
 
@@ -52,9 +52,11 @@ class Snapshot:
         state: The weights. In host memory they may be changed when this returns; on a GPU not until ``ready`` (a
             gathered ``state_dict`` is never changed).
         flat: ``snapshot_bytes(state)`` bytes of host memory, pinned if the weights are on a GPU.
+        changing: Whether the weights are those being trained: on a GPU they are copied on the current stream, before
+            all that is started later, so that they may be changed at once.
     """
 
-    def __init__(self, step: int, state: State, flat: torch.Tensor) -> None:
+    def __init__(self, step: int, state: State, flat: torch.Tensor, changing: bool = False) -> None:
         self.step, self.flat = step, flat
         self._state: State | None = state
         self._done: torch.cuda.Event | None = None
@@ -64,8 +66,10 @@ class Snapshot:
             self._copy(views)
             return
         device = devices.pop()
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream = torch.cuda.current_stream(device)
+        if not changing:
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             self._copy(views)
         self._done = torch.cuda.Event()
@@ -96,14 +100,14 @@ class SnapshotPool:
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
-    def acquire(self, step: int, state: State) -> Snapshot:
-        """Start a snapshot of ``state``."""
+    def acquire(self, step: int, state: State, changing: bool = False) -> Snapshot:
+        """Start a snapshot of ``state``; see :class:`Snapshot`."""
         size, pinned = snapshot_bytes(state), any(value.is_cuda for value in state.values())
         fitting = [flat for flat in self._free if flat.numel() == size and flat.is_pinned() == pinned]
         # Zeros: the padding between tensors is sent, too.
         flat = fitting[0] if fitting else torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._free = [other for other in self._free if other is not flat]
-        return Snapshot(step, state, flat)
+        return Snapshot(step, state, flat, changing)
 
     def release(self, snapshot: Snapshot) -> None:
         """Return the memory of a snapshot that is no longer used to the pool."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hyfi_core.runtime.saving.snapshot import SnapshotPool, unflatten
 from tests.fake_gpu import FakeGpu, RaceError
-from workflows.evaluation.snapshot import SnapshotPool, unflatten
 
 SEEDS = range(5)
 
@@ -41,6 +41,17 @@ def test_training_goes_on_while_a_snapshot_is_copied(seed: int) -> None:
             for name, value in weights().items():
                 assert torch.equal(found[name], value)
             pool.release(snapshot)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_weights_in_training_may_be_changed_at_once(seed: int) -> None:
+    with FakeGpu(seed) as gpu:
+        state = on_gpu()
+        with gpu.no_synchronisation():
+            snapshot = SnapshotPool().acquire(1, state, changing=True)
+            state["weight"].add_(1)  # on the same stream: after the copy
+        snapshot.wait()
+        assert torch.equal(unflatten(snapshot.flat, state)["weight"], weights()["weight"])
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,0 +1,1 @@
+"""Saving of training state while training continues."""

@@ -1,0 +1,1 @@
+"""Benchmark of checkpoints: what they cost a trainer."""

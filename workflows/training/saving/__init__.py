@@ -1,0 +1,1 @@
+"""Saving of a run while it trains."""

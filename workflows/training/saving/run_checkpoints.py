@@ -1,0 +1,82 @@
+"""Checkpoints of a run as its trainers see them: copied between two steps, written and published later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.runtime.checkpoint import step_folder
+from hyfi_core.runtime.engine import Engine
+from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
+from workflows.training.ema import MovingAverage
+from workflows.training.job import TrainingJob
+from workflows.training.recorder import Recorder
+
+
+class RunCheckpoints:
+    """Writes a run's checkpoints on one trainer. All trainers create it together and call its methods alike.
+
+    Args:
+        job: The run.
+        trainers: The group of trainers.
+        engine: The trainers' engine.
+        average: Moving average of the weights, saved with them; None if not kept.
+        recorder: On rank 0; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        trainers: Communicator,
+        engine: Engine,
+        average: MovingAverage | None,
+        recorder: Recorder | None,
+    ) -> None:
+        self._job, self._engine, self._average, self._recorder = job, engine, average, recorder
+        self._writer = CheckpointWriter(trainers, bool(engine.owned_state()))
+
+    @property
+    def open_step(self) -> int | None:
+        """The step whose checkpoint is not published yet."""
+        return self._writer.open_step
+
+    def begin(self, step: int, state: Mapping[str, Any], spare: Iterable[int]) -> None:
+        """Copy the state after ``step`` and start writing it; waits for the previous checkpoint.
+
+        Args:
+            step: The step.
+            state: For resuming, besides weights and optimizer.
+            spare: As in ``advance``.
+        """
+        self.finish(spare)
+        owned = self._engine.owned_state()
+        averaged = self._average.of(owned) if self._average is not None else None
+        part = CheckpointPart(owned, self._engine.owned_optimizer(), averaged)
+        folder = step_folder(self._job.config.run.dir / "checkpoints", step)
+        model = {**self._job.model_json(), "step": step}
+        self._writer.begin(folder, part, step=step, model=model, state=state)
+
+    def busy(self) -> bool:
+        """Return whether this rank is still writing; does not block.
+
+        Raises:
+            OSError: It could not write, which ends the run.
+        """
+        return self._writer.busy()
+
+    def advance(self, spare: Iterable[int]) -> None:
+        """Go on when no trainer is busy (collective then).
+
+        Args:
+            spare: Steps whose checkpoints must stay (on rank 0).
+        """
+        self._record(self._writer.advance(), spare)
+
+    def finish(self, spare: Iterable[int]) -> None:
+        """Wait until everything is published (collective); see ``advance``."""
+        self._record(self._writer.finish(), spare)
+
+    def _record(self, step: int | None, spare: Iterable[int]) -> None:
+        if step is not None and self._recorder is not None:
+            self._recorder.saved(step, spare)
