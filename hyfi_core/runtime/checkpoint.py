@@ -24,7 +24,7 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -263,50 +263,6 @@ def load_training_state(path: Path, share: tuple[int, int] = (0, 1)) -> Training
     tensors = _stored_tensors(folder, OPTIMIZER_TENSORS_FILE, model, share)
     groups = _read_json(folder, OPTIMIZER_FILE, model)["groups"]
     return TrainingState({"tensors": tensors, "groups": groups}, _read_json(folder, STATE_FILE, model))
-
-
-def point_link(link: Path, target: str) -> None:
-    """Point ``link`` to its sibling ``target``, atomically."""
-    temporary = link.parent / f".{link.name}.tmp-{uuid.uuid4().hex[:8]}"
-    temporary.symlink_to(target)
-    temporary.replace(link)
-    sync_file(link.parent)
-
-
-def step_folder(checkpoints: Path, step: int) -> Path:
-    """Return the folder of one step's checkpoint."""
-    return checkpoints / f"step-{step:08d}"
-
-
-def saved_steps(checkpoints: Path) -> list[int]:
-    """Return the steps that have a checkpoint under ``checkpoints``, ascending."""
-    if not checkpoints.is_dir():
-        return []
-    return sorted(int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdigit())
-
-
-def remove_leftovers(checkpoints: Path) -> None:
-    """Remove what killed writers left behind; only while nobody writes."""
-    for leftover in checkpoints.glob(".*.tmp-*"):
-        if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def prune(checkpoints: Path, keep: int, spare: Iterable[int] = ()) -> list[int]:
-    """Remove all but the ``keep`` newest checkpoints; never one with a link to it, nor one of ``spare``.
-
-    Returns:
-        The removed steps.
-    """
-    linked = {path.resolve().name for path in checkpoints.iterdir() if path.is_symlink()}
-    steps = saved_steps(checkpoints)
-    removed = []
-    for step in steps[: max(0, len(steps) - keep)]:
-        folder = step_folder(checkpoints, step)
-        if folder.name not in linked and step not in spare:
-            shutil.rmtree(folder)
-            removed.append(step)
-    return removed
 
 
 def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

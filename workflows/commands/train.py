@@ -60,7 +60,7 @@ def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_
         check_run(settings, resume)
         if settings.ranks > 1:
             words = ["train", str(config), *overrides, *["--resume"] * resume, *["--json"] * as_json]
-            return launch(words, settings.ranks)
+            return launch(words, settings.ranks, settings.run.dir)
     return run_as_rank(partial(train_rank, settings, resume, as_json))
 
 

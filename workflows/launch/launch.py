@@ -34,7 +34,7 @@ from workflows.console import warn
 from workflows.exit_codes import FAULT, STOPPED, WRONG_REQUEST
 from workflows.launch import mpiexec, peer_watch, rank_log
 from workflows.launch.processes import ExitOrder, kill_session
-from workflows.launch.status import VARIABLE, RunStatus
+from workflows.launch.status import VARIABLE, RunStatus, leave_exit_code
 from workflows.out_of_memory import GENERAL_ADVICE, kernel_kills, message_of
 
 __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
@@ -52,11 +52,16 @@ def own_rank() -> int:
     return next((int(os.environ[name]) for name in names if name in os.environ), 0) if inside_launcher() else 0
 
 
-def launch(argv: Sequence[str], ranks: int) -> int:
+def launch(argv: Sequence[str], ranks: int, run: Path | None = None) -> int:
     """Run ``hyfi argv…`` in ``ranks`` processes on this node and return the exit code of the job.
 
     SIGTERM, SIGINT and SIGUSR1 are forwarded to every rank as SIGUSR1, a request to save and stop; a second signal
     kills the ranks.
+
+    Args:
+        argv: Arguments of ``hyfi``.
+        ranks: Number of processes.
+        run: Folder of a run; the death of a rank is written to the rank's log there.
 
     Returns:
         0 to 3, the exit code of the ranks; 70 if one of them failed (its error was printed) or was killed.
@@ -65,10 +70,10 @@ def launch(argv: Sequence[str], ranks: int) -> int:
         RequestError: There is no MPI, or this is one of several nodes of a Slurm job.
     """
     _refuse_several_nodes(argv[0], ranks)
-    return launch_program([sys.executable, "-m", "workflows.cli", *argv], ranks)
+    return launch_program([sys.executable, "-m", "workflows.cli", *argv], ranks, run)
 
 
-def launch_program(program: Sequence[str], ranks: int) -> int:
+def launch_program(program: Sequence[str], ranks: int, run: Path | None = None) -> int:
     """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`."""
     starter = mpiexec.find()
     with tempfile.TemporaryDirectory(prefix="hyfi-run-") as folder:
@@ -82,7 +87,7 @@ def launch_program(program: Sequence[str], ranks: int) -> int:
             start_new_session=True,
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )
-        return _LaunchMonitor(process, status, ranks).wait_for_all()
+        return _LaunchMonitor(process, status, ranks, run).wait_for_all()
 
 
 def _refuse_several_nodes(command: str, ranks: int) -> None:
@@ -113,8 +118,8 @@ def _environment(ranks: int) -> dict[str, str]:
 class _LaunchMonitor:
     """Supervises one mpiexec: forwards signals and output, and determines the exit code."""
 
-    def __init__(self, process: subprocess.Popen[bytes], status: RunStatus, ranks: int) -> None:
-        self._process, self._status, self._ranks = process, status, ranks
+    def __init__(self, process: subprocess.Popen[bytes], status: RunStatus, ranks: int, run: Path | None) -> None:
+        self._process, self._status, self._ranks, self._run = process, status, ranks, run
         self._stops = 0
         self._exits = ExitOrder()
         self._kills_before = kernel_kills()
@@ -185,7 +190,7 @@ class _LaunchMonitor:
         ranks = {pid: rank for rank, pid in self._status.pids().items() if rank not in ended}
         died, lost = output.dead_process, self._first_lost()
         if died is None and lost is not None:
-            warn(f"hyfi: rank {lost} was killed or crashed; all ranks were stopped")
+            self._tell_death([lost], f"hyfi: rank {lost} was killed or crashed; all ranks were stopped")
         elif died is None:
             text = output.of_manager() or f"mpiexec ended with code {self._process.returncode}"
             warn(f"hyfi: not all ranks finished: {text}")
@@ -196,10 +201,16 @@ class _LaunchMonitor:
             # Either may be wrong: a killed process ends with the last of its threads, maybe after the next one.
             named = sorted(ranks[pid] for pid in {first, died.pid} if pid in ranks)
             who = " or ".join(f"rank {rank}" for rank in named) or f"process {first}"
-            warn(f"hyfi: {who} ended with {died.how}; all ranks were stopped")
+            self._tell_death(named, f"hyfi: {who} ended with {died.how}; all ranks were stopped")
         if kernel_kills() > self._kills_before:
             warn(f"hyfi: this machine ran out of memory and its kernel killed a process; {self._advice()}")
         return FAULT
+
+    def _tell_death(self, ranks: Sequence[int], text: str) -> None:
+        warn(text)
+        if self._run is not None:
+            for rank in ranks:
+                rank_log.append_error(self._run, rank, text)
 
     def _advice(self) -> str:
         return self._status.advice or GENERAL_ADVICE
@@ -240,6 +251,7 @@ def _run_as_rank(body: Callable[[], int]) -> int:
     if status is not None:
         status.end(rank, code)
         return 0
+    leave_exit_code(code)
     return code
 
 
@@ -266,6 +278,7 @@ def _fail(status: RunStatus | None, rank: int) -> None:
     if raised is not None and peer_watch.is_lost_peer(raised):
         time.sleep(PEER_LOST_S)  # most likely a peer died; that is the first error, and is reported in the meantime
     peer_watch.fail()
+    leave_exit_code(FAULT)
     # The launcher prints the error: this rank's output may be lost with the process manager's pipes.
     if status is not None:
         rank_log.note_error(error)

@@ -55,5 +55,6 @@ def is_lost_peer(error: BaseException) -> bool:
 def _report_lost(rank: int) -> None:
     warn(
         f"hyfi: rank {rank} was killed or crashed (by a signal, out of memory, or with its node); all ranks were "
-        f"stopped. If memory ran out: {advice()}"
+        f"stopped. If memory ran out: {advice()}",
+        "ERROR",
     )

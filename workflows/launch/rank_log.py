@@ -168,6 +168,15 @@ def note_error(text: str) -> None:
         _log.note("ERROR", text)
 
 
+def append_error(run: Path, rank: int, text: str) -> None:
+    """Write an error to the log of a rank that was killed and cannot do so itself; nothing if it has no log."""
+    path = run / FOLDER / f"rank-{rank}.log"
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("a", encoding="utf-8", errors="replace") as file:
+                file.write(f"{_now()} {socket.gethostname()} rank {rank} ERROR {text}\n")
+
+
 def end() -> None:
     """End the log of this process."""
     global _log

@@ -12,6 +12,7 @@ as soon as one exits with a code other than 0. So ranks and launcher use small f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -19,7 +20,19 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "HYFI_STATUS"
+EXIT_VARIABLE = "HYFI_EXIT_FILE"
+"""Names the file in which ranks leave their exit code for a script of `hyfi launch`; launchers may return others."""
 FAILURE, STOP = "failure.json", "stop"
+
+
+def leave_exit_code(code: int) -> None:
+    """Write the exit code of this rank for the script that started the launcher, if one did."""
+    name = os.environ.get(EXIT_VARIABLE)
+    if name:
+        temporary = Path(f"{name}.{os.getpid()}.tmp")
+        with contextlib.suppress(OSError):  # a full disk: the script returns the launcher's code
+            temporary.write_text(f"{code}\n", encoding="utf-8")
+            temporary.replace(name)
 
 
 class RunStatus:

@@ -8,7 +8,7 @@ from typing import Any
 
 from data.samples.coverage import write_coverage
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.runtime.checkpoint import prune, remove_leftovers, saved_steps
+from hyfi_core.runtime.saving.kept_checkpoints import prune, remove_leftovers, saved_steps
 from workflows.console import plain_number, say
 from workflows.training.best import last_step
 from workflows.training.curves import write_curves

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from data.files import write_atomically
-from hyfi_core.runtime import checkpoint as checkpoints
+from hyfi_core.runtime import checkpoint
+from hyfi_core.runtime.saving import kept_checkpoints as checkpoints
 from workflows.config.load import Config, dump_resolved
 from workflows.training.best import Records, best_step
 
@@ -39,14 +39,14 @@ class RunFolder:
         """Store the calibration in the checkpoint of a step, if it exists."""
         folder = checkpoints.step_folder(self.checkpoints, step)
         if "temperature" in found and folder.is_dir():
-            checkpoints.amend_model_json(folder, {"calibration": dict(found)})
+            checkpoint.amend_model_json(folder, {"calibration": dict(found)})
 
     def rewind(self, step: int) -> None:
         """Point ``latest`` at the checkpoint of ``step`` and remove those after it."""
         later = [other for other in checkpoints.saved_steps(self.checkpoints) if other > step]
         checkpoints.point_link(self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, step).name)
         for other in later:
-            shutil.rmtree(checkpoints.step_folder(self.checkpoints, other))
+            checkpoints.remove(checkpoints.step_folder(self.checkpoints, other))
 
     def choose_best(self, validations: Records, metric: str) -> int | None:
         """Point ``best`` to the best validated step and return it; None if none has a checkpoint.

@@ -8,8 +8,9 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from hyfi_core.runtime.checkpoint import load_checkpoint, step_folder
+from hyfi_core.runtime.checkpoint import load_checkpoint
 from hyfi_core.runtime.engine import Engine
+from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 from workflows.console import say
 from workflows.evaluation.evaluate import Interrupted, gather_logits, predict_slides
 from workflows.evaluation.validation_client import ValidationClient

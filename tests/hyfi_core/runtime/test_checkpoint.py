@@ -133,20 +133,6 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_links_and_pruning(tmp_path: Path) -> None:
-    for number in range(1, 7):
-        save(cp.step_folder(tmp_path, number))
-    cp.point_link(tmp_path / "best", "step-00000001")
-    cp.point_link(tmp_path / "best", "step-00000002")
-    cp.point_link(tmp_path / "latest", "step-00000006")
-    (tmp_path / ".step-00000009.tmp-dead").mkdir()
-    cp.remove_leftovers(tmp_path)
-    assert cp.prune(tmp_path, keep=2, spare=[3]) == [1, 4]
-    assert cp.saved_steps(tmp_path) == [2, 3, 5, 6]
-    assert cp.load_checkpoint(tmp_path / "best").path.name == "step-00000002"
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
-
-
 def test_an_optimiser_of_another_model_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "c")
     other = torch.nn.Linear(4, 4)

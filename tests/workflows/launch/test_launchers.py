@@ -113,7 +113,7 @@ def test_a_killed_rank_under_torchrun(begin: Begin, tmp_path: Path) -> None:
     wait_for_step(job, tmp_path, 2)
     os.kill(ranks_of(tmp_path, "LOCAL_RANK=1")[0], signal.SIGKILL)
     said = end(job, tmp_path, 10)
-    assert re.search(r"^\d{4}-\d\d-\d\d \S+ \S+ rank 0 WARNING hyfi: rank 1 was killed or crashed", said, re.MULTILINE)
+    assert re.search(r"^\d{4}-\d\d-\d\d \S+ \S+ rank 0 ERROR hyfi: rank 1 was killed or crashed", said, re.MULTILINE)
     assert "rank 1 was killed or crashed" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
@@ -130,6 +130,7 @@ def test_a_request_to_stop_under_open_mpi(begin: Begin, tmp_path: Path) -> None:
     end(job, tmp_path, 30)
     assert job.returncode == 3
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+    assert not list(tmp_path.glob(".*.code"))
 
 
 SCRIPTS = [("torchrun", "SIGTERM"), ("torchrun", "SIGUSR1"), ("MPICH", "SIGTERM"), ("Open MPI", "SIGTERM")]
@@ -152,3 +153,4 @@ def test_the_script_around_a_launcher_stops_with_a_checkpoint(
     end(job, tmp_path, 30)
     assert job.returncode == 3
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+    assert not list(tmp_path.glob(".*.code"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -88,3 +91,36 @@ def test_every_script_is_shell(hyfi: Hyfi, tmp_path: Path, by: str) -> None:
     assert done.returncode == 0, done.stderr
     assert subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=False).returncode == 0
     assert "{{" not in (tmp_path / "job.sh").read_text()
+
+
+FAKE_LAUNCHER = """#!/bin/bash
+# Stands in for mpiexec and torchrun: on USR1 its only rank ends as it is told, and it returns 1, as some launchers do.
+[[ $1 == --version ]] && exit 0
+trap 'stopped=yes' USR1
+echo ready >> ready
+while [[ -z ${stopped:-} ]]; do sleep 0.02; done
+if [[ -n $RANK_CODE ]]; then echo "$RANK_CODE" > "$HYFI_EXIT_FILE"; fi
+exit 1
+"""
+
+
+@pytest.mark.parametrize(("rank", "code"), [("3", 3), ("70", 70), ("", 1)], ids=["stopped", "failed", "killed"])
+@pytest.mark.parametrize("by", ["mpiexec", "torchrun"])
+def test_code_3_is_that_of_ranks_that_stopped(tmp_path: Path, by: str, rank: str, code: int) -> None:
+    """After a request to stop, the scripts made every code a 3, also that of a failure while saving."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / by).write_text(FAKE_LAUNCHER)
+    (tmp_path / "bin" / by).chmod(0o755)
+    extra = {"mpiexec": {"hosts": ""}, "torchrun": {"rendezvous": ""}}[by]
+    text = script_of(by, Path("job.sh"), ["train", "run.yaml"], 2, Resources(), Site(setup=[f"cd {tmp_path}"]), **extra)
+    script = tmp_path / "job.sh"
+    script.write_text(text.replace(f"cd {Path.cwd()}", f"cd {tmp_path}").replace("pkill -USR1 -P", "kill -USR1"))
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    job = subprocess.Popen(["bash", script], cwd=tmp_path, env=os.environ | {"PATH": path, "RANK_CODE": rank})
+    deadline_s = time.monotonic() + 20
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline_s and job.poll() is None
+        time.sleep(0.01)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=20) == code
+    assert not list(tmp_path.glob(".*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,6 +150,8 @@ def test_a_rank_that_is_killed(start, rank: int) -> None:
     assert time.monotonic() - killed_s < 10
     assert code == 70
     assert "signal 9" in errors
+    log = (job.run / "logs" / f"rank-{rank}.log").read_text()  # it could not write this itself
+    assert re.search(rf"rank {rank} ERROR hyfi: .*rank {rank}.* ended with signal 9", log)
 
 
 @pytest.mark.parametrize(("roles", "validator"), [([], 1), pytest.param(TWO_AND_A_LOADER, 3, marks=pytest.mark.soak)])

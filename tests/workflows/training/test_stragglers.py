@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hyfi_core.runtime.engine import Engine
 from tests.workflows.archive import make_config
@@ -67,12 +68,15 @@ def test_a_slow_rank_of_a_run_is_named_everywhere(
 
     monkeypatch.setattr(Engine, "update", slow_on_rank_1)
     config = make_config(tmp_path, store, plan={"grids": [[1, 2]]}, validation={"every_steps": 50})
-    assert run_on(2, config, "run.steps=4") == [0, 0]
+    assert run_on(2, config, "run.steps=4", "run.tensorboard=true") == [0, 0]
     last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-2]
     assert (last["kind"], last["step"]) == ("train", 4)
     compute = last["slowest"]["compute"]
     assert compute["rank"] == 1 and compute["over_median"] > 1.2
     assert ("compute", 1) in [(entry["kind"], entry["rank"]) for entry in last["stragglers"]]
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    event = board.Scalars("train/slowest/compute/rank")[-1]
+    assert (event.step, event.value) == (4, 1)
     assert last["fullest"]["memory_bytes"] > 1e7 and last["fullest"]["rank"] in (0, 1)
     assert last["seconds"] > 0.25 and last["images_per_second"] < 8  # rank 0 waits for it, and says so
     assert re.search(r"^epoch 0: .*slow: .*rank 1 on \S+, computing", capsys.readouterr().out, re.MULTILINE)

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.models import resnet
-from hyfi_core.runtime.checkpoint import step_folder
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
+from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 
 Way = Literal["none", "beside", "at_once"]
 

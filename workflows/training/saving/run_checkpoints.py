@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hyfi_core.comm.base import Communicator
-from hyfi_core.runtime.checkpoint import step_folder
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
+from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 from workflows.training.ema import MovingAverage
 from workflows.training.job import TrainingJob
 from workflows.training.recorder import Recorder

@@ -19,9 +19,10 @@ import torch
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.runtime.checkpoint import load_checkpoint, load_training_state, saved_steps, step_folder
+from hyfi_core.runtime.checkpoint import load_checkpoint, load_training_state
 from hyfi_core.runtime.saving import checkpoint_writer
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
+from hyfi_core.runtime.saving.kept_checkpoints import saved_steps, step_folder
 from tests.conftest import ROOT
 
 
@@ -139,8 +140,8 @@ SAVES_FOR_EVER = """
 import sys, torch
 from pathlib import Path
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.runtime.checkpoint import point_link, prune, step_folder
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
+from hyfi_core.runtime.saving.kept_checkpoints import point_link, prune, step_folder
 
 def body(comm):
     folder, writer, step = Path(sys.argv[1]), CheckpointWriter(comm, True), int(sys.argv[2])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hyfi_core.runtime.checkpoint import saved_steps
 from hyfi_core.runtime.saving import checkpoint_writer
+from hyfi_core.runtime.saving.kept_checkpoints import saved_steps
 from tests.workflows.archive import make_config
 from tests.workflows.runs import assert_same_run, run_here, run_on
 from workflows.launch.stop import StopFlag

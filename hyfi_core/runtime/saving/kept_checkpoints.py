@@ -1,0 +1,62 @@
+"""The checkpoints of a run on disk: which exist, links to them, and the removal of old ones."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from hyfi_core.files import sync_file
+from hyfi_core.runtime.checkpoint import temporary_name
+
+
+def point_link(link: Path, target: str) -> None:
+    """Point ``link`` to its sibling ``target``, atomically."""
+    temporary = link.parent / f".{link.name}.tmp-{uuid.uuid4().hex[:8]}"
+    temporary.symlink_to(target)
+    temporary.replace(link)
+    sync_file(link.parent)
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Return the folder of one step's checkpoint."""
+    return checkpoints / f"step-{step:08d}"
+
+
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Return the steps that have a checkpoint under ``checkpoints``, ascending."""
+    if not checkpoints.is_dir():
+        return []
+    return sorted(int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdigit())
+
+
+def remove_leftovers(checkpoints: Path) -> None:
+    """Remove what killed writers left behind; only while nobody writes."""
+    for leftover in checkpoints.glob(".*.tmp-*"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def prune(checkpoints: Path, keep: int, spare: Iterable[int] = ()) -> list[int]:
+    """Remove all but the ``keep`` newest checkpoints; never one with a link to it, nor one of ``spare``.
+
+    Returns:
+        The removed steps.
+    """
+    linked = {path.resolve().name for path in checkpoints.iterdir() if path.is_symlink()}
+    steps = saved_steps(checkpoints)
+    removed = []
+    for step in steps[: max(0, len(steps) - keep)]:
+        folder = step_folder(checkpoints, step)
+        if folder.name not in linked and step not in spare:
+            remove(folder)
+            removed.append(step)
+    return removed
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; a process that is killed meanwhile leaves no incomplete one under its name."""
+    hidden = temporary_name(folder)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)

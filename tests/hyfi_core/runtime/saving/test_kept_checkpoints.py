@@ -1,0 +1,22 @@
+"""Links to checkpoints, and which of them stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hyfi_core.runtime.checkpoint import load_checkpoint, save_checkpoint
+from hyfi_core.runtime.saving import kept_checkpoints as kept
+
+
+def test_links_and_pruning(tmp_path: Path) -> None:
+    for number in range(1, 7):
+        save_checkpoint(kept.step_folder(tmp_path, number), weights={}, model={"step": number})
+    kept.point_link(tmp_path / "best", "step-00000001")
+    kept.point_link(tmp_path / "best", "step-00000002")
+    kept.point_link(tmp_path / "latest", "step-00000006")
+    (tmp_path / ".step-00000009.tmp-dead").mkdir()
+    kept.remove_leftovers(tmp_path)
+    assert kept.prune(tmp_path, keep=2, spare=[3]) == [1, 4]
+    assert kept.saved_steps(tmp_path) == [2, 3, 5, 6]
+    assert load_checkpoint(tmp_path / "best").path.name == "step-00000002"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
