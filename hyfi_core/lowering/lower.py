@@ -14,6 +14,7 @@ from typing import Any
 from hyfi_core.capture.program import Operator, Program, Ref, refs_in
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.in_place import in_place
+from hyfi_core.lowering.planes import Plane, on_plane
 from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.parallel_plan import GATHER_BYTES
 from hyfi_core.rules.builder import Builder, Rule
@@ -50,6 +51,7 @@ class Target:
         gather_bytes: of the largest map that every rank may gather for an operator that cannot be computed part by
             part.
         alone: whether there is no other rank or cell.
+        plane: with which branches are divided among planes; by default there is one plane.
     """
 
     grid: tuple[int, int]
@@ -59,6 +61,7 @@ class Target:
     replicas: Fraction | int = 1
     gather_bytes: int = GATHER_BYTES
     alone: bool = False
+    plane: Plane = field(default_factory=Plane)
 
 
 def lower(
@@ -84,7 +87,7 @@ def lower(
     """
     outputs = program.outputs if outputs is None else outputs
     builder = Builder(program, target.grid, target.rank, target.entries, runs, target.replicas, target.gather_bytes)
-    for op in lowered_operators(program, outputs, exits):
+    for op in target.plane.ordered(lowered_operators(program, outputs, exits)):
         _lower_operator(builder, op, target.rules.get(op.text))
     leaves = tuple(Ref(builder.whole(item.name)) if isinstance(item, Ref) else item for item in outputs)
     if any(name in builder.splits for name in program.mutations.values()):
@@ -92,7 +95,7 @@ def lower(
             "the model stores a feature map in a buffer, but no rank holds a whole map; register no "
             "buffer with height and width"
         )
-    return in_place(builder.finish(leaves, exits), target.alone)
+    return in_place(on_plane(builder.finish(leaves, exits), target.plane, target.rank), target.alone)
 
 
 def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[str, ...]) -> list[Operator]:

@@ -116,7 +116,7 @@ class BackwardMemory:
             return False, {}
         arriving = [self._pop(name) for name in call.outputs]
         given = [item.memory for item in arriving]
-        may_overwrite = self._alone(given[0], (*self._memories(), *given[1:]))
+        may_overwrite = bool(given) and self._alone(given[0], (*self._memories(), *given[1:]))
         everything = _NOTHING.union(*given)
         if isinstance(operator, SplitBackward):
             self._deferred |= everything  # its weight gradient may be computed later, from the same cotangent

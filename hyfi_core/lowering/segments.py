@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from hyfi_core.capture.program import refs_in
 from hyfi_core.lowering.reuse import BackwardMemory, Over, TapeFacts, writing_over
+from hyfi_core.ops.plane_exchange import PlaneExchange
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram
 
 
@@ -91,10 +92,12 @@ def build_tape(ranked: RankProgram, sources: Iterable[str], start: int = 0, stop
     """
     last_use = _last_uses(ranked)
     chosen = ranked.instructions[start:stop]
-    active = _active(ranked, chosen, set(sources))
+    active = _active(ranked, ranked.undivided or chosen, set(sources))  # the same in all planes
     steps: list[Step] = []
     run: list[tuple[int, LocalCall]] = []
     for index, instruction in enumerate(chosen, start):
+        if isinstance(instruction, CollectiveCall) and isinstance(instruction.operator, PlaneExchange):
+            instruction = replace(instruction, operator=instruction.operator.carrying(frozenset(active)))
         if isinstance(instruction, LocalCall):
             run.append((index, instruction))
         else:

@@ -47,6 +47,8 @@ class ParallelPlan:
         spill: where activations that no cell currently needs are moved: a folder, or "memory" of the host; None:
             not moved. The limit is ``memory_bytes``, or half of the memory that is free when training begins.
         shares: samples of one step that each replica takes, None for equally many; see below.
+        branches: planes of each replica. A plane has ranks for all grids and the replica's samples, and computes some
+            of the model's parallel branches, so that there are replicas x branches x (ranks of all grids) ranks.
 
     With ``shares``, every sample has the same weight in any replica, and micro-batch m of the whole batch is
     micro-batch m of every replica, in the order of replicas::
@@ -79,13 +81,14 @@ class ParallelPlan:
     shares: tuple[int, ...] | None = None
     cells: tuple[int, int] | Literal["auto"] | None = None
     spill: str | None = None
+    branches: int = 1
 
     def __post_init__(self) -> None:
         """Validate all fields."""
         object.__setattr__(self, "grids", _parse_grids(self.grids))
         if self.cuts != "auto":
             object.__setattr__(self, "cuts", _parse_cuts(self.cuts, self.stages))
-        for name in ("microbatches", "replicas", "interleave"):
+        for name in ("microbatches", "replicas", "interleave", "branches"):
             _check_count(name, getattr(self, name))
         for name, kind in (("schedule", Schedule), ("mirror", Mirror)):
             if getattr(self, name) not in get_args(kind):
@@ -123,6 +126,11 @@ class ParallelPlan:
                 f"plan.mirror is point_to_point, but schedule {self.schedule} has one direction and nothing to mirror; "
                 f"use all_reduce, or one of {', '.join(BIDIRECTIONAL)}"
             )
+        if self.branches > 1 and self.cells is not None:
+            raise RequestError(
+                f"plan.branches is {self.branches} with plan.cells {self.cells!r}, but cells of one rank take turns "
+                f"and cannot wait for another plane's; use branches=1 or cells=None"
+            )
 
     @property
     def stages(self) -> int:
@@ -153,9 +161,14 @@ class ParallelPlan:
         return 1 if self.shares else self.replicas
 
     @property
-    def ranks_per_replica(self) -> int:
-        """Ranks of one replica."""
+    def ranks_per_plane(self) -> int:
+        """Ranks that hold the model once: of all grids."""
         return sum(rows * columns for rows, columns in self.grids)
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks of one replica: of all its planes."""
+        return self.branches * self.ranks_per_plane
 
     @property
     def ranks(self) -> int:
@@ -310,26 +323,29 @@ def _draw(plan: ParallelPlan) -> str:
             f"activations that no cell needs are moved to {where} until they are needed{most}; cheap ones "
             f"are recomputed"
         )
+    if plan.branches > 1:
+        lines.append(f"parallel branches are divided among the {plan.branches} planes of a replica")
     width = len(str(plan.ranks - 1))
-    for replica in _shown(list(range(plan.replicas))):
-        if replica is None:
+    for number in _shown(list(range(plan.replicas * plan.branches))):
+        if number is None:
             lines.append("⋮")
             continue
-        first = replica * plan.ranks_per_replica
         for direction in range(plan.directions):
             for stage in range(plan.stages):
-                lines += _stage(plan, placement, replica, first, direction, stage, width)
+                lines += _stage(plan, placement, number, direction, stage, width)
     return "\n".join(lines)
 
 
-def _stage(
-    plan: ParallelPlan, placement: Placement, replica: int, first: int, direction: int, stage: int, width: int
-) -> list[str]:
+def _stage(plan: ParallelPlan, placement: Placement, number: int, direction: int, stage: int, width: int) -> list[str]:
+    """Return a stage's ranks in one plane; planes are numbered over all replicas."""
+    replica, plane = divmod(number, plan.branches)
+    of = f"replica {replica}, plane {plane}" if plan.branches > 1 else f"replica {replica}"
+    first = number * plan.ranks_per_plane
     rows, columns = placement.grids[stage]
     way = f", direction {direction}" if plan.directions == 2 else ""
     until = f", to the end of {plan.cuts[stage]}" if plan.cuts != "auto" and stage < plan.stages - 1 else ""
     again = ", recomputed" if plan.recomputes(stage) else ""
-    lines = [f"replica {replica}{way}, stage {stage}: {rows} x {columns} ranks{until}{again}"]
+    lines = [f"{of}{way}, stage {stage}: {rows} x {columns} ranks{until}{again}"]
     group = [first + rank for rank in placement.group(stage, direction)]
     for row in _shown(list(range(rows))):
         if row is None:

@@ -1,7 +1,8 @@
 """The placement: which ranks hold which stage of which direction.
 
-Ranks of one replica go stage by stage, row-major in each grid. In the second direction, rank r has the position of rank
-k - 1 - r, so that the two pipelines run through the same ranks in opposite order:
+Ranks of one plane (of one replica, without ``branches``) go stage by stage, row-major in each grid. In the second
+direction, rank r has the position of rank k - 1 - r, so that the two pipelines run through the same ranks in opposite
+order:
 
     grids ((2, 1), (1, 1), (1, 1))      rank          0      1      2      3
                                         direction 0   s0     s0     s1     s2
@@ -38,11 +39,11 @@ class Stages(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of the stages of one replica.
+    """The ranks of the stages of one plane.
 
     Attributes:
         grids: rows x columns of ranks for each stage.
-        ranks: for each direction, for each stage, its ranks within the replica, row-major in the stage's grid.
+        ranks: for each direction, for each stage, its ranks within the plane, row-major in the stage's grid.
     """
 
     grids: tuple[tuple[int, int], ...]
@@ -97,7 +98,7 @@ class Placement:
 
     @cached_property
     def size(self) -> int:
-        """Ranks of one replica."""
+        """Ranks of one plane."""
         return 1 + max(rank for group in self.ranks[0] for rank in group)
 
     def group(self, stage: int, direction: int = 0) -> tuple[int, ...]:

@@ -19,8 +19,8 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
 
-Traffic = Literal["halo", "reduce"]
-"""Kind of traffic in the counts: pixels of neighbours, or sums over the map."""
+Traffic = Literal["halo", "reduce", "stage"]
+"""Kind of traffic in the counts: pixels of neighbours, sums over the map, or whole values of other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,7 @@ class CollectiveCall:
         outputs: value names; None for a result that nothing uses.
         traffic: kind of its messages in the counts.
         all_replicas: whether the ranks of the stage in all replicas take part, not only those of one.
+        between_planes: whether it is between the ranks with the same position in all planes, not those of the stage.
     """
 
     operator: Collective
@@ -178,6 +179,7 @@ class CollectiveCall:
     outputs: tuple[str | None, ...]
     traffic: Traffic
     all_replicas: bool = False
+    between_planes: bool = False
 
 
 Instruction = LocalCall | CustomCall | CollectiveCall
@@ -198,6 +200,7 @@ class RankProgram:
         fusible: operators whose rules can compute margins: they may be part of a fused run.
         gathered: descriptions of the maps that ranks gather.
         drawn: operators that draw from torch's generator, which recomputation would not reproduce.
+        undivided: the instructions of all planes; empty if these are all.
     """
 
     instructions: tuple[Instruction, ...]
@@ -210,6 +213,7 @@ class RankProgram:
     fusible: frozenset[str] = frozenset()
     gathered: tuple[str, ...] = ()
     drawn: tuple[Operator, ...] = ()
+    undivided: tuple[Instruction, ...] = ()
 
     @property
     def results(self) -> tuple[str, ...]:

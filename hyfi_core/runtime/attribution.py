@@ -74,9 +74,11 @@ def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) ->
         stage: the ranks of the stage.
 
     Raises:
-        RequestError: the output is not one tensor of logits reduced from a map.
+        RequestError: the output is not one tensor of logits reduced from a map, or branches are divided.
     """
     ranked = compiled.only.ranked
+    if ranked.undivided:
+        raise RequestError("contributions need a plan whose planes have the whole model; use plan.branches=1")
     name, body, head = split_tape(ranked)
     Executor(body, stage).forward(values, record=False)
     part = attribute_head(ranked, name, head, values, stage)

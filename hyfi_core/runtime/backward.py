@@ -135,7 +135,8 @@ class BackwardPass:
 
     def _run_operator(self, record: OperatorRecord, names: Sequence[str], before: Sequence[Record]) -> None:
         call = record.step.call
-        if any(name in self._tape.active for name in call.inputs):
+        between_planes = isinstance(call, CollectiveCall) and call.between_planes
+        if any(name in self._tape.active for name in (carried_by(call) if between_planes else call.inputs)):
             given = tuple(self._cotangents.pop(name, None) if name is not None else None for name in call.outputs)
             with torch.no_grad():
                 if isinstance(call, CustomCall):
@@ -217,6 +218,15 @@ class BackwardPass:
                 self._cotangents[name] = _sum(self._cotangents[name], cotangent, sums.get(name))
             else:
                 self._cotangents[name] = cotangent
+
+
+def carried_by(call: CustomCall | CollectiveCall) -> tuple[str | None, ...]:
+    """Return the values of which one must carry a gradient for an operator to have a backward.
+
+    Between planes there is one on either side: that which sends a value has it as input, others have it as output.
+    """
+    between_planes = isinstance(call, CollectiveCall) and call.between_planes
+    return (*call.inputs, *call.outputs) if between_planes else call.outputs
 
 
 def _differentiated(record: SegmentRecord, cotangents: Values, keep: bool) -> Found:

@@ -19,9 +19,11 @@ from hyfi_core.cells.fused_place import CELL_RULES
 from hyfi_core.cells.halo import for_prediction, for_training
 from hyfi_core.comm.agree import compare
 from hyfi_core.comm.base import Communicator
+from hyfi_core.cost.branch_packing import pack_branches
 from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
+from hyfi_core.lowering.planes import Plane
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.lowering.stage_values import boundary, entries_of
@@ -113,7 +115,7 @@ def compile_model(
         program: its capture.
         plan: of the run.
         placement: which ranks hold which stage.
-        comm: the ranks of the replica.
+        comm: the ranks of the replica, plane after plane.
         output: selects the logits from the model's output.
         autocast: dtype of autocast.
         device: type of the device on which the model runs.
@@ -137,9 +139,11 @@ def compile_model(
     runs = None
     if runs_for_memory is not None and not model.training and plan.stages == 1:
         runs = _known_runs(runs_for_memory, program, plan, stages[0])
-    lowered = _Lowered(stages, placement, comm.rank, frozenset(trained), active, plan, together, runs, cells, spills)
     last = channels_last or any(is_channels_last(p) for p in model.parameters())
-    dtypes = dtypes_under_autocast(program, autocast, device) if autocast is not None and plan.stages > 1 else {}
+    dtypes = dtypes_under_autocast(program, autocast, device) if autocast and plan.stages * plan.branches > 1 else {}
+    index, rank = divmod(comm.rank, placement.size)
+    plane = Plane(index=index, device=device, dtypes=dtypes, channels_last=last)
+    lowered = _Lowered(stages, placement, rank, frozenset(trained), active, plan, together, runs, cells, spills, plane)
     return Compiled(
         program,
         lowered.hosted,
@@ -183,8 +187,11 @@ class _Lowered:
         runs: FusedRuns | None,
         cells: int,
         spills: bool,
+        plane: Plane,
     ) -> None:
         self._runs = runs
+        self._plane = plane
+        divided = False
         self._cells = cells
         self._shares_memory = plan.ranks_per_replica == cells and not spills
         self._stages = stages
@@ -204,8 +211,15 @@ class _Lowered:
                 if rank in placement.group(index, direction)
             }
             made = {position: self._lower(index, position) for position in {*positions.values()} or {0}}
-            self._splits.append(next(iter(made.values())).ranked.splits)
+            ranked = next(iter(made.values())).ranked
+            divided |= bool(ranked.undivided)
+            self._splits.append(ranked.splits)
             self.hosted.update({(index, direction): made[position] for direction, position in positions.items()})
+        if plan.branches > 1 and not divided:
+            raise RequestError(
+                f"plan.branches is {plan.branches}, but the model has no parallel branches: every operator needs the "
+                f"one before it; use plan.branches=1, and plan.grids or plan.replicas for more ranks"
+            )
 
     def boundary(
         self, edge: tuple[int, int], dtypes: Mapping[str, torch.dtype], channels_last: bool
@@ -232,6 +246,9 @@ class _Lowered:
                 grid, position, entries=entries, replicas=self._replicas, gather_bytes=wide, alone=self._plan.ranks == 1
             )
             runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
+            if self._plan.branches > 1:
+                branches = pack_branches(program, stage.outputs, exits, self._plan.branches, grid)
+                target = replace(target, plane=replace(self._plane, branches=branches))
             ranked = lower(program, target, stage.outputs, exits, runs)
         if self._cells > 1 and not (self._runs is not None and self._shares_memory):
             ranked = replace(ranked, instructions=tuple(map(for_training, ranked.instructions)))

@@ -230,7 +230,7 @@ class Engine:
         if max_norm is not None:
             owned, alone = self._ownership.optimized(), self.plan.stages == 1
             counted = owned if alone else self._ownership.counted()
-            clip(owned, counted, max_norm, None if alone else self._groups.replica)
+            clip(owned, counted, max_norm, None if alone else self._groups.plane)
         with self._watch.changing():
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -376,7 +376,7 @@ class Engine:
             return
         if compiled.trained not in self._mirrors:
             stages = trained_by_stage(self._model, compiled)
-            self._mirrors[compiled.trained] = Mirror(Placement.of(self.plan), self._groups.replica, stages)
+            self._mirrors[compiled.trained] = Mirror(Placement.of(self.plan), self._groups.plane, stages)
         if self._mirror is not self._mirrors[compiled.trained]:
             self.settle()
             self._mirror = self._mirrors[compiled.trained]

@@ -16,7 +16,15 @@ from hyfi_core.comm.counted import KindCommunicator
 from hyfi_core.lowering.segments import OperatorStep, Segment, Step, Tape
 from hyfi_core.ops.base import HoldsBuffers
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
-from hyfi_core.runtime.backward import BackwardPass, Complete, OperatorRecord, Record, SegmentRecord, Values
+from hyfi_core.runtime.backward import (
+    BackwardPass,
+    Complete,
+    OperatorRecord,
+    Record,
+    SegmentRecord,
+    Values,
+    carried_by,
+)
 
 
 class _Entry(torch.autograd.Function):
@@ -45,6 +53,7 @@ class Executor:
         comm: the ranks of the stage.
         copies: the ranks of the stage in all replicas, for synchronised norms; None: ``comm``.
         memory: callbacks around each step; ``AllStays``: no paging.
+        peers: the ranks with the same position in all planes; None: ``comm``.
     """
 
     def __init__(
@@ -53,9 +62,11 @@ class Executor:
         comm: KindCommunicator,
         copies: KindCommunicator | None = None,
         memory: StepMemory | None = None,
+        peers: KindCommunicator | None = None,
     ) -> None:
         self.tape = tape
         self._comm = comm
+        self._peers = comm if peers is None else peers
         self._copies = comm if copies is None else copies
         self._memory = AllStays() if memory is None else memory
         self._anchor = torch.zeros((), requires_grad=True)
@@ -97,7 +108,7 @@ class Executor:
         values.update((n, out) for n, out in zip(call.outputs, outputs, strict=False) if n is not None)
         for name in step.drops:
             values.pop(name, None)
-        if record and any(name in self.tape.active for name in call.outputs):
+        if record and any(name in self.tape.active for name in carried_by(call)):
             return OperatorRecord(step, saved)
         if isinstance(call.operator, HoldsBuffers):
             call.operator.give_back(saved)
@@ -152,6 +163,8 @@ class Executor:
 
     def _comm_of(self, call: CollectiveCall) -> Communicator:
         """Return the communicator of a call, which counts traffic as its kind."""
+        if call.between_planes:
+            return self._peers.of(call.traffic)
         return (self._copies if call.all_replicas else self._comm).of(call.traffic)
 
 

@@ -12,7 +12,7 @@ S-Caffe, PPoPP'17; buckets as in DDP).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from hyfi_core.comm.base import Pending
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import BUCKET_BYTES, ParallelPlan
-from hyfi_core.runtime.compiled import Compiled
+from hyfi_core.runtime.compiled import Compiled, HostedStage
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror
 
@@ -81,11 +81,13 @@ class StepGradients:
             group.begin()
         self._waiting = {}
         for stage in self._compiled.hosted.values():
-            for name in stage.ranked.program.parameters.values():
+            for name in _used(stage):
                 self._wait_for(self._named[name])
         if self._mirror is not None:
             for parameter in self._mirror.expected():
                 self._wait_for(parameter)
+        for group in self._groups:
+            group.wait_for(self._waiting)
 
     def complete(self, key: Key, names: Sequence[str]) -> None:
         """Record that a stage's contribution to these gradients is complete; start complete reductions."""
@@ -237,6 +239,15 @@ class GradientsOfCells:
         return self._seen[event] == self._cells
 
 
+def _used(stage: HostedStage) -> list[str]:
+    """Return the user's names of a stage's parameters; with branches, of those that this plane computes with."""
+    ranked = stage.ranked
+    if not ranked.undivided:
+        return list(ranked.program.parameters.values())
+    taken = {name for instruction in ranked.instructions for name in instruction.inputs}
+    return [named for value, named in ranked.program.parameters.items() if value in taken]
+
+
 def _by_holders(
     named: Mapping[str, nn.Parameter], compiled: Compiled, groups: Groups
 ) -> dict[frozenset[int], list[nn.Parameter]]:
@@ -316,6 +327,11 @@ class ReductionGroup:
             for parameter in bucket.parameters:
                 parameter.grad = bucket.flat.as_strided(parameter.shape, _strides(parameter), offset)
                 offset += parameter.numel()
+
+    def wait_for(self, parameters: Collection[int]) -> None:
+        """Do not wait for gradients of other parameters than these (by ``id``): other planes compute them alone."""
+        for bucket in self._buckets:
+            bucket.open.intersection_update(parameters)
 
     def complete(self, parameters: Sequence[nn.Parameter]) -> None:
         """Record gradients that are complete on this rank; start reductions of complete buckets, in order."""

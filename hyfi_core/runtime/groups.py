@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KINDS, CountedCommunicator, Span
 from hyfi_core.comm.pair_channels import with_pair_channels
@@ -18,31 +19,40 @@ class Groups:
 
     Attributes:
         all: every trainer.
-        replica: the ranks of this replica; used between stages.
+        index: of this replica.
+        replica: the ranks of this replica, plane after plane.
+        plane: those of this rank's plane, which hold the model once; used between stages.
         stages: (stage, direction) -> the ranks of a stage, in the order of its parts, for all stages of this rank.
-        placement: which ranks hold which stage.
-        copies: the same over all replicas if batch norms are synchronised, else ``stages``.
+        placement: which ranks of a plane hold which stage.
+        copies: ``stages`` over all replicas if batch norms are synchronised, else the same.
+        peers: the ranks of this replica with the same position in all planes, in the order of planes.
     """
 
     def __init__(self, comm: Communicator, plan: ParallelPlan, placement: Placement) -> None:
         self.placement = placement
         self._plan = plan
         self.all = CountedCommunicator(comm)
-        self.index = comm.rank // plan.ranks_per_replica
-        replica = _joined(comm, self.index, comm.rank)
+        number, position = divmod(comm.rank, placement.size)  # of this plane, over all replicas
+        self.index = number // plan.branches
+        plane = _joined(comm, number, comm.rank)
+        replica = _joined(comm, self.index, comm.rank) if plan.branches > 1 else plane
         if placement.stages > 1 or placement.directions > 1:
-            replica = with_pair_channels(replica)
-        self.replica = CountedCommunicator(replica)
+            plane = with_pair_channels(plane)
+        self.plane = CountedCommunicator(plane)
+        self.replica = CountedCommunicator(replica) if plan.branches > 1 else self.plane
+        peers = _joined(comm, self.index * placement.size + position, comm.rank) if plan.branches > 1 else None
+        self.peers = CountedCommunicator(AloneCommunicator() if peers is None else peers)
         self.stages: dict[tuple[int, int], CountedCommunicator] = {}
         self.copies: dict[tuple[int, int], CountedCommunicator] = {}
         self._reductions: dict[frozenset[int], CountedCommunicator] = {}
         self._nodes: list[str] = comm.broadcast_object(comm.gather_objects(node_name()))
         grids = len(plan.grids)
         for direction in range(plan.directions):
-            grid = next(g for g in range(grids) if self.replica.rank in placement.group(g, direction))
-            position = placement.group(grid, direction).index(self.replica.rank)
-            group = CountedCommunicator(_joined(comm, self.index * grids + grid, position))
-            copies = CountedCommunicator(_joined(comm, grid, comm.rank)) if plan.sync_batch_norm else group
+            grid = next(g for g in range(grids) if position in placement.group(g, direction))
+            ranks = _joined(comm, number * grids + grid, placement.group(grid, direction).index(position))
+            copies = group = CountedCommunicator(ranks)
+            if plan.sync_batch_norm:
+                copies = CountedCommunicator(_joined(comm, number % plan.branches * grids + grid, comm.rank))
             for stage in range(grid, placement.stages, grids):
                 self.stages[stage, direction] = group
                 self.copies[stage, direction] = copies
@@ -53,16 +63,16 @@ class Groups:
             comm.waiting_at_once()
 
     def holders(self, stages: Iterable[int]) -> frozenset[int]:
-        """Return the ranks of a replica that reduce the gradients of parameters used in these stages."""
+        """Return the ranks of a plane that reduce the gradients of parameters used in these stages."""
         return self._ranks(stages, 1 if self._plan.mirror == "point_to_point" else self._plan.directions)
 
     def users(self, stages: Iterable[int]) -> frozenset[int]:
-        """Return the ranks of a replica that compute with parameters used in these stages, in any direction."""
+        """Return the ranks of a plane that compute with parameters used in these stages, in any direction."""
         return self._ranks(stages, self._plan.directions)
 
     def has(self, stages: Iterable[int]) -> bool:
         """Whether this rank has one of these stages, in any direction."""
-        return self.replica.rank in self.users(stages)
+        return self.plane.rank in self.users(stages)
 
     def _ranks(self, stages: Iterable[int], directions: int) -> frozenset[int]:
         return frozenset(
@@ -73,20 +83,21 @@ class Groups:
         )
 
     def reduction(self, holders: frozenset[int]) -> CountedCommunicator | None:
-        """Return the group of these ranks in all replicas, None on others. Collective over all trainers when new."""
+        """Return the group of these ranks in all planes, None on others. Collective over all trainers when new."""
         if holders not in self._reductions:
-            inside = self.replica.rank in holders
+            inside = self.plane.rank in holders
             group = _joined(self.all, int(inside), self.all.rank)
-            size = self._plan.ranks_per_replica
+            size = self.placement.size
             members = [rank for rank in range(self.all.size) if (rank % size in holders) == inside]
             levels = two_level(group, [self._nodes[rank] for rank in members], self._plan.reduce_dtype == "bfloat16")
             self._reductions[holders] = CountedCommunicator(levels)
             self._reductions[holders].counts.spans = self.all.counts.spans
-        return self._reductions[holders] if self.replica.rank in holders else None
+        return self._reductions[holders] if self.plane.rank in holders else None
 
     def counted(self) -> list[CountedCommunicator]:
         """Return all counting communicators, without duplicates."""
-        every = [self.all, self.replica, *self.stages.values(), *self.copies.values(), *self._reductions.values()]
+        every = [self.all, self.replica, self.plane, self.peers, *self.stages.values(), *self.copies.values()]
+        every += self._reductions.values()
         return list({id(comm): comm for comm in every}.values())
 
     def reset_traffic(self, *others: Groups) -> None:

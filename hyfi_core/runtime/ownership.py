@@ -40,7 +40,7 @@ class ParameterOwnership:
         self._stages = _stages_by_name(model, compiled)
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self._holders = {name: groups.holders(stages) for name, stages in self._stages.items()}
-        rank = groups.replica.rank
+        rank = groups.plane.rank
         mine = [p for name, p in model.named_parameters() if rank in self._holders[name]]
         untrained = any(p.requires_grad for p in model.parameters()) and not any(p.requires_grad for p in mine)
         self._optimized = [*mine, self._placeholder()] if untrained or not mine else mine
@@ -55,12 +55,12 @@ class ParameterOwnership:
 
     def counted(self) -> list[nn.Parameter]:
         """Return the parameters that this rank counts in sums over the model: each is counted by one rank."""
-        rank = self._groups.replica.rank
+        rank = self._groups.plane.rank
         return [p for name, p in self._model.named_parameters() if rank == min(self._holders[name])]
 
     def held(self) -> HeldWeights:
         """Return what this rank computes with, to compare it with other ranks."""
-        rank = self._groups.replica.rank
+        rank = self._groups.plane.rank
         names = {name for name, stages in self._stages.items() if rank in self._groups.users(stages)}
         updated: dict[frozenset[int], list[str]] = {}
         for name, _ in self._model.named_parameters():

@@ -95,6 +95,7 @@ class Pipeline:
         compiled: the stages that this rank holds.
         groups: (stage, direction) -> its ranks.
         copies: (stage, direction) -> its ranks in all replicas, for synchronised norms.
+        peers: the ranks with the same position in all planes.
         exchange: between stages.
         statistics: storage of buffers; None for prediction.
         gradients: reduction of gradients; None for prediction, whose schedule has only forwards.
@@ -109,6 +110,7 @@ class Pipeline:
         compiled: Compiled,
         groups: Mapping[Key, CountedCommunicator],
         copies: Mapping[Key, CountedCommunicator],
+        peers: CountedCommunicator,
         exchange: StageExchange,
         statistics: Statistics | None,
         gradients: Gradients | None,
@@ -120,6 +122,7 @@ class Pipeline:
         self._compiled = compiled
         self._groups = groups
         self._copies = copies
+        self._peers = peers
         self._exchange = exchange
         self._statistics = statistics
         self._gradients = gradients
@@ -138,8 +141,8 @@ class Pipeline:
         """Execute the actions.
 
         Afterwards, ``loss`` is that of the last stages on this rank; ``loss_of_stage`` is the same on the first rank of
-        such a stage and zero on others; ``events`` has every action with its begin (after waiting for data) and end. In
-        prediction, ``outputs`` has the leaves of each micro-batch's output, on ranks of the last stage.
+        such a stage in plane 0, and zero on others; ``events`` has every action with its begin (after waiting for data)
+        and end. In prediction, ``outputs`` has the leaves of each micro-batch's output, on ranks of the last stage.
         """
         self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb is Verb.B}
         for action in actions:
@@ -199,9 +202,9 @@ class Pipeline:
                 self._executor(stage, key, flight).forward(values, record=False)
             elif self._recomputes(key[0]):
                 recorder = RecordingCommunicator(self._groups[key])
-                copies = RecordingCommunicator(self._copies[key], recorder.log)
+                copies, peers = (RecordingCommunicator(c, recorder.log) for c in (self._copies[key], self._peers))
                 flight.again = (dict(values), recorder.log)
-                Executor(stage.tape, recorder, copies, flight.memory).forward(values, record=False)
+                Executor(stage.tape, recorder, copies, flight.memory, peers).forward(values, record=False)
             else:
                 flight.records = self._executor(stage, key, flight).forward(values, record=True)
         if self._statistics is not None:
@@ -225,9 +228,10 @@ class Pipeline:
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
         if flight.again is not None:
             values, log = flight.again
-            comm, copies = (ReplayingCommunicator(log, c.rank, c.size) for c in (self._groups[key], self._copies[key]))
+            real = self._groups[key], self._copies[key], self._peers
+            comm, copies, peers = (ReplayingCommunicator(log, c.rank, c.size) for c in real)
             with self._autocasting():
-                flight.records = Executor(stage.tape, comm, copies, flight.memory).forward(values, record=True)
+                flight.records = Executor(stage.tape, comm, copies, flight.memory, peers).forward(values, record=True)
             flight.again = None
         complete = None
         gradients = self._trained
@@ -245,7 +249,7 @@ class Pipeline:
         return self._gradients
 
     def _executor(self, stage: HostedStage, key: Key, flight: _MicroBatch) -> Executor:
-        return Executor(stage.tape, self._groups[key], self._copies[key], flight.memory)
+        return Executor(stage.tape, self._groups[key], self._copies[key], flight.memory, self._peers)
 
     def _from_loss(self, key: Key, flight: _MicroBatch, microbatch: int, step: Step) -> Values:
         """Return the cotangents of the output, and add the loss; empty if this stage does not compute the output."""
@@ -256,7 +260,7 @@ class Pipeline:
         with torch.enable_grad():
             loss = step.loss(self._compiled.pick(leaves), microbatch)
         # The output is replicated, its cotangent a sum over ranks: the loss has weight zero on all ranks but one.
-        first = self._groups[key].rank == 0
+        first = self._groups[key].rank == self._peers.rank == 0
         loss.backward(torch.ones_like(loss) if first else torch.zeros_like(loss))
         self.loss = self.loss + loss.detach().double()
         if first:

@@ -148,7 +148,7 @@ class StageRunner:
         self._state = None
         statistics = self._statistics(compiled)
         pipeline = self._pipeline(compiled, statistics, gradients)
-        actions = self.schedule(compiled).actions[self.groups.replica.rank]
+        actions = self.schedule(compiled).actions[self.groups.plane.rank]
         parts = self.reader.training_parts(compiled, shape[0])
         step = self._step(compiled, images, parts, local, uploaded(labels, self._subject.device), micro[0], arrived)
         pipeline.run(actions, step)
@@ -215,7 +215,8 @@ class StageRunner:
             compiled,
             self.groups.stages,
             self.groups.copies,
-            StageExchange(compiled.boundaries, self._placement, self.groups.replica, self._subject.device),
+            self.groups.peers,
+            StageExchange(compiled.boundaries, self._placement, self.groups.plane, self._subject.device),
             statistics,
             gradients,
             self._autocasting,
@@ -238,7 +239,7 @@ class StageRunner:
         key = (edges, microbatches)
         if key not in self._schedules:
             self._schedules[key] = lower(forward_only(self._placement, microbatches), self._placement, edges)
-        return self._schedules[key].actions[self.groups.replica.rank]
+        return self._schedules[key].actions[self.groups.plane.rank]
 
     def _step(
         self,
@@ -299,7 +300,7 @@ class StageRunner:
         return found if self._pager is None else found.clone()  # memory owned by the caller cannot be spilled
 
     def _statistics(self, compiled: Compiled) -> FollowingStatistics | FoldedStatistics:
-        model, rank = self._subject.model, self.groups.replica.rank
+        model, rank = self._subject.model, self.groups.plane.rank
         if self._plan.directions == 1:
             return FollowingStatistics(model, self._cell)
         peers = {
@@ -308,7 +309,7 @@ class StageRunner:
             ]
             for stage, direction in compiled.hosted
         }
-        return FoldedStatistics(model, compiled.hosted, peers, self.groups.replica, self._plan.microbatches, self._cell)
+        return FoldedStatistics(model, compiled.hosted, peers, self.groups.plane, self._plan.microbatches, self._cell)
 
     def _joined_output(self, compiled: Compiled, pipeline: Pipeline, microbatches: int) -> Any:
         """Return the concatenated outputs of all micro-batches, on every rank of the replica."""
@@ -319,11 +320,11 @@ class StageRunner:
         return _joined(outputs)
 
     def _shared(self, leaves: list[Any] | None) -> list[Any]:
-        """Broadcast the leaves of an output from the last stage to every rank of the replica."""
+        """Broadcast the leaves of an output from the last stage to every rank of the plane."""
         if self._placement.stages == 1:
             assert leaves is not None
             return leaves
-        root, comm = self._placement.group(self._placement.stages - 1)[0], self.groups.replica
+        root, comm = self._placement.group(self._placement.stages - 1)[0], self.groups.plane
         known = comm.broadcast_object(_described(leaves) if leaves is not None else None, root)
         tensors = _undescribed(known, leaves if comm.rank == root else None, self._subject.device)
         for tensor in tensors:

@@ -40,6 +40,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "plan.schedule",
         "plan.fused_halo",
         "plan.gather_bytes",
+        "plan.branches",
         "plan.cells",
         "plan.spill",
         "roles.loaders",

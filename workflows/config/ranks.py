@@ -88,6 +88,12 @@ class PlanConfig(Section):
         "file there is removed with the run",
     )
 
+    branches: Positive = Field(
+        1,
+        description="a whole number ≥ 1: planes of each replica: each has ranks for all grids and the same images, and "
+        "computes some of the model's parallel branches (Inception modules, cells of AmoebaNet)",
+    )
+
     @model_validator(mode="after")
     def _is_a_plan(self) -> PlanConfig:
         self.build()
@@ -99,7 +105,7 @@ class PlanConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Number of trainers: replicas × Σ rows × columns."""
+        """Number of trainers: replicas × branches × Σ rows × columns."""
         return self.build().ranks
 
 

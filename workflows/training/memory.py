@@ -67,7 +67,7 @@ def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool
     placement = Placement.of(plan)
     found, writers = [], _writers(placement)
     for rank in range(plan.ranks):
-        hosted = [stages[stage] for stage, _ in placement.hosted(rank % plan.ranks_per_replica)]
+        hosted = [stages[stage] for stage, _ in placement.hosted(rank % plan.ranks_per_plane)]
         sums = sum(one.at_least_bytes if least else one.total_bytes for one in hosted)
         written = 0 if least else sum(stages[stage].written_bytes for stage in writers.get(rank, ()))
         found.append(PROCESS_BYTES + max(sums + written, stages[0].start_bytes))

@@ -14,6 +14,7 @@ from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.ops.plane_exchange import PlaneExchange, PlaneValue
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.ops.reduce import MaxOverSpace, SumOverRanks
 from hyfi_core.plan import Box, Layout, plan_transfer
@@ -158,3 +159,34 @@ def test_batch_norm_of_one_row_in_any_order_of_memory(strides: tuple[int, ...]) 
     _, saved = op.forward(AloneCommunicator(), (own, None, None))
     found = op.backward(AloneCommunicator(), saved, (cotangent, None, None))[0]
     torch.testing.assert_close(found, leaf.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_exchange_between_planes(channels_last: bool) -> None:
+    """Large and small values, of which one has an empty part, and one that carries no gradient."""
+    values = (
+        PlaneValue("large", (2, 6, 40, 30), torch.float64, 0, (1, 2)),
+        PlaneValue("small", (3, 4), torch.float64, 1, (0,)),
+        PlaneValue("map", (1, 2, 3, 4), torch.float64, 1, (0, 2)),
+        PlaneValue("none", (1, 2, 0, 4), torch.float64, 2, (0, 1)),
+        PlaneValue("count", (), torch.int64, 2, (0, 1)),
+        PlaneValue("still", (5,), torch.float64, 0, (2,)),
+    )
+    active = frozenset(("large", "small", "map", "none"))
+
+    def body(comm: Communicator) -> tuple[float, float]:
+        op = PlaneExchange(values, comm.rank, torch.device("cpu"), channels_last).carrying(active)
+        given = {v.name: noise(*v.shape, seed=at).to(v.dtype) for at, v in enumerate(values)}
+        outputs, saved = op.forward(comm, tuple(given[v.name] for v in op.sent))
+        for value, output in zip(op.taken, outputs, strict=True):
+            assert torch.equal(output, given[value.name]) and output.dtype == value.dtype
+        y = [noise(*v.shape, seed=50 + comm.rank) if v.name in active else None for v in op.taken]
+        backs = op.backward(comm, saved, tuple(y))
+        assert all(back is None for v, back in zip(op.sent, backs, strict=True) if v.name not in active)
+        forward = sum(float((out * z).sum()) for out, z in zip(outputs, y, strict=True) if z is not None)
+        found = zip(op.sent, backs, strict=True)
+        return forward, sum(float((given[v.name] * back).sum()) for v, back in found if back is not None)
+
+    pairs = run_ranks(3, body, strict=True)
+    forward, backward = sum(p[0] for p in pairs), sum(p[1] for p in pairs)
+    assert abs(forward - backward) <= 1e-12 * max(1.0, abs(forward))

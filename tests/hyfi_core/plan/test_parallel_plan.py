@@ -22,6 +22,15 @@ def test_shares_weigh_replicas_and_survive_json() -> None:
     assert "of every 8 samples, the replicas take 6, 2" in plan.describe()
 
 
+def test_planes_multiply_the_ranks_of_a_replica() -> None:
+    plan = ParallelPlan(((1, 2), (1, 1)), ("layer2",), replicas=2, branches=2)
+    assert (plan.ranks_per_plane, plan.ranks_per_replica, plan.ranks) == (3, 6, 12)
+    assert ParallelPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    text = plan.describe()
+    assert "divided among the 2 planes" in text and "replica 1, plane 1, stage 0" in text
+    assert " 9 │ 10" in text and text.endswith("    11")
+
+
 def test_describe_draws_every_rank_once() -> None:
     text = ParallelPlan(grids=((2, 3),), replicas=2).describe()
     assert text.startswith("12 trainers: 2 replicas of 6 ranks, 1 stage, 1 micro-batch, schedule 1f1b\n")
@@ -50,6 +59,8 @@ def test_one_of_each_is_told_so() -> None:
         ({"grids": ((1, 2),), "replicas": 2, "shares": (3, 0)}, "shares has 0; every replica needs at least one"),
         ({"grids": ((1, 2),), "replicas": 2, "microbatches": 2, "shares": (4, 3)}, "shares has 3"),
         ({"grids": ((1, 2),), "replicas": 2, "shares": (1, 1.0)}, "shares has 1.0"),
+        ({"grids": ((1, 2),), "branches": 0}, "branches is 0"),
+        ({"grids": ((1, 2),), "branches": 2, "cells": (2, 2)}, "cells of one rank take turns"),
     ],
 )
 def test_an_illegal_field_is_named_with_what_would_work(fields: dict, words: str) -> None:

@@ -1,0 +1,207 @@
+"""Packing of parallel branches: which plane computes which operators of a stage.
+
+Operators in a row, of which each is the only user of the other, are a chain. Chains are sorted by their distance from
+the input and divided into regions:
+
+    chain       a │ b c d e │ f │ g h │ i          a, f, i: one chain, computed in every plane
+    plane 0     a │ b     e │ f │ g   │ i          b and e have no values in common with c and d
+    plane 1     a │   c d   │ f │   h │ i
+
+Within a region, chains that use each other's values stay together, and such groups are packed onto planes, the longest
+first (LPT). The regions with the least total time are found by dynamic programming; the time of a divided region is
+that of its fullest plane, plus the exchange of the values that are used after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from hyfi_core.capture.program import Operator, Program, refs_in
+from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel
+from hyfi_core.cost.operators import operator_costs, value_bytes
+from hyfi_core.lowering.lower import lowered_operators
+from hyfi_core.plan.branches import Branches
+
+LONGEST_REGION = 64
+"""Chains; two cells of AmoebaNet have about 40."""
+
+
+@dataclass
+class _Chain:
+    """Operators in a row.
+
+    Attributes:
+        names: of the operators.
+        seconds: of forward and backward.
+        sources: chains whose values it uses.
+        users: chains that use its values.
+        sent_bytes: bytes of the values that other chains, or nobody but the result of the stage, use.
+        is_result: whether the stage returns one of them.
+        level: largest number of chains before it on any path.
+    """
+
+    names: list[str]
+    seconds: float
+    sources: set[int] = field(default_factory=set)
+    users: set[int] = field(default_factory=set)
+    sent_bytes: int = 0
+    is_result: bool = False
+    level: int = 0
+
+
+def pack_branches(
+    program: Program,
+    outputs: tuple[Any, ...],
+    exits: tuple[str, ...],
+    planes: int,
+    grid: tuple[int, int] = (1, 1),
+    machine: MachineModel = DEFAULT_MACHINE,
+) -> Branches:
+    """Return the division of a stage's operators that takes the least time; it may divide nothing.
+
+    If the latency of messages outweighs every division, the best one without latencies is returned, because the ranks
+    of other planes have nothing else to do.
+
+    Args:
+        program: the stage, as it will be lowered.
+        outputs: as for ``lower``.
+        exits: likewise.
+        planes: number of planes.
+        grid: rows and columns of a plane's ranks, which divide all maps.
+        machine: the machine model.
+    """
+    operators = lowered_operators(program, outputs, exits)
+    if planes == 1:
+        return Branches()
+    free, chains = _chains(program, operators, {*refs_in(outputs), *exits}, prod(grid), machine)
+    for latency_s in (machine.message_s + machine.link(planes * prod(grid)).latency_s, 0.0):
+        search = _RegionSearch(chains, planes, latency_s, machine.link(planes * prod(grid)).bytes_per_s)
+        regions, owners = search.best()
+        if owners:
+            break
+    names = tuple(tuple(name for chain in region for name in chains[chain].names) for region in regions)
+    owned = {name: plane for chain, plane in owners.items() for name in chains[chain].names}
+    return Branches(planes, (tuple(free), *names), owned)
+
+
+def _chains(
+    program: Program, operators: Sequence[Operator], wanted: set[str], ranks: int, machine: MachineModel
+) -> tuple[list[str], list[_Chain]]:
+    """Return the operators that use no computed value, and the chains of all others, by their distance."""
+    costs = {op.name: cost for op, cost in zip(program.operators, operator_costs(program, machine), strict=True)}
+    given = {*program.parameters, *program.buffers, *program.constants}
+    free: list[str] = []
+    chains: list[_Chain] = []
+    maker: dict[str, int] = {}
+    users = _users(operators)
+    for op in operators:
+        cost = costs[op.name]
+        seconds = cost.forward_s(machine, 1 / ranks, False) + cost.backward_s(machine, 1 / ranks, False)
+        if all(name in given for name in op.inputs):
+            free.append(op.name)
+            given.update(name for name in op.outputs if name is not None)
+            continue
+        sources = {maker[name] for name in op.inputs if name in maker}
+        at = next(iter(sources)) if len(sources) == 1 else -1
+        if at >= 0 and users[chains[at].names[-1]] == {op.name}:
+            chains[at].names.append(op.name)
+            chains[at].seconds += seconds
+            chains[at].sent_bytes = 0
+        else:
+            at = len(chains)
+            level = 1 + max((chains[source].level for source in sources), default=-1)
+            chains.append(_Chain([op.name], seconds, sources, level=level))
+        for name in op.outputs:
+            if name is not None:
+                maker[name] = at
+                chains[at].sent_bytes += value_bytes(program, name) // ranks
+                chains[at].is_result |= name in wanted
+    return free, _sorted(chains)
+
+
+def _users(operators: Sequence[Operator]) -> dict[str, set[str]]:
+    """Return operator -> the operators that use its values."""
+    maker = {name: op.name for op in operators for name in op.outputs if name is not None}
+    found: dict[str, set[str]] = {op.name: set() for op in operators}
+    for op in operators:
+        for name in op.inputs:
+            if name in maker:
+                found[maker[name]].add(op.name)
+    return found
+
+
+def _sorted(chains: list[_Chain]) -> list[_Chain]:
+    """Return the chains by level, with the numbers of their sources and users."""
+    order = sorted(range(len(chains)), key=lambda at: (chains[at].level, at))
+    place = {at: new for new, at in enumerate(order)}
+    done = [chains[at] for at in order]
+    for at, chain in enumerate(done):
+        chain.sources = {place[source] for source in chain.sources}
+        for source in chain.sources:
+            done[source].users.add(at)
+    return done
+
+
+class _RegionSearch:
+    """The search for regions.
+
+    Args:
+        chains: sorted, so that each is behind those whose values it uses.
+        planes: number of planes.
+        latency_s: of an exchange.
+        bytes_per_s: of the link between planes.
+    """
+
+    def __init__(self, chains: Sequence[_Chain], planes: int, latency_s: float, bytes_per_s: float) -> None:
+        self._chains, self._planes = chains, planes
+        self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
+        never = len(chains) + 1
+        self._last = [never if c.is_result else max(c.users, default=-1) for c in chains]
+
+    def best(self) -> tuple[list[range], dict[int, int]]:
+        """Return the regions, and chain -> plane for those that only one plane computes."""
+        count = len(self._chains)
+        least = [0.0, *[float("inf")] * count]
+        taken: list[tuple[int, dict[int, int]]] = [(0, {})] * (count + 1)
+        for start in range(count):
+            alone = least[start] + self._chains[start].seconds
+            if alone <= least[start + 1]:
+                least[start + 1], taken[start + 1] = alone, (start, {})
+            groups: list[set[int]] = []
+            for stop in range(start + 1, min(count, start + LONGEST_REGION) + 1):
+                groups = self._joined(groups, stop - 1)
+                if len(groups) > 1:
+                    seconds, owners = self._packed(groups, stop)
+                    if least[start] + seconds < least[stop]:
+                        least[stop], taken[stop] = least[start] + seconds, (start, owners)
+        regions, found, at = list[range](), dict[int, int](), count
+        while at:
+            start, owners = taken[at]
+            regions.append(range(start, at))
+            found.update(owners)
+            at = start
+        return regions[::-1], found
+
+    def _joined(self, groups: Sequence[set[int]], chain: int) -> list[set[int]]:
+        """Return the groups with one more chain, which joins those whose values it uses."""
+        sources = self._chains[chain].sources
+        near = [group for group in groups if not group.isdisjoint(sources)]
+        return [*(group for group in groups if group not in near), set().union({chain}, *near)]
+
+    def _packed(self, groups: Sequence[set[int]], stop: int) -> tuple[float, dict[int, int]]:
+        """Return the time of a divided region that ends before the chain ``stop``, and the plane of each chain."""
+        chains = self._chains
+        loads, sent = [0.0] * self._planes, [0] * self._planes
+        owners: dict[int, int] = {}
+        for group in sorted(groups, key=lambda group: (-sum(chains[at].seconds for at in group), min(group))):
+            plane = loads.index(min(loads))
+            loads[plane] += sum(chains[at].seconds for at in group)
+            sent[plane] += sum(chains[at].sent_bytes for at in group if self._last[at] >= stop)
+            owners.update(dict.fromkeys(group, plane))
+        others = self._planes - 1
+        most = max(max(others * own, sum(sent) - own) for own in sent)
+        exchange_s = self._latency_s * others + most / self._bytes_per_s if most else 0.0
+        return max(loads) + 2 * exchange_s, owners

@@ -1,0 +1,132 @@
+"""One plane's part of a lowered program: without the branches of other planes, with exchanges of their values.
+
+All planes have the instructions of the undivided program in the same order, less those of other planes. A value of
+another plane is received before the first instruction, in that order, for which any plane lacks it; all values that are
+then ready are exchanged together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from hyfi_core.capture.program import Operator, refs_in
+from hyfi_core.errors import RequestError
+from hyfi_core.ops.plane_exchange import PlaneExchange, PlaneValue
+from hyfi_core.plan.branches import Branches
+from hyfi_core.rules.instructions import CollectiveCall, Instruction, RankProgram
+
+_Planes = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """The plane for which a program is lowered, and the format of the values that it receives.
+
+    Attributes:
+        branches: which plane computes what.
+        index: this plane.
+        device: of values.
+        dtypes: of values, if not those of the program: under autocast.
+        channels_last: whether maps are channels-last.
+    """
+
+    branches: Branches = field(default_factory=Branches)
+    index: int = 0
+    device: str = "cpu"
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    channels_last: bool = False
+
+    def ordered(self, operators: Sequence[Operator]) -> Sequence[Operator]:
+        """Return the operators in the order in which every plane computes them."""
+        order = self.branches.order
+        return sorted(operators, key=lambda op: order[op.name]) if order else operators
+
+
+def on_plane(ranked: RankProgram, plane: Plane, rank: int) -> RankProgram:
+    """Return the instructions of one plane.
+
+    Args:
+        ranked: the program of a rank, with the operators of all planes in their common order.
+        plane: this plane.
+        rank: position in the stage's grid.
+
+    Raises:
+        RequestError: an operator draws from torch's generator, so that planes would have different numbers.
+    """
+    if plane.branches.planes == 1:
+        return ranked
+    if ranked.drawn:
+        op = ranked.drawn[0]
+        raise RequestError(
+            f"{op.text} in module {op.module!r} draws from torch's generator, so that the ranks of plan.branches="
+            f"{plane.branches.planes} would draw different numbers; use dropout, bernoulli, rand or randn, or "
+            f"plan.branches=1"
+        )
+    if not plane.branches.owners:
+        return ranked
+    computed, used = _where(ranked, plane.branches)
+    done: list[Instruction] = []
+    made: dict[str, int] = {}  # value that other planes need -> the plane that has it
+    for index, instruction in enumerate(ranked.instructions):
+        if any(name in made and computed[index] - {made[name]} for name in instruction.inputs if name is not None):
+            done += _exchange(ranked, plane, rank, made, used)
+            made = {}
+        if plane.index in computed[index]:
+            done.append(instruction)
+        for name in instruction.outputs:
+            if name is not None and not used[name] <= computed[index]:
+                made[name] = min(computed[index])
+    done += _exchange(ranked, plane, rank, made, used)
+    return replace(ranked, instructions=tuple(done), undivided=ranked.instructions)
+
+
+def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_Planes], dict[str, _Planes]]:
+    """Return the planes that compute each instruction, and those that use each value.
+
+    An instruction without owner is computed in all planes that use its results; results of the program are used by all.
+    """
+    every = frozenset(range(branches.planes))
+    owner = {
+        name: frozenset((branches.owners[op.name],))
+        for op in ranked.program.operators
+        if op.name in branches.owners
+        for name in op.outputs
+        if name is not None
+    }
+    used: dict[str, _Planes] = {}
+    for name in (*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()):
+        used[name] = every
+    computed: list[_Planes] = []
+    for instruction in reversed(ranked.instructions):
+        outputs = [name for name in instruction.outputs if name is not None]
+        owners = next((owner[name] for name in outputs if name in owner), None)
+        here = frozenset().union(*(used.get(name, frozenset()) for name in outputs)) if owners is None else owners
+        computed.append(here)
+        for name in outputs:
+            used.setdefault(name, frozenset())
+        for taken in instruction.inputs:
+            if taken is not None:
+                used[taken] = used.get(taken, frozenset()) | here
+    return computed[::-1], used
+
+
+def _exchange(
+    ranked: RankProgram, plane: Plane, rank: int, made: Mapping[str, int], used: Mapping[str, _Planes]
+) -> Iterable[Instruction]:
+    """Return the exchange of these values, if this plane takes part."""
+    values = []
+    for name, owner in made.items():
+        info, split = ranked.values[name], ranked.splits.get(name)
+        shape = info.shape if split is None else split.local_shape(info.shape, rank)
+        dtype = plane.dtypes.get(name, info.dtype)
+        values.append(PlaneValue(name, shape, dtype, owner, tuple(sorted(used[name] - {owner}))))
+    values = [value for value in values if value.takers]
+    operator = PlaneExchange(tuple(values), plane.index, torch.device(plane.device), plane.channels_last)
+    sent, taken = operator.sent, operator.taken
+    if not sent and not taken:
+        return ()
+    names = tuple(value.name for value in sent), tuple(value.name for value in taken)
+    return (CollectiveCall(operator, *names, "stage", between_planes=True),)

@@ -1,0 +1,176 @@
+"""The exchange of branches: each plane sends the values that it has computed to the planes that use them.
+
+forward     plane 0: a ──▶ 1      plane 1: b ──▶ 0      afterwards both have a and b
+backward    plane 0: ā + ā₁       plane 1: b̄ + b̄₀       cotangents return to the plane that has computed the value
+
+The cotangent of a value that several planes hold is the sum over them, so the adjoint of a copy is a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+
+SMALL_BYTES = 1 << 16
+"""Values of at most so many bytes, such as running statistics, share a message; larger ones are not copied for it."""
+
+
+@dataclass(frozen=True)
+class PlaneValue:
+    """A value that is sent from one plane to others.
+
+    Attributes:
+        name: of the value.
+        shape: of this rank's tensor.
+        dtype: in the run, so after autocast.
+        owner: the plane that computes it.
+        takers: the planes that receive it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+    takers: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a message with it."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlaneExchange:
+    """Sends values between the ranks that have the same position in all planes.
+
+    Inputs are the values of this plane, outputs those of others, both in the order of ``values``.
+
+    Attributes:
+        values: of all planes.
+        plane: of this rank.
+        device: of received tensors.
+        channels_last: whether maps are received in this memory format.
+        active: names of values whose cotangents are sent back.
+    """
+
+    values: tuple[PlaneValue, ...]
+    plane: int
+    device: torch.device
+    channels_last: bool = False
+    active: frozenset[str] = frozenset()
+    own_cotangents = True
+
+    @property
+    def sent(self) -> tuple[PlaneValue, ...]:
+        """Values of this plane."""
+        return tuple(value for value in self.values if value.owner == self.plane)
+
+    @property
+    def taken(self) -> tuple[PlaneValue, ...]:
+        """Values that this plane receives."""
+        return tuple(value for value in self.values if self.plane in value.takers)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes that the plane with the most of them sends or receives in a forward."""
+        planes = {plane for value in self.values for plane in (value.owner, *value.takers)}
+        sent = [sum(v.nbytes * len(v.takers) for v in self.values if v.owner == plane) for plane in planes]
+        taken = [sum(v.nbytes for v in self.values if plane in v.takers) for plane in planes]
+        return max(*sent, *taken)
+
+    def carrying(self, active: frozenset[str]) -> PlaneExchange:
+        """Return the same with the cotangents of ``active`` values."""
+        return replace(self, active=active.intersection(value.name for value in self.values))
+
+    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (the values of other planes); saves nothing. Received tensors are new memory."""
+        given = {value.name: tensor for value, tensor in zip(self.sent, inputs, strict=True)}
+        taken = self._swap(comm, self.values, given, back=False)
+        return tuple(taken[v.name][0] if v.name in taken else self._zeros(v) for v in self.taken), None
+
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+        """Return the sums of what other planes return for the values of this plane, None for inactive ones."""
+        carried = [value for value in self.values if value.name in self.active]
+        given = {}
+        for value, cotangent in zip(self.taken, cotangents, strict=True):
+            given[value.name] = self._zeros(value) if cotangent is None else cotangent
+        found = self._swap(comm, carried, given, back=True)
+        return tuple(_total(found[value.name]) if value.name in found else None for value in self.sent)
+
+    def _swap(
+        self, comm: Communicator, values: Sequence[PlaneValue], given: Mapping[str, torch.Tensor], back: bool
+    ) -> dict[str, list[torch.Tensor]]:
+        """Send what this plane has of the values, or of their cotangents; return what it receives, by plane."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        unpack: list[Callable[[], list[tuple[str, torch.Tensor]]]] = []
+        for other in sorted({plane for value in values for plane in (value.owner, *value.takers)} - {self.plane}):
+            mine = [value for value in values if value.owner == self.plane and other in value.takers]
+            theirs = [value for value in values if value.owner == other and self.plane in value.takers]
+            leaving, arriving = (theirs, mine) if back else (mine, theirs)
+            for bundle in _bundles(leaving):
+                sends.append(Message(other, self._packed(bundle, given)))
+            for bundle in _bundles(arriving):
+                buffer = torch.empty(sum(prod(v.shape) for v in bundle), dtype=bundle[0].dtype, device=self.device)
+                receives.append(Message(other, buffer))
+                unpack.append(lambda bundle=bundle, buffer=buffer: self._unpacked(bundle, buffer))  # type: ignore[misc]
+        if sends or receives:
+            comm.exchange(sends, receives).wait()
+        found: dict[str, list[torch.Tensor]] = {}
+        for pieces in unpack:
+            for name, tensor in pieces():
+                found.setdefault(name, []).append(tensor)
+        return found
+
+    def _packed(self, bundle: Sequence[PlaneValue], given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        flat = [self._laid_out(given[value.name].to(value.dtype)).reshape(-1) for value in bundle]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+    def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous tensor with the elements in the order of messages."""
+        return (tensor.permute(0, 2, 3, 1) if self.channels_last and tensor.dim() == 4 else tensor).contiguous()
+
+    def _unpacked(self, bundle: Sequence[PlaneValue], buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        found = []
+        for value, flat in zip(bundle, buffer.split([prod(value.shape) for value in bundle]), strict=True):
+            if self.channels_last and len(value.shape) == 4:
+                count, channels, height, width = value.shape
+                found.append((value.name, flat.view(count, height, width, channels).permute(0, 3, 1, 2)))
+            else:
+                found.append((value.name, flat.view(value.shape)))
+        return found
+
+    def _zeros(self, value: PlaneValue) -> torch.Tensor:
+        return torch.zeros(value.shape, dtype=value.dtype, device=self.device)
+
+
+def _bundles(values: Sequence[PlaneValue]) -> list[list[PlaneValue]]:
+    """Divide values from one plane to another into messages: small ones of a dtype together, empty ones in none."""
+    found: list[list[PlaneValue]] = []
+    small: dict[torch.dtype, list[PlaneValue]] = {}
+    for value in values:
+        if not value.nbytes:
+            continue
+        if value.nbytes > SMALL_BYTES:
+            found.append([value])
+        elif value.dtype in small:
+            small[value.dtype].append(value)
+        else:
+            small[value.dtype] = [value]
+            found.append(small[value.dtype])
+    return found
+
+
+def _total(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum, in the memory of the first."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total.add_(tensor)
+    return total
