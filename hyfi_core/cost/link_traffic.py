@@ -19,6 +19,7 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cost.lowered_stages import LoweredPlans, LoweredStages, lowered_stages
 from hyfi_core.cost.machine import DEFAULT_MACHINE
 from hyfi_core.cost.operators import value_bytes
+from hyfi_core.ops.plane_exchange import PlaneExchange
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.plan.transfer import Transfer
@@ -74,13 +75,18 @@ def link_traffic(program: Program, plan: ParallelPlan, known: LoweredPlans | Non
     pairs: _Pairs = {}
     for direction in range(plan.directions):
         rounds = plan.microbatches // plan.directions
-        for stage, (_, ranked, _) in enumerate(stages.each):
-            _add_halos(pairs, ranked, placement.grids[stage], placement.group(stage, direction), rounds)
+        for stage, divided in enumerate(stages.divided):
+            group = placement.group(stage, direction)
+            for plane, ranked in enumerate(divided.planes):
+                there = [plane * placement.size + rank for rank in group]
+                _add_halos(pairs, ranked, placement.grids[stage], there, rounds)
+            _add_exchanges(pairs, divided.exchanges, group, placement.size, rounds)
         for (a, b), transfer in stages.between.items():
-            sources, targets = placement.group(a, direction), placement.group(b, direction)
-            for source, way in product(range(transfer.sources), (False, True)):
-                for target, pieces in transfer.outgoing(source, way).items():
-                    _add(pairs, sources[source], targets[target], rounds * sum(piece.bytes for piece in pieces))
+            for first in range(0, plan.ranks_per_replica, placement.size):
+                sources, targets = ([first + r for r in placement.group(s, direction)] for s in (a, b))
+                for source, way in product(range(transfer.sources), (False, True)):
+                    for target, pieces in transfer.outgoing(source, way).items():
+                        _add(pairs, sources[source], targets[target], rounds * sum(piece.bytes for piece in pieces))
     return LinkTraffic(plan, pairs, _reduced(program, plan, placement, stages, pairs))
 
 
@@ -100,6 +106,17 @@ def _add_halos(pairs: _Pairs, ranked: RankProgram, grid: tuple[int, int], group:
                 _add(pairs, group[y * columns + x], peer, 2 * rounds * length)  # backward returns as much
 
 
+def _add_exchanges(
+    pairs: _Pairs, exchanges: Sequence[PlaneExchange], group: Sequence[int], size: int, rounds: int
+) -> None:
+    """Add the values that planes exchange, each of ``size`` ranks; those with a gradient return as much."""
+    for exchange in exchanges:
+        for value in exchange.values:
+            length = rounds * (1 + (value.name in exchange.active)) * value.nbytes
+            for taker, rank in product(value.takers, group):
+                _add(pairs, value.owner * size + rank, taker * size + rank, length)
+
+
 def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dict[tuple[int, int], float]:
     """Return (rows, columns) to a peer -> bytes that a rank receives from there in a forward."""
     received: dict[tuple[int, int], float] = {}
@@ -109,7 +126,7 @@ def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dic
             continue
         operator: Any = call.operator
         transfer = getattr(getattr(operator, "halo", operator), "transfer", None)
-        name = call.inputs[0]
+        name = next(iter(call.inputs), None)
         if not isinstance(transfer, Transfer) or name is None:
             continue
         info = ranked.values[name]
@@ -132,13 +149,16 @@ def _reduced(
         for name in piece.program.parameters:
             owners.setdefault(name, []).append(stage)
     directions = 1 if plan.mirror == "point_to_point" else plan.directions
+    firsts = range(0, plan.ranks_per_replica, placement.size)  # of the planes
     reduced: dict[frozenset[int], float] = {}
     for name, users in owners.items():
         length = float(value_bytes(program, name))
-        ranks = frozenset(r for stage in users for d in range(directions) for r in placement.group(stage, d))
+        held = {r for stage in users for d in range(directions) for r in placement.group(stage, d)}
+        ranks = frozenset(first + r for r in held for first in firsts)
         reduced[ranks] = reduced.get(ranks, 0.0) + scale * length
         if directions < plan.directions:  # gradients there, weights back
             for stage in users:
-                for one, other in zip(placement.group(stage, 0), placement.group(stage, 1), strict=True):
-                    _add(pairs, one, other, 2 * length)
+                ways = placement.group(stage, 0), placement.group(stage, 1)
+                for first, (one, other) in product(firsts, zip(*ways, strict=True)):
+                    _add(pairs, first + one, first + other, 2 * length)
     return {ranks: length for ranks, length in reduced.items() if len(ranks) * plan.replicas > 1}

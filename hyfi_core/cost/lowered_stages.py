@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
+from hyfi_core.cost.branch_packing import pack_branches
 from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.cost.machine import MachineModel
+from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower, lowered_operators
+from hyfi_core.lowering.planes import Plane, exchanges, on_plane
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.stage_values import Splits, boundary, entries_of
 from hyfi_core.ops.boundary import BoundaryTransfer
+from hyfi_core.ops.plane_exchange import PlaneExchange
+from hyfi_core.plan.branches import Branches
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.rules.instructions import RankProgram
 
@@ -23,14 +28,31 @@ class LoweredStages:
     """What the cost of a plan is computed from; it does not depend on schedule, replicas and recomputation.
 
     Attributes:
-        each: (stage, program of the rank in the middle of its grid, operators) of each stage.
+        each: (stage, program of the rank in the middle of its grid in plane 0, operators) of each stage.
         between: (from, to) of stages -> the transfer of values from one to the other.
         carried: likewise -> messages and bytes that the rank with the most bytes receives.
+        divided: how the operators of each stage are divided among planes.
     """
 
     each: tuple[tuple[Stage, RankProgram, list[Operator]], ...]
     between: Mapping[tuple[int, int], BoundaryTransfer]
     carried: Mapping[tuple[int, int], tuple[int, float]]
+    divided: tuple[DividedStage, ...]
+
+
+@dataclass(frozen=True)
+class DividedStage:
+    """A stage of which planes compute different branches.
+
+    Attributes:
+        branches: which plane computes what.
+        planes: the program of the rank in the middle of the grid, of each plane.
+        exchanges: between planes, in order; with the values that carry gradients.
+    """
+
+    branches: Branches
+    planes: tuple[RankProgram, ...]
+    exchanges: tuple[PlaneExchange, ...]
 
 
 LoweredPlans = dict[Hashable, LoweredStages]
@@ -53,7 +75,8 @@ def lowered_stages(
     Raises:
         RequestError: as ``cut_program`` and ``lower``.
     """
-    key = (id(program), plan.grids, plan.cuts, plan.interleave, plan.fused_halo, plan.gather_bytes, plan.cells)
+    divided = plan.cells, plan.branches
+    key = (id(program), plan.grids, plan.cuts, plan.interleave, plan.fused_halo, plan.gather_bytes, divided)
     if key not in known:
         while len(known) >= _MOST_KNOWN:
             known.pop(next(iter(known)))
@@ -68,31 +91,45 @@ def _lower_stages(program: Program, fine: ParallelPlan, machine: MachineModel) -
     grids = fine.grids * fine.interleave
     splits: list[Splits] = []
     entries: list[Mapping[str, Any]] = []
-    each = []
+    each, divided = [], []
     for index, piece in enumerate(pieces):
         entries.append(entries_of(piece, splits, grids[index]))
-        ranked, operators = _lower_stage(piece, grids[index], entries[-1], fine, machine)
-        splits.append(ranked.splits)
-        each.append((piece, ranked, operators))
+        stage, operators = _lower_stage(piece, grids[index], entries[-1], fine, machine, active)
+        splits.append(stage.planes[0].splits)
+        each.append((piece, stage.planes[0], operators))
+        divided.append(stage)
     between = {
         (a, b): boundary(pieces[a], b, splits[a], entries[b], (grids[a], grids[b]), active, {}, False)
         for a, b in edges(pieces)
     }
     carried = {edge: _carried(transfer) for edge, transfer in between.items()}
-    return LoweredStages(tuple(each), between, carried)
+    if fine.branches > 1 and not any(stage.branches.owners for stage in divided):
+        raise RequestError(f"plan.branches is {fine.branches}, but the model has no parallel branches; use 1")
+    return LoweredStages(tuple(each), between, carried, tuple(divided))
 
 
 def _lower_stage(
-    piece: Stage, grid: tuple[int, int], entries: Mapping[str, Any], fine: ParallelPlan, machine: MachineModel
-) -> tuple[RankProgram, list[Operator]]:
-    """Return the program of the rank in the middle of a grid, and the operators of the stage."""
+    piece: Stage,
+    grid: tuple[int, int],
+    entries: Mapping[str, Any],
+    fine: ParallelPlan,
+    machine: MachineModel,
+    active: frozenset[str],
+) -> tuple[DividedStage, list[Operator]]:
+    """Return the programs of the rank in the middle of a grid, and the operators of the stage."""
     exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
     program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
     middle = grid[0] // 2 * grid[1] + grid[1] // 2
     target = Target(grid, middle, entries=entries, gather_bytes=fine.gather_bytes)
     runs = fused_runs(program, target, piece.outputs, exits, fine.fused_halo, machine)
-    ranked = lower(program, target, piece.outputs, exits, runs)
-    return ranked, lowered_operators(program, piece.outputs, exits)
+    branches = pack_branches(program, piece.outputs, exits, fine.branches, grid)  # as it is done in a run
+    planes = [Plane(branches, index) for index in range(fine.branches)]
+    ranked = lower(program, replace(target, plane=planes[0]), piece.outputs, exits, runs)
+    whole = replace(ranked, instructions=ranked.undivided or ranked.instructions, undivided=())
+    others = (on_plane(whole, plane, middle) for plane in planes[1:])
+    sent = tuple(exchange.carrying(active) for exchange in exchanges(ranked, planes[0], middle))
+    stage = DividedStage(branches, (ranked, *others), sent)
+    return stage, lowered_operators(program, piece.outputs, exits)
 
 
 def _carried(transfer: BoundaryTransfer) -> tuple[int, float]:

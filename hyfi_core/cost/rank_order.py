@@ -64,7 +64,7 @@ def _places(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]
     for high in range(1, together + 1):
         if together % high == 0:
             places: list[int] = []
-            for _ in range(plan.replicas):
+            for _ in range(plan.replicas * plan.branches):
                 for grid in plan.grids:
                     first = len(places)
                     places += [first + at for at in _tiled(grid, (high, together // high))]

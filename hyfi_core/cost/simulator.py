@@ -33,7 +33,8 @@ class StepForecast:
         step_s: duration, including the optimizer step.
         busy: average fraction of the step in which a rank runs a forward or a backward.
         bubble: fraction of all ranks' time, until the last backward ends, in which they run neither.
-        exposed_s: kind of communication (halo, sums, stage, reduce) -> time that it adds to the slowest stage.
+        exposed_s: kind of communication (halo, sums, branches, stage, reduce) -> time that it adds to the slowest
+            stage.
         memory_bytes: peak memory of each rank of a replica, in addition to the process.
         compute_s: for each stage, time of all forwards and backwards, without waits within the stage.
         simulation: the dry run.
@@ -102,6 +103,7 @@ def forecast_step(
     exposed_s = {
         "halo": rounds * slowest.halo_s,
         "sums": rounds * slowest.sums_s,
+        "branches": rounds * slowest.branch_s,
         "stage": max(0.0, found.makespan_s - quick.makespan_s),
         "reduce": max(0.0, found.makespan_s - computed_s),
     }
@@ -112,14 +114,14 @@ def forecast_step(
         found.bubble,
         exposed_s,
         _rank_bytes(plan, forecast_memory(program, plan)),
-        tuple(rounds * (s.forward_s + s.backward_s - s.halo_s - s.sums_s) for s in costs.stages),
+        tuple(rounds * (s.forward_s + s.backward_s - s.halo_s - s.sums_s - s.branch_s) for s in costs.stages),
         found,
     )
 
 
 def _collapsed(plan: ParallelPlan) -> ParallelPlan:
     """Return a plan whose dry run takes the same time: one replica and, if possible, one rank for each grid."""
-    small = replace(plan, replicas=1, shares=None, cells=None, spill=None)
+    small = replace(plan, replicas=1, shares=None, cells=None, spill=None, branches=1)
     sizes = [prod(grid) for grid in plan.grids]
     if plan.directions == 2 and sizes != sizes[::-1]:
         return small
@@ -136,7 +138,8 @@ def _rank_bytes(plan: ParallelPlan, stages: tuple[MemoryForecast, ...]) -> tuple
     """Return the memory of each rank of a replica: at start, or the sum over the stages that it holds."""
     placement, needed = Placement.of(plan), [_stage_bytes(plan, stage) for stage in stages]
     sums = (sum(needed[stage] for stage, _ in placement.hosted(rank)) for rank in range(placement.size))
-    return tuple(max(stages[0].start_bytes, needs) for needs in sums)
+    of_plane = tuple(max(stages[0].start_bytes, needs) for needs in sums)
+    return of_plane * plan.branches  # an upper bound: all branches
 
 
 def _stage_bytes(plan: ParallelPlan, stage: MemoryForecast) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hyfi_core.capture.program import Operator, Program, Ref
 from hyfi_core.capture.stages import Stage, active_values
-from hyfi_core.cost.lowered_stages import LoweredPlans, lowered_stages
+from hyfi_core.cost.lowered_stages import DividedStage, LoweredPlans, lowered_stages
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import OperatorCost, operator_costs, value_bytes
 from hyfi_core.ops.batch_norm import BatchNorm
@@ -40,6 +40,7 @@ class StageCost:
         backward_s: time of a backward, including waits and, with recomputation, a forward.
         halo_s: the part of both that is spent waiting for halos.
         sums_s: the part of both that is spent waiting for sums over the ranks of the stage.
+        branch_s: the part of both that is spent waiting for values of other planes.
         halo_bytes: bytes received in the halos of a forward.
         reduce_s: time of the gradient reduction after the last backward.
         update_s: time of the optimizer step.
@@ -49,6 +50,7 @@ class StageCost:
     backward_s: float
     halo_s: float
     sums_s: float
+    branch_s: float
     halo_bytes: float
     reduce_s: float
     update_s: float
@@ -60,7 +62,13 @@ class _Waits:
 
     halo_s: float = 0.0
     sums_s: float = 0.0
+    branch_s: float = 0.0
     halo_bytes: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All of them."""
+        return self.halo_s + self.sums_s + self.branch_s
 
 
 @dataclass
@@ -115,8 +123,8 @@ class StageCosts:
         stages = lowered_stages(program, plan, self._fine, machine, {} if known is None else known)
         active = active_values(program, program.outputs, program.parameters)
         self.stages = tuple(
-            self._stage(index, piece, ranked, operators, dtype, active)
-            for index, (piece, ranked, operators) in enumerate(stages.each)
+            self._stage(index, piece, stages.divided[index], operators, dtype, active)
+            for index, (piece, _, operators) in enumerate(stages.each)
         )
         self.edges = {
             edge: machine.messages_s(n, length, plan.ranks_per_replica) for edge, (n, length) in stages.carried.items()
@@ -127,53 +135,69 @@ class StageCosts:
         self,
         index: int,
         piece: Stage,
-        ranked: RankProgram,
+        divided: DividedStage,
         operators: Sequence[Operator],
         dtype: str | None,
         active: frozenset[str],
     ) -> StageCost:
         ranks = prod(self._plan.grids[index % len(self._plan.grids)])
-        program = ranked.program
+        program = divided.planes[0].program
         # Gradients enter a stage at the values that it sends, and leave it at the values that it receives.
         leaving = tuple(Ref(name) for names in piece.exits.values() for name in names if name in active)
         entering = [name for names in piece.entries.values() for name in names if name in active]
         active_here = active_values(program, (piece.outputs, leaving), (*program.parameters, *entering))
         found = operator_costs(program, self._machine, dtype, active_here)
         costs = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
-        clock = self._computed(ranked, operators, costs, ranks)
-        waits = self._waits(ranked, clock.each_s, ranks)
+        clock = self._computed(divided, operators, costs, ranks)
+        waits = max((self._waits(plane, clock.each_s, ranks) for plane in divided.planes), key=lambda w: w.total_s)
+        waits.branch_s = self._branch_s(divided, ranks)
         recompute_s = clock.forward_s if self._plan.recomputes(index) else 0.0
         weights = sum(value_bytes(program, name) for name in piece.program.parameters)
         return StageCost(
-            forward_s=clock.forward_s + waits.halo_s + waits.sums_s,
-            backward_s=clock.backward_s + recompute_s + waits.halo_s + waits.sums_s,
+            forward_s=clock.forward_s + waits.total_s,
+            backward_s=clock.backward_s + recompute_s + waits.total_s,
             halo_s=2 * waits.halo_s,
             sums_s=2 * waits.sums_s,
+            branch_s=2 * waits.branch_s,
             halo_bytes=waits.halo_bytes,
             reduce_s=self._reduced_s(clock, ranks),
             update_s=_UPDATE_PASSES * weights / self._machine.memory_bytes_per_s,
         )
 
     def _computed(
-        self, ranked: RankProgram, operators: Sequence[Operator], costs: Mapping[str, OperatorCost], ranks: int
+        self, divided: DividedStage, operators: Sequence[Operator], costs: Mapping[str, OperatorCost], ranks: int
     ) -> _Clock:
-        clock, program = _Clock(), ranked.program
-        first = {name: op.name for op in reversed(operators) for name in op.inputs if name in program.parameters}
-        backward = []
+        """Return the computation of a stage; in each region, of the plane that takes the longest."""
+        clock, ranked = _Clock(), divided.planes[0]
+        forward: dict[str, float] = {}
+        backward: dict[str, float] = {}
         for op in operators:
             fraction, cost = self._fraction(ranked, op, ranks), costs[op.name]
             synchronised = cost.kind == "norm" and ranks * self._cells > 1 and "batch_norm" in op.text
             kind = "shared_norm" if synchronised else None
             extra_s = 0.0 if cost.kind == "view" else (self._cells - 1) * self._machine.kernel_s
             forward_s = extra_s + cost.forward_s(self._machine, fraction, self._crowded, kind)
-            clock.each_s[op.first_output] = forward_s
-            clock.forward_s += forward_s
-            backward.append((op, extra_s + cost.backward_s(self._machine, fraction, self._crowded, kind)))
-        for op, seconds in reversed(backward):
-            clock.backward_s += seconds
-            length = sum(value_bytes(program, name) for name, user in first.items() if user == op.name)
-            if length:
-                clock.gradients.append((clock.backward_s, length))
+            clock.each_s[op.first_output] = forward[op.name] = forward_s
+            backward[op.name] = extra_s + cost.backward_s(self._machine, fraction, self._crowded, kind)
+        gradients, branches = _gradient_bytes(ranked.program, operators), divided.branches
+        regions = branches.regions or (tuple(op.name for op in operators),)
+        every = range(branches.planes)
+        for region in regions:
+            loads = [0.0] * branches.planes
+            for name in region:
+                for plane in (branches.owners[name],) if name in branches.owners else every:
+                    loads[plane] += forward[name]
+            clock.forward_s += max(loads)
+        for region in reversed(regions):
+            loads = [clock.backward_s] * branches.planes
+            for name in reversed(region):
+                planes = (branches.owners[name],) if name in branches.owners else every
+                for plane in planes:
+                    loads[plane] += backward[name]
+                if name in gradients:
+                    clock.gradients.append((max(loads[plane] for plane in planes), gradients[name]))
+            clock.backward_s = max(loads)
+        clock.gradients.sort(key=lambda found: found[0])
         return clock
 
     def _fraction(self, ranked: RankProgram, op: Operator, ranks: int) -> float:
@@ -189,7 +213,7 @@ class StageCosts:
         """Return the waits of a forward; those of a backward are the same."""
         waits = _Waits()
         for call in ranked.instructions:
-            if not isinstance(call, CollectiveCall):
+            if not isinstance(call, CollectiveCall) or call.between_planes:
                 continue
             operator: Any = call.operator
             transfer = getattr(getattr(operator, "halo", operator), "transfer", None)
@@ -224,6 +248,12 @@ class StageCosts:
         waits.halo_s += software_s + max(0.0, wire_s - overlapped_s)
         waits.halo_bytes += length
 
+    def _branch_s(self, divided: DividedStage, ranks: int) -> float:
+        """Return the waits for values of other planes in a forward."""
+        planes = divided.branches.planes
+        lengths = [exchange.largest_bytes for exchange in divided.exchanges]
+        return sum(self._machine.messages_s(planes - 1, length, planes * ranks) for length in lengths)
+
     def _sum_s(self, ranked: RankProgram, call: CollectiveCall, ranks: int) -> float:
         if isinstance(call.operator, BatchNorm):
             assert call.inputs[0] is not None
@@ -238,13 +268,23 @@ class StageCosts:
         """Return the time of the reduction after the backward; each bucket starts when it is complete."""
         plan = self._plan
         holders = ranks * (2 if plan.directions == 2 and plan.mirror == "all_reduce" else 1)
-        if holders * plan.replicas == 1:
+        copies = plan.replicas * plan.branches
+        if holders * copies == 1:
             return 0.0
         scale = 0.5 if plan.reduce_dtype == "bfloat16" else 1.0
         free_s, bucket = 0.0, 0
         for number, (ready_s, length) in enumerate(clock.gradients, 1):
             bucket += length
             if bucket >= BUCKET_BYTES or number == len(clock.gradients):
-                free_s = max(free_s, ready_s) + self._machine.all_reduce_s(holders * plan.replicas, scale * bucket)
+                free_s = max(free_s, ready_s) + self._machine.all_reduce_s(holders * copies, scale * bucket)
                 bucket = 0
         return max(0.0, free_s - clock.backward_s)
+
+
+def _gradient_bytes(program: Program, operators: Sequence[Operator]) -> dict[str, int]:
+    """Return operator -> bytes of the gradients that its backward completes, because it was the first to use them."""
+    found: dict[str, int] = {}
+    first = {name: op.name for op in reversed(operators) for name in op.inputs if name in program.parameters}
+    for name, user in first.items():
+        found[user] = found.get(user, 0) + value_bytes(program, name)
+    return found

@@ -7,7 +7,7 @@ then ready are exchanged together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -67,20 +67,39 @@ def on_plane(ranked: RankProgram, plane: Plane, rank: int) -> RankProgram:
         )
     if not plane.branches.owners:
         return ranked
-    computed, used = _where(ranked, plane.branches)
     done: list[Instruction] = []
+    for step in _steps(ranked, plane, rank):
+        if isinstance(step, PlaneExchange):
+            sent, taken = (tuple(value.name for value in values) for values in (step.sent, step.taken))
+            if sent or taken:
+                done.append(CollectiveCall(step, sent, taken, "stage", between_planes=True))
+        elif plane.index in step[1]:
+            done.append(step[0])
+    return replace(ranked, instructions=tuple(done), undivided=ranked.instructions)
+
+
+def exchanges(ranked: RankProgram, plane: Plane, rank: int) -> list[PlaneExchange]:
+    """Return the exchanges of a divided program, with those in which this plane has no part; see ``on_plane``."""
+    if not ranked.undivided:
+        return []
+    whole = replace(ranked, instructions=ranked.undivided)
+    return [step for step in _steps(whole, plane, rank) if isinstance(step, PlaneExchange)]
+
+
+def _steps(ranked: RankProgram, plane: Plane, rank: int) -> Iterator[PlaneExchange | tuple[Instruction, _Planes]]:
+    """Yield the instructions, each with the planes that compute it, and the exchanges between them."""
+    computed, used = _where(ranked, plane.branches)
     made: dict[str, int] = {}  # value that other planes need -> the plane that has it
     for index, instruction in enumerate(ranked.instructions):
         if any(name in made and computed[index] - {made[name]} for name in instruction.inputs if name is not None):
-            done += _exchange(ranked, plane, rank, made, used)
+            yield _exchange(ranked, plane, rank, made, used)
             made = {}
-        if plane.index in computed[index]:
-            done.append(instruction)
+        yield instruction, computed[index]
         for name in instruction.outputs:
             if name is not None and not used[name] <= computed[index]:
                 made[name] = min(computed[index])
-    done += _exchange(ranked, plane, rank, made, used)
-    return replace(ranked, instructions=tuple(done), undivided=ranked.instructions)
+    if made:
+        yield _exchange(ranked, plane, rank, made, used)
 
 
 def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_Planes], dict[str, _Planes]]:
@@ -115,18 +134,12 @@ def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_Planes], dict
 
 def _exchange(
     ranked: RankProgram, plane: Plane, rank: int, made: Mapping[str, int], used: Mapping[str, _Planes]
-) -> Iterable[Instruction]:
-    """Return the exchange of these values, if this plane takes part."""
+) -> PlaneExchange:
+    """Return the exchange of these values."""
     values = []
     for name, owner in made.items():
         info, split = ranked.values[name], ranked.splits.get(name)
         shape = info.shape if split is None else split.local_shape(info.shape, rank)
         dtype = plane.dtypes.get(name, info.dtype)
         values.append(PlaneValue(name, shape, dtype, owner, tuple(sorted(used[name] - {owner}))))
-    values = [value for value in values if value.takers]
-    operator = PlaneExchange(tuple(values), plane.index, torch.device(plane.device), plane.channels_last)
-    sent, taken = operator.sent, operator.taken
-    if not sent and not taken:
-        return ()
-    names = tuple(value.name for value in sent), tuple(value.name for value in taken)
-    return (CollectiveCall(operator, *names, "stage", between_planes=True),)
+    return PlaneExchange(tuple(values), plane.index, torch.device(plane.device), plane.channels_last)

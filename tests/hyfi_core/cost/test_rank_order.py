@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hyfi_core
+from hyfi_core.capture.export import capture
 from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.link_traffic import LinkTraffic, link_traffic
@@ -19,6 +20,7 @@ from hyfi_core.cost.rank_order import in_blocks, rank_order
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from tests.harness import run_copies
 from tests.hyfi_core.cost.test_planner import PX, Narrowing, programs
+from tests.test_branches import SmallInception
 
 
 class PeerBytes(ForwardingCommunicator):
@@ -43,7 +45,7 @@ class PeerBytes(ForwardingCommunicator):
         return PeerBytes(group, world, self._sent)  # type: ignore[return-value]
 
 
-def sent(plan: ParallelPlan, batch: int) -> Counter[tuple[int, int]]:
+def sent(plan: ParallelPlan, batch: int, model: nn.Module | None = None) -> Counter[tuple[int, int]]:
     def body(comm: Communicator, model: nn.Module) -> Counter[tuple[int, int]]:
         found: Counter[tuple[int, int]] = Counter()
         counted: Any = PeerBytes(comm, range(comm.size), found)
@@ -52,7 +54,7 @@ def sent(plan: ParallelPlan, batch: int) -> Counter[tuple[int, int]]:
         engine.accumulate(torch.rand(batch, 3, PX, PX), torch.zeros(batch, dtype=torch.long))
         return found
 
-    return sum(run_copies(Narrowing().train(), plan.ranks, body), Counter())
+    return sum(run_copies((model or Narrowing()).train(), plan.ranks, body), Counter())
 
 
 def traffic(batch: int, **fields: Any) -> LinkTraffic:
@@ -73,6 +75,16 @@ def traffic(batch: int, **fields: Any) -> LinkTraffic:
 def test_the_bytes_between_ranks_are_those_that_are_sent(batch: int, fields: dict[str, Any]) -> None:
     found = traffic(batch, **fields)
     assert found.pairs and sent(found.plan, batch) == pytest.approx(dict(found.pairs), rel=0.01)  # and buffers
+
+
+def test_the_bytes_between_planes_are_those_that_are_sent() -> None:
+    """Of the network of the tests of branches, two planes of a row of two ranks, and three planes."""
+    model, shape = SmallInception().train(), (1, 3, PX, PX)
+    program = capture(model, shape, torch.float32)
+    for fields in ({"grids": ((1, 2),), "branches": 2, "fused_halo": 1}, {"grids": ((1, 1),), "branches": 3}):
+        found = link_traffic(program, ParallelPlan(**fields))  # type: ignore[arg-type]
+        assert sent(found.plan, 1, model) == pytest.approx(dict(found.pairs), rel=0.01)
+        assert rank_order(found, "ABCDAB"[: found.plan.ranks]) is not None
 
 
 def test_gradients_leave_a_node_once_for_each_node() -> None:

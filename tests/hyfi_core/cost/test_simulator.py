@@ -17,8 +17,10 @@ from hyfi_core.cost.machine import DEFAULT_MACHINE, DeviceLink, load_machine
 from hyfi_core.cost.operators import operator_costs
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.cost.stage_cost import StageCosts
+from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from tests.harness import captured_once, run_copies
+from tests.test_branches import SmallInception
 
 PX = 64
 
@@ -172,3 +174,17 @@ def test_a_grid_that_leaves_its_node_waits_longer() -> None:
     plan = ParallelPlan(grids=((2, 2),), fused_halo=1)
     waits = [forecast_step(program(), plan, machine).exposed_s for machine in (near, far)]
     assert waits[0]["halo"] < waits[1]["halo"] and waits[0]["reduce"] < waits[1]["reduce"]
+
+
+def test_branches_take_the_time_of_the_fullest_plane_and_of_the_exchange() -> None:
+    program = captured_once(SmallInception().train(), (1, 3, 128, 128), torch.float32)
+    alone = replace(DEFAULT_MACHINE, devices_per_node=1)  # nobody takes anything from another one
+    (one,) = StageCosts(program, ParallelPlan(((1, 1),)), alone).stages
+    (two,) = StageCosts(program, ParallelPlan(((1, 1),), branches=2), alone).stages
+    assert one.branch_s == 0.0 and two.branch_s > 0.0
+    computed = [stage.forward_s + stage.backward_s - stage.branch_s for stage in (one, two)]
+    assert computed[0] / 2 < computed[1] < 0.75 * computed[0]
+    found = forecast_step(program, ParallelPlan(((1, 1),), branches=2, replicas=2), DEFAULT_MACHINE)
+    assert found.exposed_s["branches"] > 0 and len(found.memory_bytes) == 2
+    with pytest.raises(RequestError, match="no parallel branches"):
+        forecast(grids=((1, 1),), branches=2)
