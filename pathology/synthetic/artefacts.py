@@ -24,7 +24,8 @@ class Artefacts:
         rng = spec.rng(3)
         self.ink = _INKS[int(rng.integers(0, len(_INKS)))].astype(np.float32)
         self.strokes = _strokes(rng, spec.size_px) if spec.pen else []
-        self.half_width_px = 0.011 * spec.size_px
+        # No pen is finer than 20 µm, however small the slide.
+        self.half_width_px = max(0.011 * spec.size_px, 10.0 / spec.mpp_um)
         self.centre = rng.uniform(0.3, 0.7, 2) * spec.size_px
         self.radius_px = rng.uniform(0.18, 0.26) * spec.size_px if spec.blur else 0.0
         self.sigma_px = 2.2 / spec.mpp_um

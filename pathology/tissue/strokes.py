@@ -18,7 +18,7 @@ Mask = npt.NDArray[np.bool_]
 
 MIN_STROKE_DENSITY = 0.15
 """Pixels of a thin stroke have a higher mean optical density than this, smoothed."""
-_MIN_LENGTH_UM = 250.0
+_MIN_LENGTH_UM = 110.0
 _MAX_WIDTH_UM = 60.0
 _MIN_RIDGE_DENSITY = 0.3
 """Median optical density along the middle of a stroke. Blue tissue has 0.1 to 0.2."""

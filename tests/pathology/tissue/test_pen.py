@@ -90,6 +90,23 @@ def test_thin_strokes_of_a_rendered_slide_are_pen() -> None:
     assert_thin_pen(image, ink, 0.6)
 
 
+@pytest.mark.parametrize("index", [1, 3, 6])  # blue, black, green
+@pytest.mark.parametrize("mpp_um", [0.5, 1.0, 2.0])
+def test_short_strokes_of_a_small_slide_are_pen_whatever_the_stores_resolution(index: int, mpp_um: float) -> None:
+    spec = SlideSpec(seed=0, index=index, case=index, size_px=1024, positive=False, pen=True)  # 0.5 mm: 150 to 250 µm
+    stored = block_means(small_slide(index), round(mpp_um / 0.5))
+    image = block_means(np.ascontiguousarray(stored.transpose(1, 2, 0)), round(8 / mpp_um))
+    marks, ink = find_tissue(image, 8.0).pen, Artefacts(spec).inked(8.0, 0.5, 64)
+    assert marks[ink].mean() > 0.35 and marks.mean() > PEN_SHARE
+    assert (marks & ~dilated(ink, 3)).sum() < 0.1 * ink.sum()
+
+
+@cache
+def small_slide(index: int) -> np.ndarray:
+    spec = SlideSpec(seed=0, index=index, case=index, size_px=1024, positive=False, pen=True)
+    return Renderer(make_anatomy(spec)).read(Box.of_size(1024, 1024))
+
+
 @pytest.mark.parametrize("pen", PENS)
 @pytest.mark.parametrize("width_um", [20.0, 40.0])
 def test_thin_strokes_are_pen(pen: str, width_um: float) -> None:
@@ -108,17 +125,18 @@ def assert_thin_pen(image: np.ndarray, ink: np.ndarray, recall: float) -> None:
     assert not find_tissue(image, 8.0, TissueParameters(pen="off")).pen.any()
 
 
-def line(width_um: float) -> np.ndarray:
-    """Return a curved line of 900 µm at 1 µm per pixel."""
+def line(width_um: float, length_um: int = 900) -> np.ndarray:
+    """Return a curved line at 1 µm per pixel."""
     y, x = np.mgrid[:1024, :1024].astype(np.float32)
-    found: np.ndarray = (np.abs(y - 512 - 60 * np.sin(x / 150)) < width_um / 2) & (np.abs(x - 512) < 450)
+    curve = np.abs(y - 512 - 60 * np.sin(x / 150))
+    found: np.ndarray = (curve < width_um / 2) & (np.abs(x - 512) < length_um / 2)
     return found
 
 
-def strand(stain: str, width_um: float, seed: int = 0) -> np.ndarray:
-    """Return glass at 8 µm per pixel with a strand of tissue of 900 µm, as of an epithelium: dense, blue or purple."""
+def strand(stain: str, width_um: float, seed: int = 0, length_um: int = 900) -> np.ndarray:
+    """Return glass at 8 µm per pixel with a strand of tissue, as of an epithelium: dense, blue or purple."""
     rng = np.random.default_rng(seed)
-    inside = line(width_um)
+    inside = line(width_um, length_um)
     spots = ndimage.gaussian_filter((rng.random((1024, 1024)) < 0.012 * inside).astype(np.float32), 2.5) * 40
     dye = HAEMATOXYLIN if stain == "he" else BLUE_HAEMATOXYLIN
     light = np.minimum(spots, 1.3) * 1.1 * dye[:, None, None] + 0.1 * inside * dye[:, None, None]
@@ -128,9 +146,10 @@ def strand(stain: str, width_um: float, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("stain", ["he", "negative"])
 @pytest.mark.parametrize("width_um", [20.0, 35.0, 60.0])
-def test_strands_of_tissue_are_not_pen(stain: str, width_um: float) -> None:
+@pytest.mark.parametrize("length_um", [140, 900])
+def test_strands_of_tissue_are_not_pen(stain: str, width_um: float, length_um: int) -> None:
     for seed in range(3):
-        assert not find_tissue(strand(stain, width_um, seed), 8.0).pen.any()
+        assert not find_tissue(strand(stain, width_um, seed, length_um), 8.0).pen.any()
 
 
 def test_ink_is_smooth_and_nuclei_are_not() -> None:

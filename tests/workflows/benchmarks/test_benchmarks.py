@@ -37,6 +37,7 @@ SMALL = {
     "snapshot": ["--size", "64", "--every", "1", "--validations", "2"],
     "spatial": ["--size", "128", "--rounds", "1", "--steps", "1"],
     "store": ["SLIDE", "--runs", "1"],
+    "tissue": ["--mpp", "1", "2", "--drawn", "1024", "--slides", "1"],
     "view": ["SLIDE", "--tiles", "24", "--gigapixel", "3000"],
 }
 PARTS = {"__init__"}

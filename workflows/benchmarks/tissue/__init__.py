@@ -1,0 +1,1 @@
+"""Benchmark of tissue masks and pen marks: the same whatever the resolution of the store."""

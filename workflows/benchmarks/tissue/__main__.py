@@ -1,0 +1,127 @@
+"""Benchmark of tissue masks and pen marks: the same whatever the resolution of the store.
+
+    python -m workflows.benchmarks.tissue [SLIDE...] [--mpp 0.25 0.5 1 2] [--drawn 1024 2048] [--slides 3]
+                                          [--slide-mpp X]
+
+Every slide is ingested with ``--pen mask`` at every resolution that it has. Prints one line for each slide: the area of
+the tissue at the first resolution, by how much it differs at the others, and how much of the slide is pen. ``--drawn``
+adds drawn slides of these sizes with pen, with the recall: how much of the drawn ink was found; and drawn slides
+without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+MASK_UM = 8.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """Tissue and pen of a slide in a store.
+
+    Attributes:
+        area_mm2: Area of the tissue.
+        pen_fraction: Of the slide.
+        flags: Of the slide.
+    """
+
+    area_mm2: float
+    pen_fraction: float
+    flags: tuple[str, ...]
+
+
+def main() -> None:
+    """Print a line for each slide."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("slides_given", type=Path, nargs="*", metavar="SLIDE")
+    parser.add_argument("--mpp", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0])
+    parser.add_argument("--drawn", type=int, nargs="*", default=[1024, 2048])
+    parser.add_argument("--slides", type=int, default=3, help="drawn slides of each kind")
+    parser.add_argument("--slide-mpp", type=float, help="microns per pixel of slides that state none")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for path in given.slides_given:
+            print(describe(path.name, measure(path, given.mpp, Path(folder), given.slide_mpp)), flush=True)
+        for name, path, ink in _drawn(given.drawn, given.slides, Path(folder)):
+            recall = "" if ink is None else f", {found_share(path, ink):.0%} of the ink found"
+            print(describe(name, measure(path, given.mpp, Path(folder))) + recall, flush=True)
+
+
+def measure(path: Path, mpps: list[float], folder: Path, slide_mpp: float | None = None) -> dict[float, Found | str]:
+    """Return tissue and pen of a slide at each resolution, or why it cannot be ingested there."""
+    import shutil
+
+    from data.store.slide_store import SlideStore
+    from pathology.ingest.options import IngestOptions
+    from pathology.ingest.slide import ingest_slide
+    from pathology.tissue.tissue import TissueParameters
+
+    found: dict[float, Found | str] = {}
+    for mpp in mpps:
+        store = folder / "store"
+        options = IngestOptions(mpp=mpp, slide_mpp=slide_mpp, tissue=TissueParameters(pen="mask"))
+        record = ingest_slide(path, store, options, {}, "slide")
+        if record.status == "done":
+            level = SlideStore.open(store / "slide.zarr").levels[0]
+            slide_mm2 = level.height_px * level.width_px * level.mpp[0] * level.mpp[1] / 1e6
+            pen = float(record.pen_fraction or 0)
+            found[mpp] = Found(float(record.tissue_fraction or 0) * slide_mm2, pen, tuple(record.flags))
+        else:
+            found[mpp] = "too coarse" if "coarser" in record.reason else record.reason
+        shutil.rmtree(store, ignore_errors=True)
+    return found
+
+
+def describe(name: str, found: dict[float, Found | str]) -> str:
+    """Return one line of text."""
+    first = next((one.area_mm2 for one in found.values() if isinstance(one, Found)), math.nan)
+    parts = []
+    for mpp, one in found.items():
+        if isinstance(one, str):
+            parts.append(f"{mpp:g}: {one}")
+            continue
+        pen = f", pen {one.pen_fraction:.2%}" + " flagged" * ("pen" in one.flags)
+        parts.append(f"{mpp:g}: {one.area_mm2 / first - 1:+.2%}{pen}")
+    return f"{name}: {first:.4f} mm² | " + " | ".join(parts)
+
+
+def found_share(path: Path, ink: NDArray[np.bool_]) -> float:
+    """Return the share of the drawn ink that is in the pen mask at 8 µm, of a drawn slide of 0.5 µm."""
+    from hyfi_core.plan.box import Box
+    from pathology.readers.sources import open_source
+    from pathology.tissue.tissue import find_tissue
+
+    source = open_source(path)
+    pixels = source.read(Box.of_size(source.levels[0].height_px, source.levels[0].width_px), 0)
+    source.close()
+    side = ink.shape[0]
+    small = pixels.reshape(side, 16, side, 16, 3).mean((1, 3)).round().astype(np.uint8)
+    marks = find_tissue(np.ascontiguousarray(small.transpose(2, 0, 1)), MASK_UM).pen
+    return float(marks[ink].mean())
+
+
+def _drawn(sizes: list[int], slides: int, folder: Path) -> Iterator[tuple[str, Path, NDArray[np.bool_] | None]]:
+    """Draw slides with and without pen; yield name, path and the mask of the ink at 8 µm."""
+    from pathology.synthetic.archive import plan_archive, write_archive_slide
+    from pathology.synthetic.artefacts import Artefacts
+
+    for size in sizes:
+        for pen in (True, False):
+            for planned in plan_archive(slides, size, 0, pen=pen):
+                path = write_archive_slide(planned, folder)
+                ink = Artefacts(planned.spec).inked(MASK_UM, planned.spec.mpp_um, size // 16) if pen else None
+                yield f"drawn, {size} px, {'pen' if pen else 'no pen'} ({planned.spec.index})", path, ink
+                path.unlink()
+
+
+if __name__ == "__main__":
+    main()
