@@ -13,7 +13,6 @@ To read a store from Python, `open_store` is all that is needed:
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hyfi_core.plan.box import Box
@@ -28,7 +27,8 @@ def open_store(store: str | os.PathLike[str], slide_id: str | None = None) -> Sl
     """Open one ingested slide for reading.
 
     Args:
-        store: The folder that ``hyfi ingest --out`` wrote; or, without ``slide_id``, one ``<slide_id>.zarr`` in it.
+        store: The folder that ``hyfi ingest --out`` wrote; or, without ``slide_id``, one ``<slide_id>.zarr`` in it. A
+            path, or an address: ``s3://``, ``gs://``, ``https://``, ``memory://``, ``file://``.
         slide_id: The slide's name in the store.
 
     Returns:
@@ -38,9 +38,10 @@ def open_store(store: str | os.PathLike[str], slide_id: str | None = None) -> Sl
     Raises:
         StoreError: There is no such slide, or one of its files is missing or has the wrong size.
     """
+    from data.location import location
     from data.store.slide_store import SlideStore, slide_path
 
-    path = Path(store)
+    path = location(store)
     return SlideStore.open(path if slide_id is None else slide_path(path, slide_id))
 
 
@@ -50,6 +51,7 @@ def slide_ids(store: str | os.PathLike[str]) -> list[str]:
     Raises:
         StoreError: There is no store in this folder.
     """
+    from data.location import location
     from data.store.manifest import DONE, load_manifest
 
-    return sorted(row["slide_id"] for row in load_manifest(Path(store)) if row["status"] == DONE)
+    return sorted(row["slide_id"] for row in load_manifest(location(store)) if row["status"] == DONE)

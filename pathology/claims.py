@@ -7,7 +7,8 @@ FOLDER/<name>.1       created when .0 is stale; its creator, if .0 is still unch
 
 A claim is stale when its process has ended (seen on the same machine), or when its file has not been touched for two
 minutes by the clock of the disk that holds it. Processes that find the same stale claim try to create the same next
-file, and only one succeeds. `flock` is not used: on network disks it is often missing or unreliable.
+file, and only one succeeds. `flock` is not used: on network disks it is often missing or unreliable. On object storage
+claims are objects, see :mod:`pathology.object_claims`.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from data.object_path import ObjectPath
+from pathology.object_claims import ClaimLostError, ObjectClaim, is_held_object, names_of
+from pathology.process_token import has_ended, this_process
+
+__all__ = ["Claim", "ClaimLostError", "is_held", "remove_ended", "sweep"]
+
 STALE_AFTER_S = 120.0
 BEAT_S = 10.0
 _UNREADABLE_GRACE_S = 10.0
-
-
-class ClaimLostError(Exception):
-    """Another process has taken over, because this one did not renew its claim."""
 
 
 class Claim:
@@ -47,7 +49,7 @@ class Claim:
         self._beat.start()
 
     @classmethod
-    def take(cls, folder: Path, name: str) -> Claim | None:
+    def take(cls, folder: Path, name: str) -> Claim | ObjectClaim | None:
         """Return the claim on ``name``, or None if another process holds it.
 
         Args:
@@ -57,12 +59,14 @@ class Claim:
         Raises:
             OSError: The folder cannot be written.
         """
+        if isinstance(folder, ObjectPath):
+            return ObjectClaim.take(folder, name)
         folder.mkdir(parents=True, exist_ok=True)
         before = _latest(folder, name)
         if before is not None and not before.is_stale():
             return None
         number = 0 if before is None else before.number + 1
-        path, token = folder / f"{name}.{number}", f"{_this_process()} {secrets.token_hex(8)}"
+        path, token = folder / f"{name}.{number}", f"{this_process()} {secrets.token_hex(8)}"
         if not _create(path, token):
             return None
         if not _is_mine(folder, name, number, before):
@@ -71,7 +75,7 @@ class Claim:
         return cls(path, token)
 
     @classmethod
-    def wait(cls, folder: Path, name: str, every_s: float = 0.05) -> Claim:
+    def wait(cls, folder: Path, name: str, every_s: float = 0.05) -> Claim | ObjectClaim:
         """Return the claim on ``name`` as soon as it is free."""
         while (claim := cls.take(folder, name)) is None:
             time.sleep(every_s)
@@ -124,6 +128,8 @@ class Claim:
 
 def is_held(folder: Path, name: str) -> bool:
     """Whether a live process holds ``name``."""
+    if isinstance(folder, ObjectPath):
+        return is_held_object(folder, name)
     latest = _latest(folder, name)
     return latest is not None and not latest.is_stale()
 
@@ -137,7 +143,10 @@ def remove_ended(folder: Path, name: str) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove the claims of killed processes."""
-    names = {_parts(path)[0] for path in folder.glob("*") if path.name.rpartition(".")[2].isdecimal()}
+    if isinstance(folder, ObjectPath):
+        names = names_of(folder)
+    else:
+        names = {_parts(path)[0] for path in folder.glob("*") if path.name.rpartition(".")[2].isdecimal()}
     for name in names:
         if not is_held(folder, name):
             remove_ended(folder, name)
@@ -161,7 +170,7 @@ class _ClaimFile:
         if not self.token:
             # Created but empty: its creator is writing, or has died.
             return silent_s > _UNREADABLE_GRACE_S
-        return silent_s > STALE_AFTER_S or _has_ended(self.token)
+        return silent_s > STALE_AFTER_S or has_ended(self.token)
 
 
 def _latest(folder: Path, name: str) -> _ClaimFile | None:
@@ -225,49 +234,3 @@ def _now_on_disk(folder: Path) -> float:
         return probe.stat().st_mtime
     finally:
         probe.unlink(missing_ok=True)
-
-
-def _this_process() -> str:
-    """Return an identifier of this process: machine, pid, start time."""
-    return f"{_machine()} {os.getpid()} {_started(os.getpid())}"
-
-
-@cache
-def _machine() -> str:
-    """Return an identifier of this machine, boot and container."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    with contextlib.suppress(OSError):
-        parts.append(re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink())))
-    return "/".join(parts).replace(" ", "_")
-
-
-def _started(pid: int) -> str:
-    """Return the kernel's start time of a process, or ``-``; it tells processes with the same pid apart."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return "-"
-
-
-def _has_ended(token: str) -> bool:
-    """Whether the claim's process was on this machine and has ended."""
-    parts = token.split()
-    if len(parts) != 4 or parts[0] != _machine() or not parts[1].isdigit():
-        return False
-    pid = int(parts[1])
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return parts[2] != _started(pid) or _is_zombie(pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (OSError, IndexError):
-        return False

@@ -11,14 +11,13 @@ Slides are taken by creating a file of the slide's number, which only one group 
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from data.files import remove_leftovers, temporary_path
+from data.location import create_exclusively, location, remove_tree
 from hyfi_core.errors import RequestError
 
 if TYPE_CHECKING:  # without torch, for processes that only read slides
@@ -100,17 +99,9 @@ class SlideQueue:
     def _next(self) -> int | None:
         while self._left:
             index = self._left.pop(0)
-            if self._alone or self._created(self._folder / f"{index}.taken"):
+            if self._alone or create_exclusively(self._folder / f"{index}.taken"):
                 return index
         return None
-
-    def _created(self, path: Path) -> bool:
-        """Create a file; return False if it exists."""
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            return False
-        return True
 
 
 def gathered(comm: Communicator, leads: bool, found: Mapping[int, Any]) -> list[Any]:
@@ -155,19 +146,20 @@ def shared_folder(path: Path, comm: Communicator) -> Iterator[Path]:
     Raises:
         RequestError: on every rank: it cannot be created.
     """
-    folder = Path(comm.broadcast_object(str(temporary_path(path))))
+    folder = location(comm.broadcast_object(str(temporary_path(path))))
     on_first_rank(comm, lambda: _make_empty(path, folder))
     try:
         yield folder
     finally:
         if comm.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                remove_tree(folder)
 
 
 def _make_empty(path: Path, folder: Path) -> None:
     try:
         remove_leftovers(path)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
         folder.mkdir(parents=True)
     except OSError as error:
         raise RequestError(f"{path.parent}: cannot be written ({error.strerror}); choose another --out") from error

@@ -17,6 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from data.location import is_address
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.cli_launch import launch
 from workflows.cli_options import (
@@ -132,7 +133,7 @@ def synth(
 @app.command()
 def ingest(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Slides, folders, or a manifest CSV.")],
-    out: Annotated[Path, typer.Option("--out", help="The store; created if it does not exist.")],
+    out: Annotated[Path, typer.Option("--out", help="The store; a folder, or s3://bucket/store, gs://bucket/store.")],
     mpp: IngestMpp = "1.0",
     workers: Annotated[int, typer.Option("--workers", min=0, help="Worker processes; 0: one for each core.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Process finished slides again.")] = False,
@@ -184,7 +185,7 @@ def ingest(
         dry_run=dry_run,
         as_json=as_json,
     )
-    _exit(partial(ingest.run, arguments), writes=None if dry_run else out, as_ranks=True)
+    _exit(partial(ingest.run, arguments), writes=None if dry_run or is_address(out) else out, as_ranks=True)
 
 
 @app.command()

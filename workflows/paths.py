@@ -8,6 +8,8 @@ from pathlib import Path
 
 from hyfi_core.errors import RequestError
 
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+
 
 def require_writable(target: Path) -> None:
     """Check that ``target``, a file or a folder, can be created or written; leaves nothing behind.
@@ -48,17 +50,35 @@ def require_folder(target: Path, purpose: str) -> None:
         raise RequestError(f"{target} is a file; choose a folder for {purpose}")
 
 
+def require_local(path: Path, what: str) -> None:
+    """Check that a path is not an address of object storage.
+
+    Args:
+        path: The path, as given.
+        what: What it is, for messages.
+
+    Raises:
+        RequestError: It is an address.
+    """
+    address = _ADDRESS.match(str(path))
+    if address is not None:
+        raise RequestError(
+            f"{what} {address[1]}://{str(path)[address.end() :]}: only stores are read from object storage; copy it "
+            f"to a local folder"
+        )
+
+
 def _check_accessible(target: Path) -> None:
     """Check that a path can be accessed.
 
     Raises:
         RequestError: It cannot: it is a URL, its name is too long, or access to a folder is denied.
     """
-    address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", str(target))
+    address = _ADDRESS.match(str(target))
     if address is not None:
         raise RequestError(
-            f"{address[1]}://{str(target)[address.end() :]}: only local folders can be written; write to one, and "
-            f"copy it to the object store afterwards"
+            f"{address[1]}://{str(target)[address.end() :]}: only a store (hyfi ingest --out) can be written to object "
+            f"storage; write to a local folder, and copy it there afterwards"
         )
     try:
         target.lstat()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from data.location import each, is_remote, location
 from data.samples.augment import Augment, Variation
 from data.samples.coverage import COVERAGE_COLUMNS, Coverage, check_coverage, coverage_of, write_coverage
 from data.samples.labels import Labels, with_cases
@@ -74,7 +75,7 @@ class SlideDataset:
         align_px: int = 64,
         seed: int = 0,
         augment: Augment | None = None,
-        opener: Callable[[Path], SlideReader] = SlideStore.open,
+        opener: Callable[[Path], SlideReader] | None = None,
     ) -> None:
         """Create the dataset; only checks that the slides exist.
 
@@ -87,7 +88,7 @@ class SlideDataset:
             align_px: Grid to which pieces of tissue are aligned.
             seed: Seed of the augmentation, together with epoch and slide.
             augment: Ranges of the augmentation; None: no augmentation.
-            opener: Opens ``STORE/<slide_id>.zarr``.
+            opener: Opens ``STORE/<slide_id>.zarr``; default: as a stored slide, whose files `check_files` checks.
 
         Raises:
             RequestError: A slide is not in the store, or occurs twice in ``slides``.
@@ -95,7 +96,7 @@ class SlideDataset:
         self.samples = tuple(slides)
         self.size_px = (size_px, size_px) if isinstance(size_px, int) else (int(size_px[0]), int(size_px[1]))
         self.mpp, self.kind, self.align_px, self.seed = mpp, view, align_px, seed
-        self._store, self._augment, self._opener = Path(store), augment, opener
+        self._store, self._augment, self._opener = location(store), augment, opener
         self._slides: dict[int, SlideReader] = {}
         self._views: dict[int, View] = {}
         self._check_slides()
@@ -157,8 +158,24 @@ class SlideDataset:
     def slide(self, index: int) -> SlideReader:
         """Return the open slide of a sample."""
         if index not in self._slides:
-            self._slides[index] = self._opener(slide_path(self._store, self.samples[index].slide_id))
+            path = slide_path(self._store, self.samples[index].slide_id)
+            opened = SlideStore.open(path, check_files=False) if self._opener is None else self._opener(path)
+            self._slides[index] = opened
         return self._slides[index]
+
+    def check_files(self) -> None:
+        """Check that every file of the stored slides is there with its size.
+
+        Raises:
+            StoreError: One is not.
+        """
+
+        def check(index: int) -> None:
+            slide = self.slide(index)
+            if isinstance(slide, SlideStore):
+                slide.check_files()
+
+        each(check, range(len(self)), self._store)
 
     def variation(self, index: int, epoch: int | None) -> Variation | None:
         """Return the augmentation of an image in an epoch; None: no augmentation."""
@@ -246,7 +263,8 @@ class SlideDataset:
             if sample.slide_id in seen:
                 raise RequestError(f"slide {sample.slide_id} is listed twice")
             seen.add(sample.slide_id)
-        if self._opener == SlideStore.open:
+        # The files of slides on object storage are looked at once, by `check_files`, not by every process.
+        if self._opener is None and not is_remote(self._store):
             missing = [s.slide_id for s in self.samples if not slide_path(self._store, s.slide_id).is_dir()]
             if missing:
                 more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -16,6 +16,7 @@ from typing import Any
 from data.csv_table import parse_table, read_table, write_table
 from data.errors import StoreError
 from data.files import write_json_atomically
+from data.location import each, is_remote, version_of, versions_in
 from data.store.sharded_array import read_json
 from hyfi_core.errors import RequestError
 
@@ -137,23 +138,17 @@ def record_path(store: Path, slide_id: str) -> Path:
 
 def record_state(store: Path, slide_id: str) -> str:
     """Return a version string of a slide's record: another one after each save, empty while there is no record."""
-    try:
-        found = record_path(store, slide_id).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    return f"{found.st_ino}-{found.st_mtime_ns}"
+    return version_of(record_path(store, slide_id))
 
 
 def record_states(store: Path) -> dict[str, str]:
     """Return the version string of every record by slide id, see `record_state`."""
-    names = (p.stem for p in (store / ".records").glob("*.json") if not p.name.startswith("."))
-    return {name: record_state(store, name) for name in names}
+    return versions_in(store / ".records", ".json")
 
 
 def load_records(store: Path) -> dict[str, SlideRecord]:
     """Return all records of ``store`` by slide id, sorted; empty if there is no store yet."""
-    paths = sorted((store / ".records").glob("*.json"))
-    records = (SlideRecord.load(p) for p in paths if not p.name.startswith("."))
+    records = each(SlideRecord.load, [record_path(store, name) for name in record_states(store)], store)
     return {r.slide_id: r for r in records}
 
 
@@ -176,16 +171,22 @@ def compile_manifest(store: Path) -> Path:
 def load_manifest(store: Path) -> list[dict[str, str]]:
     """Return one row for each slide, done or failed: from the records, or from ``manifest.csv`` if there are none.
 
+    On object storage ``manifest.csv`` is read, in one request.
+
     Raises:
         StoreError: There is no store in this folder.
     """
-    records = load_records(store)
+    records = {} if is_remote(store) else load_records(store)
     if records:
         return [record.row() for record in records.values()]
-    path = store / "manifest.csv"
-    if not path.is_file():
-        raise StoreError(f"{store}: not a store (it has no manifest.csv); give a folder that `hyfi ingest --out` wrote")
-    return list(parse_table(path, "store").rows)
+    try:
+        return list(parse_table(store / "manifest.csv", "store").rows)
+    except RequestError as error:
+        if not isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+            raise
+        raise StoreError(
+            f"{store}: not a store (it has no manifest.csv); give a folder that `hyfi ingest --out` wrote"
+        ) from error
 
 
 def read_user_manifest(path: Path) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.errors import StoreError
+from data.location import OpenFile, ahead, each, is_remote, opened
 from data.store.codec import Pixels, without_checksum
 from data.store.layout import ArrayLayout
 from hyfi_core.plan.box import Box
@@ -53,15 +54,22 @@ class ShardedArray:
         path: The array's directory.
         layout: Its shape, chunks, shards and codec.
         blank: By file name, the slots of chunks that were left out on purpose; they read as background.
+        sizes: By file name, the bytes that each file must have; a file of another size is an error. Empty: unknown.
     """
 
     path: Path
     layout: ArrayLayout
     blank: Mapping[str, Collection[int]] = field(default_factory=dict, repr=False)
+    sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
     _index: dict[tuple[int, int], Index] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, path: Path, blank: Mapping[str, Collection[int]] | None = None) -> ShardedArray:
+    def open(
+        cls,
+        path: Path,
+        blank: Mapping[str, Collection[int]] | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> ShardedArray:
         """Read the metadata of the array in ``path``.
 
         Raises:
@@ -72,7 +80,7 @@ class ShardedArray:
             layout = ArrayLayout.from_json(meta)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise StoreError(f"{path / 'zarr.json'}: not an array of a hyfi store ({error})") from error
-        return cls(path, layout, blank or {})
+        return cls(path, layout, blank or {}, sizes or {})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,7 +90,8 @@ class ShardedArray:
     def read_into(self, box: Box, out: Pixels, threads: int = 1) -> None:
         """Fill ``out`` with the pixels of ``box``, which must lie inside the array.
 
-        Memory beside ``out``: for each thread one chunk and a read of at most a few MB.
+        Memory beside ``out``: for each thread one chunk and a read of at most a few MB; on object storage for each
+        request under way, at most 32.
 
         Args:
             box: Rectangle of the array.
@@ -93,12 +102,24 @@ class ShardedArray:
             StoreError: A shard or a chunk is missing, cut short or altered; names file and cause.
         """
         runs = list(self._runs(box))
-        if threads <= 1 or len(runs) <= 1:
+        if is_remote(self.path):
+            self._read_remote(runs, box, out, threads)
+        elif threads <= 1 or len(runs) <= 1:
             for run in runs:
                 self._read_run(run, box, out)
+        else:
+            for _ in _pool(threads).map(lambda run: self._read_run(run, box, out), runs):
+                pass
+
+    def _read_remote(self, runs: list[_ChunkRun], box: Box, out: Pixels, threads: int) -> None:
+        """Fill ``out`` from object storage: first the indexes, then the chunks, many requests at a time."""
+        files = [file for file in dict.fromkeys(run.file for run in runs) if file not in self._index]
+        each(self._load_index, files, self.path)
+        if threads > 1:
+            each(lambda run: self._read_run(run, box, out), runs, self.path)
             return
-        for _ in _pool(threads).map(lambda run: self._read_run(run, box, out), runs):
-            pass
+        for run, chunks in zip(runs, ahead(lambda run: list(self._read_chunks(run)), runs, self.path), strict=True):
+            self._place(run, chunks, box, out)
 
     def read(self, box: Box, threads: int = 1) -> Pixels:
         """Return the pixels of ``box`` as a new array; see `read_into`."""
@@ -121,8 +142,12 @@ class ShardedArray:
                     yield _ChunkRun(file, tuple(range(row * columns + start, row * columns + stop)))
 
     def _read_run(self, run: _ChunkRun, box: Box, out: Pixels) -> None:
+        self._place(run, self._read_chunks(run), box, out)
+
+    def _place(self, run: _ChunkRun, chunks: Iterable[tuple[int, Pixels | None]], box: Box, out: Pixels) -> None:
+        """Decode chunks, ``(slot, encoded bytes)``, and write their pixels in ``box`` to ``out``."""
         layout = self.layout
-        for slot, data in self._read_chunks(run):
+        for slot, data in chunks:
             whole = layout.chunk_box(run.file, slot)
             common = whole.intersect(box)
             target = out[(..., *common.relative_to(box).slices())]
@@ -144,19 +169,14 @@ class ShardedArray:
             yield 0, None
             return
         try:
-            handle = os.open(path, os.O_RDONLY)
+            with opened(path) as file:
+                index = self._index_of(file, path, run.file)
+                stored = [slot for slot in run.slots if not self._is_blank(index, slot, blank, path)]
+                yield from ((slot, None) for slot in run.slots if slot not in stored)
+                for group in _adjacent(index, stored):
+                    yield from _slices(_read(file, path, index, group), index, group)
         except OSError as error:
             raise StoreError(f"{path}: the shard cannot be read ({error.strerror})") from error
-        try:
-            index = self._index_of(handle, path, run.file)
-            stored = [slot for slot in run.slots if not self._is_blank(index, slot, blank, path)]
-            yield from ((slot, None) for slot in run.slots if slot not in stored)
-            for group in _adjacent(index, stored):
-                yield from _slices(_read(handle, path, index, group), index, group)
-        except OSError as error:
-            raise StoreError(f"{path}: the shard cannot be read ({error.strerror})") from error
-        finally:
-            os.close(handle)
 
     def _is_blank(self, index: Index, slot: int, blank: Collection[int], path: Path) -> bool:
         """Whether a chunk was left out on purpose; raise if it is missing without being listed in ``blank``."""
@@ -177,28 +197,41 @@ class ShardedArray:
         except (ValueError, RuntimeError) as error:
             raise StoreError(f"{path}: chunk {slot} cannot be decoded ({error}); ingest the slide again") from error
 
-    def _index_of(self, handle: int, path: Path, file: tuple[int, int]) -> Index:
+    def _load_index(self, file: tuple[int, int]) -> None:
+        """Read the index of a file ahead of its chunks."""
+        path, name = self.file_path(file), self.layout.file_name(file)
+        if not self.layout.sharded and 0 in self.blank.get(name, ()):
+            return
+        try:
+            with opened(path) as open_file:
+                self._index_of(open_file, path, file)
+        except OSError as error:
+            raise StoreError(f"{path}: the shard cannot be read ({error.strerror})") from error
+
+    def _index_of(self, open_file: OpenFile, path: Path, file: tuple[int, int]) -> Index:
         index = self._index.get(file)
         if index is None:
-            index = read_index(handle, path, self.layout)
+            index = read_index(open_file, path, self.layout, self.sizes.get(self.layout.file_name(file)))
             self._index[file] = index
         return index
 
 
-def read_index(handle: int, path: Path, layout: ArrayLayout) -> Index:
+def read_index(file: OpenFile, path: Path, layout: ArrayLayout, expected_size: int | None = None) -> Index:
     """Return (offset, length) of each slot of an open file as ``(slots, 2)``; both ``ABSENT`` for a missing chunk.
 
     Raises:
-        StoreError: The file is too short or its index is altered.
+        StoreError: The file has not its expected size, is too short or its index is altered.
     """
-    size = os.fstat(handle).st_size
+    length = layout.index_bytes if layout.sharded else 1
+    tail, size = file.tail(length)
+    if expected_size is not None and size != expected_size:
+        raise StoreError(f"{path}: the shard has {size} bytes, expected {expected_size}; ingest the slide again")
     if not layout.sharded:
         return np.array([[0, size]], np.uint64)
-    length = layout.index_bytes
     if size < length:
         raise StoreError(f"{path}: too small for a shard ({size} bytes); ingest the slide again")
     try:
-        body = without_checksum(os.pread(handle, length, size - length))
+        body = without_checksum(tail)
     except ValueError as error:
         raise StoreError(f"{path}: {error} in its index, the file is damaged; ingest the slide again") from error
     return np.frombuffer(body, "<u8").reshape(-1, 2)
@@ -220,10 +253,10 @@ def _adjacent(index: Index, slots: list[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _read(handle: int, path: Path, index: Index, group: list[int]) -> bytes:
+def _read(file: OpenFile, path: Path, index: Index, group: list[int]) -> bytes:
     """Read the bytes of a group of consecutive chunks."""
     start, end = int(index[group[0], 0]), int(index[group[-1]].sum())
-    data = os.pread(handle, end - start, start)
+    data = file.read(start, end - start)
     if len(data) != end - start:
         raise StoreError(f"{path}: the shard is cut short; ingest the slide again")
     return data

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.errors import StoreError
+from data.location import each, is_remote, location, sizes_of
 from data.store.codec import Pixels
 from data.store.layout import BACKGROUND
 from data.store.shard import FileEntry
@@ -64,23 +65,46 @@ class SlideStore:
     _tissue_override: npt.NDArray[np.bool_] | None = None
 
     @classmethod
-    def open(cls, path: Path) -> SlideStore:
+    def open(cls, path: Path, check_files: bool = True) -> SlideStore:
         """Open ``STORE/<slide_id>.zarr`` and check that every listed shard exists and has its size.
+
+        Args:
+            path: ``STORE/<slide_id>.zarr``, a folder or on object storage.
+            check_files: Whether to look at every file now; the size of a shard is checked in any case when it is read
+                first.
 
         Raises:
             StoreError: The slide is missing or of another version, or a shard is missing or has the wrong size.
         """
-        path = Path(path)
+        path = location(path)
         attributes, ome = group_attributes(path)
         files = listed_files(path, attributes)
-        _check_shards(path, files)
-        blank = _blank(files)
-        images = [(ShardedArray.open(path / name, blank.get(name)), mpp, name) for name, mpp in _datasets(path, ome)]
-        levels = tuple(StoreLevel(a.shape[-2], a.shape[-1], mpp, name) for a, mpp, name in images)
+        if check_files:
+            _check_shards(path, files)
+        blank, sizes = _blank(files), _sizes(files)
+
+        def array(name: str) -> ShardedArray:
+            return ShardedArray.open(path / name, blank.get(name), sizes.get(name))
+
         label = path / "labels" / "tissue"
         label_ome = read_json(label / "zarr.json").get("attributes", {}).get("ome", {})
-        masks = tuple((ShardedArray.open(label / name), mpp) for name, mpp in _datasets(label, label_ome))
-        return cls(path, path.name.removesuffix(".zarr"), levels, attributes, tuple(a for a, _, _ in images), masks)
+        images, masks = _datasets(path, ome), _datasets(label, label_ome)
+        names = [*(name for name, _ in images), *(f"labels/tissue/{name}" for name, _ in masks)]
+        arrays = each(array, names, path)
+        levels = tuple(
+            StoreLevel(a.shape[-2], a.shape[-1], mpp, name) for a, (name, mpp) in zip(arrays, images, strict=False)
+        )
+        of_masks = tuple((a, mpp) for a, (_, mpp) in zip(arrays[len(images) :], masks, strict=True))
+        slide_id = path.name.removesuffix(".zarr")
+        return cls(path, slide_id, levels, attributes, tuple(arrays[: len(images)]), of_masks)
+
+    def check_files(self) -> None:
+        """Check that every listed shard exists and has its size.
+
+        Raises:
+            StoreError: One is missing or has the wrong size.
+        """
+        _check_shards(self.path, listed_files(self.path, self.attributes))
 
     def read(self, box: Box, level: int = 0, threads: int = 1, out: Pixels | None = None) -> Pixels:
         """Return the pixels of ``box`` of a level as ``(3, h, w)`` uint8 that the caller owns.
@@ -155,9 +179,13 @@ def group_attributes(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         StoreError: There is no such slide, or it is of another version.
     """
-    if not path.is_dir():
-        raise StoreError(f"{path}: no ingested slide of this name")
-    attributes = read_json(path / "zarr.json").get("attributes", {})
+    try:
+        attributes = read_json(path / "zarr.json").get("attributes", {})
+    except StoreError as error:
+        absent = isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError))
+        if absent and (is_remote(path) or not path.is_dir()):
+            raise StoreError(f"{path}: no ingested slide of this name") from error
+        raise
     ours, ome = attributes.get("hyfi"), attributes.get("ome")
     if not isinstance(ours, dict) or not isinstance(ome, dict):
         raise StoreError(f"{path}: not a slide written by hyfi ingest (no `hyfi` attributes)")
@@ -183,16 +211,27 @@ def listed_files(path: Path, attributes: dict[str, Any]) -> dict[str, FileEntry]
 
 
 def _check_shards(path: Path, files: dict[str, FileEntry]) -> None:
-    for name, entry in files.items():
-        if entry.size is None:
-            continue
+    expected = {name: entry.size for name, entry in files.items() if entry.size is not None}
+    try:
+        found = sizes_of(path, expected)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+    for name, size in found.items():
         file = path / name
-        try:
-            size = file.stat().st_size
-        except OSError as error:
-            raise StoreError(f"{file}: a shard is missing ({error.strerror}); ingest the slide again") from error
-        if size != entry.size:
-            raise StoreError(f"{file}: the shard has {size} bytes, expected {entry.size}; ingest the slide again")
+        if isinstance(size, OSError):
+            raise StoreError(f"{file}: a shard is missing ({size.strerror}); ingest the slide again") from size
+        if size != expected[name]:
+            raise StoreError(f"{file}: the shard has {size} bytes, expected {expected[name]}; ingest the slide again")
+
+
+def _sizes(files: dict[str, FileEntry]) -> dict[str, dict[str, int]]:
+    """Return the size of each file, by array and file name."""
+    found: dict[str, dict[str, int]] = {}
+    for name, entry in files.items():
+        if entry.size is not None:
+            array, _, file = name.partition("/c/")
+            found.setdefault(array, {})[f"c/{file}"] = entry.size
+    return found
 
 
 def _blank(files: dict[str, FileEntry]) -> dict[str, dict[str, frozenset[int]]]:

@@ -14,15 +14,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 from data.files import remove_leftovers, sha256_of, temporary_path
+from data.location import is_remote
 from data.store.shard import TEMPORARY, FileEntry
 
 JOURNAL = "journal.jsonl"
+
+
+def working_folder(store: Path, base: Path | None = None) -> Path:
+    """Return the local folder in which slides of a store are written: the store's own, or one for its uploads.
+
+    A later run of the same user on the same machine continues there.
+
+    Args:
+        store: A folder, or on object storage.
+        base: Folder on a local disk for uploads; default: the system's temporary folder.
+    """
+    if not is_remote(store):
+        return store
+    digest = hashlib.sha256(str(store).encode()).hexdigest()[:16]
+    return (base or Path(tempfile.gettempdir())) / f"hyfi-upload-{os.getuid()}" / digest
 
 
 def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:

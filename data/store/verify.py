@@ -11,7 +11,6 @@ any other file           a fault
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import StoreError
-from data.files import sha256_of
+from data.location import OpenFile, each, files_below, opened
+from data.object_path import ObjectPath
 from data.store.codec import without_checksum
 from data.store.layout import ArrayLayout
-from data.store.manifest import DONE, SlideRecord
+from data.store.manifest import DONE, SlideRecord, load_manifest, record_path, record_states
 from data.store.metadata import digest_of_group
 from data.store.shard import FileEntry
 from data.store.sharded_array import ABSENT, Index, read_index, read_json
@@ -84,7 +84,7 @@ def verify_store(store: Path, threads: int, progress: Progress | None = None) ->
         StoreError: There is no store in this folder.
     """
     records, faults = _records(store)
-    slides = {path.name.removesuffix(".zarr"): path for path in sorted(store.glob("*.zarr"))}
+    slides = {path.name.removesuffix(".zarr"): path for path in slides_in(store)}
     if not slides and not records and not (store / "manifest.csv").exists():
         raise StoreError(f"{store}: not a store (no slide, no record, no manifest.csv); `hyfi ingest` creates one")
     found = VerifyReport(faults=faults)
@@ -96,6 +96,21 @@ def verify_store(store: Path, threads: int, progress: Progress | None = None) ->
         if record.status == DONE:
             found.faults += _against_record(record, slide_path(store, name))
     return found
+
+
+def slides_in(store: Path) -> list[Path]:
+    """Return the paths of a store's slides, sorted; of a web server, whose folders cannot be listed, by its manifest.
+
+    Raises:
+        StoreError: There is no store.
+    """
+    if not isinstance(store, ObjectPath):
+        return sorted(store.glob("*.zarr"))
+    if not store.can_list:
+        return [slide_path(store, row["slide_id"]) for row in load_manifest(store) if row["status"] == DONE]
+    found = sorted(store.glob("*.zarr"))
+    whole = each(ObjectPath.is_dir, found, store)  # the others are interrupted uploads
+    return [path for path, is_slide in zip(found, whole, strict=True) if is_slide]
 
 
 def verify_slide(
@@ -155,7 +170,7 @@ def _known_metadata(path: Path, attributes: dict[str, Any], fault: Callable[[Pat
     listed = attributes.get("metadata")
     if stated is None or not isinstance(listed, dict):
         fault(path / "zarr.json", "it has no digests of its metadata (written by an earlier version); ingest it again")
-        return {f.relative_to(path).as_posix() for f in path.rglob("zarr.json")} - {"zarr.json"}
+        return {name for name in files_below(path) if name.endswith("/zarr.json")}
     if digest_of_group(read_json(path / "zarr.json")) != stated:
         fault(path / "zarr.json", "the slide's metadata was altered (its digest differs)")
     for name, entry in listed.items():
@@ -167,10 +182,10 @@ def _known_metadata(path: Path, attributes: dict[str, Any], fault: Callable[[Pat
 
 def _metadata_fault(path: Path, size: int | None, sha256: str | None) -> str:
     try:
-        found = path.stat().st_size
-        if found != size:
-            return f"it has {found} bytes; expected {size}"
-        return "" if sha256_of(path) == sha256 else "it was altered (its digest differs)"
+        data = path.read_bytes()
+        if len(data) != size:
+            return f"it has {len(data)} bytes; expected {size}"
+        return "" if hashlib.sha256(data).hexdigest() == sha256 else "it was altered (its digest differs)"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
 
@@ -203,30 +218,24 @@ def _files(
 
 
 def _foreign(path: Path, names: set[str]) -> list[Path]:
-    found = (Path(folder) / file for folder, _, files in os.walk(path) for file in files)
-    return sorted(f for f in found if f.relative_to(path).as_posix() not in names)
+    return [path / name for name in files_below(path) if name not in names]
 
 
 def _reasons(file: _File) -> list[str]:
     """Return the faults of one file of pixels."""
     if file.entry.size is None:
-        return ["it exists, but was omitted when the slide was written"] if file.path.exists() else []
+        return ["it exists, but was omitted when the slide was written"] if file.path.is_file() else []
     try:
-        handle = os.open(file.path, os.O_RDONLY)
+        with opened(file.path) as handle:
+            _, size = handle.tail(1)
+            if size != file.entry.size:
+                return [f"the shard has {size} bytes; expected {file.entry.size}"]
+            return _reasons_inside(handle, file)
     except OSError as error:
         return [f"the shard is missing or cannot be read ({error.strerror})"]
-    try:
-        size = os.fstat(handle).st_size
-        if size != file.entry.size:
-            return [f"the shard has {size} bytes; expected {file.entry.size}"]
-        return _reasons_inside(handle, file)
-    except OSError as error:
-        return [f"the shard cannot be read ({error.strerror})"]
-    finally:
-        os.close(handle)
 
 
-def _reasons_inside(handle: int, file: _File) -> list[str]:
+def _reasons_inside(handle: OpenFile, file: _File) -> list[str]:
     reasons, chunks = [], []
     try:
         index = read_index(handle, file.path, file.layout)
@@ -236,7 +245,7 @@ def _reasons_inside(handle: int, file: _File) -> list[str]:
         reasons.append(str(error).removeprefix(f"{file.path}: "))
     digest = hashlib.sha256()
     for start, end, slot in _pieces(sorted(chunks), file.entry.size or 0):
-        data = os.pread(handle, end - start, start)
+        data = handle.read(start, end - start)
         digest.update(data)
         if slot is not None:
             reasons += _reasons_of_chunk(data, slot, file.layout)
@@ -294,13 +303,21 @@ def _some(slots: Sequence[int]) -> str:
 
 
 def _records(store: Path) -> tuple[dict[str, SlideRecord], list[Fault]]:
-    records, faults = {}, []
-    for path in sorted((store / ".records").glob("[!.]*.json")):
+    records: dict[str, SlideRecord] = {}
+    faults: list[Fault] = []
+
+    def load(path: Path) -> SlideRecord | StoreError:
         try:
-            record = SlideRecord.load(path)
-            records[record.slide_id] = record
+            return SlideRecord.load(path)
         except StoreError as error:
-            faults.append(Fault(path.stem, path, str(error)))
+            return error
+
+    paths = [record_path(store, name) for name in record_states(store)]
+    for path, record in zip(paths, each(load, paths, store), strict=True):
+        if isinstance(record, StoreError):
+            faults.append(Fault(path.stem, path, str(record)))
+        else:
+            records[record.slide_id] = record
     return records, faults
 
 

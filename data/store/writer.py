@@ -24,7 +24,8 @@ from typing import Any, Self
 import numpy as np
 
 from data.cores import usable_cores
-from data.files import json_bytes, publish_directory, sha256_of, sync_tree
+from data.files import json_bytes, publish_directory, sha256_of, sync_tree, upload_directory
+from data.location import is_remote
 from data.store import metadata
 from data.store.codec import Buffers, Pixels, with_checksum
 from data.store.layout import CHUNK_PX, SHARD_PX, ArrayLayout, StoredLevel
@@ -32,7 +33,7 @@ from data.store.shard import write_file
 from data.store.sharded_array import ShardedArray
 from data.store.slide_store import FORMAT, slide_path
 from data.store.tissue_grid import Mask, TissueGrid, halve_mask
-from data.store.unfinished import Journal, unfinished_folder
+from data.store.unfinished import JOURNAL, Journal, unfinished_folder, working_folder
 from hyfi_core.plan.box import Box
 
 _BLOCKS_IN_FLIGHT = 2
@@ -46,7 +47,7 @@ class SlideWriter:
     Not thread-safe. Memory: two of the caller's blocks, and their encoded form.
 
     Args:
-        store: The folder of the store; must exist.
+        store: The folder of the store, which must exist, or a place on object storage.
         slide_id: Name of the slide.
         levels: Finest first, from `pyramid_levels` or those of a scanner.
         tissue: Tissue mask, whose corner is the slide's corner, and its microns per pixel: chunks without tissue are
@@ -54,6 +55,8 @@ class SlideWriter:
         identity: JSON of what determines the slide's pixels (parameters, the source's size and time). A new writer
             resumes what a killed one of the same identity left. None: every writer starts from nothing.
         threads: Chunks encoded at a time; 0: as many as this process has cores.
+        scratch: For a store on object storage: folder on a local disk from which the finished slide is uploaded;
+            default: the system's temporary folder.
 
     Raises:
         OSError: The store cannot be written.
@@ -68,12 +71,16 @@ class SlideWriter:
         tissue: tuple[Mask, float] | None = None,
         identity: Mapping[str, Any] | None = None,
         threads: int = 0,
+        scratch: Path | None = None,
     ) -> None:
         self.final = slide_path(store, slide_id)
+        local = slide_path(working_folder(store, scratch), slide_id)
+        local.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.levels = tuple(levels)
         self._resumable = identity is not None
+        self._uploading = False
         layouts = [[level.layout.to_json(), level.mpp] for level in self.levels]
-        self.path = unfinished_folder(self.final, None if identity is None else [dict(identity), layouts, FORMAT])
+        self.path = unfinished_folder(local, None if identity is None else [dict(identity), layouts, FORMAT])
         self._tissue = [_tissue_grid(level, tissue) for level in self.levels]
         for k, level in enumerate(self.levels):
             self._make_array(str(k), level.layout)
@@ -94,8 +101,8 @@ class SlideWriter:
         for pool in (self._encoders, self._disk):
             pool.shutdown(wait=True, cancel_futures=True)
         self._journal.close()
-        # KeyboardInterrupt or SystemExit: the run can be resumed. An Exception would occur again.
-        stopped = kind is not None and not issubclass(kind, Exception)
+        # KeyboardInterrupt or SystemExit: the run can be resumed. An Exception would occur again, but for an upload.
+        stopped = kind is not None and (self._uploading or not issubclass(kind, Exception))
         if not (self._resumable and stopped):
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -192,9 +199,19 @@ class SlideWriter:
         self._disk.shutdown()
         self._write_groups(attributes)
         sync_tree(self.path, only="zarr.json")  # pixel files are synced already
+        if is_remote(self.final):
+            self._upload()
+            return
         # Not earlier: if the sync above is killed, the slide is resumed by its journal.
         self._journal.remove()
         publish_directory(self.path, self.final)
+
+    def _upload(self) -> None:
+        """Copy the slide to object storage; if that is interrupted, the next writer continues by the journal."""
+        self._journal.close()
+        self._uploading = True
+        upload_directory(self.path, self.final, without=(JOURNAL,))
+        self._uploading = False
 
     def _write_groups(self, attributes: dict[str, Any]) -> None:
         groups = {"labels": metadata.labels_attributes()} if self._label_mpp else {}

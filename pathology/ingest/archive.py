@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from data.location import each, is_remote
+from data.object_path import ObjectPath
 from data.store.manifest import DONE, SlideRecord, compile_manifest, load_records, record_path, record_states
 from data.store.slide_store import SlideStore, StoreError, slide_path
 from hyfi_core.errors import RequestError
@@ -20,7 +23,7 @@ from pathology.ingest.options import IngestOptions
 from pathology.ingest.pool import SlidePool
 from pathology.ingest.pseudonyms import KeyFile
 from pathology.ingest.slide import ingest_slide
-from pathology.ingest.work import Outcome, sweep_claims
+from pathology.ingest.work import Outcome, sweep_claims, sweep_unfinished
 from pathology.memory import worker_count
 from pathology.readers.file_check import UNREADABLE_FOLDER, folder_error
 from pathology.readers.mpp import AGREE_TOLERANCE, parse_mpp
@@ -157,8 +160,8 @@ def store_errors(report: IngestReport, store: Path) -> Iterator[None]:
 
 
 def end(store: Path) -> None:
-    """Compile the store's manifest and contact sheet, and remove the claims of killed runs."""
-    for step in (compile_manifest, write_contact, sweep_claims):
+    """Compile the store's manifest and contact sheet, and remove what killed runs left."""
+    for step in (compile_manifest, write_contact, sweep_unfinished, sweep_claims):
         with suppress(OSError):  # a full disk; the next run writes it
             step(store)
 
@@ -171,16 +174,19 @@ def make_plan(request: Request) -> Plan:
             parameters and ``overwrite`` is off, or slides with and without pseudonyms would be mixed.
     """
     store = request.store
-    if store.exists() and not store.is_dir():
+    if not is_remote(store) and store.exists() and not store.is_dir():
         raise RequestError(f"{store} is a file; choose a folder for the store")
     # Read before the records: what another run saves meanwhile differs from it, so that `do_job` sees the change.
-    states = record_states(store)
-    records = load_records(store)
+    try:
+        states = record_states(store)
+        records = load_records(store)
+    except OSError as error:
+        raise RequestError(f"{store}: cannot be read ({error.strerror})") from error
     jobs, key, note = _jobs(request, records)
+    known = [None if request.overwrite else records.get(job.slide_id) for job in jobs]
+    whole = each(lambda record: _finished_record(record, store), known, store)
     to_do, finished, changed = [], {}, []
-    for job in jobs:
-        known = records.get(job.slide_id)
-        record = None if request.overwrite else _finished_record(known, store)
+    for job, record in zip(jobs, whole, strict=True):
         if record is None:
             to_do.append(replace(job, seen=states.get(job.slide_id, "")))
             continue
@@ -318,12 +324,27 @@ def refresh(finished: dict[str, SlideRecord], store: Path) -> None:
             record.save(store)
 
 
+def require_can_be_written(store: Path) -> None:
+    """Check that a store of other processes could be written at this place.
+
+    Raises:
+        RequestError: It is a web server, or the memory of this process.
+    """
+    if isinstance(store, ObjectPath) and store.scheme not in ("s3", "gs"):
+        raise RequestError(f"--out {store}: {store.scheme}:// cannot be written; use s3://, gs:// or a local folder")
+
+
 def _make_store(store: Path) -> None:
     try:
+        if isinstance(store, ObjectPath):
+            probe = store / f".probe-{secrets.token_hex(8)}"
+            probe.write_bytes(b"")
+            probe.unlink()
+            return
         store.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store):
             pass
     except OSError as error:
         raise RequestError(
-            f"cannot write to {store} ({error.strerror}); choose a folder with write permission"
+            f"cannot write to {store} ({error.strerror}); choose a place with write permission"
         ) from error

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from data.files import write_atomically
+from data.location import each
 from data.store.manifest import DONE, SlideRecord, load_records
 from data.store.slide_store import SlideStore, StoreError, slide_path
 from pathology.ingest.thumbnail import thumbnail_of_store
@@ -60,7 +61,7 @@ def write_contact(store: Path) -> Path:
         OSError: The store cannot be written.
     """
     records = load_records(store).values()
-    cards = [_card(store, record) for record in records]
+    cards = each(lambda record: _card(store, record), records, store)
     groups = [
         ("Failed", [c for c in cards if c.reason]),
         ("To check", [c for c in cards if c.flags and not c.reason]),

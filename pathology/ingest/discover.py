@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from data.location import is_remote
 from data.store.manifest import SlideRecord, read_user_manifest, record_path
 from hyfi_core.errors import RequestError
 from pathology.readers.dicom_files import DicomHeader, file_of_slide, read_header, series_in
@@ -79,7 +80,7 @@ def refuse_store_among_slides(store: Path, paths: Sequence[Path], jobs: Sequence
     Raises:
         RequestError: ``store`` is, or is in, one of the folders; or has one of the slides or manifests directly in it.
     """
-    if record_path(store, "").parent.is_dir():
+    if is_remote(store) or record_path(store, "").parent.is_dir():
         return
     target, advice = store.resolve(), "choose an --out outside of the slides' folders"
     for path in paths:

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data.location import is_remote
 from pathology.errors import SlideError
 from pathology.ingest.discover import SlideJob
 from pathology.ingest.identity import SourceStamp
@@ -100,8 +101,10 @@ def lower_bound_bytes(jobs: Sequence[SlideJob], options: IngestOptions) -> float
     return found.store_px / min(len(jobs), _SAMPLED) * len(jobs) * MIN_BYTES_PER_PX
 
 
-def free_bytes(folder: Path) -> int:
-    """Return the free bytes at ``folder``, or at its nearest existing parent."""
+def free_bytes(folder: Path) -> int | None:
+    """Return the free bytes at ``folder``, or at its nearest existing parent; None on object storage, without limit."""
+    if is_remote(folder):
+        return None
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -118,6 +121,6 @@ def require_room(store: Path, finest_px: int) -> None:
         OSError: It cannot (`errno.ENOSPC`); the message has the needed and the free bytes.
     """
     needed, free = int(finest_px * MIN_BYTES_PER_PX) + RESERVE_BYTES, free_bytes(store)
-    if needed > free:
+    if free is not None and needed > free:
         reason = f"disk full: the next slide needs at least {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
         raise OSError(errno.ENOSPC, reason, str(store))

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data.location import location
 from data.store.manifest import DONE, FAILED, SlideRecord, record_path
 from data.store.metadata import digest_of_group
 from data.store.sharded_array import read_json
 from data.store.slide_store import SlideStore, StoreError, slide_path
+from data.store.unfinished import working_folder
 from data.store.writer import SlideWriter
 from hyfi_core.errors import RequestError
 from pathology.claims import ClaimLostError
@@ -77,7 +79,7 @@ def ingest_slide(
     except (SlideError, RequestError) as error:  # the latter of tissue outlines that are not of this slide
         record = work.failed(str(error))
     except OSError as error:
-        if _concerns_store(error, store):
+        if _concerns_store(error, store, options.cache):
             raise
         record = work.failed(f"the file cannot be read: {error.strerror or error}")
     except ClaimLostError:
@@ -156,7 +158,7 @@ class _SlideIngest:
         content = content_of(slide, mpp, self.options, given)
         if content.kind == "resampled":
             may_be_small = self.options.glass == "blank" or not self.options.pixel_codec.exact
-            require_room(self.store, 0 if may_be_small else content.frame.box.area)
+            require_room(working_folder(self.store, self.options.cache), 0 if may_be_small else content.frame.box.area)
         with SlideWriter(
             self.store,
             self.name,
@@ -164,6 +166,7 @@ class _SlideIngest:
             tissue=content.glass,
             identity={**identity, "versions": versions()},
             threads=self.threads,
+            scratch=self.options.cache,
         ) as writer:
             quality = content.write(writer, self.progress)
             attributes = {
@@ -216,10 +219,10 @@ def _unchanged(source: Path, stamp: SourceStamp, digest: RunningDigest) -> str:
     return found
 
 
-def _concerns_store(error: OSError, store: Path) -> bool:
+def _concerns_store(error: OSError, store: Path, cache: Path | None) -> bool:
     """Whether an error concerns the store's disk and not the slide."""
     if error.errno in _FULL:
         return True
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str)]
-    root = str(store.absolute())
-    return any(str(Path(name).absolute()).startswith(root) for name in names)
+    roots = (str(store.absolute()), str(working_folder(store, cache).absolute()))
+    return any(str(location(name).absolute()).startswith(roots) for name in names)

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from data.location import remove_tree
+from data.object_path import ObjectPath
 from data.store.manifest import DONE, FAILED, SlideRecord, record_path, record_state
 from data.store.slide_store import StoreError
 from pathology.claims import Claim, ClaimLostError, sweep
@@ -38,6 +40,18 @@ class Outcome:
 def sweep_claims(store: Path) -> None:
     """Remove claims of killed runs."""
     sweep(store / CLAIMS)
+
+
+def sweep_unfinished(store: Path) -> None:
+    """Remove what interrupted uploads left on object storage: objects of a slide without its last file, unclaimed."""
+    if not isinstance(store, ObjectPath):
+        return
+    for path in [path for path in store.glob("*.zarr") if not path.is_dir()]:
+        claim = Claim.take(store / CLAIMS, path.name.removesuffix(".zarr"))
+        if claim is not None:
+            with claim:
+                if not path.is_dir():
+                    remove_tree(path)
 
 
 def do_job(

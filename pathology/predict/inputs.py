@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.store.manifest import FAILED, load_manifest, load_records
+from data.errors import StoreError
+from data.location import is_remote, location
+from data.store.manifest import FAILED, SlideRecord, load_manifest, record_path
 from data.store.slide_store import slide_path
 from hyfi_core.errors import RequestError
 from pathology.ingest.discover import find_jobs
@@ -42,8 +45,9 @@ def find_inputs(paths: Sequence[Path]) -> list[SlideInput]:
     Raises:
         RequestError: a path is missing, a folder has no slide, a manifest is invalid, or two slides have the same name.
     """
+    paths = [location(path) for path in paths]
     # os.path returns False for inaccessible paths, where Path raises; they are reported with the other files.
-    folders = [path for path in paths if os.path.isdir(path)]  # noqa: PTH112
+    folders = [path for path in paths if is_remote(path) or os.path.isdir(path)]  # noqa: PTH112
     stored = [one for path in folders for one in _stored(path)]
     jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], {})
     files = [SlideInput(job.slide_id, job.row.get("case_id", ""), job.source, False, job.row) for job in jobs]
@@ -59,8 +63,13 @@ def find_inputs(paths: Sequence[Path]) -> list[SlideInput]:
 
 
 def _is_stored(folder: Path) -> bool:
-    """Whether a folder is a store, or one slide of a store."""
-    return folder.name.endswith(".zarr") or (folder / ".records").is_dir() or any(folder.glob("*.zarr"))
+    """Whether a folder is a store, or one slide of a store; nothing else is read from object storage."""
+    return (
+        is_remote(folder)
+        or folder.name.endswith(".zarr")
+        or (folder / ".records").is_dir()
+        or any(folder.glob("*.zarr"))
+    )
 
 
 def _stored(folder: Path) -> list[SlideInput]:
@@ -69,8 +78,9 @@ def _stored(folder: Path) -> list[SlideInput]:
         return []
     if folder.name.endswith(".zarr"):
         slide_id = folder.name.removesuffix(".zarr")
-        record = load_records(folder.parent).get(slide_id)
-        row = record.row() if record else {}
+        row: dict[str, str] = {}
+        with suppress(StoreError):  # a slide outside of a store
+            row = SlideRecord.load(record_path(folder.parent, slide_id)).row()
         return [SlideInput(slide_id, row.get("case_id", ""), folder, True, row)]
     found = []
     for row in sorted(load_manifest(folder), key=lambda row: row["slide_id"]):

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from data.location import is_remote, location
 from data.store.slide_store import StoreError
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
@@ -96,7 +97,7 @@ def find_slides(paths: Sequence[Path], annotations: Path | None = None) -> tuple
     Raises:
         RequestError: A path cannot be shown.
     """
-    predictions = [path for path in paths if (path / FILE_NAME).is_file()]
+    predictions = [path for path in paths if not is_remote(path) and (path / FILE_NAME).is_file()]
     others = [path for path in paths if path not in predictions]
     for path in others:
         _require_slide(path)
@@ -122,7 +123,7 @@ def _require_slide(path: Path) -> None:
     Raises:
         RequestError: The file is not a slide.
     """
-    if not path.is_file() or path.suffix.lower() in SLIDE_SUFFIXES | {".csv", ".tsv"}:
+    if is_remote(path) or not path.is_file() or path.suffix.lower() in SLIDE_SUFFIXES | {".csv", ".tsv"}:
         return
     try:
         FilePixels(path).close()
@@ -157,8 +158,8 @@ def _predicted(folder: Path, row: dict[str, str], given: dict[str, SlideInput], 
     if known is not None:
         slide = _of_input(known)
     else:
-        path = Path(row["path"])
-        if not path.is_absolute() and not path.exists() and (folder.parent / path).exists():
+        path = location(row["path"])
+        if not is_remote(path) and not path.is_absolute() and not path.exists() and (folder.parent / path).exists():
             path = folder.parent / path
         missing = "" if path.exists() else f"{path} no longer exists; give its store or folder as another PATH"
         slide = GallerySlide(slide_id, slide_id, path, path.suffix == ".zarr", reason=missing)

@@ -23,7 +23,10 @@ def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
     Raises:
         RequestError: There is no store, the format is unknown, or ``out`` cannot be used.
     """
+    from data.location import location
     from data.store.export import pixels_of
+
+    store = location(store)
 
     if ngff not in _FORMATS:
         raise RequestError(f"--ngff {ngff}: {', '.join(_FORMATS)} can be written (stores themselves are 0.5)")
@@ -44,13 +47,15 @@ def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
 
 
 def _slides(store: Path) -> list[Path]:
+    from data.store.verify import slides_in
+
     try:
         is_folder = store.is_dir()
     except OSError as error:
         raise RequestError(f"{store}: cannot be read ({error.strerror})") from error
     if not is_folder:
         raise RequestError(f"{store}: no such folder; give a store, or a slide of a store (.zarr)")
-    slides = [store] if (store / "zarr.json").exists() else sorted(store.glob("*.zarr"))
+    slides = [store] if (store / "zarr.json").exists() else slides_in(store)
     if not slides:
         raise RequestError(f"{store}: no ingested slide in this folder; run `hyfi ingest … --out {store}` first")
     return slides

@@ -62,7 +62,8 @@ class IngestArguments:
         Raises:
             RequestError: A value is not valid.
         """
-        from pathology.ingest.archive import IngestOptions, Request
+        from data.location import location
+        from pathology.ingest.archive import IngestOptions, Request, require_can_be_written
         from pathology.tissue.tissue import TissueParameters
 
         options = IngestOptions(
@@ -81,7 +82,9 @@ class IngestArguments:
             cache=self.cache,
         )
         _check_cache(self.cache)
-        return Request(self.paths, self.out, options, self.overwrite, parse_part(self.part), self.pseudonyms)
+        store = location(self.out)
+        require_can_be_written(store)
+        return Request(self.paths, store, options, self.overwrite, parse_part(self.part), self.pseudonyms)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -251,8 +254,8 @@ def _refuse_too_little_room(plan: Plan, request: Request) -> None:
     """
     from pathology.ingest.forecast import free_bytes, lower_bound_bytes
 
-    needed, free = lower_bound_bytes(plan.jobs, request.options), free_bytes(request.store)
-    if needed > free:
+    free = free_bytes(request.store)
+    if free is not None and (needed := lower_bound_bytes(plan.jobs, request.options)) > free:
         raise RequestError(
             f"{request.store}: its disk has {free / 1e9:.1f} GB free, but the slides need at least "
             f"{needed / 1e9:.1f} GB; choose another --out, or ingest a part of them with --part"
@@ -310,10 +313,11 @@ def _dry_run(plan: Plan, request: Request, workers: int, as_json: bool) -> int:
     for name, reason in refused[:_MAX_SHOWN]:
         console.warn(f"would fail: {name}: {reason}")
     free, hours = free_bytes(request.store), total.core_hours / workers
+    room = "" if free is None else f" ({free / 1e9:.1f} GB are free)"
     console.say(
         f"{total.slides} slides to do, {len(refused)} would fail, {len(plan.finished)} finished before; "
-        f"{total.source_px / 1e6:.0f} megapixels to decode, about {total.store_bytes / 1e9:.1f} GB to write "
-        f"({free / 1e9:.1f} GB are free), about {duration(hours * 3600)} with {workers} workers"
+        f"{total.source_px / 1e6:.0f} megapixels to decode, about {total.store_bytes / 1e9:.1f} GB to write{room}, "
+        f"about {duration(hours * 3600)} with {workers} workers"
     )
     if as_json:
         numbers = {

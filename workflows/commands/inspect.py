@@ -38,6 +38,9 @@ def run(
     Raises:
         RequestError: There is nothing at ``path``, or ``png`` cannot be written.
     """
+    from data.location import location
+
+    path = location(path)
     _require_readable(path)
     if png is not None:
         if not png.absolute().parent.is_dir():
@@ -96,13 +99,19 @@ def _export_tissue(path: Path, geojson: Path) -> None:
 
 def _is_dicom_slide(folder: Path) -> bool:
     """Whether a folder is not a store and has DICOM slides; opening it names them if there are several."""
+    from data.location import is_remote
     from pathology.readers.dicom_files import series_in
 
-    return not (folder / "manifest.csv").exists() and bool(series_in(folder))
+    return not is_remote(folder) and not (folder / "manifest.csv").exists() and bool(series_in(folder))
 
 
 def _require_readable(path: Path) -> None:
+    from data.location import is_remote
+
     try:
+        if is_remote(path):
+            _require_stored(path)
+            return
         path.stat()
         if path.is_dir():
             os.scandir(path).close()
@@ -113,6 +122,17 @@ def _require_readable(path: Path) -> None:
         ) from error
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _require_stored(path: Path) -> None:
+    """Check that there is a store or a slide of a store on object storage; slide files are not read from there.
+
+    Raises:
+        RequestError: There is none.
+        OSError: The server cannot be reached.
+    """
+    if not path.is_dir():
+        (path / "zarr.json").read_bytes()  # its error names a missing bucket, too
 
 
 def _save(picture: npt.NDArray[np.uint8], png: Path) -> None:

@@ -15,7 +15,7 @@ from workflows import console, signals
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 from workflows.launch.launch import inside_launcher, launch, own_rank, run_as_rank
 from workflows.option_values import parse_cells, parse_part
-from workflows.paths import require_writable
+from workflows.paths import require_local, require_writable
 
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
@@ -109,6 +109,7 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
 
     options, out = request.options, request.out
     for checkpoint in request.checkpoints:
+        require_local(checkpoint, "checkpoint")
         spec = InputSpec.of(read_model_json(checkpoint))
         IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
     found = find_inputs(request.inputs)

@@ -15,6 +15,7 @@ from workflows import signals
 from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE, STOPPED
 from workflows.option_values import parse_cells
+from workflows.paths import require_local
 
 if TYPE_CHECKING:
     from data.samples.dataset import SlideDataset
@@ -85,6 +86,7 @@ def run(request: EvaluationRequest, ranks: int | None) -> int:
 
     if request.image not in ("whole", "trained"):
         raise RequestError(f"--image {request.image}: expected whole or trained")
+    require_local(request.checkpoint, "checkpoint")
     device_request(request.device)
     if request.calibrate and request.split != "val":
         raise RequestError(
@@ -206,23 +208,27 @@ def _print_enlarged(whole: WholeSlides, model: Mapping[str, Any], slides: int) -
 
 def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDataset:
     """Return a dataset of the split's slides with the checkpoint's image size, mpp and view."""
+    from data.location import location
     from data.samples.dataset import select_slides
     from data.samples.labels import load_labels
     from data.samples.splits import SPLITS, load_splits
     from data.store.manifest import load_manifest
     from workflows.evaluation.evaluator import dataset_of
 
-    store, split = request.store, request.split
+    store, split = location(request.store), request.split
     if split not in SPLITS:
         raise RequestError(f"--split: given {split!r}; allowed: {', '.join(SPLITS)}")
     rows = load_manifest(store)
-    path = request.labels or store / "manifest.csv"
+    path = location(request.labels or store / "manifest.csv")
     known = load_labels(path, model.get("target", "label"), classes=model["class_names"])
     column = request.split_column or model.get("split_column", "split")
-    slides = select_slides(rows, known, load_splits(request.splits or path, rows, column=column), split)
+    splits = load_splits(location(request.splits or path), rows, column=column)
+    slides = select_slides(rows, known, splits, split)
     if not slides:
         raise RequestError(f"--split {split}: no slide of {store} is done, labelled in {path} and in {split!r}")
-    return dataset_of(model, store, slides)
+    dataset = dataset_of(model, store, slides)
+    dataset.check_files()
+    return dataset
 
 
 def _report(

@@ -26,16 +26,21 @@ def run(store: Path, as_json: bool) -> int:
         RequestError: There is no store.
     """
     from data.cores import usable_cores
-    from data.store.verify import size_of_store, verify_slide, verify_store
+    from data.location import is_remote, location
+    from data.store.verify import size_of_store, slides_in, verify_slide, verify_store
 
-    if not store.is_dir():
+    store = location(store)
+    if not is_remote(store) and not store.is_dir():
         raise RequestError(f"{store}: no such folder; give a store, or a slide of a store (.zarr)")
-    single = (store / "zarr.json").exists()
-    slides = [store] if single else sorted(store.glob("*.zarr"))
     threads = usable_cores()
-    with console.progress(size_of_store(slides) / 1e6, "verify (MB)") as bar:
-        verify = verify_slide if single else verify_store
-        found = verify(store, threads, lambda size, name: bar.advance(size / 1e6, name))
+    try:
+        single = (store / "zarr.json").exists()
+        slides = [store] if single else slides_in(store)
+        with console.progress(size_of_store(slides) / 1e6, "verify (MB)") as bar:
+            verify = verify_slide if single else verify_store
+            found = verify(store, threads, lambda size, name: bar.advance(size / 1e6, name))
+    except OSError as error:
+        raise RequestError(f"{error.filename or store}: cannot be read ({error.strerror or error})") from error
     for fault in found.faults:
         console.warn(f"failed: {fault.slide_id}: {fault.path}: {fault.reason}")
     if not single:

@@ -50,11 +50,13 @@ def run(
         RequestError: A path cannot be shown, or the port cannot be used.
         KeyboardInterrupt: Stopped on request.
     """
+    from data.location import location
     from pathology.view.gallery import Gallery
     from pathology.view.scene import Scene
     from pathology.view.server import make_app, new_token
     from pathology.view.web_files import leaflet_folder
 
+    paths = [location(path) for path in paths]
     leaflet_folder()
     if annotations is not None:
         _check_annotations(annotations, paths)
@@ -93,10 +95,14 @@ def _check_annotations(folder: Path, paths: list[Path]) -> None:
     Raises:
         RequestError: It is a file, cannot be written, or has slides in it.
     """
+    from data.location import is_remote
+
     require_folder(folder, "--annotations")
     require_writable(folder)
     target = folder.resolve()
     for path in paths:
+        if is_remote(path):
+            continue
         given = path.resolve()
         slides_folder = given if given.is_dir() and not (given / "predictions.csv").exists() else None
         if (slides_folder and target.is_relative_to(slides_folder)) or (given.is_file() and target == given.parent):

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from data.location import location
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
@@ -14,7 +16,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 def _user_path(value: Any) -> Any:
-    return Path(value).expanduser() if isinstance(value, str) and value else value
+    return location(value).expanduser() if isinstance(value, str) and value else value
 
 
 def _pair(value: Any) -> Any:

@@ -166,6 +166,7 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
     """
     build_model(job.model_json()["model"])  # first, because reading all tissue masks takes time
     for dataset in (job.train, job.val):
+        dataset.check_files()
         check_coverage(dataset, job.config.data.min_coverage)
     known = {sample.slide_id for sample in job.train.samples}
     return [*job.train.coverage_table(), *(row for row in job.val.coverage_table() if row["slide_id"] not in known)]

@@ -1,0 +1,244 @@
+"""Where stores and tables are: a folder of this machine, or object storage. The differences are here and nowhere else.
+
+`location` turns what a user writes into a path: a `pathlib.Path`, or an :class:`data.object_path.ObjectPath`, which has
+its methods. What a path cannot do in the same way on both is a function here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Protocol, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from data.object_client import SCHEMES, require_library
+from data.object_path import ObjectPath
+from hyfi_core.errors import RequestError
+
+REQUESTS_AT_A_TIME = 32
+"""Requests of one process to object storage at a time: each waits for the network nearly all of its time."""
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def location(given: str | os.PathLike[str]) -> Path:
+    """Return the path of what a user gave: ``s3://``, ``gs://``, ``https://``, ``memory://``, ``file://``, or a path.
+
+    One slash after the scheme is enough, as a `Path` of an address keeps no more.
+
+    Raises:
+        RequestError: The scheme is not known, there is no bucket or host, or obstore is not installed.
+    """
+    if isinstance(given, ObjectPath):
+        return given
+    text = os.fspath(given)
+    found = _ADDRESS.fullmatch(text)
+    if found is None:
+        return Path(text)
+    scheme, rest = found[1].lower(), found[2].rstrip("/")
+    if scheme == "file":
+        return Path(unquote(urlsplit(f"file:///{rest.removeprefix('localhost/')}").path))
+    known = ", ".join(f"{name}://" for name in (*SCHEMES, "file"))
+    if scheme not in SCHEMES:
+        raise RequestError(f"{scheme}://{rest}: {scheme}:// is not known; use one of {known}, or a local path")
+    if not rest:
+        raise RequestError(f"{scheme}://: a bucket or host is missing, as in {scheme}://NAME/store")
+    if "?" in rest or "#" in rest:
+        raise RequestError(f"{scheme}://{rest}: an address with ? or # cannot be used; give the folder's plain address")
+    require_library(f"{scheme}://{rest}")
+    return ObjectPath(f"{scheme}://{rest}")
+
+
+def is_address(given: str | os.PathLike[str]) -> bool:
+    """Whether what a user gave has a scheme, ``s3://`` for instance, of which a `Path` keeps one slash."""
+    return _ADDRESS.fullmatch(os.fspath(given)) is not None
+
+
+def is_remote(path: Path) -> bool:
+    """Whether a path is on object storage."""
+    return isinstance(path, ObjectPath)
+
+
+class OpenFile(Protocol):
+    """A file that is read in pieces."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes ``[offset, offset + length)``; fewer if the file ends before.
+
+        Raises:
+            OSError: They cannot be read.
+        """
+        ...
+
+    def tail(self, length: int) -> tuple[bytes, int]:
+        """Return the last ``length`` bytes (fewer if there are not so many) and the size of the file in bytes.
+
+        Raises:
+            OSError: They cannot be read.
+        """
+        ...
+
+
+class _LocalFile:
+    """A file of this machine, by its descriptor."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def read(self, offset: int, length: int) -> bytes:
+        return os.pread(self._handle, length, offset)
+
+    def tail(self, length: int) -> tuple[bytes, int]:
+        size = os.fstat(self._handle).st_size
+        return os.pread(self._handle, min(length, size), max(0, size - length)), size
+
+
+class _RemoteFile:
+    """An object; each piece is a request."""
+
+    def __init__(self, path: ObjectPath) -> None:
+        self.read, self.tail = path.read_range, path.read_tail
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[OpenFile]:
+    """Context that yields a file for reading in pieces; nothing stays open, and no request is made to open an object.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+    if isinstance(path, ObjectPath):
+        yield _RemoteFile(path)
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        yield _LocalFile(handle)
+    finally:
+        os.close(handle)
+
+
+def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:
+    """Return the size in bytes of each file below ``folder``, or why it cannot be read; one listing on object storage.
+
+    Raises:
+        OSError: The object storage cannot be reached.
+    """
+    if isinstance(folder, ObjectPath) and folder.can_list:
+        tree, missing = folder.tree(), FileNotFoundError(2, "No such object")
+        return {name: tree.get(name, missing) for name in names}
+    wanted = list(names)
+
+    def size(name: str) -> int | OSError:
+        try:
+            return (folder / name).stat().st_size
+        except OSError as error:
+            return error
+
+    return dict(zip(wanted, each(size, wanted, folder), strict=True))
+
+
+def files_below(folder: Path) -> list[str]:
+    """Return the names of all files below ``folder``, relative to it; empty where folders cannot be listed."""
+    if isinstance(folder, ObjectPath):
+        return sorted(folder.tree()) if folder.can_list else []
+    found = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
+    return sorted(file.relative_to(folder).as_posix() for file in found)
+
+
+def version_of(path: Path) -> str:
+    """Return a text that is another one after each change of a file; empty while there is none."""
+    try:
+        if isinstance(path, ObjectPath):
+            return path.version()
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    return f"{found.st_ino}-{found.st_mtime_ns}"
+
+
+def versions_in(folder: Path, suffix: str) -> dict[str, str]:
+    """Return the `version_of` every visible file of a folder with this suffix, by its name without it."""
+    if isinstance(folder, ObjectPath):
+        found = folder.versions() if folder.can_list else {}
+    else:
+        found = {path.name: version_of(path) for path in folder.glob(f"*{suffix}")}
+    visible = {name: version for name, version in found.items() if not name.startswith(".") and name.endswith(suffix)}
+    return {name.removesuffix(suffix): version for name, version in sorted(visible.items())}
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with its contents, as far as possible."""
+    if isinstance(folder, ObjectPath):
+        each(lambda name: (folder / name).unlink(missing_ok=True), folder.tree(), folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def create_exclusively(path: Path, data: bytes = b"") -> bool:
+    """Create a file; return False if it exists. Of many processes that try, one succeeds."""
+    try:
+        if isinstance(path, ObjectPath):
+            path.create(data)
+            return True
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        os.write(handle, data)
+    finally:
+        os.close(handle)
+    return True
+
+
+_pools: dict[int, ThreadPoolExecutor] = {}
+_inside = threading.local()
+
+
+def each(act: Callable[[_Item], _Result], items: Iterable[_Item], place: Path) -> list[_Result]:
+    """Return ``act`` of each item, many at a time if ``place`` is on object storage.
+
+    Raises:
+        Exception: The first of ``act``.
+    """
+    return list(ahead(act, list(items), place))
+
+
+def ahead(act: Callable[[_Item], _Result], items: Sequence[_Item], place: Path) -> Iterator[_Result]:
+    """Yield ``act`` of each item in order; if ``place`` is on object storage, the next 32 are under way meanwhile."""
+    if not is_remote(place) or len(items) <= 1 or getattr(_inside, "pool", False):
+        yield from map(act, items)
+        return
+    pool = _request_pool()
+    rest = iter(items)
+    under_way: list[Future[_Result]] = [pool.submit(_marked, act, item) for item in islice(rest, REQUESTS_AT_A_TIME)]
+    try:
+        while under_way:
+            result = under_way.pop(0).result()
+            under_way += [pool.submit(_marked, act, item) for item in islice(rest, 1)]
+            yield result
+    finally:
+        for future in under_way:
+            future.cancel()
+
+
+def _marked(act: Callable[[_Item], _Result], item: _Item) -> _Result:
+    """Return ``act(item)`` in a thread of the pool, which must not wait for other threads of the pool."""
+    _inside.pool = True
+    return act(item)
+
+
+def _request_pool() -> ThreadPoolExecutor:
+    """Return this process's pool; threads do not survive a fork."""
+    found = _pools.get(os.getpid())
+    if found is None:
+        found = _pools.setdefault(os.getpid(), ThreadPoolExecutor(REQUESTS_AT_A_TIME, "store-request"))
+    return found

@@ -1,0 +1,168 @@
+"""Clients of object storage, one for each bucket and process, whose errors are those of a file system.
+
+The library is obstore: requests leave the interpreter's lock, many threads share the connections of one client, and
+transient errors (5xx, 429, connections refused or reset) are repeated with growing pauses, for about half a minute.
+Keys and endpoints come from the usual environment variables (``AWS_…``, ``GOOGLE_…``).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from hyfi_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+SCHEMES = ("s3", "gs", "https", "http", "memory")
+LISTABLE = ("s3", "gs", "memory")
+"""Schemes whose folders can be listed and written; the others are read by name."""
+
+_RETRIES = 12
+_BACKOFF_S = (0.1, 5.0)
+_GIVE_UP_S = 60.0
+_TIMEOUT_S = 30.0
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_HOW_TO_SIGN = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket; for a server of "
+    "your own also AWS_ENDPOINT_URL"
+)
+
+_clients: dict[tuple[int, str, str], Any] = {}
+_lock = threading.Lock()
+
+
+def require_library(address: str) -> None:
+    """Check that obstore is installed.
+
+    Raises:
+        RequestError: It is not; the message names the extra of the package.
+    """
+    if find_spec("obstore") is None:
+        raise RequestError(f"{address}: object storage needs the package obstore; pip install 'hyfi[cloud]'")
+
+
+def client_of(scheme: str, place: str) -> ObjectStore:
+    """Return this process's client for a bucket or a host.
+
+    Args:
+        scheme: One of `SCHEMES`.
+        place: Name of the bucket; for ``http`` and ``https`` the host, with its port if any.
+
+    Raises:
+        RequestError: There are no credentials for a bucket of ``s3``.
+    """
+    key = os.getpid(), f"{scheme}://{place}", _endpoint() if scheme == "s3" else ""
+    with _lock:
+        if key not in _clients:
+            _clients[key] = _new_client(scheme, place)
+        return _clients[key]  # type: ignore[no-any-return]
+
+
+def _new_client(scheme: str, place: str) -> ObjectStore:
+    from obstore import store
+
+    if scheme == "memory":
+        return store.MemoryStore()
+    low, high = _BACKOFF_S
+    settings: dict[str, Any] = {
+        "retry_config": {
+            "max_retries": _RETRIES,
+            "backoff": {"init_backoff": timedelta(seconds=low), "max_backoff": timedelta(seconds=high), "base": 3},
+            "retry_timeout": timedelta(seconds=_GIVE_UP_S),
+        },
+        "client_options": {"timeout": timedelta(seconds=_TIMEOUT_S), "connect_timeout": timedelta(seconds=5)},
+    }
+    if scheme == "gs":
+        return store.GCSStore(place, **settings)
+    if scheme == "s3":
+        endpoint = _endpoint()
+        _require_credentials(place, endpoint)
+        settings["client_options"]["allow_http"] = endpoint.startswith("http://")
+        return store.S3Store(place, **settings)
+    settings["client_options"]["allow_http"] = scheme == "http"
+    return store.HTTPStore.from_url(f"{scheme}://{place}", **settings)
+
+
+def _endpoint() -> str:
+    return next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), "")
+
+
+def _require_credentials(bucket: str, endpoint: str) -> None:
+    """Refuse a server of one's own without credentials; with Amazon's, the machine itself may have a role."""
+    unsigned = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "yes")
+    if endpoint and not unsigned and not any(os.environ.get(name) for name in _CREDENTIALS):
+        raise RequestError(f"s3://{bucket}: there are no credentials for {endpoint}; {_HOW_TO_SIGN}")
+
+
+@contextmanager
+def as_file_errors(address: str) -> Iterator[None]:
+    """Context in which errors of obstore become those of a file system, with a text that a user can act on.
+
+    Args:
+        address: The object, for messages.
+
+    Raises:
+        FileNotFoundError: There is no such object.
+        FileExistsError: It exists already, or is another version than expected.
+        PermissionError: The credentials are missing, wrong or not sufficient.
+        OSError: There is no such bucket, or the server does not answer; all attempts were in vain.
+    """
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except (BaseError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise _translated(error, address) from None
+
+
+def is_out_of_range(error: OSError) -> bool:
+    """Whether an object ends before the range that was asked for."""
+    return error.errno == errno.ERANGE
+
+
+def _translated(error: Exception, address: str) -> OSError:
+    text, kind = str(error), type(error).__name__
+    scheme, _, rest = address.partition("://")
+    bucket, endpoint = rest.partition("/")[0], _endpoint() if scheme == "s3" else ""
+    where = f" at {endpoint}" if endpoint else ""
+    if "NoSuchBucket" in text or "The specified bucket does not exist" in text:
+        reason = f"there is no bucket {bucket!r}{where}; create it, or correct the name"
+        return OSError(errno.ENODEV, reason, address)
+    if isinstance(error, FileNotFoundError) or kind == "NotFoundError":
+        return FileNotFoundError(errno.ENOENT, "No such object", address)
+    if kind in ("AlreadyExistsError", "PreconditionError"):
+        return FileExistsError(errno.EEXIST, "it exists already, or was changed in the meantime", address)
+    if "416 Range" in text or "InvalidRange" in text or "InvalidGetRange" in text:
+        return OSError(errno.ERANGE, "the object is cut short", address)
+    if "169.254.169.254" in text or "metadata.google" in text:
+        signing = _HOW_TO_SIGN if scheme == "s3" else "set GOOGLE_APPLICATION_CREDENTIALS"
+        return PermissionError(errno.EACCES, f"there are no credentials; {signing}", address)
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or re.search(r"\b40[13] (Forbidden|Unauth)", text):
+        code = re.search(r"<Code>(\w+)</Code>", text)
+        reason = f"access denied{where}{f': {code[1]}' if code else ''}; check the credentials and their rights"
+        return PermissionError(errno.EACCES, reason, address)
+    return OSError(errno.EIO, f"the server fails or does not answer: {_short(text)}", address)
+
+
+def _short(text: str) -> str:
+    """Return the first line of an error of obstore, without the debug output and addresses of requests."""
+    first = text.split("\n\nDebug source")[0].split("\n")[0]
+    first = re.sub(r"<\?xml.*", "", first)
+    return re.sub(r", max_retries: \d+, retry_timeout: \S+", "", first).strip().removeprefix("Generic S3 error: ")[:300]

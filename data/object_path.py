@@ -1,0 +1,253 @@
+"""A path on object storage that can be used where a `pathlib.Path` of a store is used.
+
+``s3://bucket/store/slide.zarr`` has parts, names and parents like any path, and `read_bytes`, `stat`, `glob` … are
+requests. A folder exists if objects below it do. Whatever would need a real file (``open``, ``rename``, a library that
+opens files itself) raises, because the path has no name in the file system.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import PosixPath
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+from data.object_client import LISTABLE, as_file_errors, client_of, is_out_of_range
+from hyfi_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_Answer = TypeVar("_Answer")
+
+_MARKERS = ("manifest.csv", "zarr.json")
+"""Objects by which a store or a slide is recognised without listing it."""
+_OBJECTS = (".json", ".csv", ".png", ".jpg", ".html")
+"""Suffixes of names that are never folders."""
+
+
+class ObjectPath(PosixPath):
+    """An object, or a folder of objects; may be pickled, and used in any thread.
+
+    Requests raise `OSError`, as :func:`data.object_client.as_file_errors` says.
+    """
+
+    def __str__(self) -> str:
+        """Return the address, or a relative path."""
+        scheme, *rest = self.parts or ("",)
+        return f"{scheme}//{'/'.join(rest)}" if scheme.endswith(":") else "/".join(self.parts)
+
+    def __fspath__(self) -> NoReturn:
+        """Refuse to be a file of this machine.
+
+        Raises:
+            RequestError: Always.
+        """
+        raise RequestError(f"{self}: a local file is needed here, not one on object storage; copy it to a local disk")
+
+    @property
+    def scheme(self) -> str:
+        """The scheme, ``s3`` for instance."""
+        return self.parts[0].removesuffix(":")
+
+    @property
+    def key(self) -> str:
+        """Name of the object in its bucket."""
+        return "/".join(self.parts[2:])
+
+    @property
+    def can_list(self) -> bool:
+        """Whether folders can be listed; web servers only give files by name."""
+        return self.scheme in LISTABLE
+
+    def absolute(self) -> Self:
+        """Return the path itself."""
+        return self
+
+    def resolve(self, strict: bool = False) -> Self:
+        """Return the path itself."""
+        return self
+
+    def read_bytes(self) -> bytes:
+        """Return the whole object."""
+        import obstore
+
+        return self._request(lambda client: obstore.get(client, self.key).bytes().to_bytes())
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
+        """Return the whole object as text."""
+        return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
+
+    def read_range(self, offset: int, length: int) -> bytes:
+        """Return bytes ``[offset, offset + length)``; fewer if the object ends before."""
+        import obstore
+
+        if not length:
+            return b""
+        try:
+            return self._request(
+                lambda client: obstore.get_range(client, self.key, start=offset, length=length).to_bytes()
+            )
+        except OSError as error:
+            if is_out_of_range(error):
+                return b""
+            raise
+
+    def read_tail(self, length: int) -> tuple[bytes, int]:
+        """Return the last ``length`` bytes, fewer if there are not so many, and the size of the object in bytes."""
+        import obstore
+
+        def ask(client: ObjectStore) -> tuple[bytes, int]:
+            found = obstore.get(client, self.key, options={"range": {"suffix": length}})
+            return found.bytes().to_bytes(), found.meta["size"]
+
+        return self._request(ask)
+
+    def write_bytes(self, data: Any) -> int:
+        """Replace the object; readers see the old content or the new."""
+        self._put(bytes(data), "overwrite")
+        return len(data)
+
+    def create(self, data: bytes) -> str:
+        """Create the object and return its version.
+
+        Raises:
+            FileExistsError: It exists already.
+        """
+        return self._put(data, "create")
+
+    def replace_version(self, data: bytes, version: str) -> str:
+        """Replace the object if it still has this ``version``; return its new version.
+
+        Raises:
+            FileExistsError: It has another version now.
+            FileNotFoundError: It was removed.
+        """
+        return self._put(data, {"e_tag": version})
+
+    def touch(self, mode: int = 0o666, exist_ok: bool = True) -> None:
+        """Write an empty object."""
+        self._put(b"", "overwrite" if exist_ok else "create")
+
+    def _put(self, data: bytes, mode: Any) -> str:
+        import obstore
+
+        # In one request: the parts of an interrupted upload in parts would stay, unseen.
+        put = self._request(lambda client: obstore.put(client, self.key, data, mode=mode, use_multipart=False))
+        return put["e_tag"] or ""
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Return size and time of the object.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
+        meta = self._head()
+        time_s = meta["last_modified"].timestamp()
+        return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, meta["size"], time_s, time_s, time_s))
+
+    def lstat(self) -> os.stat_result:
+        """Return `stat`; there are no links."""
+        return self.stat()
+
+    def version(self) -> str:
+        """Return a text that differs after each change of the object.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
+        return self._head()["e_tag"] or ""
+
+    def _head(self) -> Any:
+        import obstore
+
+        return self._request(lambda client: obstore.head(client, self.key))
+
+    def is_file(self) -> bool:
+        """Whether there is an object of this name."""
+        try:
+            self._head()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_dir(self) -> bool:
+        """Whether there is a store, a slide, or any object below; slides are those whose last file is there."""
+        if self.suffix == ".zarr":
+            return (self / "zarr.json").is_file()
+        if any((self / name).is_file() for name in _MARKERS):
+            return True
+        return self.can_list and bool(self._entries())
+
+    def exists(self) -> bool:
+        """Whether there is an object, or a folder as `is_dir` says."""
+        if self.key and self.suffix != ".zarr" and self.is_file():
+            return True
+        return self.suffix not in _OBJECTS and self.is_dir()
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Do nothing: folders exist by their objects."""
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Remove the object; no error if there is none."""
+        import obstore
+
+        try:
+            self._request(lambda client: obstore.delete(client, self.key))
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def iterdir(self) -> Iterator[Self]:  # type: ignore[override]
+        """Yield objects and folders directly below."""
+        yield from (self / name for name in self._entries())
+
+    def glob(self, pattern: str) -> Iterator[Self]:  # type: ignore[override]
+        """Yield objects and folders directly below whose name matches a pattern without slashes."""
+        yield from (self / name for name in self._entries() if fnmatch.fnmatchcase(name, pattern))
+
+    def versions(self) -> dict[str, str]:
+        """Return the version of each object directly below, by name, in one listing."""
+        return {name: version for name, version in self._entries().items() if version is not None}
+
+    def tree(self) -> dict[str, int]:
+        """Return the size in bytes of every object below, by its relative name.
+
+        Raises:
+            OSError: Folders of this scheme cannot be listed.
+        """
+        import obstore
+
+        self._require_listing()
+        prefix = f"{self.key}/" if self.key else ""
+
+        def ask(client: ObjectStore) -> dict[str, int]:
+            pages = obstore.list(client, prefix)
+            return {meta["path"].removeprefix(prefix): meta["size"] for page in pages for meta in page}
+
+        return self._request(ask)
+
+    def _entries(self) -> dict[str, str | None]:
+        """Return the version of each object directly below, None for folders."""
+        import obstore
+
+        self._require_listing()
+
+        def ask(client: ObjectStore) -> dict[str, str | None]:
+            found = obstore.list_with_delimiter(client, self.key or None)
+            folders = {path.rstrip("/").rpartition("/")[2]: None for path in found["common_prefixes"]}
+            return folders | {meta["path"].rpartition("/")[2]: meta["e_tag"] or "" for meta in found["objects"]}
+
+        return self._request(ask)
+
+    def _require_listing(self) -> None:
+        if not self.can_list:
+            raise OSError(None, f"folders at {self.scheme}:// cannot be listed", str(self))
+
+    def _request(self, ask: Callable[[ObjectStore], _Answer]) -> _Answer:
+        """Return the answer to a request, with errors of a file system."""
+        client = client_of(self.scheme, self.parts[1])
+        with as_file_errors(str(self)):
+            return ask(client)
