@@ -32,6 +32,7 @@ SMALL = {
     "overview": None,  # draws from a finished demo: the demo's own test does
     "predictions": ["--size", "1024", "--ways", "1:1,1", "2:2,1"],
     "reduction": ["--rounds", "1"],
+    "remote": ["--slides", "2", "--size", "512", "--image", "256", "--rounds", "1"],
     "scale": ["--model", "resnet18", "--size", "512", "--most", "64"],
     "shares": ["--steps", "2"],
     "snapshot": ["--size", "64", "--every", "1", "--validations", "2"],

@@ -1,0 +1,49 @@
+"""Files of this machine that are as slow as those of a network disk: each opening and each reading waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from data.location import OpenFile, opened
+from data.store import sharded_array
+from data.store.slide_store import SlideStore
+
+
+class SlowOpener:
+    """Opens slides as from a network disk: each opening and each reading of a file waits. May be pickled."""
+
+    def __init__(self, latency_s: float) -> None:
+        self.latency_s = latency_s
+
+    def __call__(self, path: Path) -> SlideStore:
+        """Open a slide; from now on, the shards of this process are slow."""
+        if vars(sharded_array)["opened"] is opened:
+            vars(sharded_array)["opened"] = self._opened
+        time.sleep(self.latency_s)
+        return SlideStore.open(path, check_files=False)
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[OpenFile]:
+        time.sleep(self.latency_s)
+        with opened(path) as file:
+            yield SlowFile(file, self.latency_s)
+
+
+class SlowFile:
+    """A file of which every reading waits."""
+
+    def __init__(self, file: OpenFile, latency_s: float) -> None:
+        self._file, self._latency_s = file, latency_s
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return the bytes, later."""
+        time.sleep(self._latency_s)
+        return self._file.read(offset, length)
+
+    def tail(self, length: int) -> tuple[bytes, int]:
+        """Return the last bytes and the size, later."""
+        time.sleep(self._latency_s)
+        return self._file.tail(length)
