@@ -1,6 +1,7 @@
 """Benchmark of the dimensions of parallelism: layer, pipeline, spatial, two directions, replicas, and combinations.
 
     python -m workflows.benchmarks.dimensions [--out DIR] [--steps 3]       eight ranks that sleep instead of computing
+    python -m workflows.benchmarks.dimensions --branches                    four ranks with two images, likewise
     python -m workflows.benchmarks.dimensions --real [--size 1024]          two ranks that train ResNet-18
 
 Prints a table. With ``--out``, the first also writes, for each plan, ``NAME.json`` (a trace for Perfetto) and
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import hyfi_core
 from hyfi_core.comm.base import Communicator
@@ -31,7 +33,7 @@ from hyfi_core.runtime.engine import Engine
 from hyfi_core.schedule.picture import draw
 from hyfi_core.schedule.simulate import simulate
 from hyfi_core.schedule.trace import TraceEvent, bubble, to_json
-from workflows.benchmarks.reduction import SleepingNetwork
+from workflows.benchmarks.reduction import Sleep, SleepingNetwork
 from workflows.evaluation.models import convert_model
 from workflows.launch.launch import own_rank
 from workflows.launch.mpiexec import find
@@ -64,6 +66,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--real", action="store_true")
+    parser.add_argument("--branches", action="store_true")
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -72,7 +75,9 @@ def main() -> None:
     elif given.real:
         _real(given.size, given.steps)
     elif own_rank() is None or "HYFI_BENCHMARK" not in os.environ:
-        _start(8, sys.argv[1:])
+        _start(4 if given.branches else 8, sys.argv[1:])
+    elif given.branches:
+        _branching_rank(given.steps)
     else:
         _sleeping_rank(given.out, given.steps)
 
@@ -101,10 +106,12 @@ def _sleeping_rank(out: Path | None, steps: int) -> None:
             _write_timeline(out, name, events)
 
 
-def _timed(comm: Communicator, plan: ParallelPlan, model: torch.nn.Module, steps: int) -> tuple[float, Engine]:
+def _timed(
+    comm: Communicator, plan: ParallelPlan, model: nn.Module, steps: int, images_of_all: int = BATCH
+) -> tuple[float, Engine]:
     """Return the median seconds of a step, and the engine."""
-    batch = BATCH // plan.replicas
-    engine = hyfi_core.parallelize(model, (batch, 3, SIZE_PX, SIZE_PX), plan, comm)
+    batch = images_of_all // plan.replicas
+    engine = hyfi_core.parallelize(model, (batch, 3, SIZE_PX, SIZE_PX), plan, comm, verify=False)
     images, labels = torch.zeros(batch, 3, SIZE_PX, SIZE_PX), torch.zeros(batch, dtype=torch.long)
     return _median(comm, lambda: engine.accumulate(images, labels), steps), engine
 
@@ -153,6 +160,62 @@ def _write_timeline(out: Path | None, name: str, events: list[TraceEvent]) -> No
         stem = name.replace(" ", "_").replace(",", "").replace("+", "and")
         (out / f"{stem}.json").write_text(to_json(events), encoding="utf-8")
         (out / f"{stem}.svg").write_text(draw(events, name), encoding="utf-8")
+
+
+class SleepingInception(nn.Module):
+    """Three modules of four branches with 3, 2, 2 and 1 small convolutions, each followed by a `Sleep`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 8, 1)
+        self.fans = nn.ModuleList(nn.ModuleList(map(self._branch, LENGTHS)) for _ in range(3))
+        self.fc = nn.Linear(8, 2)
+
+    @staticmethod
+    def _branch(length: int) -> nn.Module:
+        units = [(nn.Conv2d(8, 8, 3, padding=1), Sleep(BLOCK_S / SIZE_PX**2)) for _ in range(length)]
+        return nn.Sequential(*(layer for unit in units for layer in unit))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits ``(B, 2)``."""
+        x = self.enter(x)
+        for fan in self.fans:
+            assert isinstance(fan, nn.ModuleList)
+            x = torch.stack([branch(x) for branch in fan]).mean(0)
+        logits: torch.Tensor = self.fc(x.mean((2, 3)))
+        return logits
+
+
+LENGTHS, IMAGES = (3, 2, 2, 1), 2
+BRANCHING = {
+    "one rank": (ParallelPlan((ONE,)), "1"),
+    "2 replicas, two ranks without images": (ParallelPlan((ONE,), replicas=2), "2"),
+    "2 replicas of 2 planes": (ParallelPlan((ONE,), replicas=2, branches=2), "4"),
+    "4 planes": (ParallelPlan((ONE,), branches=4), "8/3"),
+}
+"""Plans for two images, and how much faster they would be if nothing but sleeping took time."""
+
+
+def _branching_rank(steps: int) -> None:
+    comm = hyfi_core.init()
+    torch.manual_seed(0)
+    if comm.rank == 0:
+        sleep_ms = f"{BLOCK_S * 1e3:.0f} ms"
+        print(f"4 ranks, batch {IMAGES}; a convolution sleeps {sleep_ms} per image in forward, twice that in backward")
+        print("| plan | step (s) | to one rank | at most | values between planes (KB) | reduce KB |")
+        print("|---|---|---|---|---|---|")
+    first_s = 0.0
+    for name, (plan, most) in BRANCHING.items():
+        group = comm.split(0 if comm.rank < plan.ranks else None, comm.rank)
+        if group is not None:
+            seconds, engine = _timed(group, plan, SleepingInception(), steps, IMAGES)
+            first_s = first_s or seconds
+            traffic = group.gather_objects(engine.traffic())
+            if traffic is not None:
+                sums = [sum(rank[kind]["bytes"] for rank in traffic) / 1e3 for kind in ("stage", "reduce")]
+                times = f"{seconds:.2f} | {first_s / seconds:.2f} | {most}"
+                print(f"| {name} | {times} | {sums[0]:.0f} | {sums[1]:.0f} |", flush=True)
+        comm.barrier()
 
 
 REAL = {
