@@ -133,6 +133,7 @@ def _made(
         shares=None,
         cells=None,
         spill=None,
+        branches=1,
     )
 
 

@@ -71,7 +71,8 @@ def run(
 
 
 def _search(settings: Config, machine: MachineModel, ranks: int, images: int, top: int) -> PlanSearch:
-    from hyfi_core.cost.planner import PlanRequest, best_plans
+    from hyfi_core.cost.branch_plans import best_of_all_plans
+    from hyfi_core.cost.planner import PlanRequest
     from workflows.evaluation.programs import ModelPrograms
     from workflows.training.memory import PROCESS_BYTES
 
@@ -86,7 +87,7 @@ def _search(settings: Config, machine: MachineModel, ranks: int, images: int, to
         base=replace(settings.plan.build(), grids=((1, 1),), cuts="auto", interleave=1, recompute=False),
         spill="memory" if machine.device == "cuda" else ".",
     )
-    return best_plans(programs.of, request, top)
+    return best_of_all_plans(programs.of, request, top)
 
 
 def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: bool) -> list[str]:
