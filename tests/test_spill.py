@@ -90,7 +90,12 @@ def test_an_answer_whose_maps_leave_memory_is_the_same(name: str, tmp_path: Path
     with torch.no_grad():
         torch.testing.assert_close(before[1], model(images), rtol=1e-10, atol=1e-10)
     assert torch.equal(*before)
-    engine.explain(images)
+    explained = engine.explain(images)
+    assert min(engine.spilled().written_bytes, engine.spilled().read_bytes) > 10_000  # type: ignore[union-attr]
+    in_memory = ParallelPlan(((1, 1),), microbatches=2)
+    whole = hyfi_core.parallelize(model, (4, 3, 67, 53), in_memory, AloneCommunicator()).explain(images)
+    for found, expected in zip(explained, whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     engine.train_step(images, torch.tensor([0, 1, 1, 0]))
     with torch.no_grad():
         torch.testing.assert_close(engine.predict(images), model(images), rtol=1e-10, atol=1e-10)

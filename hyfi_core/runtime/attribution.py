@@ -9,12 +9,13 @@ layer, so the contributions plus the bias sum to the logit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from hyfi_core.capture.program import Program, Ref, refs_in, substitute
+from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import Tape, build_tape
@@ -65,13 +66,19 @@ class ExplainedPart(NamedTuple):
         return self.layout.parts[self.position]
 
 
-def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) -> ExplainedPart:
+def attribute(
+    compiled: Compiled,
+    values: Values,
+    stage: CountedCommunicator,
+    memory_of: Callable[[Tape], StepMemory] = lambda tape: AllStays(),
+) -> ExplainedPart:
     """Return logits and this rank's part of the maps for a batch.
 
     Args:
         compiled: the model in evaluation mode.
         values: values before the first instruction; changed.
         stage: the ranks of the stage.
+        memory_of: returns the callbacks around each step of a tape.
 
     Raises:
         RequestError: the output is not one tensor of logits reduced from a map, or branches are divided.
@@ -80,8 +87,8 @@ def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) ->
     if ranked.undivided:
         raise RequestError("contributions need a plan whose planes have the whole model; use plan.branches=1")
     name, body, head = split_tape(ranked)
-    Executor(body, stage).forward(values, record=False)
-    part = attribute_head(ranked, name, head, values, stage)
+    Executor(body, stage, memory=memory_of(body)).forward(values, record=False)
+    part = attribute_head(ranked, name, head, values, stage, memory_of(head))
     return ExplainedPart(part, ranked.splits[name].layout, stage.rank)
 
 
@@ -131,7 +138,12 @@ def gather_explanation(
 
 
 def attribute_head(
-    ranked: RankProgram, name: str, head: Tape, values: Values, stage: CountedCommunicator
+    ranked: RankProgram,
+    name: str,
+    head: Tape,
+    values: Values,
+    stage: CountedCommunicator,
+    memory: StepMemory | None = None,
 ) -> Explanation:
     """Return the logits, and this rank's part of the maps.
 
@@ -141,20 +153,25 @@ def attribute_head(
         head: the tape from there to the output, with gradients of the map.
         values: values before it, including this rank's part of the last map; changed.
         stage: the ranks of the stage.
+        memory: callbacks around each step of the head; None: everything stays in memory.
 
     Raises:
         RequestError: the output is not one tensor of logits.
     """
+    memory = AllStays() if memory is None else memory
     activation = values[name]
+    memory.need(activation)
     positions = position_logits(ranked.program, name, activation, values)
-    executor = Executor(head, stage)
+    executor = Executor(head, stage, memory=memory)
     records = executor.forward(values, record=True)
     logits, output = _logits(ranked, values)
+    memory.stay(logits)
     maps = []
     for index in range(logits.shape[1]):
         seed = torch.zeros_like(logits)
         seed[:, index] = float(stage.rank == 0)  # a replicated output: its cotangent is a sum over ranks
         found = executor.backward(records, {output: seed}, {}, keep=True).get(name)
+        memory.need([activation, found])
         contribution = torch.zeros_like(activation) if found is None else activation * found
         maps.append(contribution.float().sum(1, keepdim=True))
     return Explanation(logits.float(), torch.cat(maps, 1), positions)

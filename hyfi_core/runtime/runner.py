@@ -10,10 +10,11 @@ import torch.nn.functional as F
 
 from hyfi_core.capture.loss_guard import watched_loss
 from hyfi_core.capture.module_state import changed_since, describe_value
-from hyfi_core.cells.paged_steps import PagedSteps, StepMemory, UseOrder
+from hyfi_core.cells.paged_steps import AllStays, PagedSteps, StepMemory, UseOrder
 from hyfi_core.cells.pager import Pager
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.segments import Tape
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.attribution import ExplainedPart, attribute, join_explanations
@@ -191,7 +192,7 @@ class StageRunner:
         values = self._subject.bindings.begin(
             compiled.only, self._part(images, parts, local, (0, 0), microbatch * size, size), microbatch
         )
-        return attribute(compiled, values, self.groups.stages[0, 0])
+        return attribute(compiled, values, self.groups.stages[0, 0], self._memory_of(compiled.only, values))
 
     def _begin_evaluation(
         self, images: Images
@@ -233,6 +234,15 @@ class StageRunner:
         image = stage.ranked.program.image
         self._pager.fix(tensor for name, tensor in stays.items() if name != image)
         return PagedSteps(self._pager, self._orders[stage], self._autocasting, recomputes)
+
+    def _memory_of(self, stage: HostedStage, values: Values) -> Callable[[Tape], StepMemory]:
+        """Return what creates the paging callbacks of an evaluation's tapes; existing tensors but the image stay."""
+        pager = self._pager
+        if pager is None:
+            return lambda tape: AllStays()
+        image = stage.ranked.program.image
+        pager.fix(tensor for name, tensor in values.items() if name != image)
+        return lambda tape: PagedSteps(pager, UseOrder(tape), self._autocasting, recomputes=False)
 
     def _forwards(self, compiled: Compiled, microbatches: int) -> Any:
         edges = tuple(compiled.boundaries)
