@@ -14,3 +14,7 @@ class RequestError(ValueError):
 
     Commands print its message without a traceback and exit with code 2.
     """
+
+
+class MemoryLimitError(RequestError):
+    """``plan.memory_bytes`` is too small; the message says how much is needed."""

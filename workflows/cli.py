@@ -23,6 +23,7 @@ from workflows.cli_launch import launch
 from workflows.cli_options import (
     AllowPartial,
     Cache,
+    CellMemory,
     Cells,
     Config,
     Device,
@@ -47,6 +48,7 @@ from workflows.cli_options import (
     RanksPerSlide,
     Resume,
     SlideMpp,
+    Spill,
     Tissue,
     TissueOut,
     TissueSet,
@@ -274,6 +276,8 @@ def validate(
     ] = None,
     ranks: Ranks = None,
     cells: Cells = None,
+    memory: CellMemory = None,
+    spill: Spill = None,
     image: Image = "whole",
     out: Annotated[Path | None, typer.Option("--out", help="Folder for an HTML page and a CSV of all slides.")] = None,
     device: Device = "auto",
@@ -286,20 +290,8 @@ def validate(
     """Compute the metrics of a checkpoint on labelled slides."""
     from workflows.commands import validate
 
-    request = validate.EvaluationRequest(
-        checkpoint,
-        store,
-        labels,
-        splits,
-        split_name,
-        split_column,
-        cells,
-        image,
-        out,
-        as_json,
-        calibrate,
-        device,
-    )
+    where = (checkpoint, store, labels, splits, split_name, split_column)
+    request = validate.EvaluationRequest(*where, cells, memory, spill, image, out, as_json, calibrate, device)
     _exit(partial(validate.run, request, ranks), writes=out, as_ranks=True)
 
 
@@ -312,6 +304,8 @@ def predict(
     ranks: Ranks = None,
     ranks_per_slide: RanksPerSlide = None,
     cells: Cells = None,
+    memory: CellMemory = None,
+    spill: Spill = None,
     mpp: PredictMpp = None,
     slide_mpp: SlideMpp = None,
     force_mpp: ForceMpp = False,
@@ -340,6 +334,8 @@ def predict(
             overwrite=overwrite,
             as_json=as_json,
             cells=cells,
+            memory=memory,
+            spill=spill,
             image=image,
             allow_partial=allow_partial,
             tissue=tissue,

@@ -17,7 +17,20 @@ Cells = Annotated[
     typer.Option(
         "--cells",
         metavar="R,C",
-        help="Compute each image (or each process's part of it) in R x C cells, one after the other, to save memory.",
+        help="Compute each image (or each process's part of it) in R x C cells, one after the other, to save memory; "
+        "auto: as many as --memory requires.",
+    ),
+]
+CellMemory = Annotated[
+    str | None,
+    typer.Option("--memory", help="Memory limit of a process that computes in cells, as in 4GB; needs --spill."),
+]
+Spill = Annotated[
+    str | None,
+    typer.Option(
+        "--spill",
+        metavar="FOLDER|memory",
+        help="Where maps go that no cell currently needs: a folder on a fast local disk, or, from a GPU, memory.",
     ),
 ]
 SlideMpp = Annotated[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hyfi_core.errors import RequestError
 
 
@@ -17,15 +19,30 @@ def parse_part(text: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
-def parse_cells(text: str | None) -> tuple[int, int] | None:
-    """Return (rows, columns) of ``--cells R,C``; None if the option was left out.
+Cells = tuple[int, int] | Literal["auto"] | None
+
+
+def parse_cells(text: str | None, memory: str | None = None, spill: str | None = None) -> Cells:
+    """Return (rows, columns) of ``--cells R,C``, or auto, also with ``--memory`` alone; None if both were left out.
+
+    Args:
+        text: Of ``--cells``.
+        memory: Of ``--memory``.
+        spill: Of ``--spill``.
 
     Raises:
-        RequestError: ``text`` is not two whole numbers ≥ 1.
+        RequestError: ``text`` is neither auto nor two whole numbers ≥ 1, or ``--spill`` is missing or has no effect.
     """
-    if text is None:
+    if text is None and memory is None:
+        if spill is not None:
+            raise RequestError(f"--spill {spill} needs --cells R,C or --memory: without cells everything is in memory")
         return None
+    if spill is None and (memory is not None or text == "auto"):
+        given = f"--memory {memory}" if memory is not None else "--cells auto"
+        raise RequestError(f"{given} needs --spill FOLDER on a fast local disk, where maps go that do not fit")
+    if text is None or text == "auto":
+        return "auto"
     words = [word.strip() for word in text.split(",")]
     if len(words) != 2 or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise RequestError(f"--cells {text}: use rows and columns, two whole numbers ≥ 1, as in --cells 4,4")
+        raise RequestError(f"--cells {text}: use rows and columns, two whole numbers ≥ 1, as in --cells 4,4, or auto")
     return int(words[0]), int(words[1])

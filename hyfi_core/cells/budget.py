@@ -14,10 +14,11 @@ from math import prod
 import torch
 
 from hyfi_core.capture.program import Program
+from hyfi_core.cells.fused_memory import runs_for_cells
 from hyfi_core.cells.recipe import DEEPEST, cheap_calls, is_cheap
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cost.memory import FORECAST_OFF, forecast_memory
-from hyfi_core.errors import RequestError
+from hyfi_core.errors import MemoryLimitError
 from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool
@@ -34,7 +35,8 @@ PAGES = 2
 """Times the inputs and outputs of the largest step: its pages, and those being transferred."""
 _WORKSPACE = 3  # times the same: for operators (kernels reorder maps), messages, allocators
 _WEIGHT_COPIES = 4  # of a step's weights: their gradient, and both in the kernels' own order
-_STEP_BYTES = 8 << 10  # for each step of a cell's tape: objects of Python and autograd, sums; measured 6 KB
+_STEP_BYTES = {True: 8 << 10, False: 1 << 10}  # for each step of a cell, with and without backward: objects of Python
+# and autograd, sums; measured 6 KB with backward
 _LIBRARY_BYTES = 64 << 20  # that kernels need from their first run on: code, and buffers of matrix products
 SMALLEST_BYTES = 1 << 16
 """Smaller maps stay in memory: small reads and writes are slow."""
@@ -45,7 +47,9 @@ _BORDERS = 1.25  # factor for halos and unequal parts
 _ROOM = 2  # times the minimum, so that a cell is read while another is computed
 
 
-def with_cells(plan: ParallelPlan, program: Program, held_bytes: int, device: torch.device) -> ParallelPlan:
+def with_cells(
+    plan: ParallelPlan, program: Program, held_bytes: int, device: torch.device, trains: bool = True
+) -> ParallelPlan:
     """Return the plan with ``cells="auto"`` resolved; without cells and spilling if everything fits in memory.
 
     Args:
@@ -53,35 +57,44 @@ def with_cells(plan: ParallelPlan, program: Program, held_bytes: int, device: to
         program: the captured model, of one micro-batch.
         held_bytes: what the rank uses before the first step.
         device: of the maps.
+        trains: whether there is backward; in evaluation mode a rank keeps far less.
 
     Raises:
-        RequestError: the memory is too small for any number of cells; the message says how much is needed.
+        MemoryLimitError: the memory is too small for any number of cells; the message says how much is needed.
     """
     if plan.cells != "auto":
         return plan
     memory_bytes = plan.memory_bytes or free_bytes(device) // 2
     whole = replace(plan, cells=None, spill=None)
     forecasts = forecast_memory(program, whole)
-    if held_bytes + FORECAST_OFF * max(stage.total_bytes for stage in forecasts) <= memory_bytes:
+    weights = max(one.largest_weight_bytes for one in forecasts)
+    if trains:
+        peak, state = (max(getattr(one, name) for one in forecasts) for name in ("total_bytes", "state_bytes"))
+        maps = max(one.working_bytes for one in forecasts)
+        steps = {side: int(_BORDERS * maps / side**2) for side in SIDES}
+    else:
+        state, (rows, columns) = 0, plan.grids[0]
+        peak = int(runs_for_cells(program, (1, 1))[1].peak_bytes) // (rows * columns)
+        steps = {n: int(runs_for_cells(program, (rows * n, columns * n))[1].step_bytes) for n in SIDES if n > 1}
+    if held_bytes + FORECAST_OFF * peak <= memory_bytes:
         return whole
-    held_bytes += max(stage.state_bytes for stage in forecasts)
-    maps, weights = (max(getattr(one, name) for one in forecasts) for name in ("working_bytes", "largest_weight_bytes"))
-    steps = len(program.operators)
-    needed = {side: _of_cells(held_bytes, side, int(_BORDERS * maps / side**2), weights, steps) for side in SIDES}
+    held_bytes += state
+    records = len(program.operators) * _STEP_BYTES[trains]
+    needed = {side: _of_cells(held_bytes, side, of, weights, records) for side, of in steps.items()}
     for room in (_ROOM, 1):
         for side, (held, least) in needed.items():
             if held + room * (least - held) <= memory_bytes:
                 return replace(plan, cells=(side, side))
-    raise RequestError(
+    raise MemoryLimitError(
         f"plan.memory_bytes is {memory_bytes:,}, but with any number of cells a rank needs at least "
         f"{min(least for _, least in needed.values()):,}, {held_bytes:,} of it for libraries, weights and optimizer "
         f"state; raise plan.memory_bytes, or use smaller images"
     )
 
 
-def _of_cells(held_bytes: int, side: int, maps_bytes: int, weights_bytes: int, steps: int) -> tuple[int, int]:
+def _of_cells(held_bytes: int, side: int, maps_bytes: int, weights_bytes: int, records_bytes: int) -> tuple[int, int]:
     """Return (what a rank always needs, the least it needs) with so many rows and columns of cells."""
-    held = held_bytes + _LIBRARY_BYTES + side**2 * steps * _STEP_BYTES
+    held = held_bytes + _LIBRARY_BYTES + side**2 * records_bytes
     return held, least_bytes(held, PagedForecast(maps_bytes, 0, 0, weights_bytes))
 
 
@@ -97,7 +110,7 @@ def page_limit(
         device: where the maps are.
 
     Raises:
-        RequestError: the limit is too small for one step; the message says how much is needed.
+        MemoryLimitError: the limit is too small for one step; the message says how much is needed.
     """
     if memory_bytes is None:
         return int(_OF_FREE_MEMORY * free_bytes(device))
@@ -105,7 +118,7 @@ def page_limit(
     records = _LIBRARY_BYTES + sum(one.stays_bytes for one in forecasts)
     least = least_bytes(held_bytes + records, largest)
     if memory_bytes < least:
-        raise RequestError(
+        raise MemoryLimitError(
             f"plan.memory_bytes is {memory_bytes:,}, but with these cells a rank needs at least {least:,}: "
             f"{held_bytes:,} for libraries, weights and optimizer state, {records:,} for what cells keep, "
             f"{least - held_bytes - records:,} for the largest step of a cell; raise plan.memory_bytes, or use "
@@ -186,7 +199,7 @@ def forecast_pages(
     weights = max((sum(map(sizes.of_weight, taken_by(s))) for s in tape.steps), default=0)
     kept = [*map(sizes.of, _kept(tape, sizes)), *map(sizes.saved_besides, tape.steps)] if trains else []
     small = sum(size for size in kept if size < SMALLEST_BYTES)
-    return PagedForecast(working, _peak(tape, sizes, trains), len(tape.steps) * _STEP_BYTES + small, weights)
+    return PagedForecast(working, _peak(tape, sizes, trains), len(tape.steps) * _STEP_BYTES[trains] + small, weights)
 
 
 class _Sizes:

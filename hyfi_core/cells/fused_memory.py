@@ -35,10 +35,12 @@ class RunCost:
     Attributes:
         peak_bytes: modelled peak of all maps that exist at the same time.
         work: of all cells together relative to one process; 1 without redundant work.
+        step_bytes: inputs and outputs of the largest operator in one cell.
     """
 
     peak_bytes: float
     work: float
+    step_bytes: float = 0.0
 
     @property
     def product(self) -> float:
@@ -82,7 +84,9 @@ def cost_of(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str]
         maps: values that are split over the cells.
         margins: of the choice.
     """
-    return RunCost(_peak_bytes(sketch, operators, maps, margins), _work(sketch, margins))
+    sizes = _cell_bytes(sketch, margins)
+    step = max((sum(sizes.get(str(name), 0.0) for name in (*op.inputs, *op.outputs)) for op in operators), default=0.0)
+    return RunCost(_peak_bytes(sketch, operators, maps, margins), _work(sketch, margins), step)
 
 
 def _peak_bytes(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], margins: Margins) -> float:

@@ -88,7 +88,7 @@ class Engine:
             plan = with_cuts(plan, subject.program(widest))
         if plan.cells == "auto":
             held = comm.broadcast_object(resident_bytes())  # the same choice on all ranks
-            plan = with_cells(plan, subject.program(widest), held, self.device)
+            plan = with_cells(plan, subject.program(widest), held, self.device, model.training or optimizer is not None)
         self.plan, grids = plan, plan.by_cells().grids
         last = lays_channels_last(memory_format, model, autocast, lambda: subject.program(widest), grids, self.device)
         self._subject = replace(subject, channels_last=last)

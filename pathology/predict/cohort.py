@@ -114,7 +114,7 @@ def predict_slides(
     group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(chosen)))
     for member in members:
         member.model.to(device)
-    ensemble = Ensemble(members, spec, group, options.cells) if any(not inputs[k].reason for k in chosen) else None
+    ensemble = Ensemble(members, spec, group, options) if any(not inputs[k].reason for k in chosen) else None
     with _scratch(folder, comm, bool(chosen)) as scratch:
         if group.rank == 0 and comm.rank != 0:
             folder.open(inputs)

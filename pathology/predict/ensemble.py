@@ -19,6 +19,7 @@ from hyfi_core.plan.box import Box
 from hyfi_core.runtime.attribution import Explanation
 from pathology.errors import SlideError
 from pathology.predict.members import InputSpec, Member
+from pathology.predict.options import PredictOptions
 from pathology.predict.whole_tissue import SizedEngines, image_weights, views_of
 
 T = TypeVar("T")
@@ -82,18 +83,28 @@ class Ensemble:
         members: the models.
         spec: common to all members.
         comm: the ranks among which each slide is divided.
-        cells: rows and columns of cells in which each rank computes its part, to save memory.
+        options: their cells, in which each rank computes its part to save memory, and what limits it; None: no cells.
 
     Raises:
         RequestError: a model cannot be distributed over the ranks, or their messages have no tags, which cells need.
     """
 
     def __init__(
-        self, members: Sequence[Member], spec: InputSpec, comm: Communicator, cells: tuple[int, int] | None = None
+        self, members: Sequence[Member], spec: InputSpec, comm: Communicator, options: PredictOptions | None = None
     ) -> None:
+        options = options or PredictOptions()
         self._comm, self._members = comm, tuple(members)
         self._engines = [
-            SizedEngines(member.model, None, spec.size_px, comm, cells, verify=not member.built_in)
+            SizedEngines(
+                member.model,
+                None,
+                spec.size_px,
+                comm,
+                options.cells,
+                verify=not member.built_in,
+                memory_bytes=options.memory_bytes,
+                spill=options.spill,
+            )
             for member in members
         ]
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from data.store.slide_store import SlideStore
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.device import DeviceRequest
+from hyfi_core.plan.parallel_plan import ParallelPlan
 from pathology.dealing import RanksPerSlide
 from pathology.tissue.given import GivenTissue, SlideTissue
 from pathology.tissue.outlines import SlideGrid
@@ -26,8 +27,10 @@ class PredictOptions:
         slide_mpp: Micrometres per pixel of slide files that do not state a plausible value.
         force_mpp: ``slide_mpp`` and the manifest override even a plausible value of the file.
         overwrite: Predict finished slides again, and replace results of other checkpoints.
-        cells: Rows and columns of cells in which each process computes its part of every image; None: only large images
-            have cells.
+        cells: Rows and columns of cells in which each process computes its part of every image; ``auto``: as many as
+            ``memory_bytes`` requires; None: only large images have cells.
+        memory_bytes: Memory limit of a process, with ``cells`` and ``spill``; None: half of the free memory.
+        spill: Where maps go that no cell currently needs: a folder, or ``memory`` of a GPU's host; None: nowhere.
         image: ``whole``: images show all tissue of a slide; ``trained``: one image of the trained size.
         tissue: Tissue mask: ``off``: the whole slide; a GeoJSON of one slide, or a folder with
             ``<slide_id>.geojson``; None: the detected one.
@@ -37,14 +40,16 @@ class PredictOptions:
         allow_partial: Predict slides of which less tissue was seen than the checkpoint requires.
 
     Raises:
-        RequestError: ``image`` is not allowed.
+        RequestError: ``image`` is not allowed, or ``cells`` and ``spill`` do not fit together.
     """
 
     mpp: float | None = None
     slide_mpp: float | None = None
     force_mpp: bool = False
     overwrite: bool = False
-    cells: tuple[int, int] | None = None
+    cells: tuple[int, int] | Literal["auto"] | None = None
+    memory_bytes: int | None = None
+    spill: str | None = None
     image: Image = "whole"
     allow_partial: bool = False
     tissue: str | None = None
@@ -90,3 +95,4 @@ class PredictOptions:
     def __post_init__(self) -> None:
         if self.image not in get_args(Image):
             raise RequestError(f"--image {self.image}: expected {' or '.join(get_args(Image))}")
+        ParallelPlan(((1, 1),), cells=self.cells, memory_bytes=self.memory_bytes, spill=self.spill)  # refuses them

@@ -22,7 +22,7 @@ import hyfi_core
 from data.samples.dataset import SlideDataset
 from data.samples.view import View
 from hyfi_core.comm.base import Communicator
-from hyfi_core.errors import RequestError
+from hyfi_core.errors import MemoryLimitError, RequestError
 from hyfi_core.plan.strategy import squarest
 from hyfi_core.process_memory import return_what_is_freed
 from hyfi_core.runtime.engine import Engine
@@ -47,11 +47,13 @@ class SizedEngines:
         trained: Its engine for images of the trained size; None: it is made here.
         size_px: (height, width) of the images of the training.
         comm: Ranks among which images are divided.
-        cells: Rows and columns of cells in which each rank computes its part of every image; None: as needed for large
-            images.
+        cells: Rows and columns of cells in which each rank computes its part of every image; ``auto``: as many as
+            ``memory_bytes`` requires; None: as needed for large images.
         autocast: Type for autocast; None: no autocast.
         grid: Rows and columns of ranks; None: as square as possible.
         verify: Whether the capture at the trained size is verified; those at other sizes are not verified again.
+        memory_bytes: Memory limit of a rank, with ``spill``; None: half of the free memory.
+        spill: Where maps go that no cell currently needs; None: nowhere.
 
     Raises:
         RequestError: The network cannot be evaluated at its trained size, or ``cells`` are used with several ranks
@@ -64,25 +66,33 @@ class SizedEngines:
         trained: Engine | None,
         size_px: Size,
         comm: Communicator,
-        cells: tuple[int, int] | None = None,
+        cells: tuple[int, int] | Literal["auto"] | None = None,
         *,
         autocast: torch.dtype | None = None,
         grid: tuple[int, int] | None = None,
         verify: bool = False,
+        memory_bytes: int | None = None,
+        spill: str | None = None,
     ) -> None:
         if cells is not None and comm.size > 1 and comm.in_order:
+            given = cells if cells == "auto" else "{},{}".format(*cells)
             raise RequestError(
-                f"--cells {cells[0]},{cells[1]} with {comm.size} GPUs for a slide: cells need messages with tags, "
+                f"--cells {given} with {comm.size} GPUs for a slide: cells need messages with tags, "
                 f"which NCCL does not have; use --ranks-per-slide 1, or no cells"
             )
         self._module, self._size, self._comm, self._cells = module.eval(), size_px, comm, cells
         self._autocast, self._grid = autocast, grid or squarest(comm.size)
+        self._memory_bytes, self._spill = memory_bytes, spill
         self._trained = trained or self._make(size_px, verify)
         self._latest: tuple[Size, Engine] = (size_px, self._trained)
         self._any_size: bool | None = None
 
     def at(self, size_px: Size) -> Engine | None:
-        """Return the engine for images of a size; None if the network does not support this size."""
+        """Return the engine for images of a size; None if the network does not support this size.
+
+        Raises:
+            MemoryLimitError: ``memory_bytes`` is too small for any number of cells.
+        """
         if size_px == self._size:
             return self._trained
         if size_px != self._latest[0]:
@@ -90,6 +100,8 @@ class SizedEngines:
                 return None
             try:
                 self._latest = (size_px, self._make(size_px))
+            except MemoryLimitError:
+                raise  # the network takes this size
             except RequestError:
                 self._any_size = False  # the error is the same on all ranks
                 return None
@@ -100,7 +112,8 @@ class SizedEngines:
         cells = self._cells or (None if size_px == self._size else self._cells_of(size_px))
         if cells is not None:
             return_what_is_freed()  # otherwise the heap keeps freed memory, as much again as a cell needs
-        plan = hyfi_core.ParallelPlan(grids=(self._grid,), cells=cells)
+        spill = None if cells is None else self._spill
+        plan = hyfi_core.ParallelPlan(grids=(self._grid,), cells=cells, memory_bytes=self._memory_bytes, spill=spill)
         shape = (1, 3, *size_px)
         return hyfi_core.parallelize(self._module, shape, plan, self._comm, autocast=self._autocast, verify=verify)
 

@@ -4,7 +4,8 @@
     python -m workflows.benchmarks.cells --train --spill FOLDER --memory 1.5e9 [--precision bfloat16] [--only-cells] …
 
 With ``--train``, one step is measured, with batch norm in training mode. With ``--spill``, activations of cells are
-moved to a file in the folder, so that the process needs at most ``--memory`` bytes, libraries included.
+moved to a file in the folder, so that the process needs at most ``--memory`` bytes, libraries included; also in
+predictions.
 
 Every way runs in its own process: plain PyTorch in one piece, then each grid of cells. Growth is the process's peak
 resident memory (VmHWM) less its memory after a small image was predicted, with model, engine and kernels loaded. The
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     import torch
 
     from hyfi_core.plan.box import Box
+    from hyfi_core.plan.parallel_plan import ParallelPlan
+    from hyfi_core.runtime.engine import Engine
+    from workflows.option_values import Cells
 
 _PATTERN_PX = 512
 _WARM_PX = 256
@@ -48,16 +52,17 @@ def main() -> None:
     parser.add_argument("--way", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way is not None:
-        print(json.dumps(train(given) if given.train else measure(given.model, given.size, given.way, given.threads)))
+        print(json.dumps(train(given) if given.train else measure(given)))
         return
-    child_options = ["--train", *(["--spill", given.spill] if given.spill else []), "--precision", given.precision]
+    child_options = ["--train"] * given.train + ["--precision", given.precision]
+    child_options += ["--spill", given.spill] if given.spill else []
     child_options += ["--memory", str(given.memory)] if given.memory else []
     first: dict[str, Any] | None = None
     for way in (*([] if given.only_cells else ["one piece"]), *given.cells):
         command = [sys.executable, "-m", "workflows.benchmarks.cells", "--way", way]
         command += ["--size", str(given.size), "--model", given.model]
         command += ["--threads", str(given.threads)] if given.threads else []
-        command += child_options if given.train else []
+        command += child_options
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             print(json.dumps({"way": way, "size_px": given.size, "failed": done.stderr.splitlines()[-1:]}), flush=True)
@@ -71,7 +76,7 @@ def main() -> None:
         print(json.dumps({**found, **ratios, "logits_off": off}), flush=True)
 
 
-def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Predict one image in this process and return its memory in MB, seconds and logits."""
     import torch
 
@@ -81,15 +86,16 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
     from hyfi_core.process_memory import return_what_is_freed
     from workflows.option_values import parse_cells
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    model = build_model({"name": name, "classes": 2}).eval()
+    size_px, way = given.size, given.way
+    model = build_model({"name": given.model, "classes": 2}).eval()
     shape, cells = (1, 3, size_px, size_px), None if way == "one piece" else parse_cells(way)
     began_s = time.perf_counter()
     if cells is not None:
         return_what_is_freed()
-        plan = hyfi_core.ParallelPlan(((1, 1),), cells=cells)
+        plan = _plan(given, cells)
         engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator())
         engine.predict(torch.zeros(1, 3, _WARM_PX, _WARM_PX))
     else:
@@ -114,9 +120,24 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
         "seconds": round(seconds, 2),
         "cpu_seconds": round(cpu_seconds, 2),
         "prepared_seconds": round(prepared_s, 2),
+        "peak_mb": round(peak_bytes() / 1e6, 1),
         "logits": logits[0].tolist(),
     }
-    return found
+    return found if cells is None else {**found, **_spilled(engine)}
+
+
+def _plan(given: argparse.Namespace, cells: Cells) -> ParallelPlan:
+    """Return the plan of one rank with these cells, and the memory limit and folder that were given."""
+    import hyfi_core
+
+    memory_bytes = int(given.memory) if given.memory and given.spill else None
+    return hyfi_core.ParallelPlan(((1, 1),), cells=cells, spill=given.spill, memory_bytes=memory_bytes)
+
+
+def _spilled(engine: Engine) -> dict[str, int]:
+    """Return what the last call spilled, in MB; nothing without spilling."""
+    counts = engine.spilled()
+    return {} if counts is None else {f"{key}_mb": round(getattr(counts, f"{key}_bytes") / 1e6) for key in _SPILLED}
 
 
 def train(given: argparse.Namespace) -> dict[str, Any]:
@@ -138,8 +159,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     autocast = torch.bfloat16 if given.precision == "bfloat16" else None
     engine = None
     if cells is not None:
-        memory_bytes = int(given.memory) if given.memory and given.spill else None
-        plan = hyfi_core.ParallelPlan(((1, 1),), cells=cells, spill=given.spill, memory_bytes=memory_bytes)
+        plan = _plan(given, cells)
         shape = (1, 3, given.size, given.size)
         engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator(), autocast=autocast)
     whole = None if engine is not None else read(pattern, Box.of_size(given.size, given.size))
@@ -156,7 +176,6 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     before, began_s, cpu_s = resident_bytes(), time.perf_counter(), time.process_time()
     loss = step()
     seconds, cpu_seconds = time.perf_counter() - began_s, time.process_time() - cpu_s
-    counts = None if engine is None else engine.spilled()
     return {
         "way": given.way,
         "size_px": given.size,
@@ -165,7 +184,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(seconds, 2),
         "cpu_seconds": round(cpu_seconds, 2),
         "logits": [loss],
-        **({} if counts is None else {f"{key}_mb": round(getattr(counts, f"{key}_bytes") / 1e6) for key in _SPILLED}),
+        **({} if engine is None else _spilled(engine)),
     }
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.device import device_request
+from pathology.memory import parse_bytes
 from workflows import console, signals
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 from workflows.launch.launch import inside_launcher, launch, own_rank, run_as_rank
@@ -36,6 +37,8 @@ def run(
     overwrite: bool,
     as_json: bool,
     cells: str | None = None,
+    memory: str | None = None,
+    spill: str | None = None,
     image: str = "whole",
     allow_partial: bool = False,
     tissue: str | None = None,
@@ -47,8 +50,9 @@ def run(
 
     The arguments are the options of ``hyfi predict``; for most see `pathology.predict.options.PredictOptions`. With
     ``ranks`` above 1 and no launcher, that many processes are started, which share every slide. Processes of a launcher
-    predict different slides if there are enough; ``ranks_per_slide`` of them share one. ``cells`` is "R,C", ``part`` is
-    "i/n": predict only the i-th part of the slides, while other processes do the others, into the same ``out``.
+    predict different slides if there are enough; ``ranks_per_slide`` of them share one. ``cells`` is "R,C" or auto,
+    ``memory`` as in 4GB, ``part`` is "i/n": predict only the i-th part of the slides, while other processes do the
+    others, into the same ``out``.
 
     Returns:
         0 if all slides are done; 1 if some failed or got no class (each is named with its reason on standard error and
@@ -65,7 +69,9 @@ def run(
         slide_mpp=slide_mpp,
         force_mpp=force_mpp,
         overwrite=overwrite,
-        cells=parse_cells(cells),
+        cells=parse_cells(cells, memory, spill),
+        memory_bytes=None if memory is None else parse_bytes(memory),
+        spill=spill,
         image=image,  # type: ignore[arg-type]
         allow_partial=allow_partial,
         tissue=tissue,
@@ -134,7 +140,10 @@ def _arguments(request: PredictionRequest, ranks: int) -> list[str]:
         words += [] if value is None else [flag, repr(value)]
     words += ["--device", options.device]
     words += [] if options.ranks_per_slide is None else ["--ranks-per-slide", str(options.ranks_per_slide)]
-    words += [] if options.cells is None else ["--cells", "{},{}".format(*options.cells)]
+    if options.cells is not None:
+        words += ["--cells", "auto" if options.cells == "auto" else "{},{}".format(*options.cells)]
+    words += [] if options.memory_bytes is None else ["--memory", str(options.memory_bytes)]
+    words += [] if options.spill is None else ["--spill", options.spill]
     words += ["--tissue", options.tissue] if options.tissue is not None else []
     words += ["--overwrite"] * options.overwrite + ["--json"] * request.as_json
     words += ["--force-mpp"] * options.force_mpp

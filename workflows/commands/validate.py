@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.device import device_request
 from hyfi_core.runtime.launch import inside_launcher
+from pathology.memory import parse_bytes
 from workflows import signals
 from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE, STOPPED
-from workflows.option_values import parse_cells
+from workflows.option_values import Cells, parse_cells
 from workflows.paths import require_local
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ class EvaluationRequest:
         splits: A CSV of splits; None: a column of the labels.
         split: train, val or test.
         split_column: The column of splits; None: the one used in training.
-        cells: "R,C": rows and columns of cells that a process computes one after the other; None: whole images.
+        cells: "R,C": rows and columns of cells that a process computes one after the other; auto: as many as
+            ``memory`` requires; None: whole images.
+        memory: Memory limit of a process, as in 4GB, with ``spill``.
+        spill: Folder, or memory, for maps that no cell currently needs.
         image: ``whole``: show all tissue of every slide; ``trained``: what one image of the trained size shows.
         out: Folder for ``index.html`` and ``predictions.csv``; None: they are not written.
         as_json: Print the metrics as one JSON object.
@@ -50,6 +54,8 @@ class EvaluationRequest:
     split: str = "test"
     split_column: str | None = None
     cells: str | None = None
+    memory: str | None = None
+    spill: str | None = None
     image: str = "whole"
     out: Path | None = None
     as_json: bool = False
@@ -62,7 +68,9 @@ class EvaluationRequest:
         arguments += ["--labels", str(self.labels)] if self.labels else []
         arguments += ["--splits", str(self.splits)] if self.splits else []
         arguments += ["--split-column", self.split_column] if self.split_column else []
-        arguments += ["--cells", self.cells] if self.cells else []
+        for option in ("cells", "memory", "spill"):
+            value = getattr(self, option)
+            arguments += [f"--{option}", value] if value else []
         arguments += ["--out", str(self.out)] if self.out else []
         arguments += ["--calibrate"] * self.calibrate + ["--device", self.device]
         return [*arguments, "--image", self.image, *["--json"] * self.as_json]
@@ -93,7 +101,7 @@ def run(request: EvaluationRequest, ranks: int | None) -> int:
             f"--calibrate --split {request.split}: slides used to fit the temperature cannot be used to evaluate it; "
             f"use --split val"
         )
-    parse_cells(request.cells)
+    _cells_of(request)
     if ranks is not None and ranks > 1 and inside_launcher() is None:
         return launch(request.arguments(), ranks)
     return run_as_rank(partial(validate_rank, request))
@@ -111,13 +119,14 @@ def validate_rank(request: EvaluationRequest) -> int:
     from workflows.launch.stop import StopFlag
 
     stop, whole = StopFlag(signals.requested), request.image == "whole"
-    world, cells = join(), parse_cells(request.cells)
+    world, cells = join(), _cells_of(request)
     loaded = agree(world, lambda: load_checkpoint(request.checkpoint))
     dataset = agree(world, lambda: _dataset(loaded.model, request))
     if cells is None:
         plan = ParallelPlan(grids=((1, world.size),))
     else:
-        plan = ParallelPlan(grids=((1, 1),), replicas=world.size)
+        memory_bytes = None if request.memory is None else parse_bytes(request.memory)
+        plan = ParallelPlan(((1, 1),), replicas=world.size, cells=cells, memory_bytes=memory_bytes, spill=request.spill)
     device = own_device(device_request(request.device), world)
     evaluator = agree(
         world, lambda: Evaluator.of(loaded.model, dataset, plan, world, cells, whole=whole, device=device)
@@ -144,6 +153,13 @@ def validate_rank(request: EvaluationRequest) -> int:
     page = None if request.out is None else _write_page(request.out, request, loaded.model, evaluator, dataset, logits)
     _report(request, loaded.model, weights, metrics, page)
     return DONE
+
+
+def _cells_of(request: EvaluationRequest) -> Cells:
+    """Return the cells of a request, after all that limits their memory has been checked."""
+    if request.memory is not None:
+        parse_bytes(request.memory)
+    return parse_cells(request.cells, request.memory, request.spill)
 
 
 def _calibration(model: Mapping[str, Any], evaluator: Evaluator, logits: Logits) -> dict[str, Any] | None:

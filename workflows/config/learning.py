@@ -88,17 +88,19 @@ class ValidationConfig(Section):
         description="a list of [rows, columns], as in [[1, 2]]: validators among which each image is divided, a grid "
         "for each stage; default: all in one row",
     )
-    cells: tuple[Positive, Positive] | None = Field(
+    cells: tuple[Positive, Positive] | Literal["auto"] | None = Field(
         None,
-        description="[rows, columns], as in [4, 4]: each validator evaluates its own images, one cell after the "
-        "other, to save memory, spilling as plan.spill says; default: each image is divided as grids says",
+        description="[rows, columns], as in [4, 4], or auto: each validator evaluates its own images, one cell after "
+        "the other, to save memory, spilling as plan.spill says; auto: as many as plan.memory_bytes requires; default: "
+        "each image is divided as grids says",
     )
 
     @model_validator(mode="after")
     def _alone_with_its_cells(self) -> ValidationConfig:
         if self.cells is not None and self.grids not in (None, ((1, 1),)):
+            cells = self.cells if self.cells == "auto" else list(self.cells)
             raise ValueError(
-                f"cells: {list(self.cells)} and grids: {[list(grid) for grid in self.grids or ()]}; use either: with "
+                f"cells: {cells} and grids: {[list(grid) for grid in self.grids or ()]}; use either: with "
                 f"cells, every validator evaluates its own images"
             )
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -82,7 +82,7 @@ class Evaluator:
         dataset: SlideDataset,
         plan: ParallelPlan,
         group: Communicator,
-        cells: tuple[int, int] | None = None,
+        cells: tuple[int, int] | Literal["auto"] | None = None,
         *,
         whole: bool = False,
         device: torch.device | None = None,
@@ -95,7 +95,7 @@ class Evaluator:
             plan: How images and layers are divided among the group.
             group: The ranks.
             cells: Rows and columns of cells: each rank evaluates its own images, cell by cell, spilling as the plan
-                says. None: without cells.
+                says; ``auto``: as many as its memory limit requires. None: without cells.
             whole: Whether to evaluate all tissue of slides that do not fit the trained size.
             device: Device of this rank; None: the CPU.
 
@@ -113,12 +113,22 @@ class Evaluator:
         else:
             return_what_is_freed()  # otherwise the heap would keep as much memory again as a cell needs
             one_rank = ParallelPlan(((1, 1),), cells=cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
-            engine = parallelize(module, shape, one_rank, AloneCommunicator(), autocast=autocast)
+            engine = parallelize(module.eval(), shape, one_rank, AloneCommunicator(), autocast=autocast)
         slides = evaluation_set_of(model, dataset)
         if not whole:
             return cls(slides, engine, module, plan, group)
         replica = group if cells is None else AloneCommunicator()
-        engines = SizedEngines(module, engine, dataset.size_px, replica, cells, autocast=autocast, grid=plan.grids[0])
+        engines = SizedEngines(
+            module,
+            engine,
+            dataset.size_px,
+            replica,
+            cells,
+            autocast=autocast,
+            grid=plan.grids[0],
+            memory_bytes=plan.memory_bytes if cells is not None else None,
+            spill=plan.spill if cells is not None else None,
+        )
         pooling: Pooling = "max" if model["model"].get("pool") == "max" else "mean"
         return cls(slides, engine, module, plan, group, WholeSlides(dataset, slides.images, engines, replica, pooling))
 

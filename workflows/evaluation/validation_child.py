@@ -167,13 +167,13 @@ def _build_evaluator(description: Mapping[str, Any], plan: ParallelPlan, group: 
 
     model = description["model"]
     slides = [SlideRef(slide_id, case_id, label) for slide_id, case_id, label in description["slides"]]
-    cells = tuple(description["cells"]) if description["cells"] else None
+    cells = description["cells"]
     return Evaluator.of(
         model,
         dataset_of(model, Path(description["store"]), slides),
         plan,
         group,
-        cells,
+        tuple(cells) if isinstance(cells, list) else cells,
         device=made_current(description["device"]),
     )
 

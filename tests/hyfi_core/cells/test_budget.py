@@ -23,7 +23,7 @@ SHAPE = (2, 3, 67, 53)
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a limit be about the maps of a small network, not about libraries and records."""
     monkeypatch.setattr(budget, "_LIBRARY_BYTES", 0)
-    monkeypatch.setattr(budget, "_STEP_BYTES", 1)
+    monkeypatch.setattr(budget, "_STEP_BYTES", {True: 1, False: 1})
     monkeypatch.setattr(budget, "SMALLEST_BYTES", 1)
 
 
@@ -59,3 +59,16 @@ def test_an_engine_tells_the_cells_that_it_chose(monkeypatch: pytest.MonkeyPatch
     assert isinstance(engine.plan.cells, tuple)
     loss = engine.accumulate(torch.randn(SHAPE), torch.tensor([0, 1]))
     assert loss > 0 and engine.spilled().peak_bytes <= 500_000  # type: ignore[union-attr]
+
+
+def test_evaluation_keeps_less_and_has_fewer_cells() -> None:
+    program = capture(Dense().eval(), SHAPE, torch.float32)
+    chosen = {}
+    for memory_bytes in (300_000, 400_000, 1_000_000):
+        plan = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=memory_bytes)
+        chosen[memory_bytes] = with_cells(plan, program, 0, torch.device("cpu"), trains=False).cells
+    assert chosen[1_000_000] is None
+    assert chosen[300_000] > chosen[400_000] > (1, 1)  # type: ignore[operator]
+    plan = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=20_000)
+    with pytest.raises(RequestError, match=r"is 20,000, but with any number of cells a rank needs at least 89,656"):
+        with_cells(plan, program, 0, torch.device("cpu"), trains=False)

@@ -13,6 +13,8 @@ import torch
 from data.errors import StoreError
 from data.samples.dataset import SlideDataset, SlideRef
 from data.samples.view import View
+from hyfi_core.cells import pager, paging
+from hyfi_core.cells.spill_store import SpillFile
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
@@ -172,6 +174,33 @@ def test_cells_say_what_one_piece_says(slide: Path, tmp_path: Path, ranks: int) 
     cells = run_ranks(ranks, body)
     assert all(one == cells[0] for one in cells)
     np.testing.assert_allclose(cells[0].done[0].probabilities, whole.done[0].probabilities, atol=1e-6)
+    ours, theirs = (tifffile.imread(tmp_path / n / "one" / "heatmap.tiff") for n in "12")
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_predictions_that_spill_say_what_one_piece_says(
+    slide: Path, tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pager, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(paging, "page_limit", lambda *given: 100_000)
+    written: list[int] = []
+    write = SpillFile.write
+    monkeypatch.setattr(
+        SpillFile, "write", lambda store, of, place: (written.append(of.nbytes()), write(store, of, place))[1]
+    )
+    torch.manual_seed(3)
+    model = resnet10(2, width=8).eval()
+    whole = predict(tmp_path / "1", [slide], member_of(model, size_px=[320, 330]))
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+    limits = {"cells": (3, 2), "spill": str(tmp_path / "spilled")}
+
+    def body(comm: Communicator) -> PredictionReport:
+        return predict(tmp_path / "2", [slide], member_of(models[comm.rank], size_px=[320, 330]), comm=comm, **limits)
+
+    found = run_ranks(ranks, body)
+    assert sum(written) > 100_000 and list((tmp_path / "spilled").iterdir()) == []
+    np.testing.assert_allclose(found[0].done[0].probabilities, whole.done[0].probabilities, atol=1e-6)
     ours, theirs = (tifffile.imread(tmp_path / n / "one" / "heatmap.tiff") for n in "12")
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
 

@@ -90,6 +90,7 @@ def test_requests_that_cannot_be_met(hyfi_here: Hyfi, checkpoint: Path, slides: 
         ((checkpoint, slides / "one.tiff", "--out", "out", "--slide-mpp", "500"), "--slide-mpp 500"),
         ((checkpoint, slides / "one.tiff", "--out", "out", "--cells", "4x4"), "--cells 4x4: use rows and columns"),
         ((checkpoint, slides / "one.tiff", "--out", "out", "--cells", "0,2", "--ranks", "2"), "--cells 0,2"),
+        ((checkpoint, slides / "one.tiff", "--out", "out", "--memory", "2GB"), "--memory 2GB needs --spill FOLDER"),
     ):
         said = hyfi_here("predict", *words)
         assert said.returncode == 2, said.stderr
