@@ -57,14 +57,14 @@ class Mixed(nn.Module):
 class SmallInception(nn.Module):
     """A stem, three modules, of which one adds its branches, and a head; dropout inside and outside of branches."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, classes: int = 3) -> None:
         super().__init__()
         self.stem = _unit(3, 4, 3)
         self.first = Mixed(4, 3, dropout=dropout)
         self.drop = nn.Dropout(dropout)
         self.second = Mixed(12, 4, adds=True)
         self.third = Mixed(4, 2)
-        self.fc = nn.Linear(8, 3)
+        self.fc = nn.Linear(8, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.second(self.drop(self.first(self.stem(x))))
@@ -133,7 +133,8 @@ PLANS = {
 def test_branches_with_other_dimensions(name: str) -> None:
     """Three steps of SGD with momentum: losses, first gradients, weights, running statistics, momenta."""
     plan = PLANS[name]
-    assert_plan_equals_one_process(_model(SmallInception), (2, 3, 12, 12), plan, steps=3)
+    release = name == "pipeline"  # ranks without weights of other stages
+    assert_plan_equals_one_process(_model(SmallInception), (2, 3, 12, 12), plan, steps=3, release=release)
 
 
 def test_heads_of_attention() -> None:
@@ -227,7 +228,7 @@ def _refused(model: nn.Module, plan: Plan, message: str) -> None:
 
 def test_refusals() -> None:
     row = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-    _refused(row, Plan((ONE,), branches=2), r"no parallel branches.*branches=1, and plan.grids or plan.replicas")
+    _refused(row, Plan((ONE,), branches=2), r"no parallel branches.*branches=1, with plan.grids or plan.replicas")
 
     class Noisy(SmallInception):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

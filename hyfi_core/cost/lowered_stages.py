@@ -104,7 +104,7 @@ def _lower_stages(program: Program, fine: ParallelPlan, machine: MachineModel) -
     }
     carried = {edge: _carried(transfer) for edge, transfer in between.items()}
     if fine.branches > 1 and not any(stage.branches.owners for stage in divided):
-        raise RequestError(f"plan.branches is {fine.branches}, but the model has no parallel branches; use 1")
+        raise RequestError(f"plan.branches is {fine.branches}, but the model has no parallel branches that pay; use 1")
     return LoweredStages(tuple(each), between, carried, tuple(divided))
 
 

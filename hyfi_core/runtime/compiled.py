@@ -217,8 +217,8 @@ class _Lowered:
             self.hosted.update({(index, direction): made[position] for direction, position in positions.items()})
         if plan.branches > 1 and not divided:
             raise RequestError(
-                f"plan.branches is {plan.branches}, but the model has no parallel branches: every operator needs the "
-                f"one before it; use plan.branches=1, and plan.grids or plan.replicas for more ranks"
+                f"plan.branches is {plan.branches}, but the model has no parallel branches of which each takes longer "
+                f"than sending its result; use plan.branches=1, with plan.grids or plan.replicas for more ranks"
             )
 
     def boundary(

@@ -111,6 +111,7 @@ class RunSetup:
         ranks, loaders, validators: Number of ranks of each role; ``ranks``: trainers.
         policy: ``all`` or ``latest``.
         spare_train: Whether spare ranks train, so that none is left to load or validate.
+        planes: Of each replica.
     """
 
     ranks: int
@@ -118,6 +119,7 @@ class RunSetup:
     validators: int
     policy: str
     spare_train: bool = False
+    planes: int = 1
 
 
 def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -198,7 +200,7 @@ def _verdict(kind: str, share: float, spends: str, setup: RunSetup) -> str:
         "validation": ("validation-bound", _validators(setup)),
         "save": ("disk-bound", "save less often (run.checkpoint_every_steps, validation.every_steps)"),
         "halo": ("halo-bound", "use fewer parts (plan.grids) or exchange less often (plan.fused_halo)"),
-        "stage": ("pipeline-bound", "raise plan.microbatches, or balance the stages (plan.cuts)"),
+        "stage": _stages(setup),
         "reduce": ("reduction-bound", "raise optimizer.accumulate or data.batch_size"),
         "imbalance": (
             "bound by the slowest rank",
@@ -206,6 +208,13 @@ def _verdict(kind: str, share: float, spends: str, setup: RunSetup) -> str:
         ),
     }[kind]
     return f"{named}: {spends}; {advice}"
+
+
+def _stages(setup: RunSetup) -> tuple[str, str]:
+    advice = "raise plan.microbatches, or balance the stages (plan.cuts)"
+    if setup.planes == 1:
+        return "pipeline-bound", advice
+    return "bound by values of other ranks", f"use fewer planes (plan.branches); with several stages, {advice}"
 
 
 def _loaders(share: float, setup: RunSetup) -> str:

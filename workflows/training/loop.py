@@ -79,7 +79,7 @@ class TrainingLoop:
         self._trace = StepTrace(job.config.run.dir / "trace.json", engine, roles.trainers, steps)
         others = len(roles.loader_ranks), len(roles.validator_ranks)
         spare_train = job.config.roles.design == "offload_naive"
-        self._setup = RunSetup(job.plan.ranks, *others, job.config.validation.policy, spare_train)
+        self._setup = RunSetup(job.plan.ranks, *others, job.config.validation.policy, spare_train, job.plan.branches)
         self._prepare = preparation(job.config.run)
 
     def run(self, progress: Callable[[], None]) -> bool:

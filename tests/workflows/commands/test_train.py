@@ -327,6 +327,16 @@ def test_a_run_goes_on_with_other_ranks(tmp_path: Path, store: Path) -> None:
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-8)
 
 
+@pytest.mark.soak  # without files: tests/test_branches.py
+def test_a_run_goes_on_with_planes_and_a_loader(tmp_path: Path, store: Path) -> None:
+    model = {"name": "tests.test_branches:SmallInception", "options": {"dropout": 0.1}}
+    config = make_config(tmp_path, store, lr_schedule=CONSTANT, model=model, run={"precision": "float64"})
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    assert run_here(config, "run.steps=3") == 0
+    assert run_on(3, config, "plan.branches=2", "roles.loaders=1", resume=True) == [0] * 3
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-8)
+
+
 def test_too_few_ranks_are_refused(tmp_path: Path, store: Path) -> None:
     with pytest.raises(RequestError, match="2 ranks were started, but the run needs 4: 2 trainers"):
         run_on(2, make_config(tmp_path, store), *FOUR)

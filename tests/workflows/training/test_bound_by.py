@@ -34,6 +34,11 @@ def test_the_largest_share_names_the_knob(spent: list[dict[str, float]], begins:
     assert bound_by(spent, SETTING).startswith(begins)
 
 
+def test_planes_wait_for_each_other() -> None:
+    line = bound_by([rank(compute=6, stage=4)], RunSetup(2, 2, 0, "all", planes=2))
+    assert line.startswith("bound by values of other ranks: 40 %") and "plan.branches" in line
+
+
 def test_who_waits_for_data_makes_others_wait_for_halos() -> None:
     """Rank 1 has no data for 4 of 10 seconds; that rank 0 meets this in its exchanges must not hide the cause."""
     spent = [rank(compute=5.5, halo=4.5), rank(compute=5.5, wait=4.0, halo=0.5)]
