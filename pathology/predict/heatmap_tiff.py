@@ -15,7 +15,6 @@ from pathology.predict.heatmap import Heatmap, pyramid
 
 NAMESPACE = "hyfi/heatmap/1"
 TILE_PX = 256
-FLOATING_POINT_PREDICTOR = 3
 
 EXPLANATION = (
     "Two channels for each class. Score: the output of the model's head at each position before pooling, 0 to 1, "
@@ -58,8 +57,7 @@ def write_heatmap(
         "photometric": "minisblack",
         "software": "hyfi",
         "tile": (TILE_PX, TILE_PX),
-        "compression": "adobe_deflate",
-        "predictor": FLOATING_POINT_PREDICTOR,
+        "compression": "adobe_deflate",  # without a predictor: Bio-Formats, and so QuPath, knows none for floats
     }
     with replacing(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=True, ome=True) as file:
         for k, level in enumerate(levels):
