@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -23,8 +24,9 @@ from data.object_path import ObjectPath
 from hyfi_core.errors import RequestError
 
 REQUESTS_AT_A_TIME = 32
-"""Requests of one process to object storage at a time: each waits for the network nearly all of its time."""
+"""Requests of one process at a time to what is far: each waits for the network nearly all of its time."""
 
+_NETWORK_DISKS = re.compile(r"(nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|afs|pvfs|orangefs|9p|virtiofs|fuse\.)")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -66,6 +68,29 @@ def is_address(given: str | os.PathLike[str]) -> bool:
 def is_remote(path: Path) -> bool:
     """Whether a path is on object storage."""
     return isinstance(path, ObjectPath)
+
+
+def is_far(path: Path) -> bool:
+    """Whether each reading of a file waits for a network: it is on object storage, or on a network disk."""
+    return is_remote(path) or _is_on_network_disk(str(path))
+
+
+@lru_cache(maxsize=4096)
+def _is_on_network_disk(path: str) -> bool:
+    real = os.path.realpath(path)
+    holding = [mount for mount in _mounts() if real == mount or real.startswith(f"{mount.rstrip('/')}/")]
+    return bool(holding) and _NETWORK_DISKS.match(_mounts()[max(holding, key=len)]) is not None
+
+
+@cache
+def _mounts() -> dict[str, str]:
+    """Return the type of each mounted file system by its folder; empty where the system does not tell."""
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return {}
+    fields = (line.split(" ") for line in lines)
+    return {re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), words[1]): words[2] for words in fields}
 
 
 class OpenFile(Protocol):
@@ -204,7 +229,7 @@ _inside = threading.local()
 
 
 def each(act: Callable[[_Item], _Result], items: Iterable[_Item], place: Path) -> list[_Result]:
-    """Return ``act`` of each item, many at a time if ``place`` is on object storage.
+    """Return ``act`` of each item, many at a time if ``place`` is far.
 
     Raises:
         Exception: The first of ``act``.
@@ -213,8 +238,8 @@ def each(act: Callable[[_Item], _Result], items: Iterable[_Item], place: Path) -
 
 
 def ahead(act: Callable[[_Item], _Result], items: Sequence[_Item], place: Path) -> Iterator[_Result]:
-    """Yield ``act`` of each item in order; if ``place`` is on object storage, the next 32 are under way meanwhile."""
-    if not is_remote(place) or len(items) <= 1 or getattr(_inside, "pool", False):
+    """Yield ``act`` of each item in order; if ``place`` is far, the next 32 are under way meanwhile."""
+    if not is_far(place) or len(items) <= 1 or getattr(_inside, "pool", False):
         yield from map(act, items)
         return
     pool = _request_pool()

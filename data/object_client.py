@@ -64,8 +64,13 @@ def client_of(scheme: str, place: str) -> ObjectStore:
         place: Name of the bucket; for ``http`` and ``https`` the host, with its port if any.
 
     Raises:
-        RequestError: There are no credentials for a bucket of ``s3``.
+        RequestError: There are no credentials for a bucket of ``s3``, or this process was forked from one with clients.
     """
+    if any(process != os.getpid() for process, *_ in _clients):
+        raise RequestError(
+            f"{scheme}://{place}: this process was forked after its parent had used object storage, whose threads it "
+            f"does not have; start it anew (multiprocessing's method spawn), or use object storage first in the child"
+        )
     key = os.getpid(), f"{scheme}://{place}", _endpoint() if scheme == "s3" else ""
     with _lock:
         if key not in _clients:

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from data.loading.decode import BANDS, Lease, Pixels, Samples, part_bytes
-from data.loading.decode_worker import Answer, ChildWorker, LeaseDone, LeaseFailed, Memory, StartWorker, Worker
+from data.loading.decode_worker import (
+    MOST_AT_A_TIME,
+    Answer,
+    ChildWorker,
+    LeaseDone,
+    LeaseFailed,
+    Memory,
+    StartWorker,
+    Worker,
+)
 from data.loading.sample_cache import SampleCache
 from hyfi_core.plan.box import Box, hull
 
@@ -33,7 +42,7 @@ class Leases:
 
     def __init__(self) -> None:
         self._waiting: deque[Lease] = deque()
-        self._held: dict[int, Lease] = {}
+        self._held: dict[int, dict[int, Lease]] = {}
         self._deaths: Counter[int] = Counter()
 
     def add(self, lease: Lease) -> None:
@@ -41,34 +50,33 @@ class Leases:
         self._waiting.append(lease)
 
     def issue(self, worker: int) -> Lease | None:
-        """Give the first waiting lease to an idle worker; return None if there is none."""
+        """Give the first waiting lease to a worker; return None if there is none."""
         if not self._waiting:
             return None
-        self._held[worker] = self._waiting.popleft()
-        return self._held[worker]
+        lease = self._waiting.popleft()
+        self._held.setdefault(worker, {})[lease.number] = lease
+        return lease
 
-    def finish(self, worker: int) -> Lease:
-        """Remove and return the lease that a worker has finished."""
-        lease = self._held.pop(worker)
+    def finish(self, worker: int, number: int) -> Lease:
+        """Remove and return the lease of sample ``number``, which a worker has finished."""
+        lease = self._held[worker].pop(number)
         self._deaths.pop(lease.number, None)
         return lease
 
     def requeue(self, worker: int) -> None:
-        """Put the lease of a dead worker, if it had one, first in the queue.
+        """Put the leases of a dead worker first in the queue, in their order.
 
         Raises:
             RuntimeError: ``MAX_DEATHS_OF_A_SAMPLE`` workers died at this sample.
         """
-        lease = self._held.pop(worker, None)
-        if lease is None:
-            return
-        self._deaths[lease.number] += 1
-        if self._deaths[lease.number] >= MAX_DEATHS_OF_A_SAMPLE:
-            raise RuntimeError(
-                f"{MAX_DEATHS_OF_A_SAMPLE} decoding processes died in a row at sample {lease.index} (epoch "
-                f"{lease.epoch}); if memory ran out, reduce data.workers, data.prefetch or data.cache_bytes"
-            )
-        self._waiting.appendleft(lease)
+        for lease in reversed(self._held.pop(worker, {}).values()):
+            self._deaths[lease.number] += 1
+            if self._deaths[lease.number] >= MAX_DEATHS_OF_A_SAMPLE:
+                raise RuntimeError(
+                    f"{MAX_DEATHS_OF_A_SAMPLE} decoding processes died in a row at sample {lease.index} (epoch "
+                    f"{lease.epoch}); if memory ran out, reduce data.workers, data.prefetch or data.cache_bytes"
+                )
+            self._waiting.appendleft(lease)
 
 
 @dataclass
@@ -92,7 +100,7 @@ class DecodePool:
     """Prepares samples in several workers, in slots of shared memory.
 
     Memory: ``slots × slot_bytes + cache_bytes``, taken from the system when first written; in addition, each worker has
-    one original and one augmented image.
+    one original and one augmented image for each sample that it prepares at a time.
 
     Args:
         samples: Reads and augments images.
@@ -102,6 +110,7 @@ class DecodePool:
         entry_bytes: Most bytes of one original image in the cache.
         cache_bytes: Size of the cache of original images for later epochs; 0: no cache.
         start: Starts a worker.
+        at_a_time: Samples that a worker prepares at a time, where reading is mostly waiting.
     """
 
     def __init__(
@@ -113,6 +122,7 @@ class DecodePool:
         entry_bytes: int = 0,
         cache_bytes: int = 0,
         start: StartWorker = ChildWorker,
+        at_a_time: int = 1,
     ) -> None:
         self.counts = Counts()
         self._samples, self._start = samples, start
@@ -122,7 +132,8 @@ class DecodePool:
         self._free_slots = [slot * slot_bytes for slot in reversed(range(slots))]
         self._in_slots: dict[int, Lease] = {}  # by sample number: being prepared, or ready and not released
         self._ready: set[int] = set()
-        self._idle: set[int] = set()
+        self._at_a_time = min(at_a_time, MOST_AT_A_TIME)
+        self._room: Counter[int] = Counter()  # by worker: leases that it may be given now
         self._deaths_in_a_row = 0
         self._workers: list[Worker] = [start(self._memory) for _ in range(workers)]
 
@@ -210,12 +221,14 @@ class DecodePool:
         if isinstance(answer, LeaseFailed):
             answer.error.add_note(f"In a decoding worker:\n{answer.text}")
             raise answer.error
-        self._idle.add(worker_id)
         if isinstance(answer, LeaseDone):
+            self._room[worker_id] += 1
             self._finish(worker_id, answer)
+        else:
+            self._room[worker_id] = self._at_a_time
 
     def _finish(self, worker_id: int, answer: LeaseDone) -> None:
-        lease = self._leases.finish(worker_id)
+        lease = self._leases.finish(worker_id, answer.number)
         if lease.cache_offset is not None:
             self._cache.release(lease.index, lease.source)
         self._ready.add(lease.number)
@@ -225,10 +238,10 @@ class DecodePool:
         self.counts.read_bytes += answer.read_bytes
 
     def _issue(self, worker_id: int) -> bool:
-        """Give an idle worker the next lease; return whether there was one."""
-        lease = self._leases.issue(worker_id) if worker_id in self._idle else None
+        """Give a worker with room the next lease; return whether there was one."""
+        lease = self._leases.issue(worker_id) if self._room[worker_id] else None
         if lease is not None:
-            self._idle.remove(worker_id)
+            self._room[worker_id] -= 1
             with suppress(OSError):  # it has just died: the next collect replaces it and requeues the lease
                 self._workers[worker_id].connection.send(lease)
         return lease is not None
@@ -242,5 +255,5 @@ class DecodePool:
                 "decoding processes keep dying before they finish a sample; see their output above for the cause"
             )
         self._leases.requeue(worker_id)
-        self._idle.discard(worker_id)
+        self._room[worker_id] = 0
         self._workers[worker_id] = self._start(self._memory)

@@ -1,4 +1,4 @@
-"""Workers that decode samples, one at a time, each in its own child process.
+"""Workers that decode samples, each in its own child process: one at a time, or a few where reading is mostly waiting.
 
 ::
 
@@ -21,8 +21,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.connection import Connection
@@ -32,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.children import child_environment, die_with_parent
-from data.loading.decode import Pixels, Samples, decode
+from data.loading.decode import Lease, Pixels, Samples, decode
 
 # Not ``-m``: pickled classes must be found under this module's name, not under ``__main__``.
 _PROGRAM = "from data.loading.decode_worker import main; main()"
@@ -51,9 +53,11 @@ class LeaseDone:
     """A lease is finished.
 
     Attributes:
+        number: The lease's sample number.
         read_bytes: Bytes of pixels read from the store.
     """
 
+    number: int
     read_bytes: int
 
 
@@ -69,6 +73,9 @@ class LeaseFailed:
     error: Exception
     text: str
 
+
+MOST_AT_A_TIME = 4
+"""Most leases of a worker at a time."""
 
 Answer = WorkerReady | LeaseDone | LeaseFailed
 
@@ -159,17 +166,22 @@ StartWorker = Callable[[Memory], Worker]
 
 
 def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels) -> None:
-    """Decode leases until the connection is closed."""
-    with contextlib.suppress(EOFError, OSError):
+    """Decode leases until the connection is closed, as many at a time as the supervisor has sent."""
+    sending = threading.Lock()
+
+    def answer(lease: Lease) -> None:
+        found: Answer
+        try:
+            found = LeaseDone(lease.number, decode(samples, lease, slots, cache))
+        except Exception as error:
+            found = LeaseFailed(_portable(error), traceback.format_exc())
+        with sending, contextlib.suppress(OSError):
+            connection.send(found)
+
+    with ThreadPoolExecutor(MOST_AT_A_TIME, "decode") as threads, contextlib.suppress(EOFError, OSError):
         connection.send(WorkerReady())
         while True:
-            lease = connection.recv()
-            answer: Answer
-            try:
-                answer = LeaseDone(decode(samples, lease, slots, cache))
-            except Exception as error:
-                answer = LeaseFailed(_portable(error), traceback.format_exc())
-            connection.send(answer)
+            threads.submit(answer, connection.recv())
 
 
 class ChildWorker:

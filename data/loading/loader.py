@@ -78,6 +78,7 @@ class LoaderService:
         cache_bytes: Size of the cache of original images for later epochs.
         start: Starts a worker.
         watch: Called between messages, for signals; may raise.
+        at_a_time: Samples that a decoding process prepares at a time.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class LoaderService:
         cache_bytes: int = 0,
         start: StartWorker = ChildWorker,
         watch: Callable[[], None] = lambda: None,
+        at_a_time: int = 1,
     ) -> None:
+        self._at_a_time = at_a_time
         self._comm, self._ranks, self._stream, self._layout, self._watch = comm, tuple(trainers), stream, layout, watch
         self._samples, self._workers, self._cache_bytes, self._start_worker = samples, workers, cache_bytes, start
         self._trainers: dict[int, _Client] = {}
@@ -150,6 +153,7 @@ class LoaderService:
             entry_bytes=max((part_bytes(hull(boxes)) for boxes in boxes_of_samples), default=0),
             cache_bytes=self._cache_bytes,
             start=self._start_worker,
+            at_a_time=self._at_a_time,
         )
 
     def _serve_requests(self, pool: DecodePool) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data.location import each, is_remote, location
+from data.location import each, is_far, is_remote, location
 from data.samples.augment import Augment, Variation
 from data.samples.coverage import COVERAGE_COLUMNS, Coverage, check_coverage, coverage_of, write_coverage
 from data.samples.labels import Labels, with_cases
@@ -104,6 +104,11 @@ class SlideDataset:
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.samples)
+
+    @property
+    def reads_at_a_time(self) -> int:
+        """Images that a process should read at a time: two if it mostly waits for a network, else one."""
+        return 2 if is_far(self._store) else 1
 
     def view(self, index: int) -> View:
         """Return the view of an image; the sources of its pieces are boxes of the slide's :meth:`level`.

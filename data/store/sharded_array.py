@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.errors import StoreError
-from data.location import OpenFile, ahead, each, is_remote, opened
+from data.location import OpenFile, ahead, each, is_far, opened
 from data.store.codec import Pixels, without_checksum
 from data.store.layout import ArrayLayout
 from hyfi_core.plan.box import Box
@@ -90,7 +90,7 @@ class ShardedArray:
     def read_into(self, box: Box, out: Pixels, threads: int = 1) -> None:
         """Fill ``out`` with the pixels of ``box``, which must lie inside the array.
 
-        Memory beside ``out``: for each thread one chunk and a read of at most a few MB; on object storage for each
+        Memory beside ``out``: for each thread one chunk and a read of at most a few MB; over a network for each
         request under way, at most 32.
 
         Args:
@@ -102,8 +102,8 @@ class ShardedArray:
             StoreError: A shard or a chunk is missing, cut short or altered; names file and cause.
         """
         runs = list(self._runs(box))
-        if is_remote(self.path):
-            self._read_remote(runs, box, out, threads)
+        if is_far(self.path):
+            self._read_far(runs, box, out, threads)
         elif threads <= 1 or len(runs) <= 1:
             for run in runs:
                 self._read_run(run, box, out)
@@ -111,8 +111,8 @@ class ShardedArray:
             for _ in _pool(threads).map(lambda run: self._read_run(run, box, out), runs):
                 pass
 
-    def _read_remote(self, runs: list[_ChunkRun], box: Box, out: Pixels, threads: int) -> None:
-        """Fill ``out`` from object storage: first the indexes, then the chunks, many requests at a time."""
+    def _read_far(self, runs: list[_ChunkRun], box: Box, out: Pixels, threads: int) -> None:
+        """Fill ``out`` over a network: first the indexes, then the chunks, many requests at a time."""
         files = [file for file in dict.fromkeys(run.file for run in runs) if file not in self._index]
         each(self._load_index, files, self.path)
         if threads > 1:

@@ -8,10 +8,12 @@ import pytest
 
 from data.files import sha256_of, upload_directory, write_atomically
 from data.location import (
+    _is_on_network_disk,
     create_exclusively,
     each,
     files_below,
     is_address,
+    is_far,
     is_remote,
     location,
     opened,
@@ -145,6 +147,34 @@ def test_a_server_that_is_gone_is_an_error_after_some_attempts(
     server.close()
     with pytest.raises(OSError, match=r"the server fails or does not answer: .* after 2 retries"):
         path.read_bytes()
+
+
+def test_a_forked_process_is_told_to_start_anew(monkeypatch: pytest.MonkeyPatch, bucket: str) -> None:
+    path = location(bucket) / "x"
+    path.write_bytes(b"x")
+    monkeypatch.setattr("data.object_client.os.getpid", lambda: -1)
+    with pytest.raises(RequestError, match="forked after its parent had used object storage"):
+        path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("path", "far"),
+    [
+        ("/", False),
+        ("/data/x", True),
+        ("/data", True),
+        ("/database", False),
+        ("/my disk/a", True),
+        ("/data/fast/x", False),
+    ],
+)
+def test_network_disks_are_recognised_by_their_mount(monkeypatch: pytest.MonkeyPatch, path: str, far: bool) -> None:
+    mounts = {"/": "ext4", "/data": "nfs4", "/my disk": "fuse.sshfs", "/data/f": "xfs"}
+    monkeypatch.setattr("data.location._mounts", lambda: mounts)
+    monkeypatch.setattr("data.location.os.path.realpath", lambda given: given)
+    _is_on_network_disk.cache_clear()
+    assert is_far(Path(path)) == far
+    _is_on_network_disk.cache_clear()
 
 
 def test_an_upload_shows_its_last_file_when_all_others_are_there(

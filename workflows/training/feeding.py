@@ -69,6 +69,7 @@ def make_loader(job: TrainingJob, roles: Roles, watch: Callable[[], None]) -> Lo
         workers=job.config.data.workers or max(1, torch.get_num_threads()),
         cache_bytes=job.config.data.cache_bytes,
         watch=watch,
+        at_a_time=job.train.reads_at_a_time,
     )
 
 

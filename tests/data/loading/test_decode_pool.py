@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,24 @@ def test_workers_that_never_start_are_not_replaced_for_ever() -> None:
     pool.close()
 
 
+class SlowImages(Images):
+    """Images whose reading waits until two are being read, if they may be."""
+
+    together: threading.Barrier | None = None
+
+    def read_plain(self, index: int, box: Box) -> np.ndarray:
+        if SlowImages.together is not None:
+            SlowImages.together.wait(10)
+        return super().read_plain(index, box)
+
+
+def test_a_worker_may_prepare_two_samples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlowImages, "together", threading.Barrier(2))
+    pool = DecodePool(SlowImages(), 1, 4, SLOT_BYTES, start=ThreadWorker, at_a_time=2)
+    assert run_through(pool, 12) == 12 == pool.counts.samples
+    pool.close()
+
+
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -150,7 +169,7 @@ def test_a_lost_lease_is_issued_first_and_not_for_ever() -> None:
     assert leases.issue(0).number == 0 and leases.issue(1).number == 1
     leases.requeue(0)
     assert leases.issue(0).number == 0
-    assert leases.finish(1).number == 1
+    assert leases.finish(1, 1).number == 1
     assert leases.issue(1).number == 2 and leases.issue(2) is None
     for _ in range(MAX_DEATHS_OF_A_SAMPLE - 2):
         leases.requeue(0)
@@ -158,6 +177,17 @@ def test_a_lost_lease_is_issued_first_and_not_for_ever() -> None:
     with pytest.raises(RuntimeError, match=f"{MAX_DEATHS_OF_A_SAMPLE} decoding processes died in a row at sample 0"):
         leases.requeue(0)
     leases.requeue(7)  # it held nothing
+
+
+def test_all_leases_of_a_lost_worker_are_issued_again_in_order() -> None:
+    leases = Leases()
+    for number in range(4):
+        leases.add(lease(number))
+    assert [leases.issue(0).number, leases.issue(1).number, leases.issue(0).number] == [0, 1, 2]
+    assert leases.finish(0, 2).number == 2
+    assert leases.issue(0).number == 3
+    leases.requeue(0)
+    assert [leases.issue(1).number, leases.issue(1).number, leases.issue(1)] == [0, 3, None]
 
 
 def test_the_cache_keeps_who_is_in_use_and_forgets_the_oldest() -> None:

@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4096, help="height and width of a slide in pixels")
     parser.add_argument("--image", type=int, default=2048, help="height and width of an image in pixels")
     parser.add_argument("--slides", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=4, help="times that each image is prepared in a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args()
@@ -56,7 +57,7 @@ def main() -> None:
             rates: dict[str, list[float]] = {side: [] for side in sides}
             for _ in range(given.rounds):
                 for side, samples in sides.items():
-                    rates[side].append(rate(samples, given.workers))
+                    rates[side].append(rate(samples, given.workers, given.epochs, 1 if side == "folder" else 2))
     report(rates, given.latency_ms)
 
 
@@ -100,27 +101,27 @@ def running_server(folder: Path, latency_ms: float) -> Iterator[str]:
         process.communicate()
 
 
-def rate(samples: SlideDataset, workers: int) -> float:
-    """Return the megapixels per second at which workers prepare each image once, ahead of time."""
+def rate(samples: SlideDataset, workers: int, epochs: int, at_a_time: int) -> float:
+    """Return the megapixels per second at which workers prepare each image once an epoch, ahead of time."""
     height, width = samples.size_px
     whole = Box.of_size(height, width)
-    pool = DecodePool(samples, workers, slots=AHEAD * workers, slot_bytes=3 * whole.area)
+    pool = DecodePool(samples, workers, slots=AHEAD * workers, slot_bytes=3 * whole.area, at_a_time=at_a_time)
     try:
         while not pool.collect():
             pool.wait(1.0)  # a worker has started
         begin = time.perf_counter()
-        prepare(pool, len(samples), whole)
-        return whole.area * len(samples) / 1e6 / (time.perf_counter() - begin)
+        prepare(pool, len(samples), epochs, whole)
+        return whole.area * len(samples) * epochs / 1e6 / (time.perf_counter() - begin)
     finally:
         pool.close()
 
 
-def prepare(pool: DecodePool, images: int, whole: Box) -> None:
-    """Prepare each image once, in order, as many ahead as the pool has slots."""
-    submitted = 0
-    for number in range(images):
-        while submitted < images and pool.has_free_slot:
-            pool.submit(submitted, 0, submitted, (whole,))
+def prepare(pool: DecodePool, images: int, epochs: int, whole: Box) -> None:
+    """Prepare each image once an epoch, in order, as many ahead as the pool has slots."""
+    submitted, total = 0, images * epochs
+    for number in range(total):
+        while submitted < total and pool.has_free_slot:
+            pool.submit(submitted, 0, submitted % images, (whole,))
             submitted += 1
         while pool.parts(number) is None:
             if not pool.collect():
