@@ -118,10 +118,12 @@ class _Search:
         for stage in range(stages):
             row, choice = [float("inf")] * places, [0] * places
             for end in range(stage + 1, places - (stages - 1 - stage)):
-                for start in range(stage, end):
-                    slowest = max(best[start], self._stage_s(stage, start, end))
-                    if slowest < row[end]:
-                        row[end], choice[end] = slowest, start
+                for start in range(end - 1, stage - 1, -1):  # the stage grows
+                    own_s = self._stage_s(stage, start, end)
+                    if row[end] <= own_s < float("inf"):
+                        break
+                    if max(best[start], own_s) < row[end]:
+                        row[end], choice[end] = max(best[start], own_s), start
             best = row
             choices.append(choice)
         if best[-1] == float("inf"):

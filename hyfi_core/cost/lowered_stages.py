@@ -57,7 +57,7 @@ class DividedStage:
 
 LoweredPlans = dict[Hashable, LoweredStages]
 """Lowered plans, so that plans with the same stages are lowered once; owned by the caller."""
-_MOST_KNOWN = 16
+_MOST_KNOWN = 64
 
 
 def lowered_stages(

@@ -1,26 +1,29 @@
-"""Search for the fastest plans for a model, a batch and a machine.
+"""Search for the fastest plans for a model, a batch and a machine, by branch and bound.
 
     plans of the family, by lower bound    1.0 s   1.1 s   1.3 s   2.0 s   …
     simulated                              1.6 s   1.2 s   1.4 s   │ stop: no later plan can be faster than 1.6 s
 
-The lower bound is the time of all operators divided evenly over all ranks. Plans are simulated in ascending order of
-the bound, until it is above the slowest plan to be returned. So the result is the same as that of simulating all plans.
+The lower bound is the time of all operators, divided over the ranks, and of the pipeline's filling. Plans are examined
+in ascending order of the bound, until it is above the slowest plan to be returned: first whether they fit, then by the
+time of their stages (a higher bound), then by a dry run. So the result is the same as that of simulating all plans.
 Recomputation always costs time, so it is tried only if a plan needs too much memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Literal
 
-from hyfi_core.capture.program import Program
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import FORECAST_OFF
-from hyfi_core.cost.operators import OperatorCost, operator_costs
-from hyfi_core.cost.simulator import StepForecast, forecast_step
+from hyfi_core.cost.plan_bounds import PlanBounds, Programs
+from hyfi_core.cost.simulator import StepForecast, forecast_step, least_step_s, rank_bytes, step_s
+from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
 from hyfi_core.plan.strategy import Strategy, plan_for, squarest
@@ -28,6 +31,8 @@ from hyfi_core.plan.strategy import Strategy, plan_for, squarest
 _SCHEDULES: tuple[Schedule, ...] = ("1f1b", "chimera", "gems_master")
 _ALL_COMPOSITIONS = 5
 """Up to this number of ranks of a replica, every division into stages is tried; beyond it, only regular ones."""
+_MOST_UNEQUAL = 16
+"""Up to this number of ranks of a replica, stages of unequal sizes are tried with two directions."""
 _MOST_STAGES = 8
 _MOST_ROUNDS = 8
 """Largest number of micro-batches, divided by the number of stages."""
@@ -76,10 +81,6 @@ class PlanSearch:
     candidates: int
 
 
-Programs = Callable[[int], Program]
-"""Returns the captured model for micro-batches of this number of images."""
-
-
 def best_plans(programs: Programs, request: PlanRequest, top: int = 1) -> PlanSearch:
     """Return the fastest plans that fit.
 
@@ -111,9 +112,16 @@ def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
             for rounds in _divisors(request.batch // replicas):
                 if rounds > _MOST_ROUNDS * len(grids) > _MOST_ROUNDS:
                     continue  # the bubble is small already
-                for schedule in _SCHEDULES if len(grids) > 1 else _SCHEDULES[:1]:
+                for schedule in _schedules(grids):
                     if schedule == "1f1b" or rounds % 2 == 0:
                         yield _made(request, grids, rounds, replicas, schedule)
+
+
+def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[Schedule, ...]:
+    """Return the schedules to try; in two directions, large stages of unequal sizes would wait for each other."""
+    sizes = {rows * columns for rows, columns in grids}
+    both = len(grids) > 1 and (len(sizes) == 1 or sum(rows * columns for rows, columns in grids) <= _MOST_UNEQUAL)
+    return _SCHEDULES if both else _SCHEDULES[:1]
 
 
 def _made(
@@ -187,32 +195,29 @@ class _PlanTrials:
         self._request = request
         self._least_bytes: int | None = None
         self._refusal = ""
-        self._work: dict[int, float] = {}
-        self._cut: dict[tuple[int, tuple[tuple[int, int], ...]], ParallelPlan] = {}
+        self._bounds = PlanBounds(programs, request.batch, request.ranks, request.machine, request.dtype)
+        self._cut: dict[tuple[int, ...], tuple[str, ...] | Literal["auto"] | RequestError] = {}
         self._lowered: LoweredPlans = {}
         self.simulated = 0
-        self._best: StepForecast | None = None
 
     def best(self, plans: list[ParallelPlan], top: int) -> list[StepForecast]:
         """Return the ``top`` fastest of the plans that fit, fastest first."""
-        found: list[StepForecast] = []
-        for bound_s, _, plan in sorted((self.bound_s(plan), n, plan) for n, plan in enumerate(plans)):
-            if len(found) == top and bound_s >= found[-1].step_s:
+        found: list[tuple[float, int, ParallelPlan]] = []
+        for bound_s, number, plan in sorted((self.bound_s(plan), n, plan) for n, plan in enumerate(plans)):
+            limit_s = found[-1][0] if len(found) == top else math.inf
+            if bound_s >= limit_s:
                 break
-            forecast = self._fitting(plan)
-            if forecast is not None:
-                found = sorted([*found, forecast], key=lambda one: one.step_s)[:top]
-        self._best = found[0] if found else self._best
-        return found
+            one = self._fitting(plan)
+            if one is None:
+                continue
+            seconds = self._step_s(one, limit_s)
+            if seconds < limit_s:
+                found = sorted([*found, (seconds, number, one)])[:top]
+        return [self._forecast(plan) for _, _, plan in found]
 
     def bound_s(self, plan: ParallelPlan) -> float:
-        """Return a lower bound of a plan's step: the time of all operators, divided evenly over all ranks."""
-        images = self._images(plan)
-        if images not in self._work:
-            crowded = self._request.ranks > 1 and self._request.machine.devices_per_node > 1
-            costs = operator_costs(self._programs(images), self._request.machine, self._request.dtype)
-            self._work[images] = sum(_least_s(cost, self._request.machine, crowded) for cost in costs)
-        return plan.microbatches * self._work[images] / plan.ranks_per_replica
+        """Return a lower bound of a plan's step."""
+        return self._bounds.of(plan)
 
     def alternatives(self) -> dict[str, StepForecast | str]:
         """Return the forecasts of simple strategies, or the reasons why they do not work."""
@@ -245,48 +250,66 @@ class _PlanTrials:
 
     def _tried(self, plan: ParallelPlan) -> StepForecast | str:
         try:
-            forecast = self._simulated(plan)
+            cut = self._with_cuts(plan)
+            needed = self._needed_bytes(cut)
+            if needed > self._request.memory_bytes:
+                return f"needs {needed / 1e9:.3g} GB a rank"
+            return self._forecast(cut)
         except RequestError as error:
             return f"refused: {error}"
-        needed = self._needed_bytes(forecast)
-        if needed > self._request.memory_bytes:
-            return f"needs {needed / 1e9:.3g} GB a rank"
-        return forecast
 
-    def _fitting(self, plan: ParallelPlan) -> StepForecast | None:
-        """Return the forecast of a plan, with recomputation if it does not fit without; None if it does not work."""
-        for one in (plan, replace(plan, recompute=True)):
-            try:
-                forecast = self._simulated(one)
-            except RequestError as error:
-                self._refusal = str(error)
-                return None
-            needed = self._needed_bytes(forecast)
-            if needed <= self._request.memory_bytes:
-                return forecast
-            self._least_bytes = min(needed, self._least_bytes or needed)
+    def _fitting(self, plan: ParallelPlan) -> ParallelPlan | None:
+        """Return a plan with its cuts, with recomputation if it does not fit without; None if it does not work."""
+        try:
+            cut = self._with_cuts(plan)
+            for one in (cut, replace(cut, recompute=True)):
+                needed = self._needed_bytes(one)
+                if needed <= self._request.memory_bytes:
+                    return one
+                self._least_bytes = min(needed, self._least_bytes or needed)
+        except RequestError as error:
+            self._refusal = str(error)
         return None
 
-    def _simulated(self, plan: ParallelPlan) -> StepForecast:
+    def _step_s(self, plan: ParallelPlan, limit_s: float) -> float:
+        """Return the time of a step; infinity if the plan does not work or is certainly not below the limit."""
         request = self._request
-        program = self._programs(self._images(plan))
+        try:
+            program = self._programs(self._images(plan))
+            costs = StageCosts(program, plan, request.machine, request.dtype, self._lowered)
+        except RequestError as error:
+            self._refusal = str(error)
+            return math.inf
+        if self.least_s(plan, costs) >= limit_s:
+            return math.inf
         self.simulated += 1
-        key = self._images(plan), plan.grids
-        if key not in self._cut:  # cuts depend on nothing else, since plans of the family have no memory limit
-            self._cut[key] = with_cuts(replace(plan, memory_bytes=None), program, request.machine)
-        cut = replace(plan, cuts=self._cut[key].cuts)
-        return forecast_step(program, cut, request.machine, request.dtype, self._lowered)
+        return step_s(plan, costs)
 
-    def _needed_bytes(self, forecast: StepForecast) -> int:
-        most = max(forecast.memory_bytes)
-        return self._request.held_bytes + (most if forecast.plan.spill is not None else int(FORECAST_OFF * most))
+    def least_s(self, plan: ParallelPlan, costs: StageCosts) -> float:
+        """Return a lower bound of a plan's step from the times of its stages."""
+        return least_step_s(plan, costs)
+
+    def _forecast(self, plan: ParallelPlan) -> StepForecast:
+        request, program = self._request, self._programs(self._images(plan))
+        return forecast_step(program, plan, request.machine, request.dtype, self._lowered)
+
+    def _with_cuts(self, plan: ParallelPlan) -> ParallelPlan:
+        """Return the plan with cuts; they depend on the sizes of its stages, and hardly on the images."""
+        sizes = tuple(rows * columns for rows, columns in plan.grids)
+        if sizes not in self._cut:
+            try:
+                program = self._programs(self._images(plan))
+                self._cut[sizes] = with_cuts(replace(plan, memory_bytes=None), program, self._request.machine).cuts
+            except RequestError as error:
+                self._cut[sizes] = error
+        known = self._cut[sizes]
+        if isinstance(known, RequestError):
+            raise known
+        return replace(plan, cuts=known)
+
+    def _needed_bytes(self, plan: ParallelPlan) -> int:
+        most = max(rank_bytes(self._programs(self._images(plan)), plan))
+        return self._request.held_bytes + (most if plan.spill is not None else int(FORECAST_OFF * most))
 
     def _images(self, plan: ParallelPlan) -> int:
         return self._request.batch // plan.replicas // plan.microbatches
-
-
-def _least_s(cost: OperatorCost, machine: MachineModel, crowded: bool) -> float:
-    """Return the shortest time of an operator: without overhead, and for norms of the faster kind."""
-    kinds = ("norm", "shared_norm") if cost.kind == "norm" else (cost.kind,)
-    bare = replace(machine, kernel_s=0.0)
-    return min(cost.forward_s(bare, 1.0, crowded, k) + cost.backward_s(bare, 1.0, crowded, k) for k in kinds)

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from math import prod
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import MemoryForecast, forecast_memory
+from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.action import Schedule
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.lower import lower
 from hyfi_core.schedule.simulate import Costs, Simulation, simulate
@@ -85,18 +89,9 @@ def forecast_step(
         ScheduleError: its schedule deadlocks.
     """
     costs = StageCosts(program, plan, machine, dtype, known)
-    small = _collapsed(plan)
-    placement = Placement.of(small)
-    durations = Costs(
-        forward_s=lambda stage: costs.stages[stage].forward_s,
-        backward_s=lambda stage: costs.stages[stage].backward_s,
-        reduce_s=lambda stage: costs.stages[stage].reduce_s,
-        edge_s=costs.edges,
-    )
-    found = _run(small, placement, costs, durations)
-    quick = _run(small, placement, costs, replace(durations, edge_s=dict.fromkeys(costs.edges, 0.0)))
-    update_s = max(stage.update_s for stage in costs.stages)
-    step_s = found.makespan_s + update_s
+    found = _dry_run(plan, costs)
+    quick = _dry_run(plan, costs, free_messages=True) if any(costs.edges.values()) else found
+    step_s = found.makespan_s + _update_s(costs)
     rounds = plan.microbatches
     slowest = max(costs.stages, key=lambda stage: stage.forward_s + stage.backward_s)
     computed_s = max((event.end_s for event in found.events if event.kind in ("F", "B")), default=0.0)
@@ -113,25 +108,81 @@ def forecast_step(
         sum(found.busy_s) / len(found.busy_s) / step_s,
         found.bubble,
         exposed_s,
-        _rank_bytes(plan, forecast_memory(program, plan)),
+        rank_bytes(program, plan),
         tuple(rounds * (s.forward_s + s.backward_s - s.halo_s - s.sums_s - s.branch_s) for s in costs.stages),
         found,
     )
 
 
+def step_s(plan: ParallelPlan, costs: StageCosts) -> float:
+    """Return the duration of a step alone; see ``forecast_step``."""
+    return _dry_run(plan, costs).makespan_s + _update_s(costs)
+
+
+def least_step_s(plan: ParallelPlan, costs: StageCosts) -> float:
+    """Return a lower bound of ``step_s`` without a dry run.
+
+    A rank computes all micro-batches of all stages that it holds. In one direction, all stages before one must have
+    passed a micro-batch on before it begins, and get a cotangent after it has ended. With GEMS schedules, each
+    direction has one micro-batch at a time.
+    """
+    each_s = [stage.forward_s + stage.backward_s for stage in costs.stages]
+    placement, rounds = Placement.of(_collapsed(plan)), plan.microbatches // plan.directions
+    busy_s = max(sum(rounds * each_s[stage] for stage, _ in placement.hosted(r)) for r in range(placement.size))
+    if plan.directions == 1 and plan.interleave == 1:
+        before = accumulate(each_s, initial=0.0)
+        busy_s = max(first_s + rounds * own_s for first_s, own_s in zip(before, each_s, strict=False))
+    if plan.schedule in ONE_IN_FLIGHT:
+        busy_s = max(busy_s, rounds * sum(each_s))
+    return busy_s + _update_s(costs)
+
+
+def _update_s(costs: StageCosts) -> float:
+    return max(stage.update_s for stage in costs.stages)
+
+
 def _collapsed(plan: ParallelPlan) -> ParallelPlan:
-    """Return a plan whose dry run takes the same time: one replica and, if possible, one rank for each grid."""
-    small = replace(plan, replicas=1, shares=None, cells=None, spill=None, branches=1)
+    """Return a plan whose dry run takes the same time: one replica and, if possible, one rank for each grid.
+
+    What does not change the order of actions is left out, so that many plans have the same.
+    """
+    small = ParallelPlan(
+        plan.grids, "auto", plan.microbatches, plan.schedule, interleave=plan.interleave, mirror=plan.mirror
+    )
     sizes = [prod(grid) for grid in plan.grids]
     if plan.directions == 2 and sizes != sizes[::-1]:
         return small
     return replace(small, grids=((1, 1),) * len(plan.grids))
 
 
-def _run(plan: ParallelPlan, placement: Placement, costs: StageCosts, durations: Costs) -> Simulation:
-    edges = tuple(costs.edges)
-    lowered = lower(generate(plan, placement), placement, edges, mirror=plan.mirror)
-    return simulate(lowered, placement, edges, mirror=plan.mirror, microbatches=plan.microbatches, costs=durations)
+def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False) -> Simulation:
+    small, edges = _collapsed(plan), tuple(costs.edges)
+    durations = Costs(
+        forward_s=lambda stage: costs.stages[stage].forward_s,
+        backward_s=lambda stage: costs.stages[stage].backward_s,
+        reduce_s=lambda stage: costs.stages[stage].reduce_s,
+        edge_s=dict.fromkeys(edges, 0.0) if free_messages else costs.edges,
+    )
+    rounds = small.microbatches
+    return simulate(
+        _actions(small, edges), Placement.of(small), edges, mirror=small.mirror, microbatches=rounds, costs=durations
+    )
+
+
+@lru_cache(maxsize=64)  # plans with other cuts, grids and replicas have the same
+def _actions(plan: ParallelPlan, edges: tuple[tuple[int, int], ...]) -> Schedule:
+    placement = Placement.of(plan)
+    return lower(generate(plan, placement), placement, edges, mirror=plan.mirror)
+
+
+def rank_bytes(program: Program, plan: ParallelPlan) -> tuple[int, ...]:
+    """Return the peak memory of each rank of a replica, in addition to the process.
+
+    Args:
+        program: the captured model, of one micro-batch.
+        plan: with named cuts, and with cells resolved.
+    """
+    return _rank_bytes(plan, forecast_memory(program, plan))
 
 
 def _rank_bytes(plan: ParallelPlan, stages: tuple[MemoryForecast, ...]) -> tuple[int, ...]:

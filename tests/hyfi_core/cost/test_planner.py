@@ -15,6 +15,7 @@ from hyfi_core.cost import planner
 from hyfi_core.cost.machine import load_machine
 from hyfi_core.cost.planner import PlanRequest, best_plans, candidates
 from hyfi_core.cost.simulator import StepForecast
+from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from tests.harness import captured_once, run_copies
@@ -56,25 +57,32 @@ def test_the_search_finds_what_trying_every_plan_finds(ranks: int, batch: int, m
         found = best_plans(programs, asked, top=3)
     except RequestError:
         found = None
-    with mock.patch.object(planner._PlanTrials, "bound_s", lambda self, plan: 0.0):
+    with (
+        mock.patch.object(planner._PlanTrials, "bound_s", lambda self, plan: 0.0),
+        mock.patch.object(planner._PlanTrials, "least_s", lambda self, plan, costs: 0.0),
+    ):
         if found is None:
             with pytest.raises(RequestError, match="fits into"):
                 best_plans(programs, asked, top=3)
             return
         every = best_plans(programs, asked, top=3)
     assert [one.step_s for one in found.plans] == [one.step_s for one in every.plans]
-    assert found.simulated <= every.simulated and every.simulated >= every.candidates
+    assert found.simulated <= every.simulated <= every.candidates
     assert all(one.plan.ranks == ranks and batch % one.plan.microbatches == 0 for one in found.plans)
 
 
-def test_the_bound_is_never_above_what_a_plan_takes() -> None:
-    asked = request(4, 4, "cpu")
+@pytest.mark.parametrize(("ranks", "batch", "machine"), [(4, 4, "cpu"), (4, 8, "v100-lassen"), (6, 8, "p40")])
+def test_bounds_are_never_above_what_a_plan_takes(ranks: int, batch: int, machine: str) -> None:
+    asked = request(ranks, batch, machine)
     trials = planner._PlanTrials(programs, asked)
     plans = random.Random(0).sample(list(candidates(asked)), 12)
     for plan in plans:
         forecast = trials._tried(plan)
-        if isinstance(forecast, StepForecast):
-            assert trials.bound_s(plan) <= forecast.step_s
+        assert isinstance(forecast, StepForecast), forecast
+        each = programs(batch // plan.replicas // plan.microbatches)
+        costs = StageCosts(each, forecast.plan, asked.machine)
+        assert 0 < trials.bound_s(plan) <= forecast.step_s
+        assert trials.bound_s(plan) <= trials.least_s(forecast.plan, costs) * (1 + 1e-9) <= forecast.step_s * (1 + 2e-9)
 
 
 def test_less_memory_asks_for_recomputation_or_more_micro_batches_and_then_refuses() -> None:
@@ -110,7 +118,7 @@ def test_a_model_that_cannot_be_cut_says_why() -> None:
     def refuse(*given: Any) -> StepForecast:
         raise RequestError("aten.foo has no rule")
 
-    with mock.patch.object(planner, "forecast_step", refuse), pytest.raises(RequestError, match=r"aten\.foo has no"):
+    with mock.patch.object(planner, "with_cuts", refuse), pytest.raises(RequestError, match=r"aten\.foo has no"):
         best_plans(programs, request(2, 2))
 
 
