@@ -97,6 +97,7 @@ def test_an_answer_whose_maps_leave_memory_is_the_same(name: str, tmp_path: Path
     for found, expected in zip(explained, whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     engine.train_step(images, torch.tensor([0, 1, 1, 0]))
+    assert engine.seconds()["spill"] > 0
     with torch.no_grad():
         torch.testing.assert_close(engine.predict(images), model(images), rtol=1e-10, atol=1e-10)
 

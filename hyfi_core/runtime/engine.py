@@ -274,8 +274,8 @@ class Engine:
         return self._groups.traffic(*self._cell_groups())
 
     def seconds(self) -> dict[str, float]:
-        """Return how long this rank waited for messages in the last step, by kind: ``halo``, ``stage``, ``reduce``."""
-        return self._groups.seconds()
+        """Return how long this rank waited in the last step: for ``halo``, ``stage``, ``reduce``, and to ``spill``."""
+        return self._groups.seconds() | ({"spill": counts.wait_s} if (counts := self.spilled()) is not None else {})
 
     def record_spans(self, spans: list[Span] | None) -> None:
         """Append (kind, begin, end) of each time spent on messages to ``spans`` from now on; None: no longer."""

@@ -2,11 +2,12 @@
 
 ::
 
-    step            |── compute ──|halo|stage|reduce|wait|   seconds of the step itself
-    between steps   |validation|save|                        counted in the next step's record
+    step            |── compute ──|halo|stage|reduce|spill|wait|   seconds of the step itself
+    between steps   |validation|save|                              counted in the next step's record
 
 ``halo``, ``stage`` and ``reduce`` are the seconds in which this rank only communicated or waited for other ranks;
-communication that overlaps with computation is not counted. ``wait`` is waiting for images. The rest is ``compute``.
+communication that overlaps with computation is not counted. ``spill`` is waiting for maps on their way to and from
+``plan.spill``, ``wait`` is waiting for images. The rest is ``compute``.
 
 ::
 
@@ -28,15 +29,16 @@ if TYPE_CHECKING:  # `hyfi status` needs no torch
     from hyfi_core.comm.base import Communicator
 
 
-KINDS = ("compute", "halo", "stage", "reduce", "wait", "validation", "save")
+KINDS = ("compute", "halo", "stage", "reduce", "spill", "wait", "validation", "save")
 MESSAGES = ("halo", "stage", "reduce")
-OF_THE_SLOWEST = ("wait", "validation", "save")
+OF_THE_SLOWEST = ("spill", "wait", "validation", "save")
 """Kinds of which the trainer that spends most bounds training: the others wait for it."""
 MIN_SHARE = 0.15
 """A kind other than computing that takes a smaller fraction of the time does not bound training: computing does."""
 
 NAMES = {
     "compute": "computing",
+    "spill": "spilling",
     "wait": "waiting",
     "validation": "validating",
     "save": "saving",
@@ -76,7 +78,7 @@ class StepTime:
     def end_step(self, seconds: float) -> Spent:
         """Return the time by kind of a step that took ``seconds`` and since the previous step; reset."""
         spent, self._now = self._now, dict.fromkeys(KINDS, 0.0)
-        known = spent["wait"] + sum(spent[kind] for kind in MESSAGES)
+        known = spent["wait"] + spent["spill"] + sum(spent[kind] for kind in MESSAGES)
         spent["compute"] = max(0.0, seconds - known)
         for kind in KINDS:
             self._epoch[kind] += spent[kind] - self._reported[kind]
@@ -125,9 +127,9 @@ class RunSetup:
 def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return each kind's fraction of an epoch, from the times of all trainers.
 
-    ``wait``, ``validation`` and ``save`` are those of the rank that spends most, which makes all others wait. ``halo``
-    and ``reduce`` are those of the rank that spends least, which are the cost of the messages; what others spend beyond
-    that is ``imbalance``. ``compute`` and ``stage`` are means.
+    ``spill``, ``wait``, ``validation`` and ``save`` are those of the rank that spends most, which makes all others
+    wait. ``halo`` and ``reduce`` are those of the rank that spends least, which are the cost of the messages; what
+    others spend beyond that is ``imbalance``. ``compute`` and ``stage`` are means.
     """
     totals = [sum(one.values()) or math.inf for one in spent]
 
@@ -198,6 +200,7 @@ def _verdict(kind: str, share: float, spends: str, setup: RunSetup) -> str:
         "compute": ("compute-bound", "more ranks (plan.grids, plan.replicas) make it faster"),
         "wait": ("loader-bound", _loaders(share, setup)),
         "validation": ("validation-bound", _validators(setup)),
+        "spill": ("spill-bound", "raise plan.memory_bytes, or use a faster disk (plan.spill)"),
         "save": ("disk-bound", "save less often (run.checkpoint_every_steps, validation.every_steps)"),
         "halo": ("halo-bound", "use fewer parts (plan.grids) or exchange less often (plan.fused_halo)"),
         "stage": _stages(setup),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,28 @@ def test_a_run_that_spills_is_the_same_to_the_last_bit(tmp_path: Path, monkeypat
             assert run_here(RECIPE, *small, *plan, f"run.dir={tmp_path / way}") == 0
     assert_same_run(tmp_path / "kept", tmp_path / "spilled", 2)
     assert list(disk.iterdir()) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_recipe_run_as_they_are(tmp_path: Path) -> None:
+    shutil.copy(RECIPE, tmp_path)
+    lines = re.findall(r"^#     hyfi (.*)$", RECIPE.read_text(), re.MULTILINE)
+    assert [line.split()[0] for line in lines] == ["synth", "ingest", "train"]
+    small = ["data.size_px=1024", "plan.memory_bytes=800000000", "optimizer.accumulate=1"]
+    small += ["run.epochs=null", "run.steps=3", "validation.every_steps=3", "run.checkpoint_every_steps=3"]
+    for line, more in zip(lines, ([], [], small), strict=True):
+        words = line.replace("--slides 12 --size 32768", "--slides 6 --size 2048").split()
+        command = [sys.executable, "-m", "workflows.cli", *words, *more]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+    told = done.stdout + done.stderr
+    assert re.search(r"each rank computes its part in \d+ x \d+ cells", told)
+    assert re.search(r"epoch 0: .*-bound: .*\[computing \d+ %, spilling \d+ %", told)
+    assert not [path for path in tmp_path.iterdir() if path.name not in _FOLDERS]
+
+
+_FOLDERS = ("gigapixel.yaml", "slides", "store", "runs")
 
 
 @pytest.mark.soak

@@ -26,6 +26,7 @@ def rank(**seconds: float) -> dict[str, float]:
         ([rank(compute=6, stage=4)], "pipeline-bound: 40 %"),
         ([rank(compute=6, reduce=4)], "reduction-bound: 40 %"),
         ([rank(compute=7, validation=3)], "validation-bound: 30 % validating; add a validator (roles.validators=1)"),
+        ([rank(compute=6, spill=4)], "spill-bound: 40 % spilling; raise plan.memory_bytes, or use a faster disk"),
         ([rank(compute=7, save=3)], "disk-bound: 30 % saving"),
         ([rank(compute=5, halo=5), rank(compute=10)], "bound by the slowest rank: 25 %"),
     ],
@@ -78,10 +79,10 @@ def test_validators_that_are_behind() -> None:
 
 def test_seconds_are_booked_once() -> None:
     clock = StepTime()
-    clock.add({"halo": 1.0, "reduce": 0.5, "input": 9.0, "wait": 2.0})
-    assert clock.end_step(10.0) == rank(halo=1.0, reduce=0.5, wait=2.0, compute=6.5)
+    clock.add({"halo": 1.0, "reduce": 0.5, "spill": 0.25, "input": 9.0, "wait": 2.0})
+    assert clock.end_step(10.0) == rank(halo=1.0, reduce=0.5, spill=0.25, wait=2.0, compute=6.25)
     clock.add({"validation": 3.0})
     first = clock.end_epoch(AloneCommunicator())
-    assert first == [rank(halo=1.0, reduce=0.5, wait=2.0, compute=6.5, validation=3.0)]
+    assert first == [rank(halo=1.0, reduce=0.5, spill=0.25, wait=2.0, compute=6.25, validation=3.0)]
     assert clock.end_step(4.0) == rank(compute=4.0, validation=3.0)  # of this step's record, not of this epoch
     assert clock.end_epoch(AloneCommunicator()) == [rank(compute=4.0)]
