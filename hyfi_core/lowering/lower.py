@@ -14,6 +14,7 @@ from typing import Any
 from hyfi_core.capture.program import Operator, Program, Ref, refs_in
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.in_place import in_place
+from hyfi_core.lowering.joined_calls import join_calls
 from hyfi_core.lowering.planes import Plane, on_plane
 from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.parallel_plan import GATHER_BYTES
@@ -52,6 +53,7 @@ class Target:
             part.
         alone: whether there is no other rank or cell.
         plane: with which branches are divided among planes; by default there is one plane.
+        joins: whether local calls are joined where they can be fused; see ``lowering.joined_calls``.
     """
 
     grid: tuple[int, int]
@@ -62,6 +64,7 @@ class Target:
     gather_bytes: int = GATHER_BYTES
     alone: bool = False
     plane: Plane = field(default_factory=Plane)
+    joins: bool = False
 
 
 def lower(
@@ -95,7 +98,8 @@ def lower(
             "the model stores a feature map in a buffer, but no rank holds a whole map; register no "
             "buffer with height and width"
         )
-    return in_place(on_plane(builder.finish(leaves, exits), target.plane, target.rank), target.alone)
+    ranked = on_plane(builder.finish(leaves, exits), target.plane, target.rank)
+    return in_place(join_calls(ranked) if target.joins else ranked, target.alone)
 
 
 def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[str, ...]) -> list[Operator]:

@@ -9,6 +9,7 @@ evaluation                           pointwise, no communication
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def batch_norm_training(builder: Builder, op: Operator) -> None:
     if builder.grid == (1, 1) and builder.replicas == 1:
         names = (part, running_mean.name, running_var.name, *affine)
         inputs = tuple(name for name in names if name is not None)
-        native = native_batch_norm(weight is not None, bias is not None, momentum, eps)
+        native = NativeBatchNorm(weight is not None, bias is not None, momentum, eps)
         builder.compute(native, inputs, op.outputs, (split, *[None] * (len(op.outputs) - 1)), op)
         return
     count = _pixels(builder, x.name)
@@ -108,24 +109,43 @@ def _on_features(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """
     x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
     names = tuple(item.name for item in (x, running_mean, running_var, weight, bias) if item is not None)
-    return native_batch_norm(weight is not None, bias is not None, momentum, eps), names
+    return NativeBatchNorm(weight is not None, bias is not None, momentum, eps), names
 
 
-def native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: float) -> Callable[..., Any]:
-    """Return a function that computes the outputs of the functional batch norm by the native kernel.
+@dataclass(frozen=True)
+class NativeBatchNorm:
+    """The outputs of the functional batch norm, by the native kernel; running statistics are copied.
 
-    It takes map, running mean, running variance and, if they exist, weight and bias. Running statistics are copied.
+    Takes map, running mean, running variance and, if they exist, weight and bias.
+
+    Attributes:
+        has_weight: whether there is a weight.
+        has_bias: whether there is a bias.
+        momentum: of the running statistics.
+        eps: added to the variance.
     """
 
-    def call(x: Any, mean: Any, variance: Any, *rest: Any) -> tuple[Any, ...]:
-        weight = rest[0] if has_weight else None
-        bias = rest[has_weight] if has_bias else None
+    has_weight: bool
+    has_bias: bool
+    momentum: float
+    eps: float
+
+    def __call__(self, x: Any, mean: Any, variance: Any, *rest: Any) -> tuple[Any, ...]:
+        """Return (result, None, None, running mean, running variance)."""
         # Copies, because they may be outputs of an earlier call of the same norm.
         mean, variance = mean.detach().clone(), variance.detach().clone()
-        result = F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps)
+        result = F.batch_norm(x, mean, variance, *self._affine(rest), True, self.momentum, self.eps)
         return result, None, None, mean, variance
 
-    return call
+    def traceable(self, x: Any, mean: Any, variance: Any, *rest: Any) -> tuple[Any, ...]:
+        """Return the same by an operator that declares what it changes, so that a graph of it computes the same."""
+        mean, variance = mean.detach().clone(), variance.detach().clone()
+        norm = torch.ops.aten._native_batch_norm_legit.default
+        result = norm(x, *self._affine(rest), mean, variance, True, self.momentum, self.eps)[0]
+        return result, None, None, mean, variance
+
+    def _affine(self, rest: tuple[Any, ...]) -> tuple[Any, Any]:
+        return rest[0] if self.has_weight else None, rest[self.has_weight] if self.has_bias else None
 
 
 def _without_statistics(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:

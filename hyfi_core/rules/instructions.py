@@ -135,6 +135,7 @@ class LocalCall:
         empty: shapes and dtypes of the results that are returned without a call, because this rank's part is empty;
             None: call.
         source: the corresponding operator of the model, if any; its values may have other names here.
+        parts: the calls that were joined to this one; empty for a call that is none of these.
     """
 
     function: Callable[..., Any]
@@ -142,6 +143,7 @@ class LocalCall:
     outputs: tuple[str | None, ...]
     empty: tuple[ValueInfo, ...] | None = None
     source: Operator | None = None
+    parts: tuple[LocalCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

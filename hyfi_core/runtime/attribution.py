@@ -10,6 +10,7 @@ layer, so the contributions plus the bias sum to the logit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from hyfi_core.capture.program import Program, Ref, refs_in, substitute
 from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.joined_calls import parts_of
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box
@@ -83,9 +85,10 @@ def attribute(
     Raises:
         RequestError: the output is not one tensor of logits reduced from a map, or branches are divided.
     """
-    ranked = compiled.only.ranked
-    if ranked.undivided:
+    whole = compiled.only.ranked
+    if whole.undivided:
         raise RequestError("contributions need a plan whose planes have the whole model; use plan.branches=1")
+    ranked = replace(whole, instructions=parts_of(whole.instructions))  # the last map may be inside of joined calls
     name, body, head = split_tape(ranked)
     Executor(body, stage, memory=memory_of(body)).forward(values, record=False)
     part = attribute_head(ranked, name, head, values, stage, memory_of(head))

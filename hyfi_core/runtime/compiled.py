@@ -25,6 +25,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.planes import Plane
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
+from hyfi_core.lowering.segment_compiler import SegmentCompiler
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.lowering.stage_values import boundary, entries_of
 from hyfi_core.ops.boundary import BoundaryTransfer
@@ -107,6 +108,7 @@ def compile_model(
     cells: int = 1,
     channels_last: bool = False,
     spills: bool = False,
+    compiler: SegmentCompiler | None = None,
 ) -> Compiled:
     """Cut and lower a captured model (collective over the replica; ranks compare their programs first).
 
@@ -118,32 +120,31 @@ def compile_model(
         comm: the ranks of the replica, plane after plane.
         output: selects the logits from the model's output.
         autocast: dtype of autocast.
-        device: type of the device on which the model runs.
+        device: type of the model's device.
         runs_for_memory: cache of fused runs for cells; in evaluation mode these are chosen by memory.
         cells: number of cells of one process.
         channels_last: whether maps are channels-last although weights are not.
-        spills: whether maps are spilled, so that cells cannot read each other's memory.
+        spills: whether maps are spilled: cells cannot read each other's memory.
+        compiler: of segments; None: they run as they are, as spilled maps need.
 
     Raises:
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
     """
     digest = _agreed(program, comm)
     wanted, pick = _wanted(program, output)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    trained = [value for value, name in program.parameters.items() if named[name].requires_grad]
+    trained = _trained(model, program)
     active = active_values(program, wanted, trained)
     assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
     stages = cut_program(program, wanted, () if plan.cuts == "auto" else plan.cuts)
     # In evaluation mode each replica computes its own images.
     together = _taken_together(plan, program.values[program.image].shape[0]) if model.training else Fraction(1)
-    runs = None
-    if runs_for_memory is not None and not model.training and plan.stages == 1:
-        runs = _known_runs(runs_for_memory, program, plan, stages[0])
+    runs = None if model.training else _known_runs(runs_for_memory, program, plan, stages)
     last = channels_last or any(is_channels_last(p) for p in model.parameters())
     dtypes = dtypes_under_autocast(program, autocast, device) if autocast and plan.stages * plan.branches > 1 else {}
     index, rank = divmod(comm.rank, placement.size)
     plane = Plane(index=index, device=device, dtypes=dtypes, channels_last=last)
-    lowered = _Lowered(stages, placement, rank, frozenset(trained), active, plan, together, runs, cells, spills, plane)
+    rest = plan, together, runs, cells, spills, plane, compiler
+    lowered = _Lowered(stages, placement, rank, trained, active, *rest)
     return Compiled(
         program,
         lowered.hosted,
@@ -156,13 +157,23 @@ def compile_model(
     )
 
 
-def _known_runs(known: dict[Any, FusedRuns], program: Program, plan: ParallelPlan, stage: Stage) -> FusedRuns:
-    """Return the fused runs of cells in evaluation mode, chosen once."""
+def _known_runs(
+    known: dict[Any, FusedRuns] | None, program: Program, plan: ParallelPlan, stages: Sequence[Stage]
+) -> FusedRuns | None:
+    """Return the fused runs of cells in evaluation mode, chosen once; None without cells or with several stages."""
+    if known is None or plan.stages > 1:
+        return None
     key = (id(program), plan.grids)
     if key not in known:
-        only = pool_before_relu(stage.program, refs_in(stage.outputs))
+        only = pool_before_relu(stages[0].program, refs_in(stages[0].outputs))
         known[key] = runs_for_cells(only, plan.grids[0])[0]
     return known[key]
+
+
+def _trained(model: nn.Module, program: Program) -> frozenset[str]:
+    """Return the values of the parameters that are trained."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return frozenset(value for value, name in program.parameters.items() if named[name].requires_grad)
 
 
 def _taken_together(plan: ParallelPlan, images: int) -> Fraction:
@@ -188,7 +199,9 @@ class _Lowered:
         cells: int,
         spills: bool,
         plane: Plane,
+        compiler: SegmentCompiler | None,
     ) -> None:
+        self._compiler = compiler
         self._runs = runs
         self._plane = plane
         divided = False
@@ -235,15 +248,21 @@ class _Lowered:
         exits = tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
         grid, entries = self._placement.grids[index], self._entries[index]
         program = pool_before_relu(stage.program, (*refs_in(stage.outputs), *exits))
-        wide = self._plan.gather_bytes
+        wide, joins = self._plan.gather_bytes, self._compiler is not None
         if self._runs is not None:
-            target = Target(grid, position, CELL_RULES, gather_bytes=wide)
+            target = Target(grid, position, CELL_RULES, gather_bytes=wide, joins=joins)
             ranked = lower(program, target, stage.outputs, exits, self._runs)
             if self._shares_memory:
                 ranked = replace(ranked, instructions=tuple(map(for_prediction, ranked.instructions)))
         else:
             target = Target(
-                grid, position, entries=entries, replicas=self._replicas, gather_bytes=wide, alone=self._plan.ranks == 1
+                grid,
+                position,
+                entries=entries,
+                replicas=self._replicas,
+                gather_bytes=wide,
+                alone=self._plan.ranks == 1,
+                joins=joins,
             )
             runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
             if self._plan.branches > 1:
@@ -254,6 +273,8 @@ class _Lowered:
             ranked = replace(ranked, instructions=tuple(map(for_training, ranked.instructions)))
         if self._plan.recomputes(index):
             _refuse_drawn(ranked)
+        if self._compiler is not None:
+            ranked = self._compiler.compile(ranked)
         sources = {*self._trained, *self._entries[index]} & self._active
         return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)
 

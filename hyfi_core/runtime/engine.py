@@ -26,6 +26,7 @@ from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
 from hyfi_core.cost.model_flops import training_flops
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.segment_compiler import SegmentCompiler
 from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -75,6 +76,7 @@ class Engine:
         check: Callable[[ParallelPlan], None] = lambda plan: None,
         release: bool = False,
         source: Weights | None = None,
+        compiler: SegmentCompiler | None = None,
     ) -> None:
         self._model = model
         self.device = device_of(model)
@@ -83,7 +85,7 @@ class Engine:
         widest = (max(plan.shares or shape[:1]) // plan.microbatches, *shape[1:])  # the same cuts in all replicas
         self.random = RandomKey(torch.initial_seed() & (2**63 - 1))
         bindings = Bindings(model, self.random)
-        subject = Subject(model, shape, loss, output, autocast, self.device, dtype, bindings, {}, {})
+        subject = Subject(model, shape, loss, output, autocast, self.device, dtype, bindings, {}, {}, compiler=compiler)
         if plan.cuts == "auto" and plan.stages > 1:
             plan = with_cuts(plan, subject.program(widest))
         if plan.cells == "auto":
@@ -310,8 +312,7 @@ class Engine:
 
     def _make_runners(self, comm: Communicator) -> tuple[Turns | None, list[StageRunner]]:
         """Return this rank's runner, or one for each of its cells and their turns."""
-        plan, subject = self.plan, self._subject
-        cells = plan.cell_grid
+        plan, subject, cells = self.plan, self._subject, self.plan.cell_grid
         if cells is None:
             return None, [StageRunner(subject, plan, comm, self._groups)]
         if comm.size > 1 and comm.in_order:
@@ -349,9 +350,8 @@ class Engine:
 
     def _each(self, call: Callable[[StageRunner], T]) -> list[T]:
         """Call each runner of this process (one, or cells in turn) and return the results."""
-        if self._turns is None:
-            return [call(self._runners[0])]
-        return self._turns.run(lambda cell: call(self._runners[cell]))
+        runners, turns = self._runners, self._turns
+        return [call(runners[0])] if turns is None else turns.run(lambda cell: call(runners[cell]))
 
     def _compiled(self, micro: tuple[int, int, int, int] | None = None) -> Compiled:
         return self._each(lambda runner: runner.compiled(self._micro if micro is None else micro))[0]

@@ -7,17 +7,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hyfi_core.capture.released import device_of
 from hyfi_core.capture.verify import verify_capture
 from hyfi_core.comm.agree import Shape, agree, compare_requests
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.described import describe_function
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.segment_compiler import CompileMode, SegmentCompiler, why_not_compiled
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.batch_reader import MemoryFormat, check_share, divisor
@@ -43,6 +45,7 @@ def parallelize(
     verify: bool = True,
     release: bool = False,
     weights: Weights | None = None,
+    compile: CompileMode = "off",
 ) -> Engine:
     """Distribute a model over the ranks of a plan.
 
@@ -68,6 +71,8 @@ def parallelize(
             Each rank needs its own ``model``.
         weights: for a model on the meta device: a safetensors file, a folder of them, a state, or a function of a name,
             from which tensors are read to torch's default device, with ``release`` only those of this rank's stages.
+        compile: "on": ``torch.compile`` fuses the operators between messages, as far as it can; "auto": on GPUs only,
+            and not with ``plan.spill``. It changes rounding, and nothing else.
 
     Raises:
         RequestError: plan, ranks, shape or model are not compatible, or differ between ranks: the same error on every
@@ -77,13 +82,13 @@ def parallelize(
     own = frozenset(model.modules())
     settings: dict[str, object] = {"autocast": autocast, "image_dtype": image_dtype, "memory_format": memory_format}
     settings |= {"verify": verify, "release": release, "optimizer": "given" if optimizer is not None else "none"}
-    settings |= {"loss": describe_function(loss, own), "output": describe_function(output, own)}
+    settings |= {"loss": describe_function(loss, own), "output": describe_function(output, own), "compile": compile}
     compare_requests(comm, model, shape, plan, settings | {"weights": _describe_weights(weights)})
     if release:
         _refuse_shared(model, comm)
     given = model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format
     check = partial(_verify, comm, model, shape, output, image_dtype) if verify else lambda chosen: None
-    return Engine(*given, check, release, weights)
+    return Engine(*given, check, release, weights, _compiler(compile, plan, model, comm))
 
 
 def _describe_weights(weights: Weights | None) -> str:
@@ -144,6 +149,32 @@ def _checked(
             f"lambda params: torch.optim.{type(optimizer).__name__}(params, ...)"
         )
     return plan
+
+
+def _check_compile(compile: CompileMode, plan: ParallelPlan) -> None:
+    if compile not in get_args(CompileMode):
+        raise RequestError(f"compile is {compile!r}; pass 'auto', 'off' or 'on'")
+    if compile == "on" and plan.spill is not None:
+        raise RequestError(
+            f"compile is 'on', but with plan.spill={plan.spill!r} memory is planned for segments as they are; pass "
+            f"compile='auto' or 'off', or plan.spill=None"
+        )
+
+
+def _compiler(compile: CompileMode, plan: ParallelPlan, model: nn.Module, comm: Communicator) -> SegmentCompiler | None:
+    """Return the compiler of segments, or None on all ranks if it is not wanted or cannot work on one (collective)."""
+    agree(comm, lambda: _check_compile(compile, plan))
+    device = device_of(model)
+    if compile == "off" or plan.spill is not None or (compile == "auto" and device.type != "cuda"):
+        return None
+    reasons = comm.gather_objects(why_not_compiled(device))
+    found = None if reasons is None else next(((r, why) for r, why in enumerate(reasons) if why is not None), None)
+    refused = comm.broadcast_object(None if found is None else list(found))
+    if refused is None:
+        return SegmentCompiler()
+    if comm.rank == 0:
+        warnings.warn(f"segments run uncompiled on all ranks: on rank {refused[0]}, {refused[1]}", stacklevel=3)
+    return None
 
 
 def _check_functions(loss: object, output: object, optimizer: object) -> None:

@@ -95,6 +95,7 @@ class StageRunner:
                 self._cells,
                 subject.channels_last,
                 self._pager is not None,
+                subject.compiler if self._pager is None else None,
             )
             subject.bindings.refuse_released(self._cache[key].names, self.groups.users)
         return self._cache[key]

@@ -15,6 +15,7 @@ from hyfi_core.capture.program import KEY, Program
 from hyfi_core.capture.released import Former, fill, release
 from hyfi_core.capture.state_watch import StateWatch
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.segment_compiler import SegmentCompiler
 from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.batch_reader import Shape
@@ -225,6 +226,7 @@ class Subject:
         programs: captured programs, by shape and flags.
         runs: fused runs chosen by memory, for cells in evaluation mode.
         channels_last: whether images are converted to this format.
+        compiler: of segments; None: they run as they are.
     """
 
     model: nn.Module
@@ -238,6 +240,7 @@ class Subject:
     programs: dict[Any, Program]
     runs: dict[Any, FusedRuns]
     channels_last: bool = False
+    compiler: SegmentCompiler | None = None
 
     @cached_property
     def watch(self) -> StateWatch:

@@ -6,10 +6,12 @@ Prints a JSON line for each size: seconds of a training step (the shortest, whic
 ratios of shortest and of median steps. Batch 1, float32, channels-last, batch norm in training mode, without optimizer
 step. All variants ("sides") have the memory settings that ``hyfi`` gives its ranks, except ``as_started``, which is
 plain PyTorch without them. ``as_written`` and ``as_written_two_ranks`` start with contiguous images and weights,
-PyTorch's default; ``four_ranks`` are a grid of 2 × 2. ``--memory`` prints, instead of times, by how many MB a process
-grows in its first and in its third step (peak less before, the largest of all ranks, with freed memory returned to the
-system), and the ratios to plain. A small size shows the cost of the engine: ``--size 64 --model resnet50 --steps 30
---sides plain one_rank``. With ``--keep-memory``, all sides except ``as_started`` keep freed memory: faster, but larger.
+PyTorch's default; ``four_ranks`` are a grid of 2 × 2; ``compiled`` is one rank with compiled segments,
+``plain_compiled`` plain PyTorch as ``torch.compile`` makes it. ``--memory`` prints, instead of times, by how many MB a
+process grows in its first and in its third step (peak less before, the largest of all ranks, with freed memory returned
+to the system), and the ratios to plain. A small size shows the cost of the engine: ``--size 64 --model resnet50 --steps
+30 --sides plain one_rank``. With ``--keep-memory``, all sides except ``as_started`` keep freed memory: faster, but
+larger.
 """
 
 from __future__ import annotations
@@ -28,13 +30,24 @@ import torch
 import torch.nn.functional as F
 
 import hyfi_core
+from hyfi_core.lowering.segment_compiler import CompileMode
 from hyfi_core.models import resnet
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_what_is_freed
 from workflows.launch.launch import RANK_SETTINGS, own_rank
 from workflows.launch.mpiexec import find
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-SIDES = ("plain", "as_started", "two_ranks", "one_rank", "as_written", "as_written_two_ranks", "four_ranks")
+SIDES = (
+    "plain",
+    "as_started",
+    "two_ranks",
+    "one_rank",
+    "as_written",
+    "as_written_two_ranks",
+    "four_ranks",
+    "compiled",
+    "plain_compiled",
+)
 GRIDS = {1: (1, 1), 2: (1, 2), 4: (2, 2)}
 
 
@@ -47,7 +60,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--keep-memory", action="store_true")
     parser.add_argument(
-        "--sides", nargs="+", choices=SIDES, default=SIDES[:-1], help="which to compare, plain among them"
+        "--sides", nargs="+", choices=SIDES, default=SIDES[:6], help="which to compare, plain among them"
     )
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
@@ -115,16 +128,18 @@ def _side(side: str, name: str, size: int) -> Callable[[], None]:
     model = getattr(resnet, name)(2).to(memory_format=order)
     images = torch.randn(1, 3, size, size).contiguous(memory_format=order)
     labels = torch.tensor([1])
-    if side in ("plain", "as_started"):
+    if side in ("plain", "as_started", "plain_compiled"):
+        forward = torch.compile(model) if side == "plain_compiled" else model
 
         def plain() -> None:
             model.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
+            F.cross_entropy(forward(images), labels).backward()
 
         return plain
     comm = hyfi_core.init()
     plan = hyfi_core.ParallelPlan(grids=(GRIDS[comm.size],))
-    engine = hyfi_core.parallelize(model, (1, 3, size, size), plan, comm)
+    mode: CompileMode = "on" if side == "compiled" else "off"
+    engine = hyfi_core.parallelize(model, (1, 3, size, size), plan, comm, compile=mode)
 
     def ours() -> None:
         model.zero_grad()

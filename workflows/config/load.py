@@ -24,6 +24,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "run.steps",
         "run.threads",
         "run.memory_format",
+        "run.compile",
         "run.checkpoint_every_steps",
         "run.keep",
         "run.tensorboard",

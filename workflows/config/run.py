@@ -41,6 +41,12 @@ class RunConfig(Section):
         "channels_last",
         description="channels_last or contiguous: memory format of images and convolutions; affects speed only",
     )
+    compile: Literal["auto", "off", "on"] = Field(
+        "auto",
+        description="auto, off or on: whether torch.compile fuses the operators between messages; auto: on GPUs, "
+        "unless plan.spill is given; where compilation fails they run as they are, with a warning; affects speed and "
+        "rounding only",
+    )
     threads: Positive | None = Field(
         None, description="a whole number ≥ 1: threads of each rank; default: cores / ranks of the node"
     )

@@ -7,7 +7,7 @@ Writes DIR/gpu-check.json, DIR/gpu-check.txt (one page, printed, too) and DIR/ma
     equal        one step in float64 against plain PyTorch: ResNet-18, AmoebaNet-D and a network of another package, on
                  1, 2 and 4 ranks that share a GPU through MPI, and on two GPUs through NCCL
     tests        those marked cuda
-    speed        a step of ResNet-50, bfloat16, channels-last: the engine on one rank, plain PyTorch eager and compiled
+    speed        a step of ResNet-50, bfloat16, channels-last: engine on one rank and plain PyTorch, eager and compiled
     staged       two ranks on one GPU, whose messages go through the host, against one rank
     feed         images sent by a loader against an image on the GPU, and the waiting for them
     cells        a step by cells against one in core, and the largest square image of either

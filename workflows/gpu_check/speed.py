@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from data.loading.order import SampleStream
 from data.loading.remote_feed import RemoteFeed
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
+from hyfi_core.lowering.segment_compiler import CompileMode
 from hyfi_core.models import resnet
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.engine import Engine
@@ -45,13 +47,24 @@ def batch(setting: Setting, side_px: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def engine_of(
-    setting: Setting, side_px: int, plan: hyfi_core.ParallelPlan, comm: Communicator, model: nn.Module | None = None
+    setting: Setting,
+    side_px: int,
+    plan: hyfi_core.ParallelPlan,
+    comm: Communicator,
+    model: nn.Module | None = None,
+    compile: CompileMode = "off",
 ) -> Engine:
     """Return an engine for one image, with SGD and bfloat16 autocast."""
-    model = network(setting) if model is None else model
-    shape = (1, 3, side_px, side_px)
     return hyfi_core.parallelize(
-        model, shape, plan, comm, optimizer=_sgd, autocast=setting.autocast, memory_format="channels_last", verify=False
+        network(setting) if model is None else model,
+        (1, 3, side_px, side_px),
+        plan,
+        comm,
+        optimizer=_sgd,
+        autocast=setting.autocast,
+        memory_format="channels_last",
+        verify=False,
+        compile=compile,
     )
 
 
@@ -60,7 +73,7 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def speed(setting: Setting, side: str) -> Iterator[Row]:
-    """Time a step of plain PyTorch, eager and compiled, and of the engine on one rank."""
+    """Time a step of plain PyTorch and of the engine on one rank, both eager and compiled."""
     side_px, device, steps = int(side), setting.device, setting.sizes.steps
     images, labels = batch(setting, side_px)
 
@@ -77,19 +90,32 @@ def speed(setting: Setting, side: str) -> Iterator[Row]:
 
         return step
 
-    def engine_step() -> Step:
-        engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator())
+    def engine_step(compiled: bool) -> Step:
+        compile: CompileMode = "on" if compiled else "off"
+        engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator(), compile=compile)
         return lambda: engine.train_step(images, labels)
 
-    sides = {"eager": lambda: plain_step(False), "compiled": lambda: plain_step(True), "engine": engine_step}
+    sides = {
+        "eager": lambda: plain_step(False),
+        "engine": lambda: engine_step(False),
+        "compiled": lambda: plain_step(True),
+        "compiled_engine": lambda: engine_step(True),
+    }
     seconds: dict[str, float] = {}
-    for name, make in sides.items():
-        row = tried(f"{name} at {side_px} px", lambda make=make: {"step_s": step_s(make(), device, steps)}, device)  # type: ignore[misc]
-        seconds |= {name: row["step_s"]} if "step_s" in row else {}
-        yield row
-        free(device)
-    ratios = {f"engine_to_{k}": seconds["engine"] / v for k, v in seconds.items() if "engine" in seconds}
-    ratios.pop("engine_to_engine", None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*uncompiled")  # it would time something else
+        for name, make in sides.items():
+            row = tried(f"{name} at {side_px} px", lambda make=make: {"step_s": step_s(make(), device, steps)}, device)  # type: ignore[misc]
+            seconds |= {name: row["step_s"]} if "step_s" in row else {}
+            yield row
+            free(device)
+    pairs = (
+        ("engine", "eager"),
+        ("engine", "compiled"),
+        ("compiled_engine", "engine"),
+        ("compiled_engine", "compiled"),
+    )
+    ratios = {f"{a}_to_{b}": seconds[a] / seconds[b] for a, b in pairs if {a, b} <= seconds.keys()}
     if ratios:
         yield {"what": f"{setting.sizes.network}, {side_px} px", **ratios}
 

@@ -217,6 +217,7 @@ def make_engine(
         autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
         memory_format="as_given",  # images and weights are in run.memory_format already
         release=True,
+        compile=job.config.run.compile,
         verify=":" in job.config.model.name,  # built-in models are covered by tests
     )
 

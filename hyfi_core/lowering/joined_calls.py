@@ -1,0 +1,133 @@
+"""Joined calls: a run of local instructions as one function, so that it can be compiled.
+
+    conv │ norm │ add │ relu │ collective │ relu │ collective
+    └────── one call ──────┘              └ alone: nothing to fuse it with
+
+Only what does not communicate is joined, so messages and their order stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hyfi_core.capture.program import KEY
+from hyfi_core.rules.instructions import Instruction, LocalCall, RankProgram
+
+FUSED_FROM = 2
+"""Number of operators on maps from which a run is joined: one alone has nothing to be fused with."""
+
+_NOT_FUSED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "conv2d.default",
+        "conv2d.padding",
+        "linear.default",
+        "addmm.default",
+        "mm.default",
+        "bmm.default",
+        "matmul.default",
+        "view.default",
+        "permute.default",
+        "flatten.using_ints",
+    )
+)
+"""Operators that a compiler calls as they are, or that only rename memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedCalls:
+    """A function that makes some local calls, one after the other.
+
+    Attributes:
+        calls: in order; none of them is skipped on this rank.
+        inputs: names of the arguments.
+        outputs: names of the results.
+    """
+
+    calls: tuple[LocalCall, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the results; autograd differentiates them."""
+        return self._run(tensors, traced=False)
+
+    def traceable(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the same by operators of which a graph can be made."""
+        return self._run(tensors, traced=True)
+
+    def _run(self, tensors: Sequence[torch.Tensor], traced: bool) -> tuple[torch.Tensor, ...]:
+        values: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))
+        left = Counter((*(name for call in self.calls for name in call.inputs), *self.outputs))
+        for call in self.calls:
+            function = getattr(call.function, "traceable", call.function) if traced else call.function
+            results = function(*(values[name] for name in call.inputs))
+            results = (results,) if isinstance(results, torch.Tensor) else results
+            values.update((o, r) for o, r in zip(call.outputs, results, strict=False) if o is not None)
+            del results
+            left.subtract(call.inputs)
+            for name in (*call.inputs, *call.outputs):
+                if name is not None and not left[name]:
+                    values.pop(name, None)
+        return tuple(values[name] for name in self.outputs)
+
+
+def join_calls(ranked: RankProgram) -> RankProgram:
+    """Return the program with runs of local calls joined, where there is something to fuse.
+
+    Not joined are calls that draw random numbers, and calls that this rank skips because its part is empty.
+
+    Args:
+        ranked: the program of one rank, before the in-place pass.
+    """
+    drawn = {name for op in ranked.drawn for name in op.outputs if name is not None}
+    uses = Counter(name for instruction in ranked.instructions for name in instruction.inputs if name is not None)
+    uses.update(ranked.results)
+    done: list[Instruction] = []
+    run: list[LocalCall] = []
+    for instruction in ranked.instructions:
+        if isinstance(instruction, LocalCall) and _can_join(instruction, drawn):
+            run.append(instruction)
+            continue
+        done.extend(_joined(run, ranked, uses))
+        done.append(instruction)
+        run = []
+    done.extend(_joined(run, ranked, uses))
+    return replace(ranked, instructions=tuple(done))
+
+
+def parts_of(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
+    """Return the instructions with joined calls apart again."""
+    found: list[Instruction] = []
+    for instruction in instructions:
+        parts = instruction.parts if isinstance(instruction, LocalCall) else ()
+        found.extend(parts or (instruction,))
+    return tuple(found)
+
+
+def _can_join(call: LocalCall, drawn: Set[str]) -> bool:
+    return call.empty is None and KEY not in call.inputs and drawn.isdisjoint(o for o in call.outputs if o is not None)
+
+
+def _joined(run: list[LocalCall], ranked: RankProgram, uses: Counter[str]) -> list[LocalCall]:
+    """Return one call for a run; the run itself if there is nothing to fuse."""
+    if sum(_fusible(call, ranked) for call in run) < FUSED_FROM:
+        return run
+    within = Counter(name for call in run for name in call.inputs)
+    made = dict.fromkeys(name for call in run for name in call.outputs if name is not None)
+    inputs = tuple(dict.fromkeys(name for call in run for name in call.inputs if name not in made))
+    outputs = tuple(name for name in made if uses[name] > within[name])
+    return [LocalCall(JoinedCalls(tuple(run), inputs, outputs), inputs, outputs, parts=tuple(run))]
+
+
+def _fusible(call: LocalCall, ranked: RankProgram) -> bool:
+    """Whether a call computes a map or features value by value, and not only statistics or counters."""
+    if call.source is not None and call.source.text in _NOT_FUSED:
+        return False
+    info = ranked.values.get(call.outputs[0]) if call.outputs[0] is not None else None
+    return info is not None and info.differentiable and len(info.shape) > 1
