@@ -267,6 +267,12 @@ class CellCommunicator:
         group = self._together(None, last)
         return None if group is None else CellCommunicator(group, self._cell)
 
+    def subgroup(self, members: Sequence[int]) -> CellCommunicator | None:
+        """Return the group of ``members``, in their order; cells of one process must be in the same one."""
+        if not members:
+            return self.split(None)
+        return self.split(members[0], members.index(self._rank))
+
     def joined(self, value: Any, last: Callable[[_Call], None]) -> tuple[int, _Call]:
         """Enter the group's next collective call; return its number and the call."""
         number = self.group.enter(self._rank)

@@ -63,6 +63,10 @@ class AloneCommunicator:
         """Return this group, or None."""
         return None if color is None else AloneCommunicator()
 
+    def subgroup(self, members: Sequence[int]) -> AloneCommunicator | None:
+        """Return this group, or None without members."""
+        return AloneCommunicator() if members else None
+
     def abort(self, code: int) -> NoReturn:
         """End the process."""
         os._exit(code)

@@ -125,6 +125,14 @@ class Communicator(Protocol):
         """Return the group of all ranks with the same ``color`` (collective); None for ``color=None``."""
         ...
 
+    def subgroup(self, members: Sequence[int]) -> Communicator | None:
+        """Return the group of ``members``, in their order; None if there are none.
+
+        Called by every rank, with the members of the group that it is in, which all of them know: unlike for ``split``,
+        no rank needs to learn of every other.
+        """
+        ...
+
     def abort(self, code: int) -> NoReturn:
         """End every rank of the job within seconds."""
         ...

@@ -83,6 +83,11 @@ class DelayedCommunicator(ForwardingCommunicator):
         group = self._comm.split(color, key)
         return None if group is None else DelayedCommunicator(group, self._latency, self._reductions)
 
+    def subgroup(self, members: Sequence[int]) -> DelayedCommunicator | None:
+        """Return the group of ``members``; with the same latency."""
+        group = self._comm.subgroup(members)
+        return None if group is None else DelayedCommunicator(group, self._latency, self._reductions)
+
 
 class _DelayedPending:
     """A pending exchange that completes when its messages have arrived and their latency has passed."""

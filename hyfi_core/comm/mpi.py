@@ -299,6 +299,13 @@ class MpiCommunicator:
         comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
         return None if color is None else MpiCommunicator(comm)
 
+    def subgroup(self, members: Sequence[int]) -> MpiCommunicator | None:
+        """Return the group of ``members``; only they exchange messages for it."""
+        self.barrier()  # as in ``split``
+        if not members:
+            return None
+        return MpiCommunicator(self._comm.Create_group(self._comm.Get_group().Incl(list(members))))
+
     def _every(self, operation: str) -> Callable[[], str]:
         return lambda: f"{operation} of {self._named(range(self._size))}"
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Message, version_of
+from hyfi_core.comm.base import Message, ReduceOp, version_of
+from hyfi_core.comm.wire import reduced
 
 _WAIT_S = 0.05  # how long a waiting rank sleeps before it checks for failures
 _STUCK_S = 1.0  # if all ranks wait for this long, they are deadlocked
@@ -40,23 +41,27 @@ class ThreadWorld:
     Attributes:
         size: ranks of the whole world.
         strict: whether sends are rendezvous in one order for each pair.
-        changed: the lock; notified when a waiting rank may continue.
+        changed: the lock.
         failed: set when a rank has failed.
     """
 
     def __init__(self, size: int, strict: bool) -> None:
         self.size = size
         self.strict = strict
-        self.changed = threading.Condition()
+        self.changed = threading.RLock()
         self.failed = threading.Event()
+        # A rank is woken alone: if each change woke all of many ranks, these would take longer than what they wait for.
+        self._conditions = [threading.Condition(self.changed) for _ in range(size)]
         self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
         self._ended: set[int] = set()
         self._still_since_s = time.monotonic()
 
-    def notify(self) -> None:
-        """Wake waiting ranks; under ``changed``."""
+    def notify(self, ranks: Iterable[int]) -> None:
+        """Wake these ranks of the whole world, whose waits may be over; under ``changed``."""
         self._still_since_s = time.monotonic()
-        self.changed.notify_all()
+        for rank in ranks:
+            if rank in self._waiting:
+                self._conditions[rank].notify_all()
 
     def end(self, rank: int, failed: bool) -> None:
         """Record that a rank of the whole world has ended."""
@@ -64,7 +69,7 @@ class ThreadWorld:
             self._ended.add(rank)
             if failed:
                 self.failed.set()
-            self.notify()
+            self.notify(range(self.size))
 
     def check(self) -> None:
         """Raise if another rank has failed.
@@ -91,7 +96,7 @@ class ThreadWorld:
             self.check()
             self._waiting[rank] = (ready, what)
             self._detect_deadlock()
-            self.changed.wait(_WAIT_S)
+            self._conditions[rank].wait(_WAIT_S)
         self._waiting.pop(rank, None)
 
     def _detect_deadlock(self) -> None:
@@ -143,12 +148,13 @@ class _MessageQueues:
 
 @dataclass
 class GroupCall:
-    """One collective call of a group, with each rank's input."""
+    """One collective call of a group, with each rank's input, and the result of a reduction, computed once."""
 
     what: str
     first: int
     given: dict[int, Any] = field(default_factory=dict)
     taken: int = 0
+    result: torch.Tensor | None = None
 
 
 class ThreadGroup:
@@ -220,7 +226,7 @@ class ThreadGroup:
 
         def give() -> None:
             call.given[rank] = value
-            self.world.notify()
+            self.world.notify(self.members if self.complete(call) else ())
 
         self.run(rank, Operation(give, lambda: self.complete(call)))
         return call
@@ -240,6 +246,14 @@ class ThreadGroup:
             del self._calls[number]
         return [call.given[rank] for rank in range(len(self.members))]
 
+    def reduce(self, number: int, call: GroupCall, op: ReduceOp) -> torch.Tensor:
+        """Return the inputs of all ranks reduced in rank order; as ``take``."""
+        if call.result is None:
+            with torch.inference_mode(False), torch.no_grad():  # regardless of the modes of the ranks
+                call.result = reduced([call.given[rank] for rank in range(len(self.members))], op)
+        self.take(number, call)
+        return call.result
+
     def _queues_of(self, source: int, target: int, tag: int) -> _MessageQueues:
         return self._queues.setdefault((source, target, 0 if self.world.strict else tag), _MessageQueues())
 
@@ -251,7 +265,7 @@ class ThreadGroup:
             with torch.inference_mode():  # regardless of the modes of the two ranks
                 received.message.tensor.copy_(sent.message.tensor)
             sent.done = received.done = True
-            self.world.notify()
+            self.world.notify((self.members[source], self.members[target]))
 
     def _refuse_mismatch(self, source: int, target: int, sent: PostedMessage, received: PostedMessage) -> None:
         ours, theirs = received.message, sent.message

@@ -27,7 +27,6 @@ from hyfi_core.comm.thread_group import (
     ThreadGroup,
     ThreadWorld,
 )
-from hyfi_core.comm.wire import reduced
 
 __all__ = ["DeadlockError", "PeerFailedError", "ThreadCommunicator", "run_ranks"]
 
@@ -97,7 +96,11 @@ class _ThreadReduction:
     def wait(self) -> None:
         if self._tensor is None:
             return
-        self._tensor.copy_(reduced(self._comm._leave(self._number, self._call), self._op))
+        group = self._comm._group
+        with group.world.changed:
+            self._comm._wait_for(self._call)
+            result = group.reduce(self._number, self._call, self._op)
+        self._tensor.copy_(result)
         self._tensor = None
 
 
@@ -138,10 +141,13 @@ class ThreadCommunicator:
 
     def _leave(self, number: int, call: GroupCall) -> list[Any]:
         """Return the inputs of all ranks, in rank order."""
+        with self._group.world.changed:
+            self._wait_for(call)
+            return self._group.take(number, call)
+
+    def _wait_for(self, call: GroupCall) -> None:
         group = self._group
-        with group.world.changed:
-            group.world.wait_for(group.members[self._rank], lambda: group.complete(call), lambda: group.missing(call))
-            return group.take(number, call)
+        group.world.wait_for(group.members[self._rank], lambda: group.complete(call), lambda: group.missing(call))
 
     def _gather_all(self, what: str, value: Any) -> list[Any]:
         return self._leave(*self._enter(what, value))
@@ -175,7 +181,7 @@ class ThreadCommunicator:
         """Send a small value."""
         with self._group.world.changed:
             self._group.objects.setdefault((peer, tag), deque()).append((self._rank, json.dumps(value)))
-            self._group.world.notify()
+            self._group.world.notify(())  # who polls does not wait
         return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
@@ -201,6 +207,12 @@ class ThreadCommunicator:
         group = ThreadGroup(self._group.world, [self._group.members[rank] for rank in members]) if first else None
         groups = self._gather_all("split", group)
         return None if color is None else ThreadCommunicator(groups[members[0]], members.index(self._rank))
+
+    def subgroup(self, members: Sequence[int]) -> ThreadCommunicator | None:
+        """Return the group of ``members``, in their order."""
+        if not members:
+            return self.split(None)
+        return self.split(members[0], members.index(self._rank))
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks: each raises from its current wait."""

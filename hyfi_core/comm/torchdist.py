@@ -223,13 +223,26 @@ class TorchCommunicator:
     def split(self, color: int | None, key: int = 0) -> TorchCommunicator | None:
         """Return the group of all ranks that gave the same color, ordered by (key, rank)."""
         votes = self._texts([color, key])
-        self._splits += 1
         if color is None:
-            return None
+            return self.subgroup([])
+        self._splits += 1
         members = sorted((vote[1], rank) for rank, vote in enumerate(votes) if vote[0] == color)
-        ranks = [self._members[rank] for _, rank in members]
+        return self._group_of([rank for _, rank in members], str(color))
+
+    def subgroup(self, members: Sequence[int]) -> TorchCommunicator | None:
+        """Return the group of ``members``; only they exchange messages for it."""
+        self._splits += 1
+        if not members:
+            # The library names a group by its ranks and by how many groups the process has, which must be equal on all
+            # of them: so all have as many.
+            dist.new_group([self._members[self.rank]], use_local_synchronization=True)
+            return None
+        return self._group_of(members, f"of {members[0]}")
+
+    def _group_of(self, members: Sequence[int], name: str) -> TorchCommunicator:
+        ranks = [self._members[rank] for rank in members]
         group = dist.new_group(ranks, use_local_synchronization=True)
-        return TorchCommunicator(group, ranks, f"{self._name}.{self._splits}.{color}")
+        return TorchCommunicator(group, ranks, f"{self._name}.{self._splits}.{name}")
 
     def abort(self, code: int) -> NoReturn:
         """End this process; ``torchrun`` then ends all others."""

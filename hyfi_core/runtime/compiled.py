@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class Compiled:
     pick: Callable[[list[Any]], Any]
     digest: str
 
-    @property
+    @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """For each stage, the user's names of all that it uses."""
         return tuple((*p, *b) for p, b in zip(self.parameters, self.buffers, strict=True))

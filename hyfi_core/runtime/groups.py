@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
@@ -34,25 +34,30 @@ class Groups:
         self.all = CountedCommunicator(comm)
         number, position = divmod(comm.rank, placement.size)  # of this plane, over all replicas
         self.index = number // plan.branches
-        plane = _joined(comm, number, comm.rank)
-        replica = _joined(comm, self.index, comm.rank) if plan.branches > 1 else plane
+        size, branches = placement.size, plan.branches
+        first, whole = number * size, self.index * branches * size  # first ranks of this plane and of this replica
+        plane = _subgroup(comm, range(first, first + size))
+        replica = _subgroup(comm, range(whole, whole + branches * size)) if branches > 1 else plane
         if placement.stages > 1 or placement.directions > 1:
             plane = with_pair_channels(plane)
         self.plane = CountedCommunicator(plane)
         self.replica = CountedCommunicator(replica) if plan.branches > 1 else self.plane
-        peers = _joined(comm, self.index * placement.size + position, comm.rank) if plan.branches > 1 else None
+        peers = _subgroup(comm, range(whole + position, whole + branches * size, size)) if branches > 1 else None
         self.peers = CountedCommunicator(AloneCommunicator() if peers is None else peers)
         self.stages: dict[tuple[int, int], CountedCommunicator] = {}
         self.copies: dict[tuple[int, int], CountedCommunicator] = {}
-        self._reductions: dict[frozenset[int], CountedCommunicator] = {}
+        self._reductions: dict[frozenset[int], CountedCommunicator | None] = {}
         self._nodes: list[str] = comm.broadcast_object(comm.gather_objects(node_name()))
         grids = len(plan.grids)
         for direction in range(plan.directions):
             grid = next(g for g in range(grids) if position in placement.group(g, direction))
-            ranks = _joined(comm, number * grids + grid, placement.group(grid, direction).index(position))
-            copies = group = CountedCommunicator(ranks)
+            ranks = placement.group(grid, direction)
+            copies = group = CountedCommunicator(_subgroup(comm, [first + rank for rank in ranks]))
             if plan.sync_batch_norm:
-                copies = CountedCommunicator(_joined(comm, number % plan.branches * grids + grid, comm.rank))
+                alike = range(
+                    number % branches * size, comm.size, branches * size
+                )  # first ranks of planes like this one
+                copies = CountedCommunicator(_subgroup(comm, [at + rank for at in alike for rank in sorted(ranks)]))
             for stage in range(grid, placement.stages, grids):
                 self.stages[stage, direction] = group
                 self.copies[stage, direction] = copies
@@ -85,19 +90,22 @@ class Groups:
     def reduction(self, holders: frozenset[int]) -> CountedCommunicator | None:
         """Return the group of these ranks in all planes, None on others. Collective over all trainers when new."""
         if holders not in self._reductions:
-            inside = self.plane.rank in holders
-            group = _joined(self.all, int(inside), self.all.rank)
-            size = self.placement.size
-            members = [rank for rank in range(self.all.size) if (rank % size in holders) == inside]
-            levels = two_level(group, [self._nodes[rank] for rank in members], self._plan.reduce_dtype == "bfloat16")
-            self._reductions[holders] = CountedCommunicator(levels)
-            self._reductions[holders].counts.spans = self.all.counts.spans
-        return self._reductions[holders] if self.plane.rank in holders else None
+            planes = range(0, self.all.size, self.placement.size) if self.plane.rank in holders else ()
+            members = [first + rank for first in planes for rank in sorted(holders)]
+            group = self.all.subgroup(members)
+            if group is None:
+                self._reductions[holders] = None
+            else:
+                nodes = [self._nodes[rank] for rank in members]
+                counted = CountedCommunicator(two_level(group, nodes, self._plan.reduce_dtype == "bfloat16"))
+                counted.counts.spans = self.all.counts.spans
+                self._reductions[holders] = counted
+        return self._reductions[holders]
 
     def counted(self) -> list[CountedCommunicator]:
         """Return all counting communicators, without duplicates."""
         every = [self.all, self.replica, self.plane, self.peers, *self.stages.values(), *self.copies.values()]
-        every += self._reductions.values()
+        every += [comm for comm in self._reductions.values() if comm is not None]
         return list({id(comm): comm for comm in every}.values())
 
     def reset_traffic(self, *others: Groups) -> None:
@@ -134,7 +142,7 @@ def node_name() -> str:
     return socket.gethostname()
 
 
-def _joined(comm: Communicator, color: int, key: int) -> Communicator:
-    group = comm.split(color, key)
+def _subgroup(comm: Communicator, members: Sequence[int]) -> Communicator:
+    group = comm.subgroup(members)
     assert group is not None
     return group

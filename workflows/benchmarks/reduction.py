@@ -150,6 +150,11 @@ class SlowLinkCommunicator(ForwardingCommunicator):
         group = self._comm.split(color, key)
         return None if group is None else SlowLinkCommunicator(group, self._seconds_per_byte)
 
+    def subgroup(self, members: Sequence[int]) -> Any:
+        """Return the group of ``members`` with a link of the same speed."""
+        group = self._comm.subgroup(members)
+        return None if group is None else SlowLinkCommunicator(group, self._seconds_per_byte)
+
 
 def _step_s(link_s: float, overlapped: bool) -> float:
     def body(comm: Communicator) -> float:

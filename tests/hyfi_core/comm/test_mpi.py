@@ -44,6 +44,10 @@ while not all(pending.test() for pending in started):
 assert many.tolist() == [3.0] * 3 and narrow.tolist() == [1.5] * 2
 odd = comm.split(comm.rank)
 assert odd.size == 1
+crossed = comm.subgroup([1, 0])
+assert crossed.rank == 1 - comm.rank and crossed.broadcast_object(comm.rank) == 1
+single = comm.subgroup([1] if comm.rank == 1 else [])
+assert (single is None) == (comm.rank == 0)
 
 check(comm, Maxima(), (1, 2))
 check_counts(comm, (2, 1), 1)

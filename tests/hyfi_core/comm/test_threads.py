@@ -48,6 +48,19 @@ def test_a_dead_lock_is_an_error_and_not_a_hang() -> None:
         run_ranks(2, lambda comm: comm.barrier() if comm.rank == 0 else None, timeout_s=0.5)
 
 
+def test_a_subgroup_has_its_members_in_their_order() -> None:
+    def body(comm: Communicator) -> object:
+        groups = {0: [4, 0], 1: [1, 2], 2: [1, 2], 4: [4, 0]}
+        group = comm.subgroup(groups.get(comm.rank, []))
+        if group is None:
+            return None
+        value = torch.tensor([float(comm.rank)])
+        group.all_reduce(value)
+        return group.rank, group.size, float(value)
+
+    assert run_ranks(5, body) == [(1, 2, 4.0), (0, 2, 3.0), (1, 2, 3.0), None, (0, 2, 4.0)]
+
+
 def test_groups_are_ordered_by_key_and_talk_among_themselves() -> None:
     def body(comm: Communicator) -> object:
         group = comm.split(comm.rank % 2 if comm.rank < 4 else None, key=-comm.rank)

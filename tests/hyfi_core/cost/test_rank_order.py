@@ -38,7 +38,12 @@ class PeerBytes(ForwardingCommunicator):
         return self._comm.exchange(sends, receives)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        group = self._comm.split(color, key)
+        return self._counting(self._comm.split(color, key))
+
+    def subgroup(self, members: Sequence[int]) -> Communicator | None:
+        return self._counting(self._comm.subgroup(members))
+
+    def _counting(self, group: Communicator | None) -> Communicator | None:
         if group is None:
             return None
         world = group.broadcast_object(group.gather_objects(self._world[self.rank]))

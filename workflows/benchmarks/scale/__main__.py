@@ -4,15 +4,18 @@
 
 The model is captured once. For each plan, an inner rank lowers its stage (fused halos chosen by cost), plans its
 boundary transfers, and lowers and validates the schedule of all ranks, in a process of its own. No message is sent and
-no image is allocated. Then 64 ranks (threads of this process) train a network of almost no work: processor time of one
-rank's step, beside that of plain PyTorch. Prints a table; its last line has two numbers: seconds (of processor) and MB
-(10^6 bytes, growth of the peak of resident memory) of one rank's planning for the plan with the most ranks.
+no image is allocated. Then 64 ranks (threads of this process) train a network of almost no work: processor time of a
+rank's own thread in a step, beside that of plain PyTorch. Sleeping until other ranks arrive takes no processor; waking
+up, and the threads' stand-in for messages, are counted. The start of all ranks of the largest plan is modelled
+(:mod:`workflows.benchmarks.scale.startup`). Prints a table; its last line has two numbers: seconds (of processor) and
+MB (10^6 bytes, growth of the peak of resident memory) of one rank's planning for the plan with the most ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.cost.cuts import with_cuts
+from hyfi_core.cost.machine import load_machine
 from hyfi_core.models import amoebanet, resnet
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -36,6 +40,7 @@ from hyfi_core.runtime.compiled import compile_model
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.lower import lower
 from hyfi_core.schedule.simulate import validate
+from workflows.benchmarks.scale.startup import measured_imports, startup
 
 PLANS = (
     ParallelPlan(grids=((2, 2),)),
@@ -95,19 +100,25 @@ def main() -> None:
         f"{given.model} at {given.size} x {given.size}, captured once: {captured_s:.1f} s of processor, {growth:.0f} MB"
     )
     print(f"{'ranks':>6}  {'plan':<28} {'lowering (s)':>12} {'schedule (s)':>12} {'memory (MB)':>12} {'calls':>6}")
-    last = Planned(0.0, 0.0, 0.0, 0)
-    for plan in PLANS:
-        if plan.ranks <= given.most:
-            last = apart(model, program, with_cuts(plan, program))
-            print(
-                f"{plan.ranks:>6}  {_named(plan):<28} {last.lowering_s:>12.2f} {last.schedule_s:>12.2f} "
-                f"{last.growth_mb:>12.1f} {last.instructions:>6}",
-                flush=True,
-            )
-    rank_ms, plain_ms = step_ms()
+    for plan in (one for one in PLANS if one.ranks <= max(4, given.most)):
+        last = apart(model, program, with_cuts(plan, program))
+        print(
+            f"{plan.ranks:>6}  {_named(plan):<28} {last.lowering_s:>12.2f} {last.schedule_s:>12.2f} "
+            f"{last.growth_mb:>12.1f} {last.instructions:>6}",
+            flush=True,
+        )
+    taken = step_ms()
     print(
-        f"a step of almost no work: {rank_ms:.1f} ms of processor a rank with {STEP_RANKS} ranks, plain {plain_ms:.1f}"
+        f"a step of almost no work, {STEP_RANKS} ranks: {taken.rank_ms:.2f} ms of processor a rank (median; largest "
+        f"{taken.largest_ms:.2f}, process over ranks {taken.process_ms:.2f}), plain {taken.plain_ms:.2f}: "
+        f"{taken.rank_ms - taken.plain_ms:.2f} beside compute"
     )
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    planning_s = captured_s + last.lowering_s + last.schedule_s
+    parts = startup(plan, load_machine("h100"), measured_imports(), planning_s, weights)
+    print(f"start of {plan.ranks} ranks, modelled: {sum(part.seconds for part in parts):.1f} s")
+    for part in parts:
+        print(f"  {part.name:<20} {part.seconds:>7.2f} s  {part.source}")
     print(f"{last.lowering_s + last.schedule_s:.2f} {last.growth_mb:.1f}")
 
 
@@ -156,11 +167,28 @@ def planned(model: nn.Module, program: Program, plan: ParallelPlan, rank: int) -
     return Planned(lowered - begun, ended - lowered, (peak_bytes() - before) / 1e6, calls)
 
 
-def step_ms() -> tuple[float, float]:
-    """Return processor milliseconds of a step of almost no work: of each of many ranks, and of plain PyTorch."""
+@dataclass(frozen=True)
+class StepCost:
+    """Processor milliseconds of a step of almost no work.
+
+    Attributes:
+        rank_ms: of a rank's thread, the median of all ranks.
+        largest_ms: of the rank's thread that takes most.
+        process_ms: of the whole process, divided by the number of ranks.
+        plain_ms: of plain PyTorch on the whole image.
+    """
+
+    rank_ms: float
+    largest_ms: float
+    process_ms: float
+    plain_ms: float
+
+
+def step_ms() -> StepCost:
+    """Measure a step of almost no work on many ranks, and in plain PyTorch."""
     images, labels = torch.rand(1, 3, 64, 64), torch.tensor([1])
 
-    def train(comm: Communicator) -> float:
+    def train(comm: Communicator) -> tuple[float, float]:
         engine = hyfi_core.parallelize(
             _almost_nothing(), (1, 3, 64, 64), ParallelPlan(grids=((8, 8),)), comm, optimizer=_sgd, verify=False
         )
@@ -174,7 +202,9 @@ def step_ms() -> tuple[float, float]:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
 
-    return run_ranks(STEP_RANKS, train)[0] / STEP_RANKS, _timed_ms(plain, AloneCommunicator())
+    found = run_ranks(STEP_RANKS, train)
+    own, whole = [of_thread for of_thread, _ in found], found[0][1] / STEP_RANKS
+    return StepCost(statistics.median(own), max(own), whole, _timed_ms(plain, AloneCommunicator())[0])
 
 
 def _almost_nothing() -> nn.Module:
@@ -186,16 +216,17 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def _timed_ms(step: Callable[[], object], comm: Communicator) -> float:
-    """Return the processor time of this process in one step of all ranks, after warming up."""
+def _timed_ms(step: Callable[[], object], comm: Communicator) -> tuple[float, float]:
+    """Return the processor time of this thread in a step, and of the process in a step of all ranks; warmed up."""
     for _ in range(3):
         step()
     comm.barrier()
-    begun = time.process_time()
+    begun, own = time.process_time(), time.thread_time()
     for _ in range(_STEPS):
         step()
+    own = time.thread_time() - own
     comm.barrier()
-    return (time.process_time() - begun) / _STEPS * 1e3
+    return own / _STEPS * 1e3, (time.process_time() - begun) / _STEPS * 1e3
 
 
 def _named(plan: ParallelPlan) -> str:

@@ -1,0 +1,1 @@
+"""Benchmark of planning and starting many ranks."""

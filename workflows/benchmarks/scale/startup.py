@@ -1,0 +1,134 @@
+"""A model of the start of many ranks on a cluster: from the launcher to the first step.
+
+What a rank computes and what it reads is measured in this process; nodes, network and file system are assumed, with
+figures that ``StartupSite`` states. Parts of it follow each other, so that the sum is the time until the first step.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.plan.parallel_plan import ParallelPlan
+
+IMPORTS = "import torch, mpi4py.MPI, workflows.commands.train, workflows.training.loop"
+_MEASURE = f"""
+import os, sys, time
+begun_s = time.process_time()
+{IMPORTS}
+spent_s = time.process_time() - begun_s
+paths = [getattr(module, "__cached__", None) or getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+files = {{path for path in paths if isinstance(path, str) and os.path.isfile(path)}}
+files |= {{line.split()[-1] for line in open("/proc/self/maps") if ".so" in line}}
+print(spent_s, len(files), sum(os.path.getsize(path) for path in files if os.path.isfile(path)))
+"""
+
+
+@dataclass(frozen=True)
+class Imports:
+    """What a rank's imports take, without waiting for files.
+
+    Attributes:
+        seconds: of processor.
+        files: that are opened: modules and shared libraries.
+        file_bytes: their size.
+    """
+
+    seconds: float
+    files: int
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class StartupSite:
+    """Assumed properties of a cluster, none of them measured.
+
+    Attributes:
+        launch_s: of one level of the launcher's tree: a message to a node, forking its tasks, and an answer.
+        launch_fan_out: nodes that a node starts (``TreeWidth`` of Slurm, default 16 since 23.11).
+        file_operations_per_s: opens and look-ups that the shared file system answers, for all nodes together.
+        file_bytes_per_s: that it delivers to all nodes together.
+        look_ups: failed look-ups of Python for each file that it opens (folders of the path before the right one).
+    """
+
+    launch_s: float = 0.1
+    launch_fan_out: int = 16
+    file_operations_per_s: float = 50e3
+    file_bytes_per_s: float = 10e9
+    look_ups: float = 4.0
+
+
+@dataclass(frozen=True)
+class StartupPart:
+    """One part of the start.
+
+    Attributes:
+        name: of the part.
+        seconds: until all ranks have done it.
+        source: what it is computed from.
+    """
+
+    name: str
+    seconds: float
+    source: str
+
+
+def measured_imports() -> Imports:
+    """Measure the imports of a rank, in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", _MEASURE], capture_output=True, text=True, check=True)
+    seconds, files, size = done.stdout.split()
+    return Imports(float(seconds), int(files), int(size))
+
+
+def startup(
+    plan: ParallelPlan,
+    machine: MachineModel,
+    imports: Imports,
+    planning_s: float,
+    weight_bytes: int,
+    site: StartupSite | None = None,
+) -> list[StartupPart]:
+    """Return the parts of the start of a plan's ranks.
+
+    Args:
+        plan: its ranks fill nodes.
+        machine: its network and devices per node.
+        imports: of a rank; files are read once by each node and opened by each rank.
+        planning_s: of one rank: capture, lowering and schedule.
+        weight_bytes: that rank 0 sends to all.
+        site: of the cluster; None for the defaults.
+    """
+    site = StartupSite() if site is None else site
+    ranks, nodes = plan.ranks, math.ceil(plan.ranks / machine.devices_per_node)
+    levels = max(1, math.ceil(math.log(max(2, nodes), site.launch_fan_out)))
+    operations = ranks * imports.files * (1 + site.look_ups)
+    read_bytes = nodes * imports.file_bytes
+    network, rounds = machine.network, math.ceil(math.log2(max(2, ranks)))
+    message_s = machine.message_s + network.latency_s
+    groups = 3 + plan.directions * (2 if plan.sync_batch_norm else 1) + 2 * plan.stages
+    return [
+        StartupPart(
+            "launcher", levels * site.launch_s, f"{nodes} nodes, a tree of {levels} levels of {site.launch_s:g} s"
+        ),
+        StartupPart(
+            "imports, files",
+            operations / site.file_operations_per_s + read_bytes / site.file_bytes_per_s,
+            f"{ranks} × {imports.files} files, read once a node ({imports.file_bytes / 1e6:.0f} MB), {site.look_ups:g} "
+            f"look-ups for each; in a container, which is one file, {read_bytes / site.file_bytes_per_s:.0f} s",
+        ),
+        StartupPart("imports, processor", imports.seconds, "measured here"),
+        StartupPart(
+            "groups",
+            groups * 3 * rounds * message_s + 16 * ranks / network.bytes_per_s,
+            f"at most {groups} groups: a barrier of all and two agreements of the members, {rounds} rounds each",
+        ),
+        StartupPart("planning", planning_s, "measured here: capture, lowering, schedule"),
+        StartupPart(
+            "weights",
+            2 * weight_bytes / network.bytes_per_s + rounds * message_s,
+            f"a broadcast of {weight_bytes / 1e6:.0f} MB: scattered and gathered",
+        ),
+    ]
