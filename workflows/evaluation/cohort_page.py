@@ -245,7 +245,7 @@ def _worst(slide: CohortSlide) -> dict[str, Any]:
 
 
 def _counts(slides: Sequence[CohortSlide]) -> list[tuple[str, int]]:
-    found = [("slides", len(slides))]
+    found = [("slide" if len(slides) == 1 else "slides", len(slides))]
     found += [(status, sum(slide.status == status for slide in slides)) for status in ("done", "incomplete", "failed")]
     return [*found, ("wrong", sum(slide.wrong for slide in slides))] if any(s.label for s in slides) else found
 
