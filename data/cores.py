@@ -1,4 +1,4 @@
-"""The number of CPU cores of this process."""
+"""The number of CPU cores of this process, and whether they are enough for its threads."""
 
 from __future__ import annotations
 
@@ -10,3 +10,14 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def describe_excess_threads(threads: int, cores: int) -> str | None:
+    """Return a warning if a process has more threads than cores, with what to do; None if it has not."""
+    if threads <= cores:
+        return None
+    return (
+        f"{threads} threads on {cores} core{'s' if cores > 1 else ''}: they take turns; let the launcher give each "
+        f"rank {threads} cores (Open MPI: mpiexec --bind-to none or --map-by slot:PE={threads}; srun: "
+        f"--cpus-per-task={threads}), or set OMP_NUM_THREADS={cores}"
+    )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data.cores import usable_cores
+from data.cores import describe_excess_threads, usable_cores
 from workflows.console import emit_json, say
 
 PROBE_SECONDS = 120
@@ -174,8 +174,10 @@ def _packages() -> str:
     return "all importable"
 
 
-def _threads() -> str:
-    """Return settings that affect speed; never fails."""
+def _threads() -> Finding | str:
+    """Return settings that affect speed; a finding if this process has more threads than cores."""
+    import torch
+
     from workflows.launch.launch import RANK_SETTINGS
 
     names = ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
@@ -184,7 +186,12 @@ def _threads() -> str:
         f"{name}={value}" for name, value in (RANK_SETTINGS | os.environ).items() if name in RANK_SETTINGS
     )
     cores = usable_cores()
-    return f"{cores} cores for this process; {settings}; ranks get {ranks}; transparent huge pages: {_huge_pages()}"
+    found = f"{cores} cores for this process; {settings}; ranks get {ranks}; transparent huge pages: {_huge_pages()}"
+    excess = describe_excess_threads(torch.get_num_threads(), cores)
+    if excess is None:
+        return found
+    now, _, mend = excess.partition("; ")
+    return Finding("threads", False, f"{now}; {found}", mend, essential=False)
 
 
 def _huge_pages() -> str:

@@ -33,7 +33,8 @@ class MpiExec:
         arguments = [str(self.path), "-n", str(ranks)]
         if self.flavour == "Open MPI":
             # By default Open MPI refuses to run more ranks than cores, or as root. Loaders need no core of their own.
-            arguments.append("--oversubscribe")
+            # One or two ranks it would bind to a core each, with all their threads.
+            arguments += ["--oversubscribe", "--bind-to", "none"]
             if os.geteuid() == 0:
                 arguments.append("--allow-run-as-root")
         return arguments

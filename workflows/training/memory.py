@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from data.cores import describe_excess_threads, usable_cores
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -109,6 +110,17 @@ def crowded(hosts: Sequence[Host]) -> list[str]:
     ]
 
 
+def short_of_cores(ranks: Sequence[tuple[int, int]]) -> list[str]:
+    """Return a warning if ranks have more threads than cores, from (threads, cores) of each; with the worst of them."""
+    texts = {rank: describe_excess_threads(*found) for rank, found in enumerate(ranks)}
+    short = [rank for rank, text in texts.items() if text is not None]
+    if not short:
+        return []
+    worst = max(short, key=lambda rank: ranks[rank][0] / ranks[rank][1])
+    others = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
+    return [f"rank {worst}{others} has {texts[worst]}"]
+
+
 def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str, Sequence[int]] | None = None) -> None:
     """Check that every host has enough memory for its trainers.
 
@@ -165,21 +177,24 @@ def check_memory(job: TrainingJob, roles: Roles) -> list[str]:
     Raises:
         RequestError: On rank 0, if a host has less memory than the lower bound of what its trainers need.
     """
-    from data.cores import usable_cores
+    import torch
+
     from hyfi_core.process_memory import available_bytes
 
-    number = roles.trainers.rank if roles.trainers is not None else None
-    ranks = roles.world.gather_objects((socket.gethostname(), number, usable_cores(), available_bytes()))
-    if ranks is None:
+    number, cores = roles.trainers.rank if roles.trainers is not None else None, usable_cores()
+    ranks = roles.world.gather_objects((socket.gethostname(), number, cores, available_bytes()))
+    threads = roles.world.gather_objects((torch.get_num_threads(), cores))
+    if ranks is None or threads is None:
         return []
     hosts = hosts_of(ranks)
+    slow = [*crowded(hosts), *short_of_cores(threads)]
     if job.plan.cells is not None:
-        return crowded(hosts)  # the forecast does not apply: cells limit memory
+        return slow  # the forecast does not apply: cells limit memory
     forecast = _Forecaster(job)
     needed = forecast.bytes_of(job.plan, least=True)
     cheaper = {} if fits(needed, hosts) else cheaper_plans(job.plan, _largest_batch(job))
     check_room(needed, hosts, {change: forecast.bytes_of(plan, least=True) for change, plan in cheaper.items()})
-    return [describe_memory(forecast.bytes_of(job.plan), hosts), *crowded(hosts)]
+    return [describe_memory(forecast.bytes_of(job.plan), hosts), *slow]
 
 
 def advice_of(job: TrainingJob, forecast: Sequence[str]) -> str:

@@ -41,6 +41,16 @@ def test_what_is_missing_comes_with_what_mends_it(
     assert any("fix: pip install 'hyfi[local]'" in line for line in lines)
 
 
+def test_more_threads_than_cores_are_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", {"threads": doctor.CHECKS["threads"]})
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 1)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    assert doctor.run(as_json=True) == 0
+    (check,) = json.loads(capsys.readouterr().out.splitlines()[-1])["checks"]
+    assert not check["ok"] and check["detail"].startswith("2 threads on 1 core: they take turns; ")
+    assert "--bind-to none" in check["mend"]
+
+
 def test_a_note_is_no_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     small = Finding("shared memory", False, "only 1 MiB", "docker run --shm-size=1g", essential=False)
     monkeypatch.setattr(doctor, "CHECKS", {"shared memory": (lambda: small, "")})

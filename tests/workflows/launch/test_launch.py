@@ -236,7 +236,7 @@ def test_flavours_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     found = mpiexec.find()
     assert found.flavour == "Open MPI"
-    assert found.command(3)[:4] == [str(other), "-n", "3", "--oversubscribe"]
+    assert found.command(3)[:6] == [str(other), "-n", "3", "--oversubscribe", "--bind-to", "none"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from data.cores import usable_cores
 from tests.workflows.archive import make_config, make_store
+from workflows.launch.mpiexec import MpiExec
 from workflows.training.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -79,6 +81,19 @@ def open_mpi() -> tuple[list[str], dict[str, str]]:
     words = [mpiexec, "--oversubscribe", "-n", "2", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
     settings = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return words, {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": str(OPEN_MPI)} | settings
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_open_mpi_gives_each_rank_all_cores(ranks: int) -> None:
+    """It bound one or two ranks to a core each, and all threads of a rank took turns on it."""
+    words, library = open_mpi()
+    command = MpiExec(Path(words[0]), "Open MPI").command(ranks)
+    shown = "import os; print(len(os.sched_getaffinity(0)), flush=True)"
+    done = subprocess.run(
+        [*command, sys.executable, "-c", shown], env=os.environ | library, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert [int(count) for count in done.stdout.split()] == [usable_cores()] * ranks
 
 
 def train_under_open_mpi(begin: Begin, folder: Path) -> subprocess.Popen[str]:

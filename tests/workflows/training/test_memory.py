@@ -20,9 +20,17 @@ from workflows.training.memory import (
     describe_memory,
     hosts_of,
     rank_bytes,
+    short_of_cores,
 )
 
 GB = 10**9
+
+
+def test_ranks_with_more_threads_than_cores_are_named() -> None:
+    assert short_of_cores([(2, 2), (1, 4)]) == []
+    (text,) = short_of_cores([(2, 2), (4, 1), (3, 2)])
+    assert text.startswith("rank 1 (and 1 more) has 4 threads on 1 core: ")
+    assert "--bind-to none or --map-by slot:PE=4; srun: --cpus-per-task=4" in text and "OMP_NUM_THREADS=1" in text
 
 
 def test_ranks_are_gathered_by_host() -> None:
