@@ -161,6 +161,34 @@ def test_heads_of_attention() -> None:
     _assert_equal(_model(Heads), Plan((ONE,), branches=3))
 
 
+class OddBranches(nn.Module):
+    """Branches of which two share weights, one is frozen, one has no gradient, and one gives whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _unit(3, 4, 3)
+        self.shared, self.frozen, self.detached = (nn.Conv2d(4, 4, 5, padding=2) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.own = nn.ModuleList(_unit(4, 4, 3) for _ in range(3))
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        one, other = self.own[0](self.shared(x)), self.shared(self.own[1](x))
+        with torch.no_grad():
+            apart = torch.sigmoid(self.detached(x)) > 0.5
+        y = one * other + self.own[2](self.frozen(x)) * apart
+        return self.fc(y.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("planes", [2, 4])
+def test_shared_and_frozen_weights_and_branches_without_gradient(planes: int) -> None:
+    _assert_equal(_model(OddBranches), Plan((ONE,), branches=planes))
+    for seed in range(2):
+        with mock.patch("hyfi_core.runtime.compiled.pack_branches", _at_random(seed)):
+            _assert_equal(_model(OddBranches), Plan((ONE,), branches=planes))
+
+
 def _at_random(seed: int) -> Callable[..., Branches]:
     """Return a division for which there is no reason: any operator in any plane, or in all, in the program's order."""
 
