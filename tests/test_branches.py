@@ -189,6 +189,31 @@ def test_shared_and_frozen_weights_and_branches_without_gradient(planes: int) ->
             _assert_equal(_model(OddBranches), Plan((ONE,), branches=planes))
 
 
+class SummedBranches(nn.Module):
+    """The sum of six branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _unit(3, 4, 3)
+        self.branches = nn.ModuleList(nn.Conv2d(4, 4, 5, padding=2) for _ in range(6))
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        total = self.branches[0](x)
+        for branch in self.branches[1:]:
+            total = total + branch(x)
+        return self.fc(total.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_a_sum_of_branches_is_sent_as_one_value() -> None:
+    found = _assert_equal(_model(SummedBranches), Plan((ONE,), branches=2))
+    map_bytes = 2 * 4 * 12 * 12 * 8
+    assert [counts["stage"]["bytes"] for counts in found.traffic] == [2 * map_bytes] * 2  # a cotangent comes for each
+    three = _assert_equal(_model(SummedBranches), Plan((ONE,), branches=3))
+    assert [counts["stage"]["bytes"] for counts in three.traffic] == [4 * map_bytes] * 3
+
+
 def _at_random(seed: int) -> Callable[..., Branches]:
     """Return a division for which there is no reason: any operator in any plane, or in all, in the program's order."""
 

@@ -24,6 +24,7 @@ from hyfi_core.cost.branch_packing import pack_branches
 from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
+from hyfi_core.lowering.plane_sums import sum_in_planes
 from hyfi_core.lowering.planes import Plane
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segment_compiler import SegmentCompiler
@@ -265,10 +266,11 @@ class _Lowered:
                 alone=self._plan.ranks == 1,
                 joins=joins,
             )
-            runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
             if self._plan.branches > 1:
                 branches = pack_branches(program, stage.outputs, exits, self._plan.branches, grid)
+                program, branches = sum_in_planes(program, branches, (*refs_in(stage.outputs), *exits))
                 target = replace(target, plane=replace(self._plane, branches=branches))
+            runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
             ranked = lower(program, target, stage.outputs, exits, runs)
         if self._cells > 1 and not (self._runs is not None and self._shares_memory):
             ranked = replace(ranked, instructions=tuple(map(for_training, ranked.instructions)))

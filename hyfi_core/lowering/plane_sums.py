@@ -1,0 +1,106 @@
+"""Sums of branches: each plane adds its own branches first, so that it sends one value instead of all of them.
+
+```
+((a + b) + c) + d        plane 0 has a and c, plane 1 has b and d
+(a + c) + (b + d)        exchanged: a + c, and b + d
+```
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from hyfi_core.capture.program import Operator, Program, Ref, refs_in
+from hyfi_core.plan.branches import Branches
+
+
+def sum_in_planes(program: Program, branches: Branches, kept: Iterable[str]) -> tuple[Program, Branches]:
+    """Return a program whose sums of several values of one plane are computed there, and its division.
+
+    Only sums of equal shapes and types are changed, and only by the order in which they are added.
+
+    Args:
+        program: a stage of a model.
+        branches: which plane computes what.
+        kept: values that must not change: outputs and those that other stages use.
+    """
+    if not branches.owners:
+        return program, branches
+    uses = Counter(name for op in program.operators for name in op.inputs)
+    uses.update((*kept, *refs_in(program.outputs), *program.mutations.values()))
+    maker = {name: op for op in program.operators for name in op.outputs if name is not None}
+    adds = {op.name for op in program.operators if op.name not in branches.owners and _is_sum(program, op)}
+    inner = {
+        maker[name].name
+        for op in program.operators
+        if op.name in adds
+        for name in op.inputs
+        if name in maker and maker[name].name in adds and uses[name] == 1
+    }
+    owners, instead = dict(branches.owners), dict[str, list[Operator]]()
+    for root in program.operators:
+        if root.name not in adds - inner:
+            continue
+        tree, terms = _tree(root, maker, inner)
+        planes: dict[int, list[str]] = {}
+        for name in terms:
+            if name in maker and maker[name].name in owners and uses[name] == 1:
+                planes.setdefault(owners[maker[name].name], []).append(name)
+        together = {plane: names for plane, names in planes.items() if len(names) > 1}
+        if together:
+            instead.update({op.name: [] for op in tree})
+            instead[root.name] = _regrouped(tree, terms, together, owners)
+    if not instead:
+        return program, branches
+    positions = {op.name: program.ordinal(op) for op in program.operators}  # random numbers depend on them
+    operators = tuple(new for op in program.operators for new in instead.get(op.name, (op,)))
+    new_names = {name: tuple(op.name for op in ops) for name, ops in instead.items()}
+    regions = tuple(
+        tuple(new for name in region for new in new_names.get(name, (name,))) for region in branches.regions
+    )
+    return replace(program, operators=operators, ordinals=positions), replace(branches, regions=regions, owners=owners)
+
+
+def _is_sum(program: Program, op: Operator) -> bool:
+    if op.text != "aten.add.Tensor" or op.kwargs or not all(isinstance(item, Ref) for item in op.args):
+        return False
+    infos = [program.values[name] for name in (*op.inputs, op.first_output)]
+    return len(op.args) == 2 and all(info == infos[0] for info in infos)
+
+
+def _tree(root: Operator, maker: dict[str, Operator], inner: set[str]) -> tuple[list[Operator], list[str]]:
+    """Return the sums of which a sum is made, itself last, and their terms."""
+    tree: list[Operator] = []
+    terms: list[str] = []
+    for name in (item.name for item in root.args):
+        if name in maker and maker[name].name in inner:
+            below, further = _tree(maker[name], maker, inner)
+            tree += below
+            terms += further
+        else:
+            terms.append(name)
+    return [*tree, root], terms
+
+
+def _regrouped(
+    tree: Sequence[Operator], terms: Sequence[str], together: dict[int, list[str]], owners: dict[str, int]
+) -> list[Operator]:
+    """Return the same sums, with the terms of each plane first; records which plane owns them."""
+    done: list[Operator] = []
+
+    def total(names: Sequence[str], plane: int | None) -> str:
+        first = names[0]
+        for name in names[1:]:
+            op = tree[len(done)]
+            done.append(replace(op, args=(Ref(first), Ref(name))))
+            if plane is not None:
+                owners[op.name] = plane
+            first = op.first_output
+        return first
+
+    partial = [total(names, plane) for plane, names in together.items()]
+    grouped = {name for names in together.values() for name in names}
+    total([*partial, *(name for name in terms if name not in grouped)], None)
+    return done
