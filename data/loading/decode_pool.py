@@ -86,13 +86,15 @@ class Counts:
     Attributes:
         samples: Samples prepared.
         cached: Of these, samples that were in the cache.
-        read_bytes: Bytes of pixels read from the store.
+        read_bytes: Bytes of pixels read.
+        shared_bytes: Bytes of decoded chunks that came from the node's cache; one may be used for several images.
         replaced: Workers that died and were replaced.
     """
 
     samples: int = 0
     cached: int = 0
     read_bytes: int = 0
+    shared_bytes: int = 0
     replaced: int = 0
 
 
@@ -236,6 +238,7 @@ class DecodePool:
         self.counts.samples += 1
         self.counts.cached += lease.cached
         self.counts.read_bytes += answer.read_bytes
+        self.counts.shared_bytes += answer.shared_bytes
 
     def _issue(self, worker_id: int) -> bool:
         """Give a worker with room the next lease; return whether there was one."""

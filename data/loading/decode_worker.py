@@ -25,7 +25,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from data.children import child_environment, die_with_parent
 from data.loading.decode import Lease, Pixels, Samples, decode
+from data.store.node_cache import node_cache
 
 # Not ``-m``: pickled classes must be found under this module's name, not under ``__main__``.
 _PROGRAM = "from data.loading.decode_worker import main; main()"
@@ -55,10 +56,12 @@ class LeaseDone:
     Attributes:
         number: The lease's sample number.
         read_bytes: Bytes of pixels read from the store.
+        shared_bytes: Bytes of pixels that the worker has taken from the node's cache since its last answer.
     """
 
     number: int
     read_bytes: int
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -167,21 +170,31 @@ StartWorker = Callable[[Memory], Worker]
 
 def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels) -> None:
     """Decode leases until the connection is closed, as many at a time as the supervisor has sent."""
-    sending = threading.Lock()
+    sending, reported_bytes = threading.Lock(), _shared_bytes()
 
     def answer(lease: Lease) -> None:
+        nonlocal reported_bytes
         found: Answer
         try:
             found = LeaseDone(lease.number, decode(samples, lease, slots, cache))
         except Exception as error:
             found = LeaseFailed(_portable(error), traceback.format_exc())
         with sending, contextlib.suppress(OSError):
+            if isinstance(found, LeaseDone):
+                before, reported_bytes = reported_bytes, _shared_bytes()
+                found = replace(found, shared_bytes=reported_bytes - before)
             connection.send(found)
 
     with ThreadPoolExecutor(MOST_AT_A_TIME, "decode") as threads, contextlib.suppress(EOFError, OSError):
         connection.send(WorkerReady())
         while True:
             threads.submit(answer, connection.recv())
+
+
+def _shared_bytes() -> int:
+    """Return the bytes of pixels that this process has taken from the node's cache so far."""
+    cache = node_cache()
+    return 0 if cache is None else cache.shared_bytes
 
 
 class ChildWorker:

@@ -26,8 +26,9 @@ import numpy.typing as npt
 
 from data.errors import StoreError
 from data.location import OpenFile, ahead, each, is_far, opened
-from data.store.codec import Pixels, without_checksum
+from data.store.codec import CRC_BYTES, Pixels, without_checksum
 from data.store.layout import ArrayLayout
+from data.store.node_cache import INDEX, NodeCache, node_cache
 from hyfi_core.plan.box import Box
 
 ABSENT = np.uint64(2**64 - 1)
@@ -55,12 +56,14 @@ class ShardedArray:
         layout: Its shape, chunks, shards and codec.
         blank: By file name, the slots of chunks that were left out on purpose; they read as background.
         sizes: By file name, the bytes that each file must have; a file of another size is an error. Empty: unknown.
+        digest: Differs if the array's content does; names its chunks in the node's cache. Empty: they are not shared.
     """
 
     path: Path
     layout: ArrayLayout
     blank: Mapping[str, Collection[int]] = field(default_factory=dict, repr=False)
     sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
+    digest: str = ""
     _index: dict[tuple[int, int], Index] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -69,6 +72,7 @@ class ShardedArray:
         path: Path,
         blank: Mapping[str, Collection[int]] | None = None,
         sizes: Mapping[str, int] | None = None,
+        digest: str = "",
     ) -> ShardedArray:
         """Read the metadata of the array in ``path``.
 
@@ -80,7 +84,7 @@ class ShardedArray:
             layout = ArrayLayout.from_json(meta)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise StoreError(f"{path / 'zarr.json'}: not an array of a hyfi store ({error})") from error
-        return cls(path, layout, blank or {}, sizes or {})
+        return cls(path, layout, blank or {}, sizes or {}, digest)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,9 +117,10 @@ class ShardedArray:
 
     def _read_far(self, runs: list[_ChunkRun], box: Box, out: Pixels, threads: int) -> None:
         """Fill ``out`` over a network: first the indexes, then the chunks, many requests at a time."""
-        files = [file for file in dict.fromkeys(run.file for run in runs) if file not in self._index]
-        each(self._load_index, files, self.path)
-        if threads > 1:
+        if self._cache() is None:  # else the index is read when a chunk is missing
+            files = [file for file in dict.fromkeys(run.file for run in runs) if file not in self._index]
+            each(self._load_index, files, self.path)
+        if threads > 1 or self._cache() is not None:
             each(lambda run: self._read_run(run, box, out), runs, self.path)
             return
         for run, chunks in zip(runs, ahead(lambda run: list(self._read_chunks(run)), runs, self.path), strict=True):
@@ -142,20 +147,37 @@ class ShardedArray:
                     yield _ChunkRun(file, tuple(range(row * columns + start, row * columns + stop)))
 
     def _read_run(self, run: _ChunkRun, box: Box, out: Pixels) -> None:
-        self._place(run, self._read_chunks(run), box, out)
+        cache = self._cache()
+        if cache is None:
+            self._place(run, self._read_chunks(run), box, out)
+            return
+        file = f"{self.digest}/{self.layout.file_name(run.file)}"
+        names = {slot: f"{file}#{slot}" for slot in run.slots}
+        row = f"{file}@{run.slots[0] // self.layout.slots[1]}"
+        for slot, pixels in cache.read(row, names, self.layout.chunk_shape, lambda slots: self._decoded(run, slots)):
+            self._place_chunk(run, slot, pixels, box, out)
+
+    def _cache(self) -> NodeCache | None:
+        """Return the node's cache of decoded chunks, if this array's are shared."""
+        return node_cache() if self.digest else None
+
+    def _decoded(self, run: _ChunkRun, slots: list[int]) -> Iterator[tuple[int, Pixels | None]]:
+        """Yield the pixels of chunks, each valid until the next; None for a chunk that was left out on purpose."""
+        for slot, data in self._read_chunks(_ChunkRun(run.file, tuple(slots))):
+            yield slot, None if data is None else self._decode(data, self.file_path(run.file), slot)
 
     def _place(self, run: _ChunkRun, chunks: Iterable[tuple[int, Pixels | None]], box: Box, out: Pixels) -> None:
         """Decode chunks, ``(slot, encoded bytes)``, and write their pixels in ``box`` to ``out``."""
-        layout = self.layout
         for slot, data in chunks:
-            whole = layout.chunk_box(run.file, slot)
-            common = whole.intersect(box)
-            target = out[(..., *common.relative_to(box).slices())]
-            if data is None:
-                target[...] = layout.fill
-            else:
-                chunk = self._decode(data, self.file_path(run.file), slot)
-                target[...] = chunk[(..., *common.relative_to(whole).slices())]
+            pixels = None if data is None else self._decode(data, self.file_path(run.file), slot)
+            self._place_chunk(run, slot, pixels, box, out)
+
+    def _place_chunk(self, run: _ChunkRun, slot: int, pixels: Pixels | None, box: Box, out: Pixels) -> None:
+        """Write a chunk's pixels in ``box`` to ``out``; None: background."""
+        whole = self.layout.chunk_box(run.file, slot)
+        common = whole.intersect(box)
+        target = out[(..., *common.relative_to(box).slices())]
+        target[...] = self.layout.fill if pixels is None else pixels[(..., *common.relative_to(whole).slices())]
 
     def file_path(self, file: tuple[int, int]) -> Path:
         """Return the path of the file at this (row, column)."""
@@ -211,9 +233,22 @@ class ShardedArray:
     def _index_of(self, open_file: OpenFile, path: Path, file: tuple[int, int]) -> Index:
         index = self._index.get(file)
         if index is None:
-            index = read_index(open_file, path, self.layout, self.sizes.get(self.layout.file_name(file)))
-            self._index[file] = index
+            index = self._index[file] = self._read_index(open_file, path, self.layout.file_name(file))
         return index
+
+    def _read_index(self, open_file: OpenFile, path: Path, name: str) -> Index:
+        """Return the index of a file, from the node's cache if it is there."""
+        cache, expected = self._cache(), self.sizes.get(name)
+        if cache is None or not self.layout.sharded:
+            return read_index(open_file, path, self.layout, expected)
+
+        def load(slots: list[int]) -> list[tuple[int, Pixels | None]]:
+            return [(0, read_index(open_file, path, self.layout, expected).astype("<u8").reshape(-1).view(np.uint8))]
+
+        key, size = f"{self.digest}/{name}{INDEX}", self.layout.index_bytes - CRC_BYTES
+        ((_, found),) = cache.read(key, {0: key}, (size,), load)
+        assert found is not None, "every index has bytes"
+        return np.frombuffer(found.tobytes(), "<u8").reshape(-1, 2)
 
 
 def read_index(file: OpenFile, path: Path, layout: ArrayLayout, expected_size: int | None = None) -> Index:

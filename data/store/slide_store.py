@@ -81,10 +81,11 @@ class SlideStore:
         files = listed_files(path, attributes)
         if check_files:
             _check_shards(path, files)
-        blank, sizes = _blank(files), _sizes(files)
+        blank, sizes, content = _blank(files), _sizes(files), attributes.get("metadata_sha256")
 
         def array(name: str) -> ShardedArray:
-            return ShardedArray.open(path / name, blank.get(name), sizes.get(name))
+            digest = f"{content}/{name}" if content else ""
+            return ShardedArray.open(path / name, blank.get(name), sizes.get(name), digest)
 
         label = path / "labels" / "tissue"
         label_ome = read_json(label / "zarr.json").get("attributes", {}).get("ome", {})

@@ -105,6 +105,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     from workflows.launch import rank_log
     from workflows.launch.request import check_ranks, check_run, own_run
     from workflows.out_of_memory import remember_advice
+    from workflows.training.feeding import share_chunks
     from workflows.training.job import prepare
     from workflows.training.memory import advice_of, check_memory
     from workflows.training.pace import with_shares
@@ -116,6 +117,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     ):  # requested while the ranks started; check before the engine is built, which may take long
         return _stopped_at_start(world, config)
     start = agree(world, lambda: check_run(config, resume))
+    agree(world, lambda: share_chunks(config.data))
     job = agree(world, lambda: prepare(config))
     if world.rank == 0:
         say(job.labels.describe())

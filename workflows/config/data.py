@@ -122,6 +122,16 @@ class DataConfig(Section):
         description="a whole number ≥ 0: bytes of decoded images that each loader (or trainer, without loaders) "
         "keeps in memory for later epochs",
     )
+    node_cache_bytes: Count = Field(
+        0,
+        description="a whole number ≥ 0: bytes of decoded chunks of the store that all processes of a node share on "
+        "its disk, so that each is read once a node; 0: none",
+    )
+    node_cache: UserPath | None = Field(
+        None,
+        description="a folder on a disk of each node, or /dev/shm: where node_cache_bytes are; default: the system's "
+        "temporary folder",
+    )
 
     @model_validator(mode="after")
     def _weights_are_named(self) -> DataConfig:

@@ -56,6 +56,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "data.prefetch",
         "data.workers",
         "data.cache_bytes",
+        "data.node_cache",
+        "data.node_cache_bytes",
     }
 )
 

@@ -13,11 +13,15 @@ from data.loading.feed import BatchPixels, Feed, FeedSpec, InlineFeed
 from data.loading.loader import LoaderService
 from data.loading.normalise import Normalisation
 from data.loading.remote_feed import RemoteFeed
+from data.store.node_cache import share_on_node
 from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.engine import Engine
+from workflows.config.data import DataConfig
 from workflows.config.run import RunConfig
 from workflows.evaluation.models import DTYPES, FORMATS
+from workflows.paths import require_writable
 from workflows.training.job import TrainingJob
 from workflows.training.start import Roles
 
@@ -73,6 +77,23 @@ def make_loader(job: TrainingJob, roles: Roles, watch: Callable[[], None]) -> Lo
     )
 
 
+def share_chunks(data: DataConfig) -> None:
+    """Share decoded chunks with the other processes of this node, as configured.
+
+    Raises:
+        RequestError: The folder cannot be written.
+    """
+    if data.node_cache is not None:
+        require_writable(data.node_cache)
+    try:
+        share_on_node(data.node_cache_bytes, data.node_cache)
+    except OSError as error:
+        raise RequestError(
+            f"data.node_cache: {error.filename or data.node_cache} cannot be written ({error.strerror}); choose "
+            f"another folder"
+        ) from error
+
+
 def loading_report(trainers: Communicator, feed: Feed) -> dict[str, Any] | None:
     """Return statistics of the loaders and the bytes sent to each trainer, on trainer 0 (collective).
 
@@ -83,7 +104,7 @@ def loading_report(trainers: Communicator, feed: Feed) -> dict[str, Any] | None:
     if gathered is None or not any(gathered):
         return None
     loaders = {rank: report for reports in gathered for rank, report in reports}
-    keys = ("samples", "cached", "read_bytes", "sent_bytes", "replaced")
+    keys = ("samples", "cached", "read_bytes", "shared_bytes", "sent_bytes", "replaced")
     return {
         "loaders": len(loaders),
         **{key: sum(report[key] for report in loaders.values()) for key in keys},
@@ -96,7 +117,11 @@ def loading_text(report: dict[str, Any]) -> str:
     replaced = report["replaced"]
     return (
         f"{report['loaders']} loader{'s' * (report['loaders'] > 1)}: {report['samples']} images, "
-        f"{report['cached']} of them from memory, {report['read_bytes'] / 1e6:.1f} MB of pixels read, "
+        f"{report['cached']} of them from memory, {report['read_bytes'] / 1e6:.1f} MB of pixels read{_shared(report)}, "
         f"{report['sent_bytes'] / 1e6:.1f} MB sent, at most {max(report['trainer_bytes']) / 1e6:.1f} MB to one trainer"
         + (f"; {replaced} worker(s) replaced" if replaced else "")
     )
+
+
+def _shared(report: dict[str, Any]) -> str:
+    return f" ({report['shared_bytes'] / 1e6:.1f} MB of chunks from the node's cache)" if report["shared_bytes"] else ""

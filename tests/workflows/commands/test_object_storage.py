@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from data.location import location
 from tests.conftest import Hyfi
 from tests.object_server import ObjectServer, bucket, copy_to, server
 from tests.workflows.archive import make_config
-from tests.workflows.runs import run_here
+from tests.workflows.runs import run_here, run_on
 
 __all__ = ["bucket", "server"]
 
@@ -40,6 +41,23 @@ def test_training_on_a_bucket_gives_the_losses_of_a_folder(
     listed = [one for one in server.requests[before:] if "list-type" in one[2]]
     assert len(listed) <= slides, "the files of each slide are looked at once, before the first step"
     assert yaml.safe_load((tmp_path / "there" / "config.yaml").read_text())["data"]["store"] == place
+
+
+def test_ranks_of_a_node_read_each_part_of_a_store_once(
+    store: Path, place: str, server: ObjectServer, tmp_path: Path, in_process: None
+) -> None:
+    config = make_config(tmp_path, store, plan={"grids": [[1, 2]]})
+    pixels = Counter[tuple[str, ...]]()
+    losses = {}
+    for size in (0, 10**9):
+        before = len(server.requests)
+        run = tmp_path / f"run-{size}"
+        cache = [f"data.node_cache_bytes={size}", f"data.node_cache={tmp_path / 'cache'}"]
+        assert run_on(2, config, f"run.dir={run}", "run.steps=3", f"data.store={place}", *cache) == [0, 0]
+        pixels = Counter(one[1:] for one in server.requests[before:] if "/0/c/" in one[1] and "labels" not in one[1])
+        losses[size] = [line["loss"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
+        assert (max(pixels.values()) == 1) == (size > 0), "without a cache each rank reads for itself"
+    assert losses[0] == losses[10**9]
 
 
 def test_other_commands_read_a_bucket(store: Path, place: str, hyfi_here: Hyfi, tmp_path: Path) -> None:

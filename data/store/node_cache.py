@@ -1,0 +1,205 @@
+"""Decoded chunks that all processes of a node share, so that each part of a store is read and decoded once on a node.
+
+```
+FOLDER/<digest>          crc32c, then the pixels of one chunk; appears complete, by renaming
+FOLDER/locks/<0 … 255>   held by who reads a run of chunks from the store, while others wait for the result
+```
+
+The folder is on a disk of the node, or in ``/dev/shm``. Names are digests of the slide's content and the chunk's place,
+so that a slide that was ingested again has other names. The chunks used longest ago are removed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from data.store.codec import CRC_BYTES, Pixels, joined, with_checksum, without_checksum
+
+VARIABLE = "HYFI_NODE_CACHE"
+"""Environment variable ``BYTES:FOLDER``, which child processes inherit; empty: no cache."""
+
+INDEX = "@index"
+_LOCKS = 256
+_FILLED = 0.9
+"""Share of the size that is kept when chunks are removed."""
+_CHECK_SHARE = 0.02
+"""The size is checked after this share of it was written by one process."""
+
+Load = Callable[[list[int]], Iterable[tuple[int, Pixels | None]]]
+"""Reads and decodes chunks from the store: (slot, pixels), None for a chunk without pixels."""
+
+
+def default_folder() -> Path:
+    """Return the folder of the cache if none is given: in the system's temporary folder, one for each user."""
+    return Path(tempfile.gettempdir()) / f"hyfi-chunks-{os.getuid()}"
+
+
+def share_on_node(size_bytes: int, folder: Path | None = None) -> None:
+    """Use the node's cache in this process and in those that it starts.
+
+    Args:
+        size_bytes: Most bytes of the cache; 0: no cache.
+        folder: On a disk of the node; default: `default_folder`.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    os.environ[VARIABLE] = f"{size_bytes}:{(folder or default_folder()).absolute()}" if size_bytes else ""
+    if size_bytes:
+        node_cache()
+
+
+def node_cache() -> NodeCache | None:
+    """Return this process's view of the node's cache; None if there is none.
+
+    Raises:
+        OSError: Its folder cannot be written.
+    """
+    return _cache_of(os.environ.get(VARIABLE, ""))
+
+
+@lru_cache(maxsize=8)
+def _cache_of(setting: str) -> NodeCache | None:
+    size, _, folder = setting.partition(":")
+    return NodeCache(Path(folder), int(size)) if setting else None
+
+
+class NodeCache:
+    """One process's view of the cache; safe to use from several threads.
+
+    Attributes:
+        store_bytes: Bytes of pixels that this process has read from the store and decoded.
+        shared_bytes: Bytes of pixels that it has taken from the cache.
+    """
+
+    def __init__(self, folder: Path, size_bytes: int) -> None:
+        self._folder, self._size_bytes = folder, size_bytes
+        self._lock, self._unchecked_bytes = threading.Lock(), 0
+        self.store_bytes = self.shared_bytes = 0
+        (folder / "locks").mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(errno.EACCES, "it belongs to another user", str(folder))
+
+    def read(
+        self, row: str, names: Mapping[int, str], shape: tuple[int, ...], load: Load
+    ) -> Iterator[tuple[int, Pixels | None]]:
+        """Yield the pixels of chunks that are read together, each valid until the next; None for one without pixels.
+
+        Of many processes that need the same, one calls ``load``; the others wait for it.
+
+        Args:
+            row: Identifier of the row of chunks, of which one process at a time reads from the store. Indexes of files
+                end in `INDEX`: they are read while a row is held, and have locks of their own.
+            names: Identifier of each chunk's content, by slot.
+            shape: Shape of a chunk.
+            load: Reads chunks from the store; what it raises is raised.
+        """
+        missing = []
+        for slot, name in names.items():
+            found = self._get(name, shape)
+            if found is None:
+                missing.append(slot)
+            else:
+                yield slot, found
+        if not missing:
+            return
+        with self._held(row):
+            still = []
+            for slot in missing:  # another process may have read them meanwhile
+                found = self._get(names[slot], shape)
+                if found is None:
+                    still.append(slot)
+                else:
+                    yield slot, found
+            for slot, pixels in load(still) if still else ():
+                if pixels is not None:
+                    self._put(names[slot], pixels)
+                yield slot, pixels
+
+    def _path(self, name: str) -> Path:
+        return self._folder / hashlib.sha256(name.encode()).hexdigest()[:40]
+
+    def _get(self, name: str, shape: tuple[int, ...]) -> Pixels | None:
+        path = self._path(name)
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            os.utime(handle)  # used now
+            whole = np.frombuffer(mmap.mmap(handle, 0, prot=mmap.PROT_READ), np.uint8)
+            body = without_checksum(whole)
+        except (OSError, ValueError):  # damaged: read it from the store again
+            path.unlink(missing_ok=True)
+            return None
+        finally:
+            os.close(handle)
+        if body.size != int(np.prod(shape)):
+            return None
+        with self._lock:
+            self.shared_bytes += body.size
+        return body.reshape(shape)
+
+    def _put(self, name: str, pixels: Pixels) -> None:
+        """Add a chunk; without room on the disk it is left out."""
+        with self._lock:
+            self.store_bytes += pixels.size
+        path = self._path(name)
+        temporary = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
+        try:
+            with temporary.open("wb") as file:
+                file.write(joined(with_checksum(np.ascontiguousarray(pixels).reshape(-1))))
+            temporary.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            return
+        with self._lock:
+            self._unchecked_bytes += pixels.size + CRC_BYTES
+            check = self._unchecked_bytes > _CHECK_SHARE * self._size_bytes
+            self._unchecked_bytes = 0 if check else self._unchecked_bytes
+        if check:
+            self._trim()
+
+    def _trim(self) -> None:
+        """Remove the chunks used longest ago if the cache is larger than it may be."""
+        found = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_file():
+                        found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+        total = sum(size for _, size, _ in found)
+        if total <= self._size_bytes:
+            return
+        for _, size, path in sorted(found):
+            if total <= _FILLED * self._size_bytes:
+                return
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # noqa: PTH108
+            total -= size
+
+    @contextmanager
+    def _held(self, row: str) -> Iterator[None]:
+        """Context in which no other thread of the node reads the same row of chunks from the store."""
+        number = int(hashlib.sha256(row.encode()).hexdigest()[:8], 16) % _LOCKS
+        name = f"index-{number}" if row.endswith(INDEX) else str(number)
+        handle = os.open(self._folder / "locks" / name, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
