@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,6 +21,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import lowered_operators
 from hyfi_core.models.amoebanet import Cell
 from hyfi_core.plan.branches import Branches
+from tests.conftest import MPIEXEC, ROOT
 from tests.harness import Result, compare, identity, one_process, parallel, run_copies
 from tests.steps import (
     assert_equal_steps,
@@ -189,6 +193,12 @@ def test_shared_and_frozen_weights_and_branches_without_gradient(planes: int) ->
             _assert_equal(_model(OddBranches), Plan((ONE,), branches=planes))
 
 
+@pytest.mark.parametrize("planes", [2, 3])
+def test_amoebanet_cells_in_a_pipeline_of_two_replicas(planes: int) -> None:
+    plan = Plan((ONE, ONE), ("normal",), 2, branches=planes, replicas=2)
+    assert_plan_equals_one_process(_model(SmallCells), (2, 3, 12, 12), plan, steps=2)
+
+
 class SummedBranches(nn.Module):
     """The sum of six branches."""
 
@@ -269,6 +279,41 @@ def test_values_keep_type_and_format_between_planes(memory_format: Any) -> None:
     assert found[0] == pytest.approx(alone[0], rel=1e-4)
     for name, gradient in alone[1].items():
         assert (found[1][name] - gradient).norm() <= 0.02 * gradient.norm() + 1e-4, name
+
+
+PROGRAM = """
+import hyfi_core
+from hyfi_core import ParallelPlan
+from tests.steps import Steps, assert_equal_steps, make_batches, one_process_steps, sgd
+from tests.test_branches import OddBranches, _model
+
+comm = hyfi_core.init()
+for plan in (ParallelPlan(((1, 1),), replicas=2, branches=2), ParallelPlan(((2, 1),), branches=2)):
+    model, reference, batches = _model(OddBranches), _model(OddBranches), make_batches((2, 3, 12, 12), 2, plan.replicas)
+    engine = hyfi_core.parallelize(model, (2, 3, 12, 12), plan, comm, optimizer=sgd, verify=False)
+    losses, gradients = [], None
+    for index, step in enumerate(batches):
+        losses.append(engine.accumulate(*step[comm.rank // plan.ranks_per_replica]))
+        gradients = engine.gather_gradients() if index == 0 else gradients
+        engine.update()
+    state = engine.gather_state_dict()
+    if comm.rank == 0:
+        wanted = one_process_steps(reference, batches, 1, sgd)
+        found = Steps(losses, gradients, state, {})
+        assert_equal_steps(found, Steps(wanted.losses, wanted.gradients, wanted.state, {}))
+        print("equal", flush=True)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.soak
+@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")
+def test_processes_train_as_one() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [str(MPIEXEC), "-n", "4", sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["equal", "equal"]
 
 
 def _refused(model: nn.Module, plan: Plan, message: str) -> None:
