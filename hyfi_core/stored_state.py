@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,6 +52,19 @@ class StoredState(Mapping[str, torch.Tensor]):
 
 Weights = str | PathLike[str] | Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
 """Where to find a tensor by name: a safetensors file, a folder of them, a state, or a function."""
+
+
+@runtime_checkable
+class PreparedWeights(Protocol):
+    """A function of a name that is told first, on every rank, which names will be asked for."""
+
+    def prepare(self, names: Collection[str]) -> None:
+        """Make these tensors ready."""
+        ...
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """Return one of them."""
+        ...
 
 
 def tensor_reader(weights: Weights) -> Callable[[str], torch.Tensor]:

@@ -20,7 +20,7 @@ from hyfi_core.comm.same_weights import HeldWeights
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
-from hyfi_core.stored_state import Weights, tensor_reader
+from hyfi_core.stored_state import PreparedWeights, Weights, tensor_reader
 
 
 class ParameterOwnership:
@@ -174,6 +174,8 @@ def read_values(
         values[aliases[0]] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
     def read() -> None:
+        if isinstance(weights, PreparedWeights):
+            weights.prepare({name for comm, aliases in mine if comm.rank == 0 for name in aliases})
         reader = tensor_reader(weights)
         for comm, aliases in mine:
             if comm.rank == 0:

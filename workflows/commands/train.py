@@ -161,17 +161,21 @@ def _trainer(
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.run_folder import RunFolder
-    from workflows.training.start import make_engine, make_model
+    from workflows.training.start import drawn_by_stage, make_engine, make_model
     from workflows.training.throughput import Throughput, peak_flops_per_s
 
     assert roles.trainers is not None
     first = roles.world.rank == 0
     # One rank reads the file of run.machine, and all are refused together.
     peak = agree(roles.trainers, lambda: peak_flops_per_s(job.config, job.plan.ranks, device) if first else None)
-    model = agree(roles.trainers, lambda: make_model(job, loads=first and saved is None))  # one of them reads the file
-    model = model.to(made_current(device))
+    drawn = drawn_by_stage(job, device)
+    # One of them reads the file of weights.
+    model = agree(roles.trainers, lambda: make_model(job, loads=first and saved is None, drawn=drawn))
+    where = made_current(device)
+    if drawn is None:
+        model = model.to(where)
     replica = roles.trainers.rank // job.plan.ranks_per_replica
-    engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica))
+    engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica), drawn)
     throughput = None
     if first:
         height, width = job.config.data.size_px

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
+
+import torch
 
 from hyfi_core.capture.export import capture
 from hyfi_core.models.by_name import build_model
@@ -26,7 +29,8 @@ class ModelPrograms:
 
     def __init__(self, config: Config, classes: int) -> None:
         self._config = config
-        model = build_model(model_fields(config.model, classes))
+        with nullcontext() if ":" in config.model.name else torch.device("meta"):  # a built-in one needs no values
+            model = build_model(model_fields(config.model, classes))
         self._model = model.to(DTYPES[config.run.precision]).train()
         self._programs: dict[int, Program] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.link_traffic import link_traffic
 from hyfi_core.cost.rank_order import in_blocks, rank_order
+from hyfi_core.initial_weights import InitialWeights
 from hyfi_core.models.by_name import build_model
 from hyfi_core.plan.device import DeviceRequest, assign_devices, spare_devices
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -164,7 +166,8 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
         RequestError: The model cannot be built, an image would show too little of its slide's tissue, or a slide is
             damaged.
     """
-    build_model(job.model_json()["model"])  # first, because reading all tissue masks takes time
+    with torch.device("meta") if _is_built_in(job) else nullcontext():  # without values: it may be large
+        build_model(job.model_json()["model"])  # first, because reading all tissue masks takes time
     for dataset in (job.train, job.val):
         dataset.check_files()
         check_coverage(dataset, job.config.data.min_coverage)
@@ -172,15 +175,31 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
     return [*job.train.coverage_table(), *(row for row in job.val.coverage_table() if row["slide_id"] not in known)]
 
 
-def make_model(job: TrainingJob, loads: bool) -> torch.nn.Module:
+def drawn_by_stage(job: TrainingJob, device: str) -> InitialWeights | None:
+    """Return the weights of which each trainer draws those of its stages; None if it builds the whole model.
+
+    It does for a model of the user's own, whose capture is verified with values, for weights from a file, on a GPU, and
+    if the plan has one stage.
+    """
+    if not _is_built_in(job) or job.config.model.weights is not None or device != "cpu" or job.plan.stages == 1:
+        return None
+    return InitialWeights(lambda: build_model(job.model_json()["model"]), job.config.run.seed)
+
+
+def _is_built_in(job: TrainingJob) -> bool:
+    return ":" not in job.config.model.name
+
+
+def make_model(job: TrainingJob, loads: bool, drawn: InitialWeights | None = None) -> torch.nn.Module:
     """Return the initial model in the run's precision and memory format.
 
     Args:
         job: The run.
         loads: Whether to load ``model.weights`` and report it; False if another rank or a checkpoint provides them.
+        drawn: Weights that ``make_engine`` draws: the model is on the meta device.
     """
     torch.manual_seed(job.config.run.seed)
-    model = build_model(job.model_json()["model"])
+    model = build_model(job.model_json()["model"]) if drawn is None else drawn.model
     path = job.config.model.weights
     if path is not None and loads:
         say(f"weights from {path}: {load_weights(model, path)}")
@@ -202,9 +221,23 @@ def device_of(request: DeviceRequest, roles: Roles) -> str:
 
 
 def make_engine(
-    job: TrainingJob, model: torch.nn.Module, plan: ParallelPlan, group: Communicator, batch: int
+    job: TrainingJob,
+    model: torch.nn.Module,
+    plan: ParallelPlan,
+    group: Communicator,
+    batch: int,
+    drawn: InitialWeights | None = None,
 ) -> Engine:
-    """Return an engine for ``model`` over ``group``, for batches of ``batch`` images (collective over the group)."""
+    """Return an engine for ``model`` over ``group``, for batches of ``batch`` images (collective over the group).
+
+    Args:
+        job: The run.
+        model: From ``make_model``.
+        plan: Of the trainers.
+        group: The trainers.
+        batch: Images of this rank's replica.
+        drawn: What draws the model's weights if it is on the meta device.
+    """
     optimizer = job.config.optimizer
     height, width = job.config.data.size_px
     return parallelize(
@@ -218,7 +251,8 @@ def make_engine(
         memory_format="as_given",  # images and weights are in run.memory_format already
         release=True,
         compile=job.config.run.compile,
-        verify=":" in job.config.model.name,  # built-in models are covered by tests
+        verify=not _is_built_in(job),  # built-in models are covered by tests
+        weights=drawn,
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hyfi_core import initial_weights
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import load_checkpoint
 from hyfi_core.runtime.parallelize import parallelize
@@ -68,6 +69,29 @@ def test_a_resumed_pipeline_is_that_of_one_rank(
     for here, there in ((found.weights, wanted.weights), (found.averaged, wanted.averaged)):
         assert here is not None and there is not None and here.keys() == there.keys()
         assert all(torch.allclose(here[name], there[name], rtol=1e-8, atol=1e-10) for name in here)
+
+
+def test_trainers_of_a_built_in_model_draw_the_weights_of_their_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[str] = []
+    forget = initial_weights._forgotten
+    monkeypatch.setattr(
+        initial_weights, "_forgotten", lambda tensor: (forgotten.append(str(tensor.shape)), forget(tensor))[1]
+    )
+    model = {"name": "resnet6", "norm": "group", "options": {"width": 4}}
+    run = {"precision": "float64", "steps": 2}
+    config = make_config(tmp_path, make_store(tmp_path), model=model, plan={"microbatches": 2}, run=run)
+    assert run_here(config, f"run.dir={tmp_path / 'one'}") == 0
+    assert not forgotten
+    assert run_on(2, config, "plan.grids=[[1,1],[1,1]]", "plan.cuts=[layer2]") == [0, 0]
+    assert forgotten
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
+    found, wanted = (load_checkpoint(tmp_path / name / "checkpoints" / "latest") for name in ("run", "one"))
+    assert all(torch.allclose(found.weights[name], wanted.weights[name], rtol=1e-8) for name in wanted.weights)
+    assert run_on(2, config, "plan.grids=[[1,1],[1,1]]", "plan.cuts=[layer2]", "run.steps=3", resume=True) == [0, 0]
+    assert run_here(config, f"run.dir={tmp_path / 'one'}", "run.steps=3", resume=True) == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
 
 
 def test_weights_that_one_rank_refuses_are_refused_by_all(tmp_path: Path) -> None:

@@ -1,0 +1,195 @@
+"""Initial weights of a part of a model, without the memory of the whole.
+
+    meta build    conv1.weight  bn1.weight  …  fc.weight        no values: which names there are, and in which order
+    value build   conv1.weight  ░░░░░░░░░░  …  fc.weight        tensors that are not wanted are forgotten as soon as
+                                                                their module has become part of another
+
+Random values come from one generator in the order of the modules, so every tensor has to be drawn, also those that are
+forgotten. A forgotten tensor that is initialised again, as networks do in a loop over their modules, is drawn again and
+forgotten again. Any other use of one ends the attempt, and the whole model is built.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from hyfi_core.process_memory import return_freed_now
+
+_KEPT_BYTES = 32 << 20  # forgotten before their memory is returned to the system
+_BUILDING = threading.Lock()  # one build at a time: the generator and the hooks are those of the process
+_DRAWS = frozenset(
+    {"normal_", "uniform_", "fill_", "zero_", "constant_", "ones_", "zeros_"}
+    | {f"{kind}_{how}_" for kind in ("kaiming", "xavier") for how in ("normal", "uniform")}
+)
+"""Functions that set a tensor and take as many random numbers as its shape says, whatever its values were."""
+_READS = frozenset({"dim", "size", "numel", "stride", "ndimension", "is_floating_point"})
+_ATTRIBUTES = frozenset({"shape", "dtype", "ndim", "requires_grad", "data"})
+"""What may be read of a forgotten tensor; not its device: initialisations skip tensors on the meta device."""
+
+
+class _ForgottenUsedError(RuntimeError):
+    """A tensor was used that is not there."""
+
+
+class _Forgotten(torch.Tensor):
+    """A tensor without values, which can be drawn again."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
+            if name in _READS or attribute in _ATTRIBUTES:
+                found = func(*args, **kwargs)
+                return found.as_subclass(_Forgotten) if isinstance(found, torch.Tensor) else found
+            forgotten = next((item for item in (*args, *kwargs.values()) if isinstance(item, _Forgotten)), None)
+            tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
+            if name not in _DRAWS or forgotten is None or len(tensors) != 1:
+                raise _ForgottenUsedError(name)
+            drawn = torch.empty_strided(forgotten.shape, forgotten.stride(), dtype=forgotten.dtype)
+            func(
+                *(drawn if item is forgotten else item for item in args),
+                **{key: drawn if item is forgotten else item for key, item in kwargs.items()},
+            )
+            return forgotten
+
+
+class _ForgottenParameter(_Forgotten, nn.Parameter):
+    """A parameter without values."""
+
+
+class InitialWeights:
+    """The initial values of a model that is built without values, for ``parallelize(weights=…)``.
+
+    Args:
+        build: builds the model; the same each time, but for its random values.
+        seed: of torch's generator before the build; afterwards the generator is as after a build of the whole model.
+
+    Attributes:
+        model: the model on the meta device.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
+        self._build, self._seed = build, seed
+        self._values: dict[str, torch.Tensor] = {}
+        order = _Order(None)
+        with _BUILDING, torch.device("meta"), order.watching():
+            self.model = build()
+        named = _named(self.model)
+        names: dict[int, set[str]] = {}
+        for name, tensor in named.items():
+            names.setdefault(id(tensor), set()).add(name)
+        self._shapes = order.shapes
+        self._names = [names.get(id(tensor), set()) for tensor in order.tensors]
+
+    def prepare(self, names: Collection[str]) -> None:
+        """Draw the values of some tensors, which calls return afterwards."""
+        wanted = {place for place, of in enumerate(self._names) if not of.isdisjoint(names)}
+        with _BUILDING:
+            torch.manual_seed(self._seed)
+            order = _Order(wanted)
+            try:
+                with order.watching():
+                    model = self._build()
+                exact = order.shapes == self._shapes
+            except _ForgottenUsedError:
+                exact = False
+            if not exact:
+                torch.manual_seed(self._seed)
+                model = self._build()
+        self._values = {name: tensor for name, tensor in _named(model).items() if name in names}
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """Return a tensor, which is forgotten here.
+
+        Raises:
+            KeyError: it was not prepared, or has been returned before.
+        """
+        return self._values.pop(name).detach()
+
+
+class _Order:
+    """The parameters and buffers of a build, in the order in which modules register them.
+
+    Args:
+        wanted: places in this order of the tensors whose values stay; None: all stay.
+
+    Attributes:
+        shapes: (shape, dtype) of each.
+        tensors: the same tensors, if all stay.
+    """
+
+    def __init__(self, wanted: Collection[int] | None) -> None:
+        self._wanted = wanted
+        self._thread = threading.get_ident()
+        self.shapes: list[tuple[torch.Size, torch.dtype] | None] = []
+        self.tensors: list[torch.Tensor | None] = []
+        self._forgettable: set[int] = set()
+        self._freed_bytes = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context in which modules are built."""
+        handles = [
+            register_module_parameter_registration_hook(self._register),
+            register_module_buffer_registration_hook(self._register),
+            register_module_module_registration_hook(self._join),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _register(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        if threading.get_ident() != self._thread or isinstance(tensor, _Forgotten):
+            return
+        place = len(self.shapes)
+        self.shapes.append(None if tensor is None else (tensor.shape, tensor.dtype))
+        if self._wanted is None:
+            self.tensors.append(tensor)
+        elif tensor is not None and place in self._wanted:
+            self._forgettable.discard(id(tensor))
+        elif tensor is not None:
+            self._forgettable.add(id(tensor))
+
+    def _join(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Forget what is not wanted of a module that becomes part of another: it has been initialised."""
+        if threading.get_ident() != self._thread or self._wanted is None or child is None:
+            return
+        for part in child.modules():
+            for held in (part._parameters, part._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None and id(tensor) in self._forgettable and not isinstance(tensor, _Forgotten):
+                        held[key] = _forgotten(tensor)  # type: ignore[assignment]
+                        self._forgettable.discard(id(tensor))
+                        self._freed_bytes += tensor.nbytes
+        if self._freed_bytes > _KEPT_BYTES:
+            return_freed_now()
+            self._freed_bytes = 0
+
+
+def _forgotten(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return torch.Tensor._make_subclass(_ForgottenParameter, empty, tensor.requires_grad)
+    return empty.as_subclass(_Forgotten)
+
+
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return name -> parameter or buffer; tied ones under each of their names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
