@@ -24,6 +24,7 @@ Pointwise convolutions have a 1 x 1 kernel, thin ones fewer than 16 input channe
 """
 KINDS = (*PRODUCTS, "norm", "shared_norm", "pool", "elementwise")
 """Kinds of operators; the last four are bound by memory. A shared norm computes statistics over several ranks."""
+_OPTIONAL = ("crowding", "rail_bytes_per_s")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -73,6 +74,8 @@ class MachineModel:
         network: link between nodes, for one device if all devices of its node use it.
         disk_bytes_per_s: of a node's local disk.
         crowding: slowdown when all devices of a node compute.
+        rail_bytes_per_s: bandwidth between nodes, in one direction, of a device that is the only one of its node to use
+            it; None: as ``network``.
     """
 
     name: str
@@ -88,6 +91,7 @@ class MachineModel:
     network: DeviceLink
     disk_bytes_per_s: float
     crowding: Crowding = field(default_factory=Crowding)
+    rail_bytes_per_s: float | None = None
 
     def operator_s(
         self,
@@ -136,11 +140,25 @@ class MachineModel:
         waited_s = self.kernel_s + steps * self.link(ranks).latency_s
         return waited_s + self.messages_s(0, 2 * (ranks - 1) / ranks * length_bytes, ranks)
 
+    def leaders_s(self, nodes: int, length_bytes: float, together: int) -> float:
+        """Return the time of an all-reduce between one rank of each node.
+
+        Args:
+            nodes: number of nodes.
+            length_bytes: of the tensor.
+            together: devices of each node for which its rank stands, and which use the network at no other time.
+        """
+        rate = min(self.rail_bytes_per_s or self.network.bytes_per_s, together * self.network.bytes_per_s)
+        waited_s = self.kernel_s + 2 * math.ceil(math.log2(nodes)) * self.network.latency_s  # scatter, gather
+        return waited_s + 2 * (nodes - 1) / nodes * length_bytes / rate
+
     def to_yaml(self) -> str:
         """Return the file that ``load_machine`` reads."""
         tree = asdict(self)
         tree["efficiency"] = {kind: list(pair) for kind, pair in self.efficiency.items()}
         tree["peak_flops_per_s"] = dict(self.peak_flops_per_s)
+        if self.rail_bytes_per_s is None:
+            del tree["rail_bytes_per_s"]
         return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
 
 
@@ -177,7 +195,7 @@ def _parse(tree: Any, source: str) -> MachineModel:
     for key in sorted(set(tree) - set(names)):
         raise RequestError(f"machine {source}: {key}: unknown; allowed: {', '.join(names)}")
     for key in names:
-        if key not in tree and key != "crowding":
+        if key not in tree and key not in _OPTIONAL:
             raise RequestError(f"machine {source}: {key}: missing")
     if tree["device"] not in ("cpu", "cuda"):
         raise RequestError(f"machine {source}: device: given {tree['device']!r}; allowed: cpu or cuda")
@@ -196,6 +214,7 @@ def _parse(tree: Any, source: str) -> MachineModel:
         network=_link(tree, "network", source),
         disk_bytes_per_s=_number(tree, "disk_bytes_per_s", source),
         crowding=_crowding(tree, source) if "crowding" in tree else Crowding(),
+        rail_bytes_per_s=_number(tree, "rail_bytes_per_s", source) if "rail_bytes_per_s" in tree else None,
     )
 
 

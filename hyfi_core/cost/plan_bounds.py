@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.machine import MachineModel
@@ -12,6 +13,8 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 
 Programs = Callable[[int], Program]
 """Returns the captured model for micro-batches of this number of images."""
+_Seconds = dict[tuple[int, ...], float]
+"""Height and width of a map -> time of the convolutions that compute such; (1, 1) stands for all other operators."""
 ONE_IN_FLIGHT = ("gems_mast", "gems_master")
 """Schedules in which each direction has one micro-batch at a time."""
 _CAPTURED_IMAGES = 2
@@ -30,6 +33,9 @@ class PlanBounds:
     The step is at least (W + min(r) K) / Σ yₛ for any yₛ ≥ 0 with m yₛ + Σ(j > s) yⱼ ≥ rₛ. With GEMS schedules, each
     direction begins a micro-batch after the backward of the one before: at least W / max(r) + K for each.
 
+    A convolution of a map of h x w on R x C ranks takes at least the time of the largest part, ceil(h/R) ceil(w/C), so
+    W counts it R C ceil(h/R) ceil(w/C) / (h w) times, for the best grid: many ranks cannot divide a small map.
+
     Models are captured for two sizes of micro-batches only: an operator takes a time that is linear in the images, or
     the larger of two such, so their sum is convex, and larger sizes take at least what a straight line says.
 
@@ -47,12 +53,18 @@ class PlanBounds:
         self._programs, self._batch = programs, batch
         self._machine, self._dtype = machine, dtype
         self._crowded = ranks > 1 and machine.devices_per_node > 1
-        self._work: dict[int, tuple[float, float]] = {}
+        self._work: dict[int, tuple[_Seconds, float]] = {}
+        self._totals: dict[tuple[int, frozenset[tuple[int, int]]], tuple[float, float]] = {}
 
     def of(self, plan: ParallelPlan) -> float:
         """Return the bound of a plan."""
         sizes = [rows * columns for rows, columns in plan.grids]
-        work_s, kernels_s = self._of_microbatch(self._batch // plan.replicas // plan.microbatches)
+        images, grids = self._batch // plan.replicas // plan.microbatches, frozenset(plan.grids)
+        if (images, grids) not in self._totals:
+            by_map, kernels_s = self._of_microbatch(images)
+            work_s = sum(seconds * min(_repeated(at, grid) for grid in grids) for at, seconds in by_map.items())
+            self._totals[images, grids] = work_s, kernels_s
+        work_s, kernels_s = self._totals[images, grids]
         total_s = work_s + min(sizes) * kernels_s
         if plan.schedule in ONE_IN_FLIGHT:
             return plan.microbatches / plan.directions * (work_s / max(sizes) + kernels_s)
@@ -63,22 +75,35 @@ class PlanBounds:
             weights += max(0.0, size - weights) / plan.microbatches
         return total_s / weights
 
-    def _of_microbatch(self, images: int) -> tuple[float, float]:
-        """Return the least time of all operators on one rank, and of their starting."""
+    def _of_microbatch(self, images: int) -> tuple[_Seconds, float]:
+        """Return the least time of all operators on one rank, by map, and of their starting."""
         if images <= _CAPTURED_IMAGES:
             return self._captured(images)
-        low, high = self._captured(1), self._captured(_CAPTURED_IMAGES)
-        slope = (high[0] - low[0]) / (_CAPTURED_IMAGES - 1)
-        return high[0] + slope * (images - _CAPTURED_IMAGES), high[1]
+        (low, _), (high, kernels_s) = self._captured(1), self._captured(_CAPTURED_IMAGES)
+        more = (images - _CAPTURED_IMAGES) / (_CAPTURED_IMAGES - 1)
+        return {at: seconds + more * (seconds - low.get(at, 0.0)) for at, seconds in high.items()}, kernels_s
 
-    def _captured(self, images: int) -> tuple[float, float]:
+    def _captured(self, images: int) -> tuple[_Seconds, float]:
         if images not in self._work:
-            machine, crowded = self._machine, self._crowded
-            costs = operator_costs(self._programs(images), machine, self._dtype)
+            machine, crowded, program = self._machine, self._crowded, self._programs(images)
             bare = replace(machine, kernel_s=0.0)
-            work_s = sum(_least_s(cost, bare, crowded) for cost in costs)
-            self._work[images] = work_s, sum(_least_s(cost, machine, crowded) for cost in costs) - work_s
+            by_map: _Seconds = {}
+            kernels_s = 0.0
+            for op, cost in zip(program.operators, operator_costs(program, machine, self._dtype), strict=True):
+                seconds = _least_s(cost, bare, crowded)
+                at = program.values[op.first_output].shape[-2:] if cost.kind.endswith("convolution") else (1, 1)
+                by_map[at] = by_map.get(at, 0.0) + seconds
+                kernels_s += _least_s(cost, machine, crowded) - seconds
+            self._work[images] = by_map, kernels_s
         return self._work[images]
+
+
+def _repeated(size: tuple[int, ...], grid: tuple[int, int]) -> float:
+    """Return the least pixels of the largest part times the ranks, relative to the map; 1 for what is not a map."""
+    if size == (1, 1):
+        return 1.0
+    both = grid, grid[::-1]  # y and x of a map may have been exchanged
+    return min(prod(ranks * -(-side // ranks) / side for side, ranks in zip(size, way, strict=True)) for way in both)
 
 
 def _least_s(cost: OperatorCost, machine: MachineModel, crowded: bool) -> float:

@@ -20,8 +20,9 @@ from hyfi_core.capture.stages import Stage, active_values
 from hyfi_core.cost.lowered_stages import DividedStage, LoweredPlans, lowered_stages
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import OperatorCost, operator_costs, value_bytes
+from hyfi_core.cost.reduction import GradientHolders
 from hyfi_core.ops.batch_norm import BatchNorm
-from hyfi_core.plan.parallel_plan import BUCKET_BYTES, ParallelPlan
+from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.transfer import Transfer
 from hyfi_core.rules.instructions import CollectiveCall, RankProgram
 
@@ -153,6 +154,9 @@ class StageCosts:
         waits.branch_s = self._branch_s(divided, ranks)
         recompute_s = clock.forward_s if self._plan.recomputes(index) else 0.0
         weights = sum(value_bytes(program, name) for name in piece.program.parameters)
+        scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
+        gradients = [(ready_s, scale * length) for ready_s, length in clock.gradients]
+        group = GradientHolders.of(self._plan, index, self._machine.devices_per_node)
         return StageCost(
             forward_s=clock.forward_s + waits.total_s,
             backward_s=clock.backward_s + recompute_s + waits.total_s,
@@ -160,7 +164,7 @@ class StageCosts:
             sums_s=2 * waits.sums_s,
             branch_s=2 * waits.branch_s,
             halo_bytes=waits.halo_bytes,
-            reduce_s=self._reduced_s(clock, ranks),
+            reduce_s=group.exposed_s(gradients, clock.backward_s, self._machine),
             update_s=_UPDATE_PASSES * weights / self._machine.memory_bytes_per_s,
         )
 
@@ -263,22 +267,6 @@ class StageCosts:
             length = sum(prod(info.shape) * info.dtype.itemsize for info in infos)
         group = ranks * (self._plan.replicas if call.all_replicas else 1)
         return self._machine.all_reduce_s(group, length) + (self._cells - 1) * self._machine.kernel_s
-
-    def _reduced_s(self, clock: _Clock, ranks: int) -> float:
-        """Return the time of the reduction after the backward; each bucket starts when it is complete."""
-        plan = self._plan
-        holders = ranks * (2 if plan.directions == 2 and plan.mirror == "all_reduce" else 1)
-        copies = plan.replicas * plan.branches
-        if holders * copies == 1:
-            return 0.0
-        scale = 0.5 if plan.reduce_dtype == "bfloat16" else 1.0
-        free_s, bucket = 0.0, 0
-        for number, (ready_s, length) in enumerate(clock.gradients, 1):
-            bucket += length
-            if bucket >= BUCKET_BYTES or number == len(clock.gradients):
-                free_s = max(free_s, ready_s) + self._machine.all_reduce_s(holders * copies, scale * bucket)
-                bucket = 0
-        return max(0.0, free_s - clock.backward_s)
 
 
 def _gradient_bytes(program: Program, operators: Sequence[Operator]) -> dict[str, int]:

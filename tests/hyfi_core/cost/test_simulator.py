@@ -161,7 +161,7 @@ def test_cells_need_less_memory_and_a_little_more_time() -> None:
 
 def test_gradients_are_reduced_while_the_backward_goes_on() -> None:
     plan, weights = ParallelPlan(grids=((1, 1),), replicas=2), sum(p.numel() * 4 for p in Network().parameters())
-    with mock.patch("hyfi_core.cost.stage_cost.BUCKET_BYTES", 1):
+    with mock.patch("hyfi_core.cost.reduction.BUCKET_BYTES", 1):
         (overlapped,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
     (at_once,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
     assert 0 < overlapped.reduce_s < at_once.reduce_s

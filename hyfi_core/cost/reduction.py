@@ -1,0 +1,74 @@
+"""Modelled time of gradient reductions: in two levels, bucket by bucket, while the backward still runs.
+
+    backward       bucket 0 ready ──── bucket 1 ready ───── bucket 2 ready, end
+    within nodes   ├─ 0 ─┤             ├─ 1 ─┤              ├─ 2 ─┤
+    between nodes        ├──── 0 ────┤       ├──── 1 ────┤        ├──── 2 ────┤
+    back                             ├ 0 ┤               ├ 1 ┤                ├ 2 ┤    what is after the end is exposed
+
+As ``comm.two_level``: a reduction within each node, one between the first ranks of the nodes, and the result from each
+of them to the others of its node. Every level works on one bucket at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.plan.parallel_plan import BUCKET_BYTES, ParallelPlan
+from hyfi_core.plan.placement import Placement
+
+
+@dataclass(frozen=True)
+class GradientHolders:
+    """The ranks that reduce the gradients of a stage.
+
+    Attributes:
+        nodes: number of nodes on which they are.
+        together: the most of them on one node.
+    """
+
+    nodes: int
+    together: int
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, stage: int, devices_per_node: int) -> GradientHolders:
+        """Return the group of a stage, with ranks in blocks on nodes."""
+        placement = Placement.of(plan)
+        directions = 1 if plan.mirror == "point_to_point" else placement.directions
+        held = {rank for direction in range(directions) for rank in placement.group(stage, direction)}
+        firsts = range(0, plan.ranks, placement.size)  # of all planes of all replicas
+        counts = Counter((first + rank) // devices_per_node for first in firsts for rank in held)
+        return cls(len(counts), max(counts.values()))
+
+    def exposed_s(self, gradients: Iterable[tuple[float, float]], backward_s: float, machine: MachineModel) -> float:
+        """Return the time from the end of the backward to the end of the reductions.
+
+        Args:
+            gradients: (time at which they are complete, bytes), in order.
+            backward_s: time at which the backward ends.
+            machine: the machine model.
+        """
+        if self.nodes * self.together == 1:
+            return 0.0
+        free_s = [0.0] * 3
+        ready_s, bucket, end_s, left = 0.0, 0.0, 0.0, list(gradients)
+        for number, (complete_s, length) in enumerate(left, 1):
+            ready_s, bucket = complete_s, bucket + length
+            if bucket >= BUCKET_BYTES or number == len(left):
+                end_s = ready_s
+                for level, seconds in enumerate(self._levels_s(bucket, machine)):
+                    end_s = free_s[level] = max(end_s, free_s[level]) + seconds
+                bucket = 0.0
+        return max(0.0, end_s - backward_s)
+
+    def _levels_s(self, length: float, machine: MachineModel) -> tuple[float, ...]:
+        """Return the time of one bucket within nodes, between them, and back."""
+        if self.nodes == 1:
+            return (machine.all_reduce_s(self.together, length),)
+        across_s = machine.leaders_s(self.nodes, length, self.together)
+        if self.together == 1:
+            return (across_s,)
+        back_s = machine.kernel_s + machine.messages_s(0, (self.together - 1) * length)
+        return machine.all_reduce_s(self.together, length), across_s, back_s
