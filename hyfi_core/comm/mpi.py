@@ -4,8 +4,12 @@ Every operation is non-blocking and is waited for with a back-off (spin, yield, 
 use a full core while they wait, which slows down other ranks.
 
 Messages are sent as bytes directly from the tensors' memory; a tensor must be contiguous, and the pending object keeps
-it alive until its request has completed. Messages longer than MPI-3's 32-bit counts allow are sent in pieces with the
-same tag.
+it alive until its request has completed. Long messages are sent in slices with the same tag; both ends cut them alike,
+wherever the memory is, and counts of traffic count them as one message:
+
+    device ── copy 0 ── copy 1 ── copy 2        a message of a GPU that goes through the host: slice k is sent while
+    MPI               └─ send 0 ─ send 1 ─ …    slice k + 1 is copied, and on arrival slice k is copied to the device
+                                                while slice k + 1 arrives
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import ctypes
 import functools
 import os
 import sys
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -22,17 +26,14 @@ from typing import Any, NoReturn
 import torch
 from mpi4py import MPI
 
-from hyfi_core.comm.activity import ACTIVITY, named_ranks
+from hyfi_core.comm.activity import named_ranks
 from hyfi_core.comm.base import Message, ReduceOp
-from hyfi_core.comm.wire import decoded, encoded, from_wire, to_wire
+from hyfi_core.comm.progress import backed_off
+from hyfi_core.comm.wire import HostSlice, check_dense, decoded, encoded, from_wire, host_slices, to_wire
 
 _MOST_BYTES = 1 << 30  # counts of MPI-3 are 32-bit
-_SPIN_S = 100e-6
-# If MPI sends a message in pieces, both ends must call it for each piece: with earlier sleeps, a step took twenty times
-# as long (shared memory without cross-memory attach).
-_YIELD_S = 0.1
-_SLEEP_FIRST_S = 50e-6
-_SLEEP_MOST_S = 2e-3
+_SLICE_BYTES = 16 << 20
+"""Size of a slice of a message: small against long messages, large against what a slice costs (about 1 µs)."""
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -99,56 +100,51 @@ def own_gpu_support() -> GpuSupport:
     return gpu_support(MPI.Get_library_version(), query, os.environ)
 
 
-def backed_off(ready: Callable[[], bool], what: Callable[[], str], nbytes: Callable[[], int] = int) -> None:
-    """Return when ``ready()``: first spin, then yield the core, then sleep for increasing times.
-
-    Args:
-        ready: called repeatedly.
-        what: describes the wait, called if it takes long.
-        nbytes: returns the pending bytes, called if it takes long.
-    """
-    start = time.perf_counter()
-    while not ready():
-        waited_s = time.perf_counter() - start
-        if waited_s < _SPIN_S:
-            continue
-        if waited_s >= _YIELD_S:
-            break
-        os.sched_yield()
-    else:
-        return
-    sleep_s = _SLEEP_FIRST_S
-    with ACTIVITY.waiting(what, nbytes()):
-        while not ready():
-            time.sleep(sleep_s)
-            sleep_s = min(_SLEEP_MOST_S, sleep_s * 1.5)
-
-
-def _pieces(tensor: torch.Tensor) -> list[Any]:
-    """Return the tensor's bytes for MPI, in pieces of at most ``_MOST_BYTES``; one piece for an empty tensor.
+def _pieces(tensor: torch.Tensor, most: int | None = None) -> list[Any]:
+    """Return the tensor's bytes for MPI, in pieces of at most ``most`` (``_MOST_BYTES``); one if it is empty.
 
     Raises:
         ValueError: the tensor is not dense.
     """
-    if not (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)):
-        raise ValueError(
-            f"a message must be contiguous; got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
-        )
-    most, total, start = _MOST_BYTES, tensor.nbytes, tensor.data_ptr()
+    check_dense(tensor)
+    most, total, start = most or _MOST_BYTES, tensor.nbytes, tensor.data_ptr()
     starts = range(0, max(1, total), most)
     return [MPI.memory.fromaddress(start + first, min(most, total - first)) for first in starts]
 
 
-def _staged(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    """Return a tensor in memory that MPI can be given: itself, or a pinned copy (uninitialised unless ``copy``)."""
-    if tensor.device.type == "cpu":
-        return tensor
-    if tensor.device.type == "cuda" and own_gpu_support().direct:
+def _is_staged(tensor: torch.Tensor) -> bool:
+    """Whether a message goes through pinned memory, because MPI cannot be given its own."""
+    return tensor.device.type != "cpu" and not (tensor.device.type == "cuda" and own_gpu_support().direct)
+
+
+def _in_place(tensor: torch.Tensor) -> list[Any]:
+    """Return the slices of a message in memory that MPI can be given."""
+    if tensor.device.type != "cpu":
         # MPI knows no streams: what was given to this one may still write the message, or use memory to receive into.
         torch.cuda.current_stream(tensor.device).synchronize()
-        return tensor
-    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-    return buffer.copy_(tensor) if copy else buffer
+    return _pieces(tensor, min(_MOST_BYTES, _SLICE_BYTES))
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[Any]:
+    """Return the slices of a message: memory for MPI, or those that go through pinned memory."""
+    return host_slices(tensor, min(_MOST_BYTES, _SLICE_BYTES)) if _is_staged(tensor) else _in_place(tensor)
+
+
+def _memory(part: Any) -> Any:
+    """Return the memory of a slice for MPI."""
+    return _pieces(part.buffer)[0] if isinstance(part, HostSlice) else part
+
+
+def _await_copy(part: HostSlice, requests: list[Any], what: Callable[[], str]) -> None:
+    """Return when a slice is on the host; until then, MPI goes on with earlier ones."""
+
+    def ready() -> bool:
+        if part.is_copied():
+            return True
+        MPI.Request.Testall(requests)
+        return False
+
+    backed_off(ready, what)
 
 
 class _Requests:
@@ -162,14 +158,20 @@ class _Requests:
         what: Callable[[], str],
         keep: Sequence[Any] = (),
         finish: Callable[[], None] | None = None,
+        landing: Iterable[tuple[Any, HostSlice]] = (),
     ) -> None:
+        self._landing = deque(landing)
+        self._stream = torch.cuda.current_stream() if any(part.pinned for _, part in self._landing) else None
         self._requests = requests
         self._what = what
         self._keep: Sequence[Any] | None = keep
         self._finish = finish
 
     def test(self) -> bool:
-        if self._keep is not None and MPI.Request.Testall(self._requests):
+        while self._landing and MPI.Request.Testall([self._landing[0][0]]):
+            with torch.cuda.stream(self._stream):  # of the exchange: this may be the thread that makes progress
+                self._landing.popleft()[1].copy_to_device()
+        if self._keep is not None and not self._landing and MPI.Request.Testall(self._requests):
             if self._finish is not None:
                 self._finish()
             self._keep = None
@@ -177,6 +179,8 @@ class _Requests:
 
     def wait(self) -> None:
         backed_off(self.test, self._what, self._nbytes)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._keep or ())
@@ -204,26 +208,25 @@ class MpiCommunicator:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Requests:
         """Start sends and receives, receives first."""
-        landing = [_staged(m.tensor, copy=False) for m in receives]
-        requests = [
-            self._comm.Irecv([piece, MPI.BYTE], m.peer, m.tag)
-            for m, buffer in zip(receives, landing, strict=True)
-            for piece in _pieces(buffer)
-        ]
-        leaving = [_staged(m.tensor, copy=True) for m in sends]
-        requests += [
-            self._comm.Isend([piece, MPI.BYTE], m.peer, m.tag)
-            for m, buffer in zip(sends, leaving, strict=True)
-            for piece in _pieces(buffer)
-        ]
-
-        def land() -> None:
-            for message, buffer in zip(receives, landing, strict=True):
-                if buffer is not message.tensor:  # pinned memory is not used again before its copy is done
-                    message.tensor.copy_(buffer, non_blocking=True)
-
+        requests: list[Any] = []
+        landing: list[tuple[Any, HostSlice]] = []
+        for message in receives:
+            for part in _parts(message.tensor):
+                requests.append(self._comm.Irecv([_memory(part), MPI.BYTE], message.peer, message.tag))
+                landing += [(requests[-1], part)] if isinstance(part, HostSlice) else []
+        leaving = [(message, part) for message in sends for part in _parts(message.tensor)]
+        copied = [part for _, part in leaving if isinstance(part, HostSlice)]
+        for part in copied:
+            part.copy_to_host()
         peers = [m.peer for m in (*receives, *sends)]
-        return _Requests(requests, lambda: f"an exchange with {self._named(peers)}", [*leaving, *landing], land)
+        what = lambda: f"an exchange with {self._named(peers)}"  # noqa: E731
+        for message, part in leaving:
+            if isinstance(part, HostSlice):
+                _await_copy(part, requests, what)
+            requests.append(self._comm.Isend([_memory(part), MPI.BYTE], message.peer, message.tag))
+        whole = [message.tensor for message in (*receives, *sends) if not _is_staged(message.tensor)]
+        keep = [*whole, *(part.buffer for part in (*copied, *(part for _, part in landing)))]
+        return _Requests(requests, what, keep, landing=landing)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; 16-bit floats are sent and added as float32 (see ``comm.wire``)."""
@@ -276,8 +279,10 @@ class MpiCommunicator:
         return [decoded(buffer) for buffer in buffers]
 
     def send_object(self, value: Any, peer: int, tag: int) -> _Requests:
-        """Start sending a small value."""
-        return self.exchange([Message(peer, encoded(value), tag)], [])
+        """Start sending a small value, which is received as one piece."""
+        data = encoded(value)
+        requests = [self._comm.Isend([piece, MPI.BYTE], peer, tag) for piece in _pieces(data)]
+        return _Requests(requests, lambda: f"a value for {self._named([peer])}", [data])
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one received value, or None."""

@@ -1,4 +1,4 @@
-"""Progress of communication while a rank computes.
+"""Progress of communication while a rank computes, and waiting for it without a full core.
 
 MPI moves large messages only inside calls. Slicing the computation, with a call between slices, costs too much (a
 convolution of 64 channels takes a quarter longer in eight slices, a deep one twice as long), so a helper thread makes
@@ -8,14 +8,22 @@ the calls: PyTorch releases the interpreter lock while it computes.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Pending
 
 _FIRST_S = 100e-6
 _MOST_S = 2e-3
+_SPIN_S = 100e-6
+# If MPI sends a message in pieces, both ends must call it for each piece: with earlier sleeps, a step took twenty times
+# as long (shared memory without cross-memory attach).
+_YIELD_S = 0.1
+_SLEEP_FIRST_S = 50e-6
+_SLEEP_MOST_S = 2e-3
 
 
 class _ProgressThread:
@@ -75,3 +83,28 @@ def polled(pending: Pending | None) -> Iterator[None]:
         yield
     finally:
         _PROGRESS.leave(pending)
+
+
+def backed_off(ready: Callable[[], bool], what: Callable[[], str], nbytes: Callable[[], int] = int) -> None:
+    """Return when ``ready()``: first spin, then yield the core, then sleep for increasing times.
+
+    Args:
+        ready: called repeatedly.
+        what: describes the wait, called if it takes long.
+        nbytes: returns the pending bytes, called if it takes long.
+    """
+    start = time.perf_counter()
+    while not ready():
+        waited_s = time.perf_counter() - start
+        if waited_s < _SPIN_S:
+            continue
+        if waited_s >= _YIELD_S:
+            break
+        os.sched_yield()
+    else:
+        return
+    sleep_s = _SLEEP_FIRST_S
+    with ACTIVITY.waiting(what, nbytes()):
+        while not ready():
+            time.sleep(sleep_s)
+            sleep_s = min(_SLEEP_MOST_S, sleep_s * 1.5)

@@ -1,4 +1,4 @@
-"""What is sent: dtype and treatment of NaN in reductions, and objects as bytes; the same for every backend.
+"""What is sent: dtype and NaN in reductions, objects as bytes, slices of a device; the same for every backend.
 
 16-bit floats are added as float32 and rounded once. A maximum or minimum with a NaN is NaN, as in one process;
 ``MPI.MAX`` and others do not guarantee that, so floats are sent as integers of the same order, with NaN at the end.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,3 +78,64 @@ def encoded(value: Any) -> torch.Tensor:
 def decoded(data: torch.Tensor) -> Any:
     """Return the value of ``encoded``."""
     return json.loads(data.numpy().tobytes().decode())
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Refuse a tensor with gaps.
+
+    Raises:
+        ValueError: it is neither contiguous nor channels-last.
+    """
+    if not (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)):
+        raise ValueError(
+            f"a message must be contiguous; got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
+
+
+@dataclass
+class HostSlice:
+    """A slice of a message of a device, and memory of the host for it.
+
+    Attributes:
+        on_device: flat view of the message.
+        buffer: its memory on the host; pinned for a GPU, so that copies do not block.
+        copied: recorded behind the copy to the host.
+    """
+
+    on_device: torch.Tensor
+    buffer: torch.Tensor
+    copied: Any = None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether copies do not block."""
+        return self.on_device.device.type == "cuda"
+
+    def copy_to_host(self) -> None:
+        """Start the copy of the slice to the host, behind what computes it."""
+        self.buffer.copy_(self.on_device, non_blocking=True)
+        if self.pinned:
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def is_copied(self) -> bool:
+        """Whether the slice is on the host."""
+        return self.copied is None or bool(self.copied.query())
+
+    def copy_to_device(self) -> None:
+        """Start the copy of the slice to the device; pinned memory is not used again before that is done."""
+        self.on_device.copy_(self.buffer, non_blocking=True)
+
+
+def host_slices(tensor: torch.Tensor, most_bytes: int) -> list[HostSlice]:
+    """Return the slices of a message of a device, of at most so many bytes; one for an empty tensor.
+
+    Each has memory of its own: an allocator that keeps pinned memory finds the same sizes again.
+
+    Raises:
+        ValueError: the tensor is not dense.
+    """
+    check_dense(tensor)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    pinned, values = tensor.device.type == "cuda", max(1, most_bytes // tensor.element_size())
+    return [HostSlice(p, torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned)) for p in flat.split(values)]

@@ -75,17 +75,76 @@ def test_reductions_go_through_host_memory(gpu: FakeGpu, direct: bool, dtype: to
     assert (gradient * 2).cpu().tolist() == [22.0] * 4
 
 
-def test_a_copy_that_is_not_waited_for_is_sent_as_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_waiting(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return buffer.copy_(tensor, non_blocking=True) if copy else buffer
+def sliced(gpu: FakeGpu, adapter: ModuleType, mpi: FakeMpi, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """Exchange three messages each way, of 0, 3 and 11 numbers, in slices of 4; change and read them at once."""
+    monkeypatch.setattr(adapter, "_SLICE_BYTES", 16)
+    comm, sizes = adapter.MpiCommunicator(mpi.COMM_WORLD), (0, 3, 11)
+    outs = [torch.arange(size, dtype=torch.float32, device="cuda").mul_(2.0) for size in sizes]
+    into = [torch.zeros(size, device="cuda") for size in sizes]
+    received = [Message(1, tensor, tag) for tag, tensor in enumerate(into)]
+    pending = comm.exchange([Message(1, tensor, tag) for tag, tensor in enumerate(outs)], received)
+    for out in outs:
+        out.fill_(-1.0)
+    pending.wait()
+    return [(tensor + 1.0).cpu().tolist() for tensor in into]
 
+
+@pytest.mark.parametrize("seed", range(12))
+def test_slices_of_long_messages_arrive_whole(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices differ, and each is read or written when it completes: an early or late access gives wrong numbers."""
+    with FakeGpu(seed) as gpu:
+        counts = iter(range(100))
+        mpi = FakeMpi(lambda rank, size: numbers(float(next(counts)), size // 4), seed)
+        found = sliced(gpu, over(mpi, False), mpi, monkeypatch)
+    assert [len(values) for values in found] == [0, 3, 11]
+    parts = [found[1], found[2][:4], found[2][4:8], found[2][8:]]
+    assert all(len(set(part)) == 1 for part in parts)  # a slice is of one message
+    assert {part[0] for part in parts} <= {1.0, 2.0, 3.0, 4.0, 5.0} and len({part[0] for part in parts}) == 4
+    wanted = [torch.arange(size, dtype=torch.float32).mul(2.0) for size in (0, 3, 11)]
+    pieces = [piece.numpy().tobytes() for tensor in wanted for piece in tensor.split(4)]
+    assert sorted(data for _, data in mpi.sent) == sorted(pieces)
+
+
+def test_a_slice_is_given_to_mpi_before_the_last_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sending overlaps copying: the first is on its way while copies are left."""
+    overlapped = 0
+    for seed in range(12):
+        with FakeGpu(seed) as gpu:
+            mpi = FakeMpi(peers, seed)
+            adapter = over(mpi, False)
+            left, waits = [], adapter._await_copy
+
+            def await_copy(part: object, requests: list[object], what: object) -> None:
+                waits(part, requests, what)  # noqa: B023
+                left.append((len(mpi._open), len(mpi.sent)))  # noqa: B023
+
+            monkeypatch.setattr(adapter, "_await_copy", await_copy)
+            sliced(gpu, adapter, mpi, monkeypatch)
+            overlapped += left[-1][1] > 0
+    assert overlapped
+
+
+def test_received_slices_go_to_the_stream_of_the_exchange(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that makes progress has another current stream, and so may the one that waits."""
+    mpi = FakeMpi(peers, gpu.random.randrange(100))
+    adapter = over(mpi, False)
+    monkeypatch.setattr(adapter, "_SLICE_BYTES", 16)
+    comm, side = adapter.MpiCommunicator(mpi.COMM_WORLD), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        into = torch.zeros(11, device="cuda")
+        pending = comm.exchange([], [Message(1, into)])
+    into.record_stream(torch.cuda.current_stream())
+    pending.wait()
+    assert (into * 2).cpu().tolist() == [20.0] * 11
+
+
+def test_a_copy_that_is_not_waited_for_is_sent_as_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = 0
     for seed in range(8):
         with FakeGpu(seed) as gpu:
             mpi = FakeMpi(peers, seed)
             adapter = over(mpi, False)
-            monkeypatch.setattr(adapter, "_staged", without_waiting)
+            monkeypatch.setattr(adapter, "_await_copy", lambda part, requests, what: None)
             exchanged(gpu, adapter, mpi)
             wrong += mpi.sent != [(1, numbers(5.0))]
     assert wrong
@@ -96,7 +155,7 @@ def test_memory_of_the_device_that_a_stream_still_uses_is_not_given_to_mpi(
 ) -> None:
     mpi = FakeMpi(peers, gpu=gpu)
     adapter = over(mpi, True)
-    monkeypatch.setattr(adapter, "_staged", lambda tensor, copy: tensor)
+    monkeypatch.setattr(adapter, "_in_place", adapter._pieces)
     with pytest.raises(RaceError, match="a message on the host, but stream 1"):
         exchanged(gpu, adapter, mpi)
 
