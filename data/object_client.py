@@ -1,7 +1,7 @@
 """Clients of object storage, one for each bucket and process, whose errors are those of a file system.
 
 The library is obstore: requests leave the interpreter's lock, many threads share the connections of one client, and
-transient errors (5xx, 429, connections refused or reset) are repeated with growing pauses, for about half a minute.
+transient errors (5xx, 429, connections refused or reset) are repeated with growing pauses, for about twenty seconds.
 Keys and endpoints come from the usual environment variables (``AWS_…``, ``GOOGLE_…``).
 """
 
@@ -26,8 +26,8 @@ SCHEMES = ("s3", "gs", "https", "http", "memory")
 LISTABLE = ("s3", "gs", "memory")
 """Schemes whose folders can be listed and written; the others are read by name."""
 
-_RETRIES = 12
-_BACKOFF_S = (0.1, 5.0)
+_RETRIES = 15
+_BACKOFF_S = (0.5, 10.0)
 _GIVE_UP_S = 60.0
 _TIMEOUT_S = 30.0
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -87,7 +87,7 @@ def _new_client(scheme: str, place: str) -> ObjectStore:
     settings: dict[str, Any] = {
         "retry_config": {
             "max_retries": _RETRIES,
-            "backoff": {"init_backoff": timedelta(seconds=low), "max_backoff": timedelta(seconds=high), "base": 3},
+            "backoff": {"init_backoff": timedelta(seconds=low), "max_backoff": timedelta(seconds=high), "base": 2},
             "retry_timeout": timedelta(seconds=_GIVE_UP_S),
         },
         "client_options": {"timeout": timedelta(seconds=_TIMEOUT_S), "connect_timeout": timedelta(seconds=5)},
