@@ -9,10 +9,8 @@ the model's parallel branches, packed onto planes, would save enough even if exc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from hyfi_core.capture.program import Program
 from hyfi_core.cost.branch_packing import pack_branches
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import operator_costs
@@ -21,12 +19,11 @@ from hyfi_core.cost.planner import PlanRequest, PlanSearch, best_plans
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.errors import RequestError
 
-_Programs = Callable[[int], Program]
 _PLANES = (2, 3, 4)
 """Numbers of planes to try; cells of AmoebaNet and Inception modules have four to ten branches."""
 
 
-def best_of_all_plans(programs: _Programs, request: PlanRequest, top: int = 1) -> PlanSearch:
+def best_of_all_plans(programs: Programs, request: PlanRequest, top: int = 1) -> PlanSearch:
     """Return the fastest plans that fit, with and without branches.
 
     Args:
@@ -44,7 +41,7 @@ def best_of_all_plans(programs: _Programs, request: PlanRequest, top: int = 1) -
     return found
 
 
-def _with_planes(programs: _Programs, request: PlanRequest, top: int, planes: int, found: PlanSearch) -> PlanSearch:
+def _with_planes(programs: Programs, request: PlanRequest, top: int, planes: int, found: PlanSearch) -> PlanSearch:
     """Return the result of a search with the plans that have so many planes."""
     try:
         fewer = best_plans(programs, replace(request, ranks=request.ranks // planes, spill=None), top)
@@ -66,7 +63,7 @@ def _with_planes(programs: _Programs, request: PlanRequest, top: int, planes: in
     )
 
 
-def _may_pay(programs: _Programs, request: PlanRequest, planes: int, best: StepForecast) -> bool:
+def _may_pay(programs: Programs, request: PlanRequest, planes: int, best: StepForecast) -> bool:
     """Whether a plan with so many planes may be faster: operators divided over ranks, branches over planes."""
     images = request.batch // best.plan.replicas // best.plan.microbatches  # a capture takes seconds: a known one
     program, crowded = programs(images), request.ranks > 1 and request.machine.devices_per_node > 1
