@@ -1,4 +1,4 @@
-"""A real Slurm of two virtual nodes on this machine, on loopback, started and ended by process ids."""
+"""A real Slurm of virtual nodes on this machine, on loopback, started and ended by process ids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -41,31 +41,44 @@ SchedulerParameters=sched_interval=1,sched_min_interval=100000,batch_sched_delay
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=30
+SlurmdTimeout=15
 JobRequeue=1
-NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=4 RealMemory=4000
-PartitionName=all Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
+NodeName=node[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000
+PartitionName=all Nodes=node[1-{nodes}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
 
 
 class Slurm:
     """The daemons and their configuration.
 
+    Args:
+        folder: for configuration, state and logs.
+        nodes: how many.
+
     Attributes:
         environment: by which commands find this Slurm.
+        slurmd: daemon of each node, by the node's name.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nodes: int = 2) -> None:
         self.folder, self._daemons = folder, list[subprocess.Popen[bytes]]()
+        self._names = [f"node{number}" for number in range(1, nodes + 1)]
+        self.slurmd: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
 
     def start(self) -> None:
-        """Start munge, the controller and two nodes; return when jobs can run."""
-        for name in ("state", "tmp-node1", "tmp-node2", "spool-node1", "spool-node2"):
+        """Start munge, the controller and the nodes; return when jobs can run."""
+        for name in ("state", *(f"{kind}-{node}" for kind in ("tmp", "spool") for node in self._names)):
             (self.folder / name).mkdir()
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o400)
-        ports, host = _free_ports(), socket.gethostname().partition(".")[0]
-        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(host=host, ports=ports, folder=self.folder))
+        (port, first), host, nodes = (
+            _free_ports(len(self._names)),
+            socket.gethostname().partition(".")[0],
+            len(self._names),
+        )
+        values = {"port": port, "first": first, "last": first + nodes - 1, "nodes": nodes}
+        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(host=host, folder=self.folder, **values))
         munge = {name: self.folder / f"munge.{name}" for name in ("socket", "pid", "log", "seed")}
         self._daemon(
             "munged",
@@ -79,8 +92,8 @@ class Slurm:
         )
         _wait_for(munge["socket"].exists, "munged")
         self._daemon("slurmctld", "-D")
-        for node in ("node1", "node2"):
-            self._daemon("slurmd", "-D", "-N", node)
+        for node in self._names:
+            self.slurmd[node] = self._daemon("slurmd", "-D", "-N", node)
         _wait_for(lambda: set(self.run("sinfo", "-h", "-o", "%T").split()) == {"idle"}, "the nodes")
 
     def run(self, *words: str) -> str:
@@ -109,23 +122,31 @@ class Slurm:
                 daemon.kill()
                 daemon.wait()
 
-    def _daemon(self, *words: str) -> None:
+    def _daemon(self, *words: str) -> subprocess.Popen[bytes]:
         said = (self.folder / f"{len(self._daemons)}-{words[0]}.out").open("wb")
         self._daemons.append(
             subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
         )
         said.close()
+        return self._daemons[-1]
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """A Slurm with two idle nodes; skips where its programs are missing or may not be started."""
+    with running_slurm(tmp_path_factory.mktemp("slurm"), 2) as cluster:
+        yield cluster
+
+
+@contextmanager
+def running_slurm(folder: Path, nodes: int) -> Iterator[Slurm]:
+    """A Slurm with idle nodes; skips as ``slurm``."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if missing:
         pytest.skip(f"no Slurm here ({', '.join(missing)} missing): apt-get install slurm-wlm munge")
     if os.geteuid() != 0:
         pytest.skip("slurmd starts jobs as root only")
-    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    cluster = Slurm(folder, nodes)
     try:
         cluster.start()
         yield cluster
@@ -133,15 +154,17 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         cluster.stop()
 
 
-def _free_ports() -> list[int]:
-    """Return a free port and two free ports that follow each other."""
+def _free_ports(nodes: int) -> tuple[int, int]:
+    """Return a free port, and the first of as many free ports that follow each other."""
     while True:
-        with socket.socket() as one, socket.socket() as two, socket.socket() as three:
-            one.bind(("127.0.0.1", 0))
-            two.bind(("127.0.0.1", 0))
-            with suppress(OSError, OverflowError):
-                three.bind(("127.0.0.1", two.getsockname()[1] + 1))
-                return [found.getsockname()[1] for found in (one, two, three)]
+        with ExitStack() as held, suppress(OSError, OverflowError):
+            alone, *row = [held.enter_context(socket.socket()) for _ in range(nodes + 1)]
+            alone.bind(("127.0.0.1", 0))
+            row[0].bind(("127.0.0.1", 0))
+            first = int(row[0].getsockname()[1])
+            for offset, other in enumerate(row[1:], 1):
+                other.bind(("127.0.0.1", first + offset))
+            return int(alone.getsockname()[1]), first
 
 
 def _wait_for(ready: object, what: str, timeout_s: float = 60) -> None:

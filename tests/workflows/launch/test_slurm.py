@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.pathology.slides import draw_slide, write_slide
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.predictions import rows_of, save
 from tests.workflows.runs import losses
-from tests.workflows.slurm import Slurm, slurm
+from tests.workflows.slurm import Slurm, running_slurm, slurm
 from workflows.training.metrics_log import read_metrics
 
 __all__ = ["slurm"]
@@ -202,15 +203,62 @@ def test_an_array_ingests_and_predicts_every_slide_once(slurm: Slurm, tmp_path: 
     assert sorted(rows_of(tmp_path / "predictions")) == [str(number) for number in range(6)]
 
 
+@pytest.mark.soak
+def test_a_node_is_lost_and_an_array_still_ingests_every_slide_once(tmp_path: Path) -> None:
+    """Forty slides, four nodes; one is lost with all that runs on it, and its jobs start again elsewhere."""
+    (tmp_path / "slides").mkdir()
+    for number in range(40):
+        write_slide(tmp_path / "slides" / f"{number:02d}.tiff", draw_slide(seed=number))
+    (tmp_path / "cluster").mkdir()
+    with running_slurm(tmp_path / "cluster", 4) as slurm:
+        (tmp_path / "site.yaml").write_text("partition: all\n")
+        ingest = ["ingest", "slides", "--out", "store", "--mpp", "2.0", "--workers", "1"]
+        words = [*HYFI, "launch", "slurm-array", "--parts", "8", "--cpus-per-task", "4", "--submit", *ingest]
+        marked = environment(slurm, HYFI_TEST_MARK=str(tmp_path))
+        said = subprocess.run(words, cwd=tmp_path, env=marked, check=True, capture_output=True, timeout=60)
+        job, deadline_s = said.stdout.decode().split()[-1], time.monotonic() + 400
+        while len(list((tmp_path / "store").glob("*.zarr"))) < 3:
+            assert time.monotonic() < deadline_s, slurm.run("squeue")
+            time.sleep(0.1)
+        node = slurm.run("squeue", "-h", "-t", "RUNNING", "-o", "%N").split()[0]
+        slurm.slurmd[node].kill()
+        tasks = _processes({f"HYFI_TEST_MARK={tmp_path}".encode(), f"SLURMD_NODENAME={node}".encode()})
+        for pid in [
+            *(step for step in map(_parent, tasks) if step not in tasks),
+            *tasks,
+        ]:  # steps report no end of tasks
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while slurm.run("squeue", "-h", "-j", job).strip():
+            assert time.monotonic() < deadline_s, slurm.run("squeue")
+            time.sleep(1)
+        states = {part: slurm.state(f"{job}_{part}") for part in range(1, 9)}
+    logs = {part: (tmp_path / f"ingest-{job}_{part}.log").read_text() for part in range(1, 9)}
+    assert {state for state, _ in states.values()} == {"COMPLETED"}, (states, logs)
+    assert any(restarts for _, restarts in states.values())
+    rows = load_manifest(tmp_path / "store")
+    assert [row["status"] for row in rows] == ["done"] * 40
+    assert len({row["slide_id"] for row in rows}) == len(list((tmp_path / "store").glob("*.zarr"))) == 40
+    verified = subprocess.run([*HYFI, "verify", "store"], cwd=tmp_path, env=marked, capture_output=True, timeout=120)
+    assert verified.returncode == 0, verified.stderr
+
+
 def _pid_of_rank(rank: int, mark: Path) -> int:
     """Return the process that is this rank of the job that carries a mark."""
-    wanted = {f"HYFI_TEST_MARK={mark}".encode(), f"PMI_RANK={rank}".encode()}
+    found = _processes({f"HYFI_TEST_MARK={mark}".encode(), f"PMI_RANK={rank}".encode()})
+    assert found, f"no rank {rank}"
+    return found[0]
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _processes(wanted: set[bytes]) -> list[int]:
+    """Return the processes that have these variables in their environment."""
+    found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                found = set((entry / "environ").read_bytes().split(b"\0"))
-            except OSError:
-                continue
-            if wanted <= found:
-                return int(entry.name)
-    raise AssertionError(f"no rank {rank}")
+        with suppress(OSError):
+            if entry.name.isdigit() and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                found.append(int(entry.name))
+    return found

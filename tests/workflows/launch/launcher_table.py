@@ -1,0 +1,212 @@
+"""A run under each launcher that is here: start, equality, a killed rank, a request to stop, resumption.
+
+``python -m tests.workflows.launch.launcher_table [LAUNCHER …]`` prints the table.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.workflows.archive import make_config, make_store
+from tests.workflows.launch.test_launchers import HYFI, OPEN_MPI, ROOT, ranks_of
+from tests.workflows.runs import losses
+from tests.workflows.slurm import PATH, PROGRAMS, Slurm
+from workflows.training.metrics_log import read_metrics
+
+STEPS = 12
+TWO = "plan.grids=[[1,2]]"
+LIBRARY = {
+    "MPI4PY_MPIABI": "openmpi",  # what mpi4py loads
+    "MPI4PY_LIBMPI": str(OPEN_MPI),
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+COLUMNS = ("start", "losses of one process", "rank killed", "SIGTERM", "resumed")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A way to start two ranks.
+
+    Attributes:
+        words: before those of Python.
+        rank: environment variable that holds a rank's number.
+        settings: environment.
+        script: command of ``hyfi launch`` whose script is asked to stop; None: the job of Slurm is cancelled.
+    """
+
+    words: Sequence[str]
+    rank: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    script: str | None = None
+
+
+def launchers(slurm: Slurm | None) -> dict[str, Launcher]:
+    """Return the launchers that are here by name."""
+    here = Path(sys.executable).parent
+    torch = [str(here / "torchrun"), "--standalone", "--nproc-per-node=2", "--no-python"]
+    found = {
+        "MPICH": Launcher([str(here / "mpiexec"), "-n", "2"], "PMI_RANK", script="mpiexec"),
+        "torchrun": Launcher(torch, "LOCAL_RANK", {"GLOO_SOCKET_IFNAME": "lo"}, "torchrun"),
+    }
+    openmpi = shutil.which("mpiexec.openmpi")
+    if openmpi is not None and OPEN_MPI.exists():
+        path = {"PATH": f"{Path(openmpi).parent}:{os.environ['PATH']}"}  # its script finds this mpiexec
+        found["Open MPI"] = Launcher([openmpi, "-n", "2"], "OMPI_COMM_WORLD_RANK", LIBRARY | path, "mpiexec")
+    if slurm is not None:
+        known = {name: slurm.environment[name] for name in ("SLURM_CONF", "PATH")}
+        found["Slurm, pmi2 (MPICH)"] = Launcher(["srun", "--mpi=pmi2", "-N2", "-n2"], "SLURM_PROCID", known)
+        if openmpi is not None and OPEN_MPI.exists():
+            found["Slurm, pmix (Open MPI)"] = Launcher(
+                ["srun", "--mpi=pmix", "-N2", "-n2"], "SLURM_PROCID", known | LIBRARY
+            )
+    return found
+
+
+class LaunchedRuns:
+    """Runs of one launcher in a folder with a store.
+
+    Args:
+        launcher: how they are started.
+        folder: that of a configuration ``run.yaml`` of ``STEPS`` steps.
+        slurm: if the launcher is Slurm's.
+    """
+
+    def __init__(self, launcher: Launcher, folder: Path, slurm: Slurm | None) -> None:
+        self._launcher, self._folder, self._slurm = launcher, folder, slurm
+
+    def straight(self) -> tuple[str, str]:
+        """Run to the end; return two cells."""
+        run = self._folder / "straight"
+        code, _, said = self._end(self._begin("run.yaml", TWO, f"run.dir={run}"), 120)
+        if code != 0:
+            return f"code {code}: {said[-200:]}", "no"
+        return "yes", "equal" if self._equal(run) else "DIFFERENT"
+
+    def killed(self) -> str:
+        """Kill rank 1 during training; return a cell."""
+        run = self._folder / "killed"
+        job = self._begin("run.yaml", TWO, f"run.dir={run}", "run.steps=5000")
+        self._wait_for_step(job, run, 2)
+        (pid, *_) = ranks_of(self._folder, f"{self._launcher.rank}=1")
+        os.kill(pid, signal.SIGKILL)
+        code, seconds, said = self._end(job, 60)
+        logs = "".join(path.read_text() for path in (run / "logs").iterdir())
+        named = "rank 1 was killed or crashed" in said or "rank      : 1 " in said
+        where = "named" if named else "NOT NAMED"
+        return f"{seconds:.1f} s, {where}{', in a log' if 'ERROR' in logs else ''}, code {code}"
+
+    def stopped(self) -> tuple[str, str]:
+        """Ask a slow run to stop, and resume it; return two cells."""
+        run = self._folder / "run"
+        slow = {"HYFI_TEST_FAULT": "0:1:update:slow"}
+        if self._launcher.script is not None:
+            self._popen([sys.executable, *HYFI, "launch", self._launcher.script, "run.yaml", TWO]).communicate()
+            job = self._popen(["bash", "run.sh"], **slow)
+        else:
+            job = self._begin("run.yaml", TWO, **slow)
+        self._wait_for_step(job, run, 3)
+        if self._slurm is not None:
+            self._slurm.run("scancel", *self._slurm.run("squeue", "-h", "-o", "%A").split())
+        else:
+            job.send_signal(signal.SIGTERM)
+        code, seconds, said = self._end(job, 60)
+        saved = (run / "checkpoints" / "latest").resolve().name
+        if code != 3:
+            return f"code {code}: {said[-200:]}", "no"
+        again, _, said = self._end(self._begin("run.yaml", TWO, "--resume"), 120)
+        resumed = f"code {again}: {said[-200:]}" if again else "equal" if self._equal(run) else "DIFFERENT"
+        return f"{seconds:.1f} s, code 3, {saved}", resumed
+
+    def _equal(self, run: Path) -> bool:
+        here, alone = losses(run), losses(self._folder.parent / "alone")
+        return here.keys() == alone.keys() and all(abs(here[k] - alone[k]) <= 1e-9 * abs(alone[k]) for k in alone)
+
+    def _begin(self, *words: str, **more: str) -> subprocess.Popen[str]:
+        return self._popen([*self._launcher.words, sys.executable, *HYFI, "train", *words], **more)
+
+    def _popen(self, words: Sequence[str], **more: str) -> subprocess.Popen[str]:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        mark = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path, "HYFI_TEST_MARK": str(self._folder)}
+        return subprocess.Popen(
+            words,
+            cwd=self._folder,
+            env=os.environ | mark | self._launcher.settings | more,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _wait_for_step(self, job: subprocess.Popen[str], run: Path, step: int) -> None:
+        deadline_s = time.monotonic() + 120
+        while max((r["step"] for r in read_metrics(run / "metrics.jsonl")), default=0) < step:
+            assert time.monotonic() < deadline_s and job.poll() is None, job.communicate()[1]
+            time.sleep(0.05)
+
+    def _end(self, job: subprocess.Popen[str], timeout_s: float) -> tuple[int, float, str]:
+        """Return code, seconds until all processes were gone, and what was said."""
+        begun_s = time.monotonic()
+        try:
+            said = job.communicate(timeout=timeout_s)[1]
+        except subprocess.TimeoutExpired:
+            job.kill()
+            said = f"still running after {timeout_s:.0f} s"
+        while ranks_of(self._folder) and time.monotonic() - begun_s < timeout_s:
+            time.sleep(0.05)
+        seconds = time.monotonic() - begun_s
+        for pid in ranks_of(self._folder):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return job.returncode if job.returncode is not None else -1, seconds, said
+
+
+def rows(folder: Path, slurm: Slurm | None, wanted: Callable[[str], bool]) -> dict[str, tuple[str, ...]]:
+    """Return launcher -> its cells, for the launchers that are wanted by name."""
+    store = make_store(folder)
+    train = {"run": {"steps": STEPS, "precision": "float64"}, "validation": {"every_steps": 5000}}
+    config = make_config(folder, store, **train)
+    alone = [sys.executable, *HYFI, "train", str(config), f"run.dir={folder / 'alone'}"]
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(alone, cwd=folder, env=settings, check=True, capture_output=True, timeout=120)
+    found = {}
+    for name, launcher in launchers(slurm).items():
+        if wanted(name):
+            own = folder / name.partition(" (")[0].replace(", ", "-").replace(" ", "-")
+            own.mkdir()
+            make_config(own, store, **train)
+            runs = LaunchedRuns(launcher, own, slurm if "Slurm" in name else None)
+            start, equal = runs.straight()
+            killed = runs.killed()
+            found[name] = (start, equal, killed, *runs.stopped())
+            print(f"| {name} | {' | '.join(found[name])} |", flush=True)
+    return found
+
+
+def main() -> None:
+    """Print the table; names of launchers may be given."""
+    print(f"| launcher | {' | '.join(COLUMNS)} |\n|{'---|' * 6}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        slurm = Slurm(Path(folder)) if all(shutil.which(name, path=PATH) for name in PROGRAMS) else None
+        try:
+            if slurm is not None:
+                slurm.start()
+            rows(Path(folder) / "runs", slurm, lambda name: not sys.argv[1:] or name in sys.argv[1:])
+        finally:
+            if slurm is not None:
+                slurm.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The same run under every launcher that is here: see :mod:`tests.workflows.launch.launcher_table`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.workflows.launch.launcher_table import rows
+from tests.workflows.slurm import PATH, PROGRAMS, running_slurm
+
+
+@pytest.mark.mpi
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+def test_every_launcher_does_the_same(tmp_path: Path) -> None:
+    if os.geteuid() == 0 and all(shutil.which(name, path=PATH) for name in PROGRAMS):
+        with running_slurm(tmp_path, 2) as slurm:
+            found = rows(tmp_path / "runs", slurm, lambda _: True)
+    else:
+        found = rows(tmp_path / "runs", None, lambda _: True)
+    for name, (start, equal, killed, stopped, resumed) in found.items():
+        assert (start, equal, resumed) == ("yes", "equal", "equal"), name
+        seconds, _, code = killed.partition(" s, named, in a log, code ")
+        assert (float(seconds) < 10 and int(code) not in (0, 1, 2, 3)) or name == "torchrun", (name, killed)
+        assert ", code 3, step-" in stopped, (name, stopped)
