@@ -39,7 +39,9 @@ class Turns:
         self.cell = 0
         self.after_failure: list[Callable[[], None]] = []
         self._switched = switched
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # One for each cell: waking all of them for every turn would take time in the square of their number.
+        self._turns = [threading.Condition(self._lock) for _ in range(size)]
         self._running: set[int] = set()
         self._failed = False
         self._idle_turns = 0
@@ -110,15 +112,15 @@ class Turns:
         self._switched(cell)
 
     def _pass(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._running:
-                after = [cell for cell in sorted(self._running) if cell > self.cell]
-                self.cell = after[0] if after else min(self._running)
-            self._changed.notify_all()
+                following = range(self.cell + 1, self.cell + 1 + self.size)
+                self.cell = next(cell % self.size for cell in following if cell % self.size in self._running)
+            self._turns[self.cell].notify()
 
     def _take(self, cell: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._failed or self.cell == cell)
+        with self._lock:
+            self._turns[cell].wait_for(lambda: self._failed or self.cell == cell)
         if self._failed:
             raise OtherCellFailedError("another cell has failed")
 
@@ -129,6 +131,7 @@ class Turns:
             self._pass()
 
     def _fail(self) -> None:
-        with self._changed:
+        with self._lock:
             self._failed = True
-            self._changed.notify_all()
+            for turn in self._turns:
+                turn.notify()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -91,6 +92,19 @@ def test_one_cells_failure_ends_all() -> None:
 
     with pytest.raises(ValueError, match="the second cell fails"):
         on_cells(3, body)
+
+
+def test_a_turn_wakes_one_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes, wait = [], threading.Condition.wait
+
+    def counted(condition: threading.Condition, timeout: float | None = None) -> bool:
+        wakes.append(condition)
+        return wait(condition, timeout)
+
+    cells, rounds = 24, 5
+    monkeypatch.setattr(threading.Condition, "wait", counted)
+    on_cells(cells, lambda comm: [comm.barrier() for _ in range(rounds)])
+    assert len(wakes) < 4 * cells * rounds, "all cells woken in every turn would be cells² · rounds"
 
 
 def test_cells_that_wait_for_ever_are_told() -> None:
