@@ -55,8 +55,11 @@ class Case:
     machine: str
     share: float  # of the memory of the fastest plan without limit
 
+    def model(self) -> nn.Module:
+        return Blocks(self.channels).train()
+
     def program(self, images: int) -> Program:
-        return captured_once(Blocks(self.channels).train(), (images, 3, self.px, self.px), torch.float32)
+        return captured_once(self.model(), (images, 3, self.px, self.px), torch.float32)
 
     def request(self, memory_bytes: int) -> PlanRequest:
         return PlanRequest(self.ranks, self.batch, load_machine(self.machine), memory_bytes)
