@@ -17,6 +17,7 @@ import contextlib
 import hmac
 import os
 import re
+import resource
 import secrets
 import selectors
 import socket
@@ -154,12 +155,22 @@ def _missing(connected: list[bool] | None) -> int | None:
 def _listen(hosts: list[str]) -> tuple[socket.socket | None, _Address | None]:
     """Return a listening socket and its address; only local if all ranks are on this node."""
     here = len(set(hosts)) == 1
+    allow_files(len(hosts))
     try:
         listener = socket.create_server(("127.0.0.1" if here else "", 0), backlog=len(hosts))
     except OSError:
         return None, None
     name = "127.0.0.1" if here else hosts[0]
     return listener, _Address(name, listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+
+
+def allow_files(more: int) -> None:
+    """Raise this process's limit of open files, often 1,024, by ``more``, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + more if hard == resource.RLIM_INFINITY else min(hard, soft + more)
+    if soft not in (wanted, resource.RLIM_INFINITY):
+        with contextlib.suppress(OSError, ValueError):  # then ranks that cannot connect are reported
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _accept(listener: socket.socket, address: _Address, count: int) -> dict[int, socket.socket] | None:

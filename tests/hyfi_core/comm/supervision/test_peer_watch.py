@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hyfi_core.comm.supervision.peer_watch import is_lost_peer
+from hyfi_core.comm.supervision.peer_watch import allow_files, is_lost_peer
 
 ROOT = Path(__file__).parents[4]
 RANK = """
@@ -87,3 +88,18 @@ def test_a_rank_that_leaves_ends_nobody(first: int) -> None:
     codes, said, _ = ranks(f"leaves-{first}")
     assert codes == [5 if rank == first else 0 for rank in range(3)]
     assert said == ["", "", ""]
+
+
+def test_rank_0_may_have_a_connection_for_each_of_thousands_of_ranks() -> None:
+    """The usual limit is 1,024 files: beyond that many ranks, nobody would have been watched."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < 3072:
+        pytest.skip(f"this machine allows {before[1]} files at most")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        allow_files(2048)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (3072, before[1])
+        allow_files(10**9)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] in (before[1], 3072)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
