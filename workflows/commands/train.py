@@ -77,11 +77,13 @@ def train_rank(config: Config, resume: bool, as_json: bool) -> int:
 
     import torch
 
+    from workflows.evaluation.models import set_arithmetic
     from workflows.launch.peer_watch import join
     from workflows.launch.stop import StopFlag
 
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    set_arithmetic(config.run.tf32, config.run.deterministic)
     world = join()
     code = train_in(world, config, resume, as_json, StopFlag(signals.requested))
     world.barrier()  # when one rank exits with a code other than 0, a launcher may kill ranks that still write

@@ -25,6 +25,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "run.threads",
         "run.memory_format",
         "run.compile",
+        "run.deterministic",
         "run.checkpoint_every_steps",
         "run.keep",
         "run.tensorboard",

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from workflows.config.data import DataConfig, ModelConfig
 from workflows.config.learning import LrScheduleConfig, OptimizerConfig, ValidationConfig
 from workflows.config.ranks import PlanConfig, RolesConfig, with_design
-from workflows.config.section import Count, Positive, Section, UserPath
+from workflows.config.section import Count, Positive, Section, Switch, UserPath
 
 
 class RunConfig(Section):
@@ -32,6 +32,16 @@ class RunConfig(Section):
         description="float32, bfloat16 or float64: dtype of the computation; with bfloat16 (autocast) weights stay "
         "float32",
     )
+    tf32: bool = Field(
+        False,
+        description="true or false: whether GPUs may round the operands of float32 products and convolutions to TF32, "
+        "10 bits of mantissa, for speed; PyTorch by itself does so in convolutions",
+    )
+    deterministic: bool = Field(
+        False,
+        description="true or false: whether PyTorch uses only operators that repeat their results bit by bit on the "
+        "same GPU with the same plan, which may be slower; an operator that cannot ends the run, with its name",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="auto, cpu or cuda: device of the trainers; cuda: one GPU for each, refused if there are too "
@@ -41,7 +51,7 @@ class RunConfig(Section):
         "channels_last",
         description="channels_last or contiguous: memory format of images and convolutions; affects speed only",
     )
-    compile: Literal["auto", "off", "on"] = Field(
+    compile: Switch = Field(
         "auto",
         description="auto, off or on: whether torch.compile fuses the operators between messages; auto: on GPUs, "
         "unless plan.spill is given; where compilation fails they run as they are, with a warning; affects speed and "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -23,6 +23,12 @@ def _pair(value: Any) -> Any:
     return (value, value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _switch(value: Any) -> Any:
+    """YAML reads ``on`` and ``off`` as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Switch = Annotated[Literal["auto", "off", "on"], BeforeValidator(_switch)]
 UserPath = Annotated[Path, BeforeValidator(_user_path)]
 Size = Annotated[tuple[Positive, Positive], BeforeValidator(_pair)]
 

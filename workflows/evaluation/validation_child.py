@@ -63,6 +63,7 @@ def start_child(
         "store": str(config.data.store),
         "slides": [[slide.slide_id, slide.case_id, slide.label] for slide in slides],
         "threads": torch.get_num_threads(),
+        "arithmetic": [config.run.tf32, config.run.deterministic],
         "rendezvous": dict(rendezvous),
     }
     return ChildProcess(PROGRAM, description, descriptors)
@@ -124,8 +125,10 @@ def _serve(parent: Parent) -> None:
 
     from hyfi_core.comm.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
+    from workflows.evaluation.models import set_arithmetic
 
     torch.set_num_threads(description["threads"])
+    set_arithmetic(*description["arithmetic"])
     group = _connect(parent, description["rendezvous"])
     plan = ParallelPlan.from_json(description["plan"])
     evaluator = agree(group, lambda: _build_evaluator(description, plan, group))

@@ -52,6 +52,16 @@ def test_augment_is_also_a_plain_switch(path: Path, given: bool) -> None:
     assert (augment.stain > 0) is given
 
 
+@pytest.mark.parametrize(("given", "means"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")])
+def test_on_and_off_are_words(path: Path, tmp_path: Path, given: str, means: str) -> None:
+    """YAML reads them as true and false."""
+    config = load_config(path, [f"run.compile={given}"])
+    assert config.run.compile == means
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_resolved(config))
+    assert load_config(resolved).run.compile == means
+
+
 def test_resolved_file_gives_the_same_run(path: Path, tmp_path: Path) -> None:
     config = load_config(
         path,
