@@ -32,6 +32,8 @@ from workflows.benchmarks.remote.slow_disk import SlowOpener
 MPP = 0.5
 AHEAD = 4
 """Images that each worker has ahead."""
+AT_A_TIME = 2
+"""Images that each worker prepares at a time, as for a store that is far; here also for the folder."""
 
 
 def main() -> None:
@@ -57,7 +59,7 @@ def main() -> None:
             rates: dict[str, list[float]] = {side: [] for side in sides}
             for _ in range(given.rounds):
                 for side, samples in sides.items():
-                    rates[side].append(rate(samples, given.workers, given.epochs, 1 if side == "folder" else 2))
+                    rates[side].append(rate(samples, given.workers, given.epochs))
     report(rates, given.latency_ms)
 
 
@@ -101,11 +103,11 @@ def running_server(folder: Path, latency_ms: float) -> Iterator[str]:
         process.communicate()
 
 
-def rate(samples: SlideDataset, workers: int, epochs: int, at_a_time: int) -> float:
+def rate(samples: SlideDataset, workers: int, epochs: int) -> float:
     """Return the megapixels per second at which workers prepare each image once an epoch, ahead of time."""
     height, width = samples.size_px
     whole = Box.of_size(height, width)
-    pool = DecodePool(samples, workers, slots=AHEAD * workers, slot_bytes=3 * whole.area, at_a_time=at_a_time)
+    pool = DecodePool(samples, workers, slots=AHEAD * workers, slot_bytes=3 * whole.area, at_a_time=AT_A_TIME)
     try:
         while not pool.collect():
             pool.wait(1.0)  # a worker has started
