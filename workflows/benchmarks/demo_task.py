@@ -4,9 +4,12 @@ Plain PyTorch in one process: the result depends on the synthetic slides, not on
 
     python -m workflows.benchmarks.demo_task [--slides N] [--size PX] [--archive-seed S] [--seed 0 1 2]
     python -m workflows.benchmarks.demo_task --maps demo/predictions
+    python -m workflows.benchmarks.demo_task --mean-head demo/run/checkpoints/best --drawn demo/slides
 
 With ``--maps``, nothing is trained: the scores in the heatmaps of a folder of predictions are compared, cell by cell,
-with the foci that were drawn. All other options are those of the archive.
+with the foci that were drawn. With ``--mean-head``, the pooling of a trained network is replaced by the mean, its head
+alone is fitted to the training slides, and its scores are compared likewise. All other options are those of the
+archive.
 """
 
 from __future__ import annotations
@@ -80,12 +83,7 @@ def read_archive(planned: list[ArchiveSlide], folder: Path, mpp_um: float = 1.0)
     make_archive(planned, folder, workers=2)
     found: dict[str, list[tuple[NDArray[np.uint8], int]]] = {"train": [], "val": [], "test": []}
     for slide in planned:
-        source = open_source(folder / slide.row["path"])
-        number = round(np.log2(mpp_um / slide.spec.mpp_um))
-        level = source.levels[number]
-        image = source.read(Box.of_size(level.height_px, level.width_px), number)
-        found[slide.split].append((np.ascontiguousarray(image), int(slide.spec.positive)))
-        source.close()
+        found[slide.split].append((read_slide(slide, folder, mpp_um), int(slide.spec.positive)))
     return {name: Slides(np.stack([i for i, _ in s]), np.array([y for _, y in s])) for name, s in found.items() if s}
 
 
@@ -176,25 +174,96 @@ def auroc_by_position(planned: list[ArchiveSlide], predictions: Path) -> dict[st
     A cell is positive if its centre lies in a focus of a positive slide.
     """
     import tifffile
-    from scipy.stats import rankdata
 
     scored: list[NDArray[np.float32]] = []
     truth: list[NDArray[np.bool_]] = []
     slides = [slide for slide in planned if (predictions / slide.slide_id / "heatmap.tiff").exists()]
     for slide in slides:
         score = tifffile.imread(predictions / slide.slide_id / "heatmap.tiff")[1]
-        anatomy, cell_um = make_anatomy(slide.spec), slide.spec.size_um / score.shape[0]
-        y, x = (np.arange(score.shape[0]) + 0.5)[:, None] * cell_um, (np.arange(score.shape[1]) + 0.5) * cell_um
-        focus = np.zeros(score.shape, bool)
-        for centre_y, centre_x, radius in anatomy.nests[anatomy.foci] if slide.spec.positive else ():
-            focus |= np.hypot(y - centre_y, x - centre_x) < radius
-        counted = np.isfinite(score) & tissue_truth(anatomy, cell_um)
+        focus, tissue = drawn_truth(slide, score.shape)
+        counted = np.isfinite(score) & tissue
         scored.append(score[counted])
         truth.append(focus[counted])
-    ranks, positive = rankdata(np.concatenate(scored)), np.concatenate(truth)
-    n = int(positive.sum())
+    return {"slides": len(slides), **_auroc_of_cells(np.concatenate(scored), np.concatenate(truth))}
+
+
+def drawn_truth(slide: ArchiveSlide, shape: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return the masks of the foci and of the tissue of a drawn slide, on a grid of cells of this shape."""
+    anatomy, cell_um = make_anatomy(slide.spec), slide.spec.size_um / shape[0]
+    y, x = (np.arange(shape[0]) + 0.5)[:, None] * cell_um, (np.arange(shape[1]) + 0.5) * cell_um
+    focus = np.zeros(shape, bool)
+    for centre_y, centre_x, radius in anatomy.nests[anatomy.foci] if slide.spec.positive else ():
+        focus |= np.hypot(y - centre_y, x - centre_x) < radius
+    return focus, tissue_truth(anatomy, cell_um)
+
+
+def _auroc_of_cells(scores: NDArray[np.floating], positive: NDArray[np.bool_]) -> dict[str, float]:
+    from scipy.stats import rankdata
+
+    ranks, n = rankdata(scores), int(positive.sum())
     area = (ranks[positive].sum() - n * (n + 1) / 2) / (n * (len(positive) - n))
-    return {"slides": len(slides), "cells": len(positive), "positive": n, "auroc": round(float(area), 4)}
+    return {"cells": len(positive), "positive": n, "auroc": round(float(area), 4)}
+
+
+def fit_mean_head(planned: list[ArchiveSlide], drawn: Path, checkpoint: Path, steps: int = 300) -> dict[str, object]:
+    """Fit the head of a trained network to means over whole training slides; all other weights stay.
+
+    Args:
+        planned: The archive.
+        drawn: Folder with its slides.
+        checkpoint: Of a network with a linear head, trained on it with any pooling.
+        steps: Steps of AdamW at a learning rate of 1e-2, each over all training slides, without augmentation.
+
+    Returns:
+        AUROC of the test slides, and of the smoothed scores of all their cells with tissue.
+    """
+    from data.loading.normalise import Normalisation
+    from hyfi_core.models.by_name import build_model
+    from hyfi_core.runtime.checkpoint import load_checkpoint
+    from pathology.predict.heatmap import smoothed
+
+    loaded = load_checkpoint(checkpoint)
+    model = build_model({**loaded.model["model"], "pool": "avg"}).eval()
+    model.load_state_dict(loaded.inference_weights)
+    head, normalise = model.get_submodule("fc"), Normalisation.from_json(loaded.model["normalisation"])
+    last: list[torch.Tensor] = []
+    list(model.children())[-2].register_forward_hook(lambda module, given, made: last.append(made))
+    maps: dict[str, torch.Tensor] = {}
+    for slide in planned:
+        image = read_slide(slide, drawn)
+        with torch.no_grad():
+            model(normalise(torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))[None]))
+        maps[slide.slide_id] = last.pop()[0]
+    training = [slide for slide in planned if slide.split == "train"]
+    features = torch.stack([maps[slide.slide_id].mean((1, 2)) for slide in training])
+    labels = torch.tensor([int(slide.spec.positive) for slide in training])
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(head(features), labels).backward()
+        optimizer.step()
+    tested = [slide for slide in planned if slide.split == "test"]
+    found, scored, truth = [], [], []
+    for slide in tested:
+        with torch.no_grad():
+            logits = head(maps[slide.slide_id].permute(1, 2, 0))
+        found.append(float(logits.mean((0, 1)) @ torch.tensor([-1.0, 1.0])))
+        score = smoothed(logits.softmax(-1).permute(2, 0, 1).numpy())[1]
+        focus, tissue = drawn_truth(slide, score.shape)
+        scored.append(score[tissue])
+        truth.append(focus[tissue])
+    slides = auroc(np.array(found), np.array([int(slide.spec.positive) for slide in tested]))
+    return {"slides": slides, "positions": _auroc_of_cells(np.concatenate(scored), np.concatenate(truth))}
+
+
+def read_slide(slide: ArchiveSlide, folder: Path, mpp_um: float = 1.0) -> NDArray[np.uint8]:
+    """Return the pixels of a whole drawn slide, (h, w, 3)."""
+    source = open_source(folder / slide.row["path"])
+    number = round(np.log2(mpp_um / slide.spec.mpp_um))
+    level = source.levels[number]
+    image = source.read(Box.of_size(level.height_px, level.width_px), number)
+    source.close()
+    return np.ascontiguousarray(image)
 
 
 def main() -> None:
@@ -206,12 +275,18 @@ def main() -> None:
     parser.add_argument("--archive-seed", type=int, default=archive.seed)
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--maps", type=Path, metavar="PREDICTIONS")
+    parser.add_argument("--mean-head", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--drawn", type=Path, metavar="SLIDES", help="the archive's slides, for --mean-head")
     given = parser.parse_args()
+    planned = plan_archive(given.slides, given.size, given.archive_seed)
     if given.maps is not None:
-        print(json.dumps(auroc_by_position(plan_archive(given.slides, given.size, given.archive_seed), given.maps)))
+        print(json.dumps(auroc_by_position(planned, given.maps)))
+        return
+    if given.mean_head is not None:
+        print(json.dumps(fit_mean_head(planned, given.drawn, given.mean_head)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        splits = read_archive(plan_archive(given.slides, given.size, given.archive_seed), Path(folder))
+        splits = read_archive(planned, Path(folder))
     print({name: len(part.labels) for name, part in splits.items()}, flush=True)
     recipe = TaskRecipe.of_demo()
     for seed in given.seed:
