@@ -47,9 +47,8 @@ class Normalisation:
         affine = _affine(self).on(pixels.device, dtype)
         images = torch.empty(pixels.shape, dtype=dtype, device=pixels.device, memory_format=memory_format)
         if pixels.device.type != "cpu":
-            # A kernel each for the product, which converts and reorders, and for the sum.
-            scaled = torch.mul(pixels, affine[0].view(3, 1, 1), out=images)
-            return scaled.add_(affine[1].view(3, 1, 1))
+            scale, offset = affine[0].view(3, 1, 1), affine[1].view(3, 1, 1)
+            return torch.addcmul(offset, pixels, scale, out=images)  # one kernel: converts, reorders and computes
         if memory_format != torch.channels_last:
             return images.copy_(pixels).mul_(affine[0].view(3, 1, 1)).add_(affine[1].view(3, 1, 1))
         # Channel by channel, then row by row: an inner loop over three channels would take three times as long.

@@ -349,7 +349,7 @@ def test_pixels_on_a_gpu_are_normalised_alike() -> None:
             with gpu.no_synchronisation():
                 found = norm(there, memory_format=order)
             assert found.is_cuda and found.is_contiguous(memory_format=order)
-            assert torch.equal(found.cpu(), wanted)
+            assert torch.allclose(found.cpu(), wanted, rtol=0, atol=1e-6)  # one kernel rounds once
 
 
 def test_normalisation_is_that_of_the_formula() -> None:
