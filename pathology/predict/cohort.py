@@ -24,6 +24,7 @@ from data.samples.dataset import SlideDataset, SlideRef
 from data.samples.view import View
 from data.store.manifest import SlideRecord
 from data.store.slide_store import SlideStore, slide_path
+from hyfi_core.arithmetic import set_arithmetic
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import own_device
@@ -107,6 +108,7 @@ def predict_slides(
     spec = replace(spec, mpp=options.mpp if options.mpp is not None else spec.mpp)
     folder = OutFolder(out, members, spec, options=options)
     options.check_tissue([one.slide_id for one in inputs])
+    set_arithmetic(all(member.config.get("tf32", False) for member in members))  # as in training
     device = own_device(options.device, comm)
     chosen = on_first_rank(comm, lambda: folder.open(inputs))
     if comm.rank == 0:

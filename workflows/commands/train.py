@@ -77,7 +77,7 @@ def train_rank(config: Config, resume: bool, as_json: bool) -> int:
 
     import torch
 
-    from workflows.evaluation.models import set_arithmetic
+    from hyfi_core.arithmetic import set_arithmetic
     from workflows.launch.peer_watch import join
     from workflows.launch.stop import StopFlag
 

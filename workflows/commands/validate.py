@@ -109,6 +109,7 @@ def run(request: EvaluationRequest, ranks: int | None) -> int:
 
 def validate_rank(request: EvaluationRequest) -> int:
     """Evaluate as one rank, or alone; return the exit code."""
+    from hyfi_core.arithmetic import set_arithmetic
     from hyfi_core.comm.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
     from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint
@@ -121,6 +122,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     stop, whole = StopFlag(signals.requested), request.image == "whole"
     world, cells = join(), _cells_of(request)
     loaded = agree(world, lambda: load_checkpoint(request.checkpoint))
+    set_arithmetic(loaded.model.get("tf32", False))  # as in training, so that metrics are the same
     dataset = agree(world, lambda: _dataset(loaded.model, request))
     if cells is None:
         plan = ParallelPlan(grids=((1, world.size),))

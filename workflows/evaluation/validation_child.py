@@ -123,9 +123,9 @@ def _serve(parent: Parent) -> None:
 
     import torch
 
+    from hyfi_core.arithmetic import set_arithmetic
     from hyfi_core.comm.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
-    from workflows.evaluation.models import set_arithmetic
 
     torch.set_num_threads(description["threads"])
     set_arithmetic(*description["arithmetic"])

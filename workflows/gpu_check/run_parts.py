@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -20,6 +21,7 @@ from workflows.launch.launch import RANK_SETTINGS
 from workflows.launch.processes import kill_session
 
 _LAST_LINES = 3
+SECONDS_TO_END = 10.0
 
 
 def run_parts(
@@ -92,7 +94,10 @@ def _output(command: Sequence[str], limit_s: float, environment: Mapping[str, st
         try:
             code = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            pass
+            # torchrun's ranks have sessions of their own: it ends them, if it is asked to.
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(SECONDS_TO_END)
         finally:
             kill_session(child.pid)
             child.wait()

@@ -148,6 +148,7 @@ class TrainingJob:
             "tissue": _tissue(self.train),
             "normalisation": Normalisation().to_json(),
             "precision": self.config.run.precision,
+            "tf32": self.config.run.tf32,
             "memory_format": self.config.run.memory_format,
             "thresholds": {},
             "versions": versions(),

@@ -13,6 +13,7 @@ import torch
 from data.errors import StoreError
 from data.samples.dataset import SlideDataset, SlideRef
 from data.samples.view import View
+from hyfi_core.arithmetic import set_arithmetic
 from hyfi_core.cells import pager, paging
 from hyfi_core.cells.spill_store import SpillFile
 from hyfi_core.comm.alone import AloneCommunicator
@@ -359,6 +360,17 @@ def test_a_damaged_store_fails_the_slide(store: Path, slide: Path, tmp_path: Pat
 def test_another_resolution_is_flagged(slide: Path, tmp_path: Path) -> None:
     (one,) = predict(tmp_path, [slide], mpp=2.0).done
     assert one.flags == ("mpp_changed",)
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_gpus_compute_as_in_training(slide: Path, tmp_path: Path, tf32: bool) -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    set_arithmetic(tf32=not tf32)
+    try:
+        predict(tmp_path, [slide], member_of(Darkness(), **({"tf32": True} if tf32 else {})))
+        assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def test_inputs_that_do_not_go_together(slide: Path, store: Path, tmp_path: Path) -> None:

@@ -60,6 +60,25 @@ def test_a_part_that_hangs_ends_in_time_with_its_children_and_its_rows_are_kept(
     assert found["good"].outcome == "passed"
 
 
+LAUNCHER = """
+import pathlib, signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+def end(number, frame):
+    rank.kill()
+    sys.exit(rank.wait())
+signal.signal(signal.SIGTERM, end)
+pathlib.Path({pid!r}).write_text(str(rank.pid))
+rank.wait()
+"""
+
+
+def test_a_launcher_is_asked_to_end_its_ranks_which_have_sessions_of_their_own(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    found = run(Program("hangs", "", LAUNCHER.format(pid=str(pid))), seconds=3.0)
+    assert found["hangs"].outcome == "stopped"
+    assert session_members(int(pid.read_text())) == []
+
+
 def test_ranks_of_mpi_share_a_gpu_and_time_goes_only_to_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import workflows.gpu_check.run_parts as module
 

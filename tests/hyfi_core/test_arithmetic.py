@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from workflows.evaluation.models import set_arithmetic
+from hyfi_core.arithmetic import set_arithmetic
 
 
 @pytest.fixture(autouse=True)
