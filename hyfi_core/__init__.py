@@ -1,4 +1,4 @@
-"""Exact five-dimensional parallel training of ordinary PyTorch classifiers on whole images."""
+"""Exact parallel training, in five dimensions and over branches, of ordinary PyTorch classifiers on whole images."""
 
 from __future__ import annotations
 

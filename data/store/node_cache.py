@@ -5,8 +5,9 @@ FOLDER/<digest>          crc32c, then the pixels of one chunk; appears complete,
 FOLDER/locks/<0 … 255>   held by who reads a run of chunks from the store, while others wait for the result
 ```
 
-The folder is on a disk of the node, or in ``/dev/shm``. Names are digests of the slide's content and the chunk's place,
-so that a slide that was ingested again has other names. The chunks used longest ago are removed first.
+The folder is on a disk of the node, or in ``/dev/shm``, and only its user may read it. Names are digests of the slide's
+content and the chunk's place, so that a slide that was ingested again has other names. The chunks used longest ago are
+removed first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +37,8 @@ INDEX = "@index"
 _LOCKS = 256
 _FILLED = 0.9
 """Share of the size that is kept when chunks are removed."""
+_OURS = re.compile(r"[0-9a-f]{40}|\.[0-9a-f]{40}-\d+-\d+")
+"""Names of chunks, and of those that are being written or whose writer was killed."""
 _CHECK_SHARE = 0.02
 """The size is checked after this share of it was written by one process."""
 
@@ -42,9 +46,9 @@ Load = Callable[[list[int]], Iterable[tuple[int, Pixels | None]]]
 """Reads and decodes chunks from the store: (slot, pixels), None for a chunk without pixels."""
 
 
-def default_folder() -> Path:
-    """Return the folder of the cache if none is given: in the system's temporary folder, one for each user."""
-    return Path(tempfile.gettempdir()) / f"hyfi-chunks-{os.getuid()}"
+def user_folder(place: Path | None = None) -> Path:
+    """Return this user's folder of the cache in ``place``, which may have other files; None: the temporary folder."""
+    return (place or Path(tempfile.gettempdir())) / f"hyfi-chunks-{os.getuid()}"
 
 
 def share_on_node(size_bytes: int, folder: Path | None = None) -> None:
@@ -52,12 +56,12 @@ def share_on_node(size_bytes: int, folder: Path | None = None) -> None:
 
     Args:
         size_bytes: Most bytes of the cache; 0: no cache.
-        folder: On a disk of the node; default: `default_folder`.
+        folder: On a disk of the node, for nothing else; default: `user_folder`.
 
     Raises:
         OSError: The folder cannot be written.
     """
-    os.environ[VARIABLE] = f"{size_bytes}:{(folder or default_folder()).absolute()}" if size_bytes else ""
+    os.environ[VARIABLE] = f"{size_bytes}:{(folder or user_folder()).absolute()}" if size_bytes else ""
     if size_bytes:
         node_cache()
 
@@ -89,8 +93,8 @@ class NodeCache:
         self._folder, self._size_bytes = folder, size_bytes
         self._lock, self._unchecked_bytes = threading.Lock(), 0
         self.store_bytes = self.shared_bytes = 0
-        (folder / "locks").mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.lstat().st_uid != os.getuid():  # also of a link, which could lead to other files
             raise PermissionError(errno.EACCES, "it belongs to another user", str(folder))
 
     def read(
@@ -180,7 +184,7 @@ class NodeCache:
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    if entry.is_file():
+                    if _OURS.fullmatch(entry.name):
                         found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
         total = sum(size for _, size, _ in found)
         if total <= self._size_bytes:
@@ -194,12 +198,23 @@ class NodeCache:
 
     @contextmanager
     def _held(self, row: str) -> Iterator[None]:
-        """Context in which no other thread of the node reads the same row of chunks from the store."""
+        """Context in which no other thread of the node reads the same row of chunks from the store.
+
+        Where the disk has no locks, or the folder was removed meanwhile, chunks may be read twice.
+        """
         number = int(hashlib.sha256(row.encode()).hexdigest()[:8], 16) % _LOCKS
         name = f"index-{number}" if row.endswith(INDEX) else str(number)
-        handle = os.open(self._folder / "locks" / name, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as opened:
+            with contextlib.suppress(OSError):
+                handle = os.open(self._locks() / name, os.O_RDWR | os.O_CREAT, 0o600)
+                opened.callback(os.close, handle)
+                fcntl.flock(handle, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(handle)
+
+    def _locks(self) -> Path:
+        """Return the folder of locks; made anew where old files of temporary folders are removed by the system."""
+        locks = self._folder / "locks"
+        for folder in (self._folder, locks):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+        return locks

@@ -129,8 +129,8 @@ class DataConfig(Section):
     )
     node_cache: UserPath | None = Field(
         None,
-        description="a folder on a disk of each node, or /dev/shm: where node_cache_bytes are; default: the system's "
-        "temporary folder",
+        description="a folder on a disk of each node, or /dev/shm: node_cache_bytes are in its hyfi-chunks-<uid>; "
+        "default: the system's temporary folder",
     )
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from data.loading.feed import BatchPixels, Feed, FeedSpec, InlineFeed
 from data.loading.loader import LoaderService
 from data.loading.normalise import Normalisation
 from data.loading.remote_feed import RemoteFeed
-from data.store.node_cache import share_on_node
+from data.store.node_cache import share_on_node, user_folder
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
@@ -86,7 +86,7 @@ def share_chunks(data: DataConfig) -> None:
     if data.node_cache is not None:
         require_writable(data.node_cache)
     try:
-        share_on_node(data.node_cache_bytes, data.node_cache)
+        share_on_node(data.node_cache_bytes, user_folder(data.node_cache))
     except OSError as error:
         raise RequestError(
             f"data.node_cache: {error.filename or data.node_cache} cannot be written ({error.strerror}); choose "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
+import shutil
+import stat
 import threading
 from collections import Counter
 from pathlib import Path
@@ -119,6 +122,48 @@ def test_the_cache_keeps_its_size_and_what_was_used_last(slide: SlideStore, tmp_
         assert first is not None and first[0] == 0
     held = [path.stat().st_size for path in (tmp_path / "small").glob("[!l]*")]
     assert 5 * chunk < sum(held) <= 11 * chunk
+
+
+def test_other_files_beside_the_chunks_stay(slide: SlideStore, tmp_path: Path) -> None:
+    chunk = 3 * 512 * 512
+    (tmp_path / "results.npy").write_bytes(bytes(20 * chunk))
+    cache = NodeCache(tmp_path, 10 * chunk)
+    for number in range(20):
+        list(cache.read("row", {0: f"{number}"}, (chunk,), lambda slots: [(0, np.zeros(chunk, np.uint8))]))
+    assert (tmp_path / "results.npy").stat().st_size == 20 * chunk
+    assert len(list(tmp_path.glob("[0-9a-f]" * 40))) > 5
+
+
+def test_chunks_are_of_their_user_alone(cache: NodeCache, tmp_path: Path) -> None:
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes a link of another user")
+def test_a_link_that_another_user_has_placed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to("mine")
+    os.lchown(tmp_path / "link", 4711, 4711)
+    with pytest.raises(OSError, match="belongs to another user"):
+        NodeCache(tmp_path / "link", 1)
+
+
+def test_a_cache_that_is_removed_while_it_is_used_costs_time_only(
+    slide: SlideStore, cache: NodeCache, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "cache")
+    for path in (slide.path, slide.path):
+        found = SlideStore.open(path).read(BOXES[0])
+        assert np.array_equal(found, pixels_of(SIZES)[0][:, *BOXES[0].slices()])
+
+
+def test_a_disk_without_locks_is_used_without_them(
+    slide: SlideStore, cache: NodeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("data.store.node_cache.fcntl.flock", refuse)
+    assert np.array_equal(slide.read(BOXES[0]), pixels_of(SIZES)[0][:, *BOXES[0].slices()])
 
 
 def test_chunks_left_out_stay_background(tmp_path: Path, cache: NodeCache) -> None:

@@ -87,12 +87,13 @@ def test_plan_auto_is_refused_where_nobody_chooses(config: Path) -> None:
 
 
 def test_training_chooses_its_plan(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[list[str], int]] = []
-    monkeypatch.setattr("workflows.launch.launch.launch", lambda words, ranks: started.append((words, ranks)) or 0)
+    started: list[tuple[list[str], int, Path]] = []
+    monkeypatch.setattr("workflows.launch.launch.launch", lambda *given: started.append(given) or 0)
     monkeypatch.setattr("workflows.launch.request.check_run", lambda settings, resume: 0)
     assert train.run(auto(config), ["roles.loaders=1"], 3, False, False) == 0
-    ((words, ranks),) = started
+    ((words, ranks, folder),) = started
     chosen = load_config(config, [word for word in words if "=" in word])
+    assert folder == chosen.run.dir
     assert ranks == 3 and chosen.plan.ranks == 2 and chosen.roles.loaders == 1
     with pytest.raises(RequestError, match="loaders and validators take 1, and none is left to train"):
         train.run(config, ["roles.loaders=1"], 1, False, False)
