@@ -199,6 +199,28 @@ def test_amoebanet_cells_in_a_pipeline_of_two_replicas(planes: int) -> None:
     assert_plan_equals_one_process(_model(SmallCells), (2, 3, 12, 12), plan, steps=2)
 
 
+class DetachedBranch(nn.Module):
+    """A branch that is detached: one process gives its weights no gradient, and no weight decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _unit(3, 4, 3)
+        self.own, self.detached = (nn.Conv2d(4, 4, 5, padding=2) for _ in range(2))
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        y = torch.cat([self.own(x), self.detached(x).detach()], 1)
+        return self.fc(y.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_weights_of_a_detached_branch_get_no_gradient_from_the_plane_that_detaches_it() -> None:
+    """Which plane computes the branch, and which detaches it, are drawn."""
+    for seed in range(3):
+        with mock.patch("hyfi_core.runtime.compiled.pack_branches", _at_random(seed)):
+            assert_plan_equals_one_process(_model(DetachedBranch), (2, 3, 9, 9), Plan((ONE,), branches=2), steps=2)
+
+
 class SummedBranches(nn.Module):
     """The sum of six branches."""
 

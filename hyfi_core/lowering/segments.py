@@ -147,9 +147,10 @@ def _drops(index: int, instruction: Instruction, last_use: dict[str, int]) -> tu
 def _active(ranked: RankProgram, chosen: tuple[Instruction, ...], sources: set[str]) -> set[str]:
     """Return values that depend on a source and on which the output depends: the same on every rank.
 
-    Both through floating-point values only: a parameter that decides only which position is taken has no gradient, and
-    a gradient of zeros would let weight decay change it.
+    Both through floating-point values only, and not through ``detach``: a parameter that decides only which position
+    is taken has no gradient, and a gradient of zeros would let weight decay change it.
     """
+    chosen = tuple(instruction for instruction in chosen if not _detaches(instruction))
     reached = set(sources)
     for instruction in chosen:
         if any(name in reached for name in instruction.inputs):
@@ -159,6 +160,11 @@ def _active(ranked: RankProgram, chosen: tuple[Instruction, ...], sources: set[s
         if any(output in wanted and ranked.floating(output) for output in instruction.outputs if output is not None):
             wanted.update(name for name in instruction.inputs if name is not None and ranked.floating(name))
     return reached & wanted
+
+
+def _detaches(instruction: Instruction) -> bool:
+    source = instruction.source if isinstance(instruction, LocalCall) else None
+    return source is not None and source.text == "aten.detach.default"
 
 
 def _close(steps: list[Step], run: list[tuple[int, LocalCall]], last_use: dict[str, int]) -> None:
