@@ -88,7 +88,7 @@ class SegmentCompiler:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.leave(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+            self.leave(_reason(error))
         return joined, joined(*tensors)
 
     def leave(self, reason: str) -> None:
@@ -144,9 +144,16 @@ class _CompiledCalls:
             with _COMPILING, _without_autocast(tensors[0]):
                 return function(*tensors)
         except torch._dynamo.exc.TorchDynamoException as error:  # new strides, for example, and the compiler failed
-            self._compiler.leave(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            self._compiler.leave(_reason(error))
             self._made[key] = self._joined
             return self._joined(*tensors)
+
+
+def _reason(error: Exception) -> str:
+    """Return the type of an error and its first line, and the next one where that only announces it."""
+    first, *others = str(error).strip().splitlines() or [""]
+    announced = f" {others[0].strip()}" if others and first.rstrip().endswith(":") else ""  # "backend='…' raised:"
+    return f"{type(error).__name__}: {first}{announced}"
 
 
 def _traced(joined: JoinedCalls, tensors: Sequence[torch.Tensor]) -> torch.fx.GraphModule:

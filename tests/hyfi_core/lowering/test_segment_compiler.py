@@ -224,6 +224,17 @@ def test_a_rank_that_cannot_compile_runs_as_it_is_and_says_so_once() -> None:
     assert len(texts) == 1 and "no space left for code" in texts[0]
 
 
+def test_the_warning_has_the_error_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch announces it in the first line of its own."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(segment_compiler, "BACKEND", backend)
+    with pytest.warns(UserWarning, match="uncompiled on this rank: .*RuntimeError: the disk is full"):
+        _trained(ParallelPlan(((1, 1),)), "on")
+
+
 def test_without_a_compiler_on_one_rank_none_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter((None, "there is no C++ compiler"))
     monkeypatch.setattr("hyfi_core.runtime.parallelize.why_not_compiled", lambda device: next(answers))
