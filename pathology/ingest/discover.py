@@ -78,7 +78,8 @@ def refuse_store_among_slides(store: Path, paths: Sequence[Path], jobs: Sequence
         jobs: The slides found in them.
 
     Raises:
-        RequestError: ``store`` is, or is in, one of the folders; or has one of the slides or manifests directly in it.
+        RequestError: ``store`` is, or is in, one of the folders; or has slides in it at any depth, or a manifest directly
+            in it.
     """
     if is_remote(store) or record_path(store, "").parent.is_dir():
         return
@@ -91,8 +92,9 @@ def refuse_store_among_slides(store: Path, paths: Sequence[Path], jobs: Sequence
         if not path.is_dir() and source.parent == target:
             raise RequestError(f"--out {store}: {path} is in this folder; {advice}")
     for folder in {job.source.parent for job in jobs}:
-        if folder.resolve() == target:
-            raise RequestError(f"--out {store}: slides are in this folder; {advice}")
+        if folder.resolve().is_relative_to(target):
+            below = "" if folder.resolve() == target else f" ({folder})"
+            raise RequestError(f"--out {store}: slides are in this folder{below}; {advice}")
 
 
 def user_columns(row: Mapping[str, str]) -> dict[str, str]:

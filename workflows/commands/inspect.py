@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pathology.ingest.thumbnail import Thumbnail
+    from pathology.readers.mpp import SourceMpp
     from pathology.readers.slide_source import SlideSource
 
 _MAX_PICTURES = 120
@@ -186,7 +187,8 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
     try:
         source = open_source(path)
         try:
-            mpp = resolve_mpp(source.mpp, "", slide_mpp).um if slide_mpp or is_sensible(source.mpp) else None
+            used = resolve_mpp(source.mpp, "", slide_mpp) if slide_mpp or is_sensible(source.mpp) else None
+            mpp = None if used is None else used.um
             thumbnail, tissue = thumbnail_of_source(source, mpp)
         finally:
             source.close()
@@ -196,7 +198,7 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
         _save(thumbnail.drawn(), png)
     facts = _facts_of_file(source, mpp, tissue)
     lines = [
-        f"{path.name}: {source.vendor}, {_power(source.objective_power)}{_mpp_text(source.mpp)}",
+        f"{path.name}: {source.vendor}, {_power(source.objective_power)}{_used_mpp_text(source, used)}",
         *_level_lines(facts["levels"]),
         f"  tissue    {'unknown' if tissue is None else f'{tissue:.1%} of the slide'}",
     ]
@@ -279,6 +281,14 @@ def _mpp_text(mpp: list[float] | tuple[float, float] | None) -> str:
         return "µm/px not stated"
     y, x = mpp
     return f"{x:.4g} µm/px" if abs(x - y) < 1e-6 * x else f"{y:.4g} × {x:.4g} µm/px (y, x)"
+
+
+def _used_mpp_text(source: SlideSource, used: SourceMpp | None) -> str:
+    """Return the microns per pixel that are used, and what the file says if that is something else."""
+    if used is None or used.origin == "file":
+        return _mpp_text(source.mpp)
+    stated = "the file states none" if source.mpp is None else f"the file says {_mpp_text(source.mpp)}"
+    return f"{_mpp_text(used.um)} as given ({stated})"
 
 
 def _given_text(parameters: dict[str, Any]) -> str:

@@ -102,8 +102,10 @@ def test_a_store_is_not_made_among_its_slides(tmp_path: Path) -> None:
         ([slide], dcm, "a.tiff is in this folder"),
         ([manifest], dcm, "slides are in this folder"),
         ([manifest], manifest.parent, "manifest.csv is in this folder"),
+        ([dcm], tmp_path, "slides are in this folder"),
+        ([slide], tmp_path, "slides are in this folder"),
     ):
-        with pytest.raises(RequestError, match=f"{words}.*choose an --out outside of the slides' folders"):
+        with pytest.raises(RequestError, match=f"{words}.*; choose an --out outside of the slides' folders"):
             make_plan(Request(paths, store, IngestOptions()))
     assert manifest.read_text().startswith("path") and sorted(path.name for path in dcm.iterdir()) == ["a.tiff", "deep"]
     assert len(make_plan(Request([dcm, manifest], tmp_path / "store", IngestOptions())).jobs) == 1

@@ -8,6 +8,7 @@ import pytest
 
 from hyfi_core.errors import RequestError
 from tests.data.store.test_verify import make_slide
+from tests.pathology.tiffs import stained, write_slide
 from workflows.commands import inspect
 
 
@@ -26,3 +27,17 @@ def test_a_picture_that_the_disk_does_not_take_is_a_wrong_request(
     monkeypatch.setattr("pathology.ingest.thumbnail.write_atomically", full)
     with pytest.raises(RequestError, match=rf"a\.png: cannot be written \({os.strerror(errno.ENOSPC)}"):
         inspect.run(tmp_path / "store/a.zarr", tmp_path / "a.png", as_json=False)
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [(None, "the file states none"), (0.00499, "the file says 0.00499 µm/px"), (0.25, None)],
+)
+def test_the_first_line_has_the_resolution_that_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stated: float | None, said: str | None
+) -> None:
+    slide = write_slide(tmp_path / "a.tiff", stained(300, 400), mpp=stated)
+    assert inspect.run(slide, None, as_json=False, slide_mpp=0.5) == 0
+    first, level = capsys.readouterr().out.splitlines()[:2]
+    assert first.endswith(f", 0.5 µm/px as given ({said})" if said else ", 0.25 µm/px")
+    assert level.endswith(", 0.5 µm/px" if said else ", 0.25 µm/px")
