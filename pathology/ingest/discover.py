@@ -78,8 +78,8 @@ def refuse_store_among_slides(store: Path, paths: Sequence[Path], jobs: Sequence
         jobs: The slides found in them.
 
     Raises:
-        RequestError: ``store`` is, or is in, one of the folders; or has slides in it at any depth, or a manifest directly
-            in it.
+        RequestError: ``store`` is, or is in, one of the folders; or has slides in it at any depth, or a manifest
+            directly in it.
     """
     if is_remote(store) or record_path(store, "").parent.is_dir():
         return

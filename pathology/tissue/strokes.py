@@ -13,11 +13,14 @@ from skimage.morphology import skeletonize
 
 from data.components import label
 from pathology.tissue.density import Float, Planes, density_of
+from pathology.tissue.morphology import dilated
 
 Mask = npt.NDArray[np.bool_]
 
 MIN_STROKE_DENSITY = 0.15
 """Pixels of a thin stroke have a higher mean optical density than this, smoothed."""
+_GAP_UM = 32.0
+"""Pieces closer than this are one stroke: where it crosses tissue, a few pixels may just miss the colour of ink."""
 _MIN_LENGTH_UM = 110.0
 _MAX_WIDTH_UM = 60.0
 _MIN_RIDGE_DENSITY = 0.3
@@ -36,7 +39,8 @@ def thin_strokes(image: Planes, glass: Float, dark: Mask, mpp_um: float) -> Mask
         mpp_um: Microns per pixel.
     """
     found: Mask = np.zeros_like(dark)
-    labels = label(dark, corners=True)
+    near = label(dilated(dark, max(1, round(_GAP_UM / 2 / mpp_um))), corners=True)
+    labels = np.where(dark, near, 0)
     for number, place in enumerate(ndimage.find_objects(labels), 1):
         if np.hypot(*(side.stop - side.start for side in place)) * mpp_um < _MIN_LENGTH_UM / 2:
             continue  # even if it is curved
@@ -47,7 +51,7 @@ def thin_strokes(image: Planes, glass: Float, dark: Mask, mpp_um: float) -> Mask
 
 
 def _is_stroke(image: Planes, glass: Float, part: Mask, mpp_um: float) -> bool:
-    """Whether a component is long and thin, and dense and even along its middle."""
+    """Whether pieces near each other are together long and thin, and dense and even along their middle."""
     ridge = skeletonize(np.pad(part, 1))[1:-1, 1:-1]  # type: ignore[no-untyped-call]
     length_px = np.count_nonzero(ridge)
     if length_px * mpp_um < _MIN_LENGTH_UM or np.count_nonzero(part) * mpp_um > _MAX_WIDTH_UM * length_px:
