@@ -32,9 +32,11 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def remove_leftovers(checkpoints: Path) -> None:
-    """Remove what killed writers left behind; only while nobody writes."""
+    """Remove what killed writers left behind, links included; only while nobody writes."""
     for leftover in checkpoints.glob(".*.tmp-*"):
-        if leftover.is_dir() and not leftover.is_symlink():
+        if leftover.is_symlink():
+            leftover.unlink()
+        elif leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
 
 

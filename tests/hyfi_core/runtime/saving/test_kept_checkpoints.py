@@ -15,6 +15,7 @@ def test_links_and_pruning(tmp_path: Path) -> None:
     kept.point_link(tmp_path / "best", "step-00000002")
     kept.point_link(tmp_path / "latest", "step-00000006")
     (tmp_path / ".step-00000009.tmp-dead").mkdir()
+    (tmp_path / ".best.tmp-dead").symlink_to("step-00000001")  # would keep it for ever
     kept.remove_leftovers(tmp_path)
     assert kept.prune(tmp_path, keep=2, spare=[3]) == [1, 4]
     assert kept.saved_steps(tmp_path) == [2, 3, 5, 6]
