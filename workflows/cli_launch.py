@@ -30,6 +30,16 @@ Mpi = Annotated[str | None, typer.Option("--mpi", help="Value of srun --mpi: pmi
 Ranks = Annotated[
     int | None, typer.Option("--ranks", min=1, help="Number of ranks; required if roles are given by host.")
 ]
+RoleNodes = Annotated[
+    int,
+    typer.Option(
+        "--role-nodes", min=0, help="Further nodes, of another kind, for roles given by host (a heterogeneous job)."
+    ),
+]
+RoleRanks = Annotated[
+    int | None, typer.Option("--role-ranks", min=1, help="Ranks on these nodes; default: one on each.")
+]
+RolePartition = Annotated[str | None, typer.Option("--role-partition", help="Their partition; default: the site's.")]
 SiteFile = Annotated[
     Path | None, typer.Option("--site", metavar="site.yaml", help="Settings of this cluster; default: ./site.yaml.")
 ]
@@ -49,6 +59,9 @@ def slurm(
     partition: Partition = None,
     mpi: Mpi = None,
     ranks: Ranks = None,
+    role_nodes: RoleNodes = 0,
+    role_ranks: RoleRanks = None,
+    role_partition: RolePartition = None,
     site: SiteFile = None,
     script: Script = None,
     submit: Submit = False,
@@ -60,7 +73,8 @@ def slurm(
         from workflows.commands.launch import ScriptOptions, run
         from workflows.launch.scripts import Resources
 
-        resources = Resources(nodes, gpus_per_node, cpus_per_task, time, partition, mpi)
+        roles = (role_nodes, role_nodes if role_ranks is None else role_ranks, role_partition)
+        resources = Resources(nodes, gpus_per_node, cpus_per_task, time, partition, mpi, *roles)
         options = ScriptOptions(resources, site, script, submit, as_json)
         return run("slurm", config, list(overrides or ()), ranks, options)
 
@@ -87,6 +101,27 @@ def slurm_array(
 
         resources = Resources(1, None, cpus_per_task, time, partition)
         return run_array(list(context.args), parts, ScriptOptions(resources, site, script, submit, as_json))
+
+    raise typer.Exit(exit_code_of(body))
+
+
+@launch.command()
+def local(
+    config: Config,
+    overrides: Overrides = None,
+    site: SiteFile = None,
+    script: Script = None,
+    as_json: Json = False,
+) -> None:
+    """Write a shell script that starts a training run on this machine; ``hyfi`` starts the ranks itself."""
+
+    def body() -> int:
+        from workflows.commands.launch import ScriptOptions, run
+        from workflows.launch.scripts import Resources
+
+        return run(
+            "local", config, list(overrides or ()), None, ScriptOptions(Resources(), site, script, as_json=as_json)
+        )
 
     raise typer.Exit(exit_code_of(body))
 

@@ -8,12 +8,13 @@ from typing import Literal
 
 from hyfi_core.errors import RequestError
 from workflows.config.load import load_config
+from workflows.config.run import Config
 from workflows.console import emit_json, say
 from workflows.exit_codes import DONE
 from workflows.launch.scripts import Resources, Site, script_of, submit
 from workflows.paths import require_writable
 
-By = Literal["slurm", "mpiexec", "torchrun"]
+By = Literal["slurm", "local", "mpiexec", "torchrun"]
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,7 @@ def run(
         RequestError: The configuration or the request is not valid, or Slurm refuses the job.
     """
     settings, site = load_config(config, overrides), Site.load(options.site)
-    if ranks is None and settings.roles.by_host:
-        raise RequestError("roles are given by host, so the number of ranks is unknown; give it with --ranks")
-    if ranks is not None and not settings.roles.by_host and ranks != settings.ranks:
-        raise RequestError(f"--ranks {ranks}: the run needs {settings.ranks} (plan and roles); leave it out")
-    count = ranks or settings.ranks
+    count = _ranks(by, settings, ranks, options.resources)
     path = options.path or Path(f"{config.stem}.{'sbatch' if by == 'slurm' else 'sh'}")
     words = ["train", str(config), *overrides]
     more: dict[str, str] = {}
@@ -77,6 +74,37 @@ def run(
         nodes = options.resources.nodes
         more["rendezvous"] = ' --rdzv-backend=c10d --rdzv-endpoint="$HEAD_NODE:29400"' if nodes > 1 else " --standalone"
     return _write(path, script_of(by, path, words, count, options.resources, site, **more), options)
+
+
+def _ranks(by: By, settings: Config, ranks: int | None, resources: Resources) -> int:
+    """Return the number of ranks, without those on the nodes of roles.
+
+    Raises:
+        RequestError: The number is unknown or wrong, or the nodes of roles have no role.
+    """
+    if resources.role_nodes:
+        if not settings.roles.by_host:
+            raise RequestError(
+                f"--role-nodes {resources.role_nodes}: roles given by number are spread over all nodes; give them by "
+                'host, as in roles.loaders="cpu-*", for ranks on these nodes'
+            )
+        if ranks is not None:
+            raise RequestError(f"--ranks {ranks}: with --role-nodes, give --role-ranks; the plan has the trainers")
+        if resources.role_ranks < resources.role_nodes:
+            raise RequestError(
+                f"--role-nodes {resources.role_nodes}: there are ranks for {resources.role_ranks} at most; give more "
+                "with --role-ranks"
+            )
+        return settings.trainers
+    if by == "local" and settings.roles.by_host:
+        raise RequestError(
+            "roles are given by host, but a local run has one host; give numbers, or use `hyfi launch slurm`"
+        )
+    if ranks is None and settings.roles.by_host:
+        raise RequestError("roles are given by host, so the number of ranks is unknown; give it with --ranks")
+    if ranks is not None and not settings.roles.by_host and ranks != settings.ranks:
+        raise RequestError(f"--ranks {ranks}: the run needs {settings.ranks} (plan and roles); leave it out")
+    return ranks or settings.ranks
 
 
 def run_array(words: list[str], parts: int, options: ScriptOptions) -> int:

@@ -36,6 +36,10 @@ class Site:
         program: Command that starts ``hyfi`` (``apptainer exec hyfi.sif hyfi``); None: this Python's.
         srun: Additional arguments of ``srun`` (``--cpu-bind=cores``).
         sbatch: Additional ``#SBATCH`` options, without that word.
+        role_partition: Partition of the nodes of roles (``--role-nodes``); None: the default one of Slurm.
+        role_sbatch: Additional ``#SBATCH`` options of these nodes (``--constraint=dpu``), without that word.
+        scratch: Folder on a disk of each node, made by Slurm jobs for temporary files and the node's cache of images;
+            may use the job's variables (``/scratch/$SLURM_JOB_ID``). None: the system's temporary folder.
         signal_s: Seconds before the time limit at which a run saves and stops.
         templates: Folder with modified templates; others are the built-in ones.
     """
@@ -48,6 +52,9 @@ class Site:
     program: str | None = None
     srun: str = ""
     sbatch: list[str] = field(default_factory=list)
+    role_partition: str | None = None
+    role_sbatch: list[str] = field(default_factory=list)
+    scratch: str | None = None
     signal_s: int = SIGNAL_S
     templates: str | None = None
 
@@ -75,7 +82,7 @@ class Site:
             if key not in _keys(cls) or not isinstance(value, wanted):
                 raise RequestError(
                     f"{path}: {key}: given {value!r}; allowed: {', '.join(_keys(cls))} "
-                    "(modules, setup and sbatch are lists, signal_s is a number, the others are text)"
+                    "(modules, setup, sbatch and role_sbatch are lists, signal_s is a number, the others are text)"
                 )
         return cls(**found)
 
@@ -90,6 +97,10 @@ class Resources:
         time: Time limit in Slurm's format; None: the partition's.
         partition: None: the site's.
         mpi: Value of ``srun --mpi``; None: the site's.
+        role_nodes: Further nodes of a heterogeneous Slurm job, whose ranks have the roles that the run gives to their
+            hosts; 0: none.
+        role_ranks: Number of ranks on them.
+        role_partition: Their partition; None: the site's.
     """
 
     nodes: int = 1
@@ -98,6 +109,9 @@ class Resources:
     time: str | None = None
     partition: str | None = None
     mpi: str | None = None
+    role_nodes: int = 0
+    role_ranks: int = 0
+    role_partition: str | None = None
 
 
 def script_of(
@@ -106,10 +120,10 @@ def script_of(
     """Return the text of a script.
 
     Args:
-        template: ``slurm``, ``slurm_array``, ``mpiexec`` or ``torchrun``.
+        template: ``slurm``, ``slurm_array``, ``local``, ``mpiexec`` or ``torchrun``.
         path: File of the script.
         words: Arguments of ``hyfi``.
-        ranks: Number of ranks.
+        ranks: Number of ranks, without those on the nodes of roles.
         resources: Resources of the job.
         site: Settings of the cluster.
         more: Additional variables of the template.
@@ -132,6 +146,9 @@ def script_of(
         "program": site.program or f"{shlex.quote(sys.executable)} -m workflows",
         "srun": f" {site.srun}" if site.srun else "",
         "mpi": resources.mpi or site.mpi or _pmi_of_this_mpi(),
+        "cores": f" --cpus-per-task={resources.cpus_per_task} --cpu-bind=cores" if resources.cpus_per_task else "",
+        "groups": " --het-group=0,1" if resources.role_nodes else "",
+        "role_per_node": math.ceil(resources.role_ranks / max(1, resources.role_nodes)),
     }
     return _render(template, site, {**values, **more})
 

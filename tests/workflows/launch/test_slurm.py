@@ -171,6 +171,44 @@ def test_a_job_that_is_told_to_end_saves_first(slurm: Slurm, tmp_path: Path, sto
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 
+@pytest.mark.soak
+def test_roles_run_on_nodes_of_another_kind(slurm: Slurm, tmp_path: Path, store: Path) -> None:
+    """A heterogeneous job: trainers on the first node, a loader and a validator on the second; asked to stop, it
+    requeues itself and finishes with the losses of an undisturbed run."""
+    roles = {"loaders": "node2", "validators": "node2"}
+    config = make_config(tmp_path, store, run={"steps": 12}, validation={"every_steps": 6}, roles=roles)
+    alone = ["roles.loaders=0", "roles.validators=0", f"run.dir={tmp_path / 'straight'}"]
+    straight = [*HYFI, "train", str(config), TWO, *alone]
+    subprocess.run(straight, cwd=tmp_path, env=environment(slurm), check=True, capture_output=True, timeout=300)
+    own_name = "unshare --uts bash -c 'hostname $SLURMD_NODENAME; exec \"$@\"' -"  # virtual nodes share this machine's
+    scratch = tmp_path / "scratch"
+    (tmp_path / "site.yaml").write_text(
+        f"program: |-\n  {own_name} {' '.join(HYFI)}\nscratch: {scratch}/$SLURM_JOB_ID\nrole_partition: all\n"
+    )
+    slow = environment(slurm, HYFI_TEST_FAULT="0:3:update:slow_until_requeued")
+    launch = ["launch", "slurm", str(config), TWO, "--role-nodes", "1", "--role-ranks", "2"]
+    more = ["--mpi", "pmi2", "--cpus-per-task", "2", "--submit"]
+    said = subprocess.run([*HYFI, *launch, *more], cwd=tmp_path, env=slow, check=True, capture_output=True, text=True)
+    job, deadline_s = said.stdout.split()[-1], time.monotonic() + 300
+    while steps(tmp_path / "run") < 2:
+        assert time.monotonic() < deadline_s, slurm.state(job)
+        time.sleep(0.1)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)  # as before the time limit
+    while slurm.state(job)[0] not in ENDED or slurm.state(job)[1] < 1:
+        assert time.monotonic() < deadline_s, (slurm.state(job), (tmp_path / f"run-{job}.log").read_text())
+        time.sleep(0.5)
+    assert slurm.state(job)[0] == "COMPLETED", (tmp_path / f"run-{job}.log").read_text()
+    # One validator sums in another order than two trainers that validate.
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "straight"), rel=1e-7)
+    logs = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in range(4)]
+    assert "node1 rank 0 INFO starts: trainer 0" in logs[0] and "node1 rank 1 INFO starts: trainer 1" in logs[1]
+    assert {"loader 0", "validator 0"} == {
+        line.split("starts: ")[1].split(" on ")[0] for line in (logs[2].splitlines()[0], logs[3].splitlines()[0])
+    }
+    assert all(" node2 rank " in log for log in logs[2:])
+    assert (scratch / job).is_dir()
+
+
 def submit_array(slurm: Slurm, folder: Path, parts: int, *words: str) -> list[str]:
     """Submit an array of jobs, wait for its end, and return the logs of its parts."""
     (folder / "site.yaml").write_text("partition: all\n")
