@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={job}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -77,7 +79,9 @@ class Slurm:
             socket.gethostname().partition(".")[0],
             len(self._names),
         )
-        values = {"port": port, "first": first, "last": first + nodes - 1, "nodes": nodes}
+        # MPICH finds the shared memory that killed ranks of a job with the same number left in /dev/shm.
+        values = {"job": random.randrange(1000, 60_000_000), "port": port, "first": first}
+        values |= {"last": first + nodes - 1, "nodes": nodes}
         (self.folder / "slurm.conf").write_text(CONFIGURATION.format(host=host, folder=self.folder, **values))
         munge = {name: self.folder / f"munge.{name}" for name in ("socket", "pid", "log", "seed")}
         self._daemon(
