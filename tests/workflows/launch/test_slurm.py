@@ -152,6 +152,31 @@ def test_a_run_meets_its_time_limit_and_continues_by_itself(slurm: Slurm, tmp_pa
 
 
 @pytest.mark.soak
+def test_a_requeued_job_starts_where_killed_ranks_left_shared_memory(slurm: Slurm, tmp_path: Path, store: Path) -> None:
+    """MPICH failed in the step of the same number, with "Out of memory" or "Message truncated"."""
+    run = tmp_path / "run"
+    config = make_config(tmp_path, store, run={"steps": 5000}, validation={"every_steps": 5})
+    words = [*HYFI, "launch", "slurm", str(config), TWO, "--nodes", "2", "--mpi", "pmi2", "--submit"]
+    said = subprocess.run(
+        words, cwd=tmp_path, env=environment(slurm), check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    job, log, deadline_s = said.split()[-1], tmp_path / f"run-{said.split()[-1]}.log", time.monotonic() + 420
+    for restart in range(3):
+        wanted = steps(run) + 6
+        while steps(run) < wanted:
+            assert time.monotonic() < deadline_s and slurm.state(job)[0] not in ENDED, log.read_text()
+            time.sleep(0.1)
+        if restart == 2:
+            slurm.run("scancel", job)
+            return
+        slurm.run("scancel", "--signal=KILL", f"{job}.{min(restart, 1)}")
+        while slurm.state(job)[0] not in ENDED:
+            assert time.monotonic() < deadline_s, log.read_text()
+            time.sleep(0.1)
+        slurm.run("scontrol", "requeue", job)
+
+
+@pytest.mark.soak
 def test_a_job_that_is_told_to_end_saves_first(slurm: Slurm, tmp_path: Path, store: Path) -> None:
     """The script passed TERM on to srun, which killed the ranks by it."""
     config = make_config(tmp_path, store, run={"steps": 5000}, validation={"every_steps": 5000})
