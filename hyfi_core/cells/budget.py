@@ -88,7 +88,7 @@ def with_cells(
     raise MemoryLimitError(
         f"plan.memory_bytes is {memory_bytes:,}, but with any number of cells a rank needs at least "
         f"{min(least for _, least in needed.values()):,}, {held_bytes:,} of it for libraries, weights and optimizer "
-        f"state; raise plan.memory_bytes, or use smaller images"
+        f"state; raise plan.memory_bytes (or --memory), or use smaller images"
     )
 
 
@@ -121,8 +121,8 @@ def page_limit(
         raise MemoryLimitError(
             f"plan.memory_bytes is {memory_bytes:,}, but with these cells a rank needs at least {least:,}: "
             f"{held_bytes:,} for libraries, weights and optimizer state, {records:,} for what cells keep, "
-            f"{least - held_bytes - records:,} for the largest step of a cell; raise plan.memory_bytes, or use "
-            f"another number of cells (plan.cells)"
+            f"{least - held_bytes - records:,} for the largest step of a cell; raise plan.memory_bytes (or "
+            f"--memory), or use another number of cells (plan.cells, or --cells)"
         )
     return memory_bytes - held_bytes - records - workspace_bytes(largest)
 
