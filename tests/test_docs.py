@@ -43,8 +43,8 @@ def blocks(page: Path, language: str = "") -> list[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the words of each line of a shell block that calls hyfi, without comments and launchers."""
-    lines = [TYPED_BEFORE_HYFI.sub("", line) for line in text.splitlines()]
+    """Return the words of each command of a shell block that calls hyfi, without comments and launchers."""
+    lines = [TYPED_BEFORE_HYFI.sub("", line) for line in text.replace("\\\n", " ").splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("hyfi ")]
 
 
