@@ -60,9 +60,15 @@ def location(given: str | os.PathLike[str]) -> Path:
     return ObjectPath(f"{scheme}://{rest}")
 
 
+def address_of(given: str | os.PathLike[str]) -> str | None:
+    """Return what a user gave with both slashes, of which a `Path` keeps one, if it has a scheme; None without."""
+    found = _ADDRESS.fullmatch(os.fspath(given))
+    return None if found is None else f"{found[1]}://{found[2]}"
+
+
 def is_address(given: str | os.PathLike[str]) -> bool:
-    """Whether what a user gave has a scheme, ``s3://`` for instance, of which a `Path` keeps one slash."""
-    return _ADDRESS.fullmatch(os.fspath(given)) is not None
+    """Whether what a user gave has a scheme, ``s3://`` for instance."""
+    return address_of(given) is not None
 
 
 def is_remote(path: Path) -> bool:

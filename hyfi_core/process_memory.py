@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,14 @@ def _mkl_free_buffers() -> Callable[[], Any] | None:
     torch = sys.modules.get("torch")
     if torch is None or torch.__file__ is None:
         return None
+    return _function_of(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so", "mkl_serv_free_buffers")
+
+
+@cache
+def _function_of(library: Path, name: str) -> Callable[[], Any] | None:
+    """Return a function of a shared library; None if there is no such library or function."""
     with suppress(OSError, AttributeError):
-        function: Callable[[], Any] = ctypes.CDLL(
-            str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
-        ).mkl_serv_free_buffers
+        function: Callable[[], Any] = getattr(ctypes.CDLL(str(library)), name)
         return function
     return None
 

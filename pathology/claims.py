@@ -96,9 +96,7 @@ class Claim:
         if free:
             after.unlink()
         if not free or _token(self._path) != self._token:
-            raise ClaimLostError(
-                f"another process has taken over {name}, because this one did not renew its claim in time"
-            )
+            raise ClaimLostError(name)
 
     def __enter__(self) -> Self:
         return self

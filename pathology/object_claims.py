@@ -22,7 +22,10 @@ BEAT_S = 30.0
 
 
 class ClaimLostError(Exception):
-    """Another process has taken over, because this one did not renew its claim."""
+    """Another process has taken over, because this one did not renew its claim on ``name``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"another process has taken over {name}, because this one did not renew its claim in time")
 
 
 class ObjectClaim:
@@ -66,9 +69,7 @@ class ObjectClaim:
             except FileNotFoundError:
                 held = False
         if not held:
-            raise ClaimLostError(
-                f"another process has taken over {self._path.name}, because this one did not renew its claim in time"
-            )
+            raise ClaimLostError(self._path.name)
 
     def __enter__(self) -> Self:
         return self

@@ -189,7 +189,7 @@ class OddBranches(nn.Module):
 def test_shared_and_frozen_weights_and_branches_without_gradient(planes: int) -> None:
     _assert_equal(_model(OddBranches), Plan((ONE,), branches=planes))
     for seed in range(2):
-        with mock.patch("hyfi_core.runtime.compiled.pack_branches", _at_random(seed)):
+        with mock.patch("hyfi_core.cost.branch_packing.pack_branches", _at_random(seed)):
             _assert_equal(_model(OddBranches), Plan((ONE,), branches=planes))
 
 
@@ -217,7 +217,7 @@ class DetachedBranch(nn.Module):
 def test_weights_of_a_detached_branch_get_no_gradient_from_the_plane_that_detaches_it() -> None:
     """Which plane computes the branch, and which detaches it, are drawn."""
     for seed in range(3):
-        with mock.patch("hyfi_core.runtime.compiled.pack_branches", _at_random(seed)):
+        with mock.patch("hyfi_core.cost.branch_packing.pack_branches", _at_random(seed)):
             assert_plan_equals_one_process(_model(DetachedBranch), (2, 3, 9, 9), Plan((ONE,), branches=2), steps=2)
 
 
@@ -261,7 +261,7 @@ def _at_random(seed: int) -> Callable[..., Branches]:
 def test_any_division_is_exact(seed: int) -> None:
     """Also those in which a plane sends values in the middle of a branch, and nothing at its end."""
     plan = Plan(((1, 2),) if seed % 2 else (ONE,), branches=2 + seed // 2)
-    with mock.patch("hyfi_core.runtime.compiled.pack_branches", _at_random(seed)):
+    with mock.patch("hyfi_core.cost.branch_packing.pack_branches", _at_random(seed)):
         _assert_equal(_model(SmallInception), plan)
 
 

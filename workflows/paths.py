@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 
+from data.location import address_of
 from hyfi_core.errors import RequestError
-
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
 def require_writable(target: Path) -> None:
@@ -60,12 +58,9 @@ def require_local(path: Path, what: str) -> None:
     Raises:
         RequestError: It is an address.
     """
-    address = _ADDRESS.match(str(path))
+    address = address_of(path)
     if address is not None:
-        raise RequestError(
-            f"{what} {address[1]}://{str(path)[address.end() :]}: only stores are read from object storage; copy it "
-            f"to a local folder"
-        )
+        raise RequestError(f"{what} {address}: only stores are read from object storage; copy it to a local folder")
 
 
 def _check_accessible(target: Path) -> None:
@@ -74,11 +69,11 @@ def _check_accessible(target: Path) -> None:
     Raises:
         RequestError: It cannot: it is a URL, its name is too long, or access to a folder is denied.
     """
-    address = _ADDRESS.match(str(target))
+    address = address_of(target)
     if address is not None:
         raise RequestError(
-            f"{address[1]}://{str(target)[address.end() :]}: only a store (hyfi ingest --out) can be written to object "
-            f"storage; write to a local folder, and copy it there afterwards"
+            f"{address}: only a store (hyfi ingest --out) can be written to object storage; "
+            f"write to a local folder, and copy it there afterwards"
         )
     try:
         target.lstat()

@@ -23,6 +23,7 @@ from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel
 from hyfi_core.cost.operators import operator_costs, value_bytes
 from hyfi_core.lowering.lower import lowered_operators
+from hyfi_core.lowering.plane_sums import sum_in_planes
 from hyfi_core.plan.branches import Branches
 
 LONGEST_REGION = 64
@@ -52,6 +53,24 @@ class _Chain:
     level: int = 0
 
 
+def divide_stage(
+    program: Program, outputs: tuple[Any, ...], exits: tuple[str, ...], planes: int, grid: tuple[int, int]
+) -> tuple[Program, Branches]:
+    """Return a stage whose sums are computed where their terms are, and its division among planes.
+
+    Ranks and forecasts must divide alike, so the machine is the default one.
+
+    Args:
+        program: the stage, as it would be lowered without planes.
+        outputs: as for ``lower``.
+        exits: likewise.
+        planes: number of planes.
+        grid: rows and columns of a plane's ranks.
+    """
+    branches = pack_branches(program, outputs, exits, planes, grid)
+    return sum_in_planes(program, branches, (*refs_in(outputs), *exits))
+
+
 def pack_branches(
     program: Program,
     outputs: tuple[Any, ...],
@@ -73,9 +92,9 @@ def pack_branches(
         grid: rows and columns of a plane's ranks, which divide all maps.
         machine: the machine model.
     """
-    operators = lowered_operators(program, outputs, exits)
     if planes == 1:
         return Branches()
+    operators = lowered_operators(program, outputs, exits)
     free, chains = _chains(program, operators, {*refs_in(outputs), *exits}, prod(grid), machine)
     for latency_s in (machine.message_s + machine.link(planes * prod(grid)).latency_s, 0.0):
         search = _RegionSearch(chains, planes, latency_s, machine.link(planes * prod(grid)).bytes_per_s)

@@ -8,12 +8,11 @@ from typing import Any
 
 from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
-from hyfi_core.cost.branch_packing import pack_branches
+from hyfi_core.cost.branch_packing import divide_stage
 from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower, lowered_operators
-from hyfi_core.lowering.plane_sums import sum_in_planes
 from hyfi_core.lowering.planes import Plane, exchanges, on_plane
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.stage_values import Splits, boundary, entries_of
@@ -122,8 +121,7 @@ def _lower_stage(
     program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
     middle = grid[0] // 2 * grid[1] + grid[1] // 2
     target = Target(grid, middle, entries=entries, gather_bytes=fine.gather_bytes)
-    branches = pack_branches(program, piece.outputs, exits, fine.branches, grid)  # as it is done in a run
-    program, branches = sum_in_planes(program, branches, (*refs_in(piece.outputs), *exits))
+    program, branches = divide_stage(program, piece.outputs, exits, fine.branches, grid)
     runs = fused_runs(program, target, piece.outputs, exits, fine.fused_halo, machine)
     planes = [Plane(branches, index) for index in range(fine.branches)]
     ranked = lower(program, replace(target, plane=planes[0]), piece.outputs, exits, runs)

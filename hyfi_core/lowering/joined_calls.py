@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,18 +64,26 @@ class JoinedCalls:
 
     def _run(self, tensors: Sequence[torch.Tensor], traced: bool) -> tuple[torch.Tensor, ...]:
         values: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))
-        left = Counter((*(name for call in self.calls for name in call.inputs), *self.outputs))
-        for call in self.calls:
+        for call, ended in zip(self.calls, self._ended, strict=True):
             function = getattr(call.function, "traceable", call.function) if traced else call.function
             results = function(*(values[name] for name in call.inputs))
             results = (results,) if isinstance(results, torch.Tensor) else results
             values.update((o, r) for o, r in zip(call.outputs, results, strict=False) if o is not None)
             del results
-            left.subtract(call.inputs)
-            for name in (*call.inputs, *call.outputs):
-                if name is not None and not left[name]:
-                    values.pop(name, None)
+            for name in ended:
+                del values[name]
         return tuple(values[name] for name in self.outputs)
+
+    @cached_property
+    def _ended(self) -> tuple[tuple[str, ...], ...]:
+        """The values of which each call is the last user, or that nobody uses."""
+        found: list[tuple[str, ...]] = []
+        needed = set(self.outputs)
+        for call in reversed(self.calls):
+            names = dict.fromkeys(name for name in (*call.inputs, *call.outputs) if name is not None)
+            found.append(tuple(name for name in names if name not in needed))
+            needed.update(call.inputs)
+        return tuple(reversed(found))
 
 
 def join_calls(ranked: RankProgram) -> RankProgram:

@@ -20,6 +20,11 @@ BUILT_IN = {name: f"hyfi_core.models.resnet:{name}" for name in _RESNETS} | {
 """Factory of each built-in model, as ``module:function``."""
 
 
+def is_built_in(name: str) -> bool:
+    """Whether a model's name is one of this package's networks, not a factory of the user."""
+    return ":" not in name
+
+
 def build_model(model: Mapping[str, Any]) -> nn.Module:
     """Build the module that the ``model`` of a ``model.json`` describes.
 

@@ -195,7 +195,7 @@ def publish(
 
 
 def temporary_name(folder: Path, name: str | None = None) -> Path:
-    """Return the hidden folder in which a checkpoint is written before it is renamed to ``folder``.
+    """Return the hidden sibling under which a checkpoint, or a link to one, is made before it is renamed to ``folder``.
 
     Args:
         folder: final name.

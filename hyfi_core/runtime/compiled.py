@@ -20,11 +20,10 @@ from hyfi_core.cells.fused_place import CELL_RULES
 from hyfi_core.cells.halo import for_prediction, for_training
 from hyfi_core.comm.agree import compare
 from hyfi_core.comm.base import Communicator
-from hyfi_core.cost.branch_packing import pack_branches
+from hyfi_core.cost.branch_packing import divide_stage
 from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
-from hyfi_core.lowering.plane_sums import sum_in_planes
 from hyfi_core.lowering.planes import Plane
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segment_compiler import SegmentCompiler
@@ -267,8 +266,7 @@ class _Lowered:
                 joins=joins,
             )
             if self._plan.branches > 1:
-                branches = pack_branches(program, stage.outputs, exits, self._plan.branches, grid)
-                program, branches = sum_in_planes(program, branches, (*refs_in(stage.outputs), *exits))
+                program, branches = divide_stage(program, stage.outputs, exits, self._plan.branches, grid)
                 target = replace(target, plane=replace(self._plane, branches=branches))
             runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
             ranked = lower(program, target, stage.outputs, exits, runs)

@@ -54,9 +54,8 @@ class Groups:
             ranks = placement.group(grid, direction)
             copies = group = CountedCommunicator(_subgroup(comm, [first + rank for rank in ranks]))
             if plan.sync_batch_norm:
-                alike = range(
-                    number % branches * size, comm.size, branches * size
-                )  # first ranks of planes like this one
+                # First ranks of the planes that compute what this one does, of all replicas.
+                alike = range(number % branches * size, comm.size, branches * size)
                 copies = CountedCommunicator(_subgroup(comm, [at + rank for at in alike for rank in sorted(ranks)]))
             for stage in range(grid, placement.stages, grids):
                 self.stages[stage, direction] = group

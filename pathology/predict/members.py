@@ -11,7 +11,7 @@ from torch import nn
 
 from data.loading.normalise import Normalisation
 from hyfi_core.errors import RequestError
-from hyfi_core.models.by_name import build_model
+from hyfi_core.models.by_name import build_model, is_built_in
 from hyfi_core.runtime.checkpoint import load_checkpoint
 
 MIN_COVERAGE = 0.9
@@ -66,7 +66,7 @@ class Member:
     @property
     def built_in(self) -> bool:
         """Whether the network is one of this package, whose captures are covered by tests."""
-        return ":" not in str(self.config.get("model", {}).get("name", ""))
+        return is_built_in(str(self.config.get("model", {}).get("name", "")))
 
     @property
     def pooling(self) -> Literal["mean", "max"]:

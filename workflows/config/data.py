@@ -174,3 +174,10 @@ class ModelConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the model: as in {width: 16}"
     )
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the model is one of this package's networks."""
+        from hyfi_core.models.by_name import is_built_in  # loads torch
+
+        return is_built_in(self.name)

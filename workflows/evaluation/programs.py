@@ -29,7 +29,7 @@ class ModelPrograms:
 
     def __init__(self, config: Config, classes: int) -> None:
         self._config = config
-        with nullcontext() if ":" in config.model.name else torch.device("meta"):  # a built-in one needs no values
+        with torch.device("meta") if config.model.built_in else nullcontext():  # a built-in one needs no values
             model = build_model(model_fields(config.model, classes))
         self._model = model.to(DTYPES[config.run.precision]).train()
         self._programs: dict[int, Program] = {}

@@ -166,7 +166,7 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
         RequestError: The model cannot be built, an image would show too little of its slide's tissue, or a slide is
             damaged.
     """
-    with torch.device("meta") if _is_built_in(job) else nullcontext():  # without values: it may be large
+    with torch.device("meta") if job.config.model.built_in else nullcontext():  # without values: it may be large
         build_model(job.model_json()["model"])  # first, because reading all tissue masks takes time
     for dataset in (job.train, job.val):
         dataset.check_files()
@@ -178,16 +178,12 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
 def drawn_by_stage(job: TrainingJob, device: str) -> InitialWeights | None:
     """Return the weights of which each trainer draws those of its stages; None if it builds the whole model.
 
-    It does for a model of the user's own, whose capture is verified with values, for weights from a file, on a GPU, and
+    It does for a user's model, whose capture is verified with values, for weights from a file, on a GPU, and
     if the plan has one stage.
     """
-    if not _is_built_in(job) or job.config.model.weights is not None or device != "cpu" or job.plan.stages == 1:
+    if not job.config.model.built_in or job.config.model.weights is not None or device != "cpu" or job.plan.stages == 1:
         return None
     return InitialWeights(lambda: build_model(job.model_json()["model"]), job.config.run.seed)
-
-
-def _is_built_in(job: TrainingJob) -> bool:
-    return ":" not in job.config.model.name
 
 
 def make_model(job: TrainingJob, loads: bool, drawn: InitialWeights | None = None) -> torch.nn.Module:
@@ -251,7 +247,7 @@ def make_engine(
         memory_format="as_given",  # images and weights are in run.memory_format already
         release=True,
         compile=job.config.run.compile,
-        verify=not _is_built_in(job),  # built-in models are covered by tests
+        verify=not job.config.model.built_in,  # built-in models are covered by tests
         weights=drawn,
     )
 

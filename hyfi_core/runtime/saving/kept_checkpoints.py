@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hyfi_core.runtime.checkpoint import temporary_name
 
 def point_link(link: Path, target: str) -> None:
     """Point ``link`` to its sibling ``target``, atomically."""
-    temporary = link.parent / f".{link.name}.tmp-{uuid.uuid4().hex[:8]}"
+    temporary = temporary_name(link)
     temporary.symlink_to(target)
     temporary.replace(link)
     sync_file(link.parent)

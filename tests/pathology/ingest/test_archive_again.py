@@ -97,7 +97,7 @@ def test_a_slide_that_another_run_has_is_waited_for(
 def test_a_run_that_lost_its_claim_publishes_nothing(tmp_path: Path, make_slide: MakeSlide) -> None:
     def lost(share: float) -> None:
         if share == 1.0:
-            raise ClaimLostError("gone")
+            raise ClaimLostError("slide")
 
     with pytest.raises(ClaimLostError):
         ingest_slide(make_slide(), tmp_path / "store", AT_HALF, progress=lost)
