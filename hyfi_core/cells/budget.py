@@ -87,8 +87,8 @@ def with_cells(
                 return replace(plan, cells=(side, side))
     raise MemoryLimitError(
         f"plan.memory_bytes is {memory_bytes:,}, but with any number of cells a rank needs at least "
-        f"{min(least for _, least in needed.values()):,}, {held_bytes:,} of it for libraries, weights and optimizer "
-        f"state; raise plan.memory_bytes (or --memory), or use smaller images"
+        f"{min(least for _, least in needed.values()):,} bytes, {held_bytes:,} of them for libraries, weights and "
+        f"optimizer state; raise plan.memory_bytes (or --memory), or use smaller images"
     )
 
 
