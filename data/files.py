@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.location import files_below, is_remote, remove_tree, sizes_of
-from hyfi_core.files import swap_directory, sync_file
+from hyfi_core.files import naming, swap_directory, sync_file
 
 _UPLOADS_AT_A_TIME = 4
 
@@ -41,7 +41,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = temporary_path(path)
     try:
-        yield temporary
+        with naming(path):
+            yield temporary
         sync_file(temporary)
         temporary.replace(path)
         sync_file(path.parent)

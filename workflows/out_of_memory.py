@@ -1,10 +1,11 @@
-"""Messages for out-of-memory errors: advice instead of a traceback.
+"""Messages for out-of-memory errors and full disks: advice instead of a traceback.
 
 ::
 
     before the run, by the forecast     ──►  remember_advice(…), on every rank and for the launcher
     MemoryError, torch's allocator      ──►  message_of(error): the requested amount, and the advice
     the disk of plan.spill is full      ──►  message_of(error): the message of the spill store
+    a run whose disk or store is gone   ──►  message_of(error): see `workflows.interruption`
     killed by the kernel's OOM killer   ──►  the launcher sees `kernel_kills` rise, and prints the advice
 """
 
@@ -15,6 +16,7 @@ import re
 from pathlib import Path
 
 from hyfi_core.errors import RequestError
+from workflows.interruption import RunInterruptedError, is_full_disk
 from workflows.launch.status import RunStatus
 
 GENERAL_ADVICE = (
@@ -23,7 +25,6 @@ GENERAL_ADVICE = (
 )
 _ALLOCATOR = re.compile(r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory|bad_alloc")
 _REQUESTED = re.compile(r"[Aa]llocate ([\d.]+ \w+)")
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _advice = ""
 
 
@@ -54,7 +55,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message_of(error: BaseException) -> str | None:
-    """Return the message for an out-of-memory error, or for a full disk of ``plan.spill``; None for other errors."""
+    """Return the message for an out-of-memory error, a full disk or an interrupted run; None for other errors."""
+    if isinstance(error, RunInterruptedError):
+        return str(error)
     full_disk = _full_disk(error)
     if full_disk is not None:
         return full_disk
@@ -69,7 +72,7 @@ def _full_disk(error: BaseException) -> str | None:
     seen: BaseException | None = error
     while seen is not None:
         cause = seen.__cause__
-        if isinstance(seen, RequestError) and isinstance(cause, OSError) and cause.errno in _DISK_FULL:
+        if isinstance(seen, RequestError) and is_full_disk(cause):
             return str(error)
         seen = cause
     return None

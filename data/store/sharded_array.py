@@ -198,7 +198,7 @@ class ShardedArray:
                 for group in _adjacent(index, stored):
                     yield from _slices(_read(file, path, index, group), index, group)
         except OSError as error:
-            raise StoreError(f"{path}: the shard cannot be read ({error.strerror})") from error
+            raise _unreadable(path, error) from error
 
     def _is_blank(self, index: Index, slot: int, blank: Collection[int], path: Path) -> bool:
         """Whether a chunk was left out on purpose; raise if it is missing without being listed in ``blank``."""
@@ -228,7 +228,7 @@ class ShardedArray:
             with opened(path) as open_file:
                 self._index_of(open_file, path, file)
         except OSError as error:
-            raise StoreError(f"{path}: the shard cannot be read ({error.strerror})") from error
+            raise _unreadable(path, error) from error
 
     def _index_of(self, open_file: OpenFile, path: Path, file: tuple[int, int]) -> Index:
         index = self._index.get(file)
@@ -249,6 +249,12 @@ class ShardedArray:
         ((_, found),) = cache.read(key, {0: key}, (size,), load)
         assert found is not None, "every index has bytes"
         return np.frombuffer(found.tobytes(), "<u8").reshape(-1, 2)
+
+
+def _unreadable(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path}: the shard cannot be read ({error.strerror}); make it readable again, or ingest the slide again"
+    )
 
 
 def read_index(file: OpenFile, path: Path, layout: ArrayLayout, expected_size: int | None = None) -> Index:

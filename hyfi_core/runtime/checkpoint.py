@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import uuid
@@ -34,7 +35,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hyfi_core.errors import RequestError
-from hyfi_core.files import swap_directory, sync_file
+from hyfi_core.files import naming, swap_directory, sync_file
 from hyfi_core.stored_state import StoredState
 
 FORMAT = 1
@@ -157,7 +158,10 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     try:
         save_file(dict(tensors), path)
     except SafetensorError as error:  # its way of saying that the disk is full
-        raise OSError(f"{path} cannot be written: {error}") from error
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise OSError(f"{path} cannot be written: {error}") from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def publish(
@@ -353,4 +357,5 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    with naming(path):
+        path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -104,6 +104,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         RequestError: On all ranks if one of them refuses; nothing was written.
     """
     from hyfi_core.comm.agree import agree
+    from workflows.interruption import RunInterruptedError, interruption
     from workflows.launch import rank_log
     from workflows.launch.request import check_ranks, check_run, own_run
     from workflows.out_of_memory import remember_advice
@@ -140,8 +141,11 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     rank_log.open_in(config.run.dir, f"{roles.describe()} on {device}")
     try:
         return body(as_json)
-    except RequestError as error:  # from one rank, after all have agreed: a failure, not an invalid request
-        raise RuntimeError(f"the run cannot continue: {error}") from error
+    except (RequestError, OSError) as error:  # from one rank, after all have agreed: not an invalid request
+        reason = interruption(error, config)
+        if reason is None:
+            raise
+        raise RunInterruptedError(reason) from error
     finally:
         if owner is not None:
             owner.release()

@@ -32,7 +32,8 @@ from hyfi_core.runtime.launch import inside_launcher
 from workflows import signals
 from workflows.console import warn
 from workflows.exit_codes import FAULT, STOPPED, WRONG_REQUEST
-from workflows.launch import mpiexec, peer_watch, rank_log
+from workflows.interruption import RunInterruptedError
+from workflows.launch import at_failure, mpiexec, peer_watch, rank_log
 from workflows.launch.processes import ExitOrder, kill_session
 from workflows.launch.status import VARIABLE, RunStatus, leave_exit_code
 from workflows.out_of_memory import GENERAL_ADVICE, kernel_kills, message_of
@@ -270,25 +271,41 @@ PEER_LOST_S = 2.0
 """Delay before a rank reports a failed message; by then, the launcher has reported the peer that died."""
 
 
+def _leave_to_launcher(status: RunStatus, rank: int, error: str) -> bool:
+    """Let the launcher print the error, as this rank's output may be lost with the process manager's pipes.
+
+    Returns:
+        False if the error cannot be written for it, such as on a full disk.
+    """
+    try:
+        status.claim_failure(rank, error)
+    except OSError:
+        return False
+    return True
+
+
 def _fail(status: RunStatus | None, rank: int) -> None:
     """Report the current error if it is the first, and end every rank of the job."""
-    raised = sys.exc_info()[1]
-    memory = message_of(raised) if raised is not None else None
-    error = memory or traceback.format_exc().rstrip()
+    raised, trace = sys.exc_info()[1], traceback.format_exc().rstrip()
+    plain = message_of(raised) if raised is not None else None
+    error = plain or trace
     if raised is not None and peer_watch.is_lost_peer(raised):
         time.sleep(PEER_LOST_S)  # most likely a peer died; that is the first error, and is reported in the meantime
     peer_watch.fail()
     leave_exit_code(FAULT)
-    # The launcher prints the error: this rank's output may be lost with the process manager's pipes.
-    if status is not None:
+    if plain and not isinstance(raised, RunInterruptedError):
+        rank_log.note_error(trace)  # only there
+    if status is not None and _leave_to_launcher(status, rank, error):
         rank_log.note_error(error)
-        status.claim_failure(rank, error)
     else:
-        text = FAILED.format(rank=rank, error=error) if inside_launcher() else f"hyfi: {memory}" if memory else error
-        warn(text, "ERROR")
+        text = FAILED.format(rank=rank, error=error) if inside_launcher() else f"hyfi: {plain}" if plain else error
+        with contextlib.suppress(OSError):  # where standard error goes, the disk may be full, too
+            warn(text, "ERROR")
+    at_failure.act()
     rank_log.end()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     # If a rank only exits, mpiexec ends the others, but not every srun does; MPI_Abort ends them everywhere.
     mpi = sys.modules.get("hyfi_core.comm.mpi")
     if mpi is not None:

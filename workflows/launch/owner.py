@@ -62,10 +62,13 @@ class FolderOwner:
                 f"hyfi: {folder}: its file system has no locks ({error.strerror}); make sure that no other process "
                 f"writes there"
             )
-        file.truncate(0)
         job = os.environ.get("SLURM_JOB_ID")
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "job": job, "since": time.time()}, file)
-        file.flush()
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "job": job, "since": time.time()}
+        try:
+            file.truncate(0)
+            os.write(file.fileno(), json.dumps(owner).encode())  # unbuffered: nothing is left to write on closing
+        except OSError as error:
+            raise RequestError(f"{folder}: cannot be written ({error.strerror}); make room there, or {other}") from None
 
 
 def owner_of(folder: Path, name: str = NAME) -> dict[str, Any] | None:

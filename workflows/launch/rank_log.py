@@ -103,7 +103,8 @@ class RankLog(logging.Handler):
         self._before.clear()
         self._show_held()
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk
+                self._file.close()
         super().close()
 
     def _written(self, level: str, text: str, shown: bool) -> str:

@@ -75,7 +75,11 @@ class RunStatus:
         return (self.folder / STOP).exists()
 
     def claim_failure(self, rank: int, error: str) -> bool:
-        """Write a failure if it is the first, and return whether it is; otherwise wait until the first is written."""
+        """Write a failure if it is the first, and return whether it is; otherwise wait until the first is written.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         try:
             descriptor = os.open(self.folder / FAILURE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -83,8 +87,12 @@ class RunStatus:
             while self.failure() is None and time.monotonic() < deadline_s:
                 time.sleep(0.01)
             return False
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"rank": rank, "error": error}, file)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump({"rank": rank, "error": error}, file)
+        except OSError:
+            (self.folder / FAILURE).unlink(missing_ok=True)
+            raise
         return True
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data.files import write_atomically
+from hyfi_core.files import naming
 from workflows.console import plain_json
 
 Record = dict[str, Any]
@@ -54,8 +55,9 @@ class MetricsLog:
         record = plain_json({"kind": kind, **values})
         self.records.append(record)
         assert self._file is not None
-        self._file.write(_line(record))
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(_line(record))
+            self._file.flush()
 
     def validations(self) -> dict[int, Record]:
         """Return the validation records by step."""
@@ -64,9 +66,10 @@ class MetricsLog:
     def close(self) -> None:
         """Sync to disk and close."""
         assert self._file is not None
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
 
 
 def _line(record: Mapping[str, Any]) -> str:

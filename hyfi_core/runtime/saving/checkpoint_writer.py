@@ -13,6 +13,7 @@ nothing under the final name, so a rank that is killed at any moment leaves the 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import uuid
@@ -141,6 +142,17 @@ class CheckpointWriter:
             self._comm.barrier()
             published = self.advance()
         return published
+
+    def discard(self) -> None:
+        """Remove what all ranks have written of the open checkpoint; for a rank that ends all others after a failure.
+
+        Other ranks may still be writing. The folder is renamed first, so that nothing new gets into it.
+        """
+        if self._open is not None:
+            aside = self._open.temporary.with_name(f"{self._open.temporary.name}-failed")
+            with contextlib.suppress(OSError):  # published, or discarded by another rank
+                self._open.temporary.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
 
     def _writing(self, temporary: Path, part: CheckpointPart, step: int) -> Callable[[], dict[str, Any]]:
         """Copy a part; return the function that writes the copy and returns what rank 0 needs to know of it."""

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[3]
 MARK = "HYFI_TEST_MARK"
 TWO_AND_A_LOADER = ["plan.grids=[[1,2]]", "roles.loaders=1"]
 TWO = ["plan.grids=[[1,2]]"]
+TWO_STAGES = ["plan.grids=[[1,1],[1,1]]", "plan.cuts=[norm1]"]
 A_LOADER, A_VALIDATOR = ["roles.loaders=1"], ["roles.validators=1"]
 
 
@@ -124,6 +125,20 @@ def test_a_validator_that_raises(start) -> None:
     assert code == 70
     assert errors.count("RuntimeError: the fault that this test asked for") == 1
     assert errors.count("rank 1 failed") == 1
+
+
+@pytest.mark.soak  # test_interruption.py, test_checkpoint_writer.py: the same without processes
+def test_a_rank_that_cannot_write_its_part(start) -> None:
+    """One line, and nothing of the other rank's part stays: a full disk needs the room."""
+    job = start(*TWO_STAGES, fault="1:55:update:full")
+    code, errors = ended_together(job)
+    assert code == 70 and "Traceback" not in errors
+    assert errors.count("rank 1 failed") == errors.count("the run cannot continue") == 1
+    assert re.search(r"model-00002-of-00002\.safetensors cannot be written .*--resume continues after step 50", errors)
+    assert not list((job.run / "checkpoints").glob(".*"))
+    again = start(*TWO_STAGES, "run.steps=105", "--resume")
+    assert again.end(timeout_s=120)[0] == 0
+    assert (job.run / "checkpoints" / "latest").resolve().name == "step-00000105"
 
 
 def test_a_loader_that_meets_a_damaged_chunk(start, store: Path) -> None:

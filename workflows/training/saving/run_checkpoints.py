@@ -9,6 +9,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
+from workflows.launch import at_failure
 from workflows.training.ema import MovingAverage
 from workflows.training.job import TrainingJob
 from workflows.training.recorder import Recorder
@@ -35,6 +36,7 @@ class RunCheckpoints:
     ) -> None:
         self._job, self._engine, self._average, self._recorder = job, engine, average, recorder
         self._writer = CheckpointWriter(trainers, bool(engine.owned_state()))
+        at_failure.add(self._writer.discard)
 
     @property
     def open_step(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -201,6 +202,38 @@ def test_kills_at_any_moment_leave_a_whole_checkpoint(tmp_path: Path) -> None:
         after = kill_while_saving(tmp_path, lambda: random.random() * 0.3, step)
         assert after > step
         step = after
+
+
+def test_a_rank_that_cannot_write_removes_what_others_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is still writing, and may not leave anything either."""
+    write, discarded = checkpoint_writer.write_tensors, threading.Event()
+
+    def full(temporary: Path, *tensors: Any, number: tuple[int, int]) -> Any:
+        if number[0] == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if number[0] == 2:
+            assert discarded.wait(60)
+        return write(temporary, *tensors, number=number)
+
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", full)
+
+    def body(comm: Communicator) -> None:
+        writer = CheckpointWriter(comm, True)
+        begin(writer, tmp_path, 4, part_of(comm.rank, 1.0))
+        if comm.rank == 0:
+            assert writer._open is not None and writer._open.job.result()  # its part is there
+        comm.barrier()
+        if comm.rank == 1:
+            with pytest.raises(OSError, match="No space left"):
+                writer.busy()
+            writer.discard()
+            discarded.set()
+        if comm.rank == 2:
+            with pytest.raises(OSError, match="No such file"):
+                writer.finish()
+
+    run_ranks(3, body)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_rank_alone(tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""Runs that cannot go on for a reason outside them: a full disk, a store that was removed, a server that ended.
+
+Such an error is told in a line that says what happened, where, and how to continue; its traceback is in the rank's log.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hyfi_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from workflows.config.load import Config
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class RunInterruptedError(RuntimeError):
+    """A run was ended by something outside it; the message needs no traceback."""
+
+
+def interruption(error: RequestError | OSError, config: Config) -> str | None:
+    """Return why a run cannot go on after an error, and how to continue it; None if the error is not of this kind.
+
+    Args:
+        error: Raised while the run trains.
+        config: The configuration of the run.
+    """
+    reason = _of_request(error, config) if isinstance(error, RequestError) else _of_file(error, config.run.dir)
+    return None if reason is None else f"the run cannot continue: {reason}; {_how_to_continue(config.run.dir)}"
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether an error says that a disk or a quota is full, or a file too large for it."""
+    return isinstance(error, OSError) and error.errno in DISK_FULL
+
+
+def describe_full_disk(error: OSError, path: Path) -> str:
+    """Return what could not be written and how much room its disk has; a quota may allow less."""
+    folder = path if path.is_dir() else path.parent
+    try:
+        room = shutil.disk_usage(folder)
+    except OSError:
+        return f"{path} cannot be written ({error.strerror})"
+    return f"{path} cannot be written ({error.strerror}; its disk has {_size(room.free)} free of {_size(room.total)})"
+
+
+def _of_request(error: RequestError, config: Config) -> str:
+    from data.location import is_remote, location
+
+    store = location(config.data.store)
+    if is_remote(store) or store.exists():
+        return str(error)
+    return f"data.store {store} is not there any more ({error}); put it back"
+
+
+def _of_file(error: OSError, run: Path) -> str | None:
+    """Return what is wrong with a file; None if the error may be a fault of the program."""
+    path = Path(error.filename) if isinstance(error.filename, str) else None
+    if is_full_disk(error):
+        return f"{describe_full_disk(error, path or run)}; make room there, or raise the quota"
+    if path is not None and path.absolute().is_relative_to(run.absolute()):
+        return f"{path} cannot be written ({error.strerror}); mend that"
+    return None
+
+
+def _how_to_continue(run: Path) -> str:
+    latest = run / "checkpoints" / "latest"
+    if not latest.exists():
+        return "there is no checkpoint yet, so --resume begins the run again"
+    return f"then --resume continues after step {int(latest.resolve().name.removeprefix('step-'))}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"

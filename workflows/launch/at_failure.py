@@ -1,0 +1,28 @@
+"""What a rank that fails still does, after its error is reported and before it ends all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_actions: list[weakref.WeakMethod[Callable[[], Any]]] = []
+
+
+def add(action: Callable[[], Any]) -> None:
+    """Call a method if this process fails as a rank and its object still exists.
+
+    Args:
+        action: Must be quick and may not communicate; its errors are ignored.
+    """
+    _actions.append(weakref.WeakMethod(action))
+
+
+def act() -> None:
+    """Do everything that was added."""
+    for kept in _actions:
+        action = kept()
+        if action is not None:
+            with contextlib.suppress(Exception):
+                action()
