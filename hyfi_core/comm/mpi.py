@@ -14,13 +14,16 @@ wherever the memory is, and counts of traffic count them as one message:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -332,7 +335,24 @@ _GATHER_TAG = 32_000
 
 def world() -> MpiCommunicator:
     """Return all ranks of the job, on a duplicate of MPI's world, so that users' messages cannot interfere."""
-    return MpiCommunicator(MPI.COMM_WORLD.Dup())
+    duplicate = MPI.COMM_WORLD.Dup()
+    if MPI.get_vendor()[0] == "MPICH":
+        duplicate.Barrier()  # every rank of the node has mapped it
+        _remove_names_of_shared_memory()
+    return MpiCommunicator(duplicate)
+
+
+def _remove_names_of_shared_memory() -> None:
+    """Remove the name of the shared memory by which MPICH's ranks of this node exchange messages; they keep the memory.
+
+    MPICH removes it when ranks end normally only: killed or aborted ones would leave megabytes in ``/dev/shm``, which
+    are in the way of the next ranks of the same Slurm job.
+    """
+    with contextlib.suppress(OSError):
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        for name in set(re.findall(r"/dev/shm/mpich_shm_\w+$", mapped, re.MULTILINE)):
+            with contextlib.suppress(FileNotFoundError):  # another rank of the node was first
+                Path(name).unlink()
 
 
 def flavour() -> str:

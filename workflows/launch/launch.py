@@ -18,7 +18,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from workflows.console import warn
 from workflows.exit_codes import FAULT, STOPPED, WRONG_REQUEST
 from workflows.interruption import RunInterruptedError
 from workflows.launch import at_failure, mpiexec, peer_watch, rank_log
+from workflows.launch.own_folder import own_folder
 from workflows.launch.processes import ExitOrder, kill_session
 from workflows.launch.status import VARIABLE, RunStatus, leave_exit_code
 from workflows.out_of_memory import GENERAL_ADVICE, kernel_kills, message_of
@@ -77,14 +77,14 @@ def launch(argv: Sequence[str], ranks: int, run: Path | None = None) -> int:
 def launch_program(program: Sequence[str], ranks: int, run: Path | None = None) -> int:
     """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`."""
     starter = mpiexec.find()
-    with tempfile.TemporaryDirectory(prefix="hyfi-run-") as folder:
-        status = RunStatus(Path(folder))
+    with own_folder() as folder:
+        status = RunStatus(folder)
         process = subprocess.Popen(
             [*starter.command(ranks), *program],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=_environment(ranks) | {VARIABLE: folder},
+            env=_environment(ranks) | {VARIABLE: str(folder)},
             start_new_session=True,
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +80,20 @@ comm.barrier()
 """
 
 
+DIES = """
+import os, re, signal, time, hyfi_core
+from pathlib import Path
+comm = hyfi_core.init()
+names = re.findall(r"/dev/shm/(mpich_shm_\\w+)", Path("/proc/self/maps").read_text())
+total = comm.gather_objects(names)
+if comm.rank == 0:
+    assert all(total), total
+    print("names", *{name for names in total for name in names}, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+comm.barrier()
+"""
+
+
 def mpiexec(program: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     assert MPIEXEC is not None
     return subprocess.run(
@@ -97,6 +112,17 @@ def test_two_processes_equal_one() -> None:
     assert "equal [0, 1] {'a': [1, None]}" in done.stdout
     assert done.stdout.count("maxima") == 2
     assert done.stdout.count("whole") == 2
+
+
+def test_killed_ranks_leave_no_shared_memory() -> None:
+    """Each killed or failed run left two megabytes of MPICH's."""
+    assert MPIEXEC is not None
+    if "HYDRA" not in subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("the shared memory of MPICH")
+    done = mpiexec(DIES)
+    assert done.returncode != 0
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("names"))
+    assert line.split()[1:] and not [name for name in line.split()[1:] if Path("/dev/shm", name).exists()]
 
 
 def test_one_rank_that_aborts_ends_the_other_which_waits() -> None:

@@ -96,7 +96,7 @@ class Job:
         words = [self.folder / "launcher.py", str(ranks), self.folder / "ranks.py", self.folder, what]
         self.process = subprocess.Popen(
             [sys.executable, *map(str, words)],
-            # A killed launcher leaves its small folder of notes behind: not in the machine's /tmp.
+            # A killed launcher leaves its small folder of notes to the next one: not in the machine's /tmp.
             env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder)} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

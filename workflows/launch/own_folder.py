@@ -1,0 +1,75 @@
+"""A temporary folder for one launcher, which does not stay, even if the launcher is killed.
+
+A launcher holds a lock on its folder, which the kernel releases when its process ends for any reason. The next launcher
+of the same user removes the folders that nobody holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PREFIX = "hyfi-launch-"
+
+
+@contextmanager
+def own_folder(place: Path | None = None) -> Iterator[Path]:
+    """Context with a new folder of this process alone, which is removed at its end.
+
+    Args:
+        place: Folder in which it is made; None: the system's folder for temporary files.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    place = place or Path(tempfile.gettempdir())
+    _remove_abandoned(place)
+    made = _new_folder(place)
+    while made is None:
+        made = _new_folder(place)
+    folder, lock = made
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _new_folder(place: Path) -> tuple[Path, int] | None:
+    """Return a new folder and its lock; None if another launcher took it for abandoned before it was locked."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if folder.stat().st_ino == os.fstat(lock).st_ino:
+            return folder, lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:  # no locks on this disk: others cannot lock it either, and leave it alone
+        return folder, lock
+    os.close(lock)
+    return None
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove the folders of this user's launchers that have ended."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            found = folder.lstat()
+            if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
