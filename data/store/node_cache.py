@@ -3,6 +3,7 @@
 ```
 FOLDER/<digest>          crc32c, then the pixels of one chunk; appears complete, by renaming
 FOLDER/locks/<0 … 255>   held by who reads a run of chunks from the store, while others wait for the result
+FOLDER/locks/room        removed by the first process that finds the disk full, which says so
 ```
 
 The folder is on a disk of the node, or in ``/dev/shm``, and only its user may read it. Names are digests of the slide's
@@ -16,13 +17,16 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import re
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -62,8 +66,22 @@ def share_on_node(size_bytes: int, folder: Path | None = None) -> None:
         OSError: The folder cannot be written.
     """
     os.environ[VARIABLE] = f"{size_bytes}:{(folder or user_folder()).absolute()}" if size_bytes else ""
-    if size_bytes:
-        node_cache()
+    cache = node_cache()
+    if cache is not None:
+        cache.announce_room()
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """What the disk of a cache has room for.
+
+    Attributes:
+        usable_bytes: Free bytes of the disk, and those of chunks that the cache has already.
+        disk_bytes: Size of the disk.
+    """
+
+    usable_bytes: int
+    disk_bytes: int
 
 
 def node_cache() -> NodeCache | None:
@@ -85,17 +103,33 @@ class NodeCache:
     """One process's view of the cache; safe to use from several threads.
 
     Attributes:
+        folder: Where the chunks are.
         store_bytes: Bytes of pixels that this process has read from the store and decoded.
         shared_bytes: Bytes of pixels that it has taken from the cache.
     """
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
-        self._folder, self._size_bytes = folder, size_bytes
+        self.folder, self._size_bytes = folder, size_bytes
         self._lock, self._unchecked_bytes = threading.Lock(), 0
         self.store_bytes = self.shared_bytes = 0
+        self._full = False
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.lstat().st_uid != os.getuid():  # also of a link, which could lead to other files
             raise PermissionError(errno.EACCES, "it belongs to another user", str(folder))
+
+    def room(self) -> CacheRoom:
+        """Return what the disk has room for.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        disk = shutil.disk_usage(self.folder)
+        return CacheRoom(disk.free + sum(size for _, size, _ in self._chunks()), disk.total)
+
+    def announce_room(self) -> None:
+        """Let the next process that finds the disk full say so."""
+        with contextlib.suppress(OSError):
+            self._room_mark().touch(mode=0o600)
 
     def read(
         self, row: str, names: Mapping[int, str], shape: tuple[int, ...], load: Load
@@ -134,7 +168,7 @@ class NodeCache:
                 yield slot, pixels
 
     def _path(self, name: str) -> Path:
-        return self._folder / hashlib.sha256(name.encode()).hexdigest()[:40]
+        return self.folder / hashlib.sha256(name.encode()).hexdigest()[:40]
 
     def _get(self, name: str, shape: tuple[int, ...]) -> Pixels | None:
         path = self._path(name)
@@ -158,18 +192,22 @@ class NodeCache:
         return body.reshape(shape)
 
     def _put(self, name: str, pixels: Pixels) -> None:
-        """Add a chunk; without room on the disk it is left out."""
+        """Add a chunk; without room on the disk it is left out, and all later ones."""
         with self._lock:
             self.store_bytes += pixels.size
+        if self._full:
+            return
         path = self._path(name)
         temporary = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
         try:
             with temporary.open("wb") as file:
                 file.write(joined(with_checksum(np.ascontiguousarray(pixels).reshape(-1))))
             temporary.replace(path)
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._stop_adding(error)
             return
         with self._lock:
             self._unchecked_bytes += pixels.size + CRC_BYTES
@@ -178,14 +216,39 @@ class NodeCache:
         if check:
             self._trim()
 
-    def _trim(self) -> None:
-        """Remove the chunks used longest ago if the cache is larger than it may be."""
+    def _stop_adding(self, error: OSError) -> None:
+        """Add no more chunks, because the disk is full; the first process of the node says so."""
+        self._full = True
+        with contextlib.suppress(OSError):  # another was first
+            self._room_mark().unlink()
+            room = self.room()
+            logging.getLogger(__name__).warning(
+                "data.node_cache: %s has no room left (%s; %.3g GB free of %.3g GB): no more chunks are shared from now "
+                "on, others are read from the store by each process; give less than data.node_cache_bytes=%d, or "
+                "another data.node_cache",
+                self.folder,
+                error.strerror,
+                shutil.disk_usage(self.folder).free / 1e9,
+                room.disk_bytes / 1e9,
+                self._size_bytes,
+            )
+
+    def _room_mark(self) -> Path:
+        return self._locks() / "room"
+
+    def _chunks(self) -> list[tuple[int, int, str]]:
+        """Return (time of last use in ns, bytes, path) of each chunk."""
         found = []
-        with os.scandir(self._folder) as entries:
+        with os.scandir(self.folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     if _OURS.fullmatch(entry.name):
                         found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+        return found
+
+    def _trim(self) -> None:
+        """Remove the chunks used longest ago if the cache is larger than it may be."""
+        found = self._chunks()
         total = sum(size for _, size, _ in found)
         if total <= self._size_bytes:
             return
@@ -213,8 +276,8 @@ class NodeCache:
 
     def _locks(self) -> Path:
         """Return the folder of locks; made anew where old files of temporary folders are removed by the system."""
-        locks = self._folder / "locks"
-        for folder in (self._folder, locks):
+        locks = self.folder / "locks"
+        for folder in (self.folder, locks):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
         return locks

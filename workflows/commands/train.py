@@ -120,7 +120,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     ):  # requested while the ranks started; check before the engine is built, which may take long
         return _stopped_at_start(world, config)
     start = agree(world, lambda: check_run(config, resume))
-    agree(world, lambda: share_chunks(config.data))
+    _say_once(world, agree(world, lambda: share_chunks(config.data)))
     job = agree(world, lambda: prepare(config))
     if world.rank == 0:
         say(job.labels.describe())
@@ -149,6 +149,12 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     finally:
         if owner is not None:
             owner.release()
+
+
+def _say_once(world: Communicator, note: str | None) -> None:
+    """Let rank 0 warn of what ranks have noted, each text once (collective)."""
+    for text in sorted({found for found in world.gather_objects(note) or () if found is not None}):
+        warn(f"hyfi: {text}")
 
 
 def _stopped_at_start(world: Communicator, config: Config) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from data.loading.feed import BatchPixels, Feed, FeedSpec, InlineFeed
 from data.loading.loader import LoaderService
 from data.loading.normalise import Normalisation
 from data.loading.remote_feed import RemoteFeed
-from data.store.node_cache import share_on_node, user_folder
+from data.store.node_cache import node_cache, share_on_node, user_folder
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
@@ -77,21 +78,43 @@ def make_loader(job: TrainingJob, roles: Roles, watch: Callable[[], None]) -> Lo
     )
 
 
-def share_chunks(data: DataConfig) -> None:
+def share_chunks(data: DataConfig) -> str | None:
     """Share decoded chunks with the other processes of this node, as configured.
 
+    Returns:
+        A note if the disk has less room than configured; None if it has enough.
+
     Raises:
-        RequestError: The folder cannot be written.
+        RequestError: The folder cannot be written, or its disk is smaller than the cache may become.
     """
     if data.node_cache is not None:
         require_writable(data.node_cache)
     try:
         share_on_node(data.node_cache_bytes, user_folder(data.node_cache))
+        return _lack_of_room(data.node_cache_bytes)
     except OSError as error:
         raise RequestError(
             f"data.node_cache: {error.filename or data.node_cache} cannot be written ({error.strerror}); choose "
             f"another folder"
         ) from error
+
+
+def _lack_of_room(size_bytes: int) -> str | None:
+    cache = node_cache()
+    if cache is None:
+        return None
+    room, wanted = cache.room(), f"data.node_cache_bytes={size_bytes:,}"
+    if size_bytes > room.disk_bytes:
+        raise RequestError(
+            f"{wanted}: the disk of {cache.folder} on {socket.gethostname()} has {room.disk_bytes:,} bytes in all; give "
+            f"at most {room.usable_bytes:,}, which are usable now, or a data.node_cache on a larger disk"
+        )
+    if size_bytes > room.usable_bytes:
+        return (
+            f"{wanted}: only {room.usable_bytes:,} bytes are usable on the disk of {cache.folder} on "
+            f"{socket.gethostname()}; when they are used up, further chunks are not shared"
+        )
+    return None
 
 
 def loading_report(trainers: Communicator, feed: Feed) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import stat
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ import data
 from data.errors import StoreError
 from data.location import location
 from data.store.layout import LevelSize
-from data.store.node_cache import VARIABLE, NodeCache, node_cache, share_on_node
+from data.store.codec import CRC_BYTES, Pixels
+from data.store.node_cache import VARIABLE, CacheRoom, NodeCache, node_cache, share_on_node
 from data.store.slide_store import SlideStore
 from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
@@ -164,6 +166,45 @@ def test_a_disk_without_locks_is_used_without_them(
 
     monkeypatch.setattr("data.store.node_cache.fcntl.flock", refuse)
     assert np.array_equal(slide.read(BOXES[0]), pixels_of(SIZES)[0][:, *BOXES[0].slices()])
+
+
+def test_a_full_disk_ends_the_adding_and_is_said_once(
+    slide: SlideStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two processes of a node, each with its view of the cache; what is in it stays in use."""
+    monkeypatch.setenv(VARIABLE, "")
+    share_on_node(2**30, tmp_path / "cache")
+    first, second = node_cache(), NodeCache(tmp_path / "cache", 2**30)
+    assert first is not None
+    chunk, writes = 3 * 512 * 512, []
+
+    def read(cache: NodeCache, name: str) -> Pixels:
+        ((_, found),) = cache.read("row", {0: name}, (chunk,), lambda slots: [(0, np.full(chunk, 7, np.uint8))])
+        assert found is not None
+        return found
+
+    read(first, "before")
+
+    def full(*given: object) -> bytes:
+        writes.append(1)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("data.store.node_cache.joined", full)
+    for name in "abc":
+        assert read(first, name)[0] == read(second, name)[0] == 7
+    assert len(writes) == 2, "it was tried again and again"
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "no room left (No space left on device; " in said and "GB free of" in said and f"={2**30}" in said
+    shared = second.shared_bytes
+    assert read(second, "before")[0] == 7 and second.shared_bytes == shared + chunk
+    assert {path.name for path in (tmp_path / "cache").iterdir()} > {"locks"}
+
+
+def test_room_is_what_is_free_and_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = NodeCache(tmp_path / "cache", 2**30)
+    list(cache.read("row", {0: "a"}, (1000,), lambda slots: [(0, np.zeros(1000, np.uint8))]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=5000, free=2000))
+    assert cache.room() == CacheRoom(usable_bytes=3000 + CRC_BYTES, disk_bytes=5000)
 
 
 def test_chunks_left_out_stay_background(tmp_path: Path, cache: NodeCache) -> None:
