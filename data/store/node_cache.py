@@ -223,8 +223,8 @@ class NodeCache:
             self._room_mark().unlink()
             room = self.room()
             logging.getLogger(__name__).warning(
-                "data.node_cache: %s has no room left (%s; %.3g GB free of %.3g GB): no more chunks are shared from now "
-                "on, others are read from the store by each process; give less than data.node_cache_bytes=%d, or "
+                "data.node_cache: %s has no room left (%s; %.3g GB free of %.3g GB): no more chunks are shared from "
+                "now on, others are read from the store by each process; give less than data.node_cache_bytes=%d, or "
                 "another data.node_cache",
                 self.folder,
                 error.strerror,

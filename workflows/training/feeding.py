@@ -106,8 +106,8 @@ def _lack_of_room(size_bytes: int) -> str | None:
     room, wanted = cache.room(), f"data.node_cache_bytes={size_bytes:,}"
     if size_bytes > room.disk_bytes:
         raise RequestError(
-            f"{wanted}: the disk of {cache.folder} on {socket.gethostname()} has {room.disk_bytes:,} bytes in all; give "
-            f"at most {room.usable_bytes:,}, which are usable now, or a data.node_cache on a larger disk"
+            f"{wanted}: the disk of {cache.folder} on {socket.gethostname()} has {room.disk_bytes:,} bytes in all; "
+            f"give at most {room.usable_bytes:,}, which are usable now, or a data.node_cache on a larger disk"
         )
     if size_bytes > room.usable_bytes:
         return (

@@ -18,8 +18,8 @@ import pytest
 import data
 from data.errors import StoreError
 from data.location import location
-from data.store.layout import LevelSize
 from data.store.codec import CRC_BYTES, Pixels
+from data.store.layout import LevelSize
 from data.store.node_cache import VARIABLE, CacheRoom, NodeCache, node_cache, share_on_node
 from data.store.slide_store import SlideStore
 from data.store.writer import SlideWriter
