@@ -13,7 +13,7 @@ The last three concern several ranks only.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyfi_core.capture.places import calling_line
 from hyfi_core.capture.stored_tensors import StoredTensor
 from hyfi_core.errors import RequestError
+
+_LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None)})
 
 
 @contextlib.contextmanager
@@ -52,7 +54,7 @@ class LossGuard(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, unless an argument is such a tensor."""
-        for leaf in _pytree.tree_leaves((args, kwargs)):
+        for leaf in _leaves((*args, *kwargs.values()) if kwargs else args):
             if isinstance(leaf, StoredTensor):
                 raise RequestError(
                     f"the loss reads a tensor of shape {tuple(leaf.shape)} that the model's forward, or one of its "
@@ -77,6 +79,15 @@ class LossGuard(TorchFunctionMode):
                 f"use ({calling_line()}); its gradient would not be summed over the ranks. Use it in the model's "
                 f"forward and return the result, or call requires_grad_(False) if it is a constant"
             )
+
+
+def _leaves(arguments: Iterable[Any]) -> Iterator[Any]:
+    """Yield the leaves of arguments; most are tensors and numbers, for which a walk of trees takes long."""
+    for argument in arguments:
+        if type(argument) in _LEAVES:
+            yield argument
+        else:
+            yield from _pytree.tree_leaves(argument)
 
 
 class NoDraws(TorchDispatchMode):

@@ -56,7 +56,12 @@ def _name(given: object) -> str:
         return f"partial of {_name(given.func)}"
     code = getattr(given, "__code__", None)
     name = getattr(given, "__qualname__", type(given).__qualname__)
-    return name if code is None else f"{name} (digest {zlib.crc32(_describe_code(code).encode()):08x})"
+    return name if code is None else f"{name} (digest {_digest_of_code(code):08x})"
+
+
+@functools.lru_cache
+def _digest_of_code(code: types.CodeType) -> int:
+    return zlib.crc32(_describe_code(code).encode())
 
 
 def _describe_code(code: types.CodeType) -> str:

@@ -2,14 +2,13 @@
 
 Semantics are those of MPI: messages between two ranks with the same tag arrive in order, a send completes when its
 tensor may be reused (here at once: it is copied), and the failure of one rank ends all. In strict mode, semantics are
-those of NCCL: see :mod:`hyfi_core.comm.thread_group`.
+those of NCCL: see :mod:`hyfi_core.comm.thread_ranks.group`.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,15 +17,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from hyfi_core.comm.base import Communicator, Completed, Message, ReduceOp, version_of
-from hyfi_core.comm.thread_group import (
-    DeadlockError,
-    GroupCall,
-    Operation,
-    PeerFailedError,
-    PostedMessage,
-    ThreadGroup,
-    ThreadWorld,
-)
+from hyfi_core.comm.thread_ranks.group import GroupCall, Operation, PostedMessage, ThreadGroup
+from hyfi_core.comm.thread_ranks.world import DeadlockError, PeerFailedError, ThreadWorld
 
 __all__ = ["DeadlockError", "PeerFailedError", "ThreadCommunicator", "run_ranks"]
 
@@ -56,13 +48,16 @@ class _PostedExchange:
         group.run(rank, self._operation)
 
     def test(self) -> bool:
-        with self._group.world.changed:
-            self._group.world.check()
+        world = self._group.world
+        with world.lock:
+            world.check()
+            if not self._operation.done():
+                world.pause(self._group.members[self._rank])
             return self._operation.done()
 
     def wait(self) -> None:
         world = self._group.world
-        with world.changed:
+        with world.lock:
             world.wait_for(self._group.members[self._rank], self._operation.done, self._open)
 
     def _open(self) -> str:
@@ -86,9 +81,10 @@ class _ThreadReduction:
 
     def test(self) -> bool:
         world = self._comm._group.world
-        with world.changed:
+        with world.lock:
             world.check()
             if self._tensor is not None and not self._comm._group.complete(self._call):
+                world.pause(self._comm._group.members[self._comm._rank])
                 return False
         self.wait()
         return True
@@ -97,7 +93,7 @@ class _ThreadReduction:
         if self._tensor is None:
             return
         group = self._comm._group
-        with group.world.changed:
+        with group.world.lock:
             self._comm._wait_for(self._call)
             result = group.reduce(self._number, self._call, self._op)
         self._tensor.copy_(result)
@@ -129,25 +125,26 @@ class ThreadCommunicator:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _PostedExchange:
         """Start receives and sends (copied at once unless strict)."""
-        with self._group.world.changed:
+        with self._group.world.lock:
             return _PostedExchange(self._group, self._rank, sends, receives)
 
     def _enter(self, what: str, value: Any) -> tuple[int, GroupCall]:
         """Enter the group's next collective call; return its number and the call."""
         number = self._calls
         self._calls += 1
-        with self._group.world.changed:
+        with self._group.world.lock:
             return number, self._group.enter(number, self._rank, what, value)
 
     def _leave(self, number: int, call: GroupCall) -> list[Any]:
         """Return the inputs of all ranks, in rank order."""
-        with self._group.world.changed:
+        with self._group.world.lock:
             self._wait_for(call)
             return self._group.take(number, call)
 
     def _wait_for(self, call: GroupCall) -> None:
         group = self._group
-        group.world.wait_for(group.members[self._rank], lambda: group.complete(call), lambda: group.missing(call))
+        if not group.complete(call):
+            group.world.wait_for(group.members[self._rank], partial(group.complete, call), partial(group.missing, call))
 
     def _gather_all(self, what: str, value: Any) -> list[Any]:
         return self._leave(*self._enter(what, value))
@@ -179,20 +176,21 @@ class ThreadCommunicator:
 
     def send_object(self, value: Any, peer: int, tag: int) -> Completed:
         """Send a small value."""
-        with self._group.world.changed:
+        with self._group.world.lock:
             self._group.objects.setdefault((peer, tag), deque()).append((self._rank, json.dumps(value)))
             self._group.world.notify(())  # who polls does not wait
         return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one received value, or None."""
-        with self._group.world.changed:
+        with self._group.world.lock:
             self._group.world.check()
             values = self._group.objects.get((self._rank, tag), deque())
             for item in values:
                 if peer is None or item[0] == peer:
                     values.remove(item)
                     return item[0], json.loads(item[1])
+            self._group.world.pause(self._group.members[self._rank])
         return None
 
     def barrier(self) -> None:
@@ -216,7 +214,7 @@ class ThreadCommunicator:
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks: each raises from its current wait."""
-        self._group.world.failed.set()
+        self._group.world.fail()
         raise PeerFailedError(f"aborted with code {code} by rank {self._rank}")
 
 
@@ -244,6 +242,7 @@ def run_ranks(
     def target(rank: int) -> None:
         failed = True
         try:
+            world.begin(rank)
             results[rank] = body(ThreadCommunicator(group, rank))
             failed = False
         except BaseException as error:
@@ -253,12 +252,12 @@ def run_ranks(
     threads = [threading.Thread(target=target, args=(rank,), daemon=True, name=f"rank-{rank}") for rank in range(size)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    in_time = world.oversee(timeout_s)
     if errors:
         raise next((error for error in errors if not isinstance(error, PeerFailedError)), errors[0])
-    if any(thread.is_alive() for thread in threads):
-        world.failed.set()
+    if not in_time:
+        world.fail()
         raise TimeoutError(f"{size} ranks did not end within {timeout_s:.0f} s")
+    for thread in threads:
+        thread.join()
     return results

@@ -49,7 +49,7 @@ def reduced(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     """Return the parts of all ranks reduced in rank order, in their dtype."""
     total = parts[0].to(wide_type(parts[0].dtype), copy=True)
     for part in parts[1:]:
-        wide = part.to(total.dtype)
+        wide = part if part.dtype is total.dtype else part.to(total.dtype)
         if op == "sum":
             total += wide
         else:

@@ -31,6 +31,8 @@ from hyfi_core.rules.instructions import CollectiveCall, CustomCall
 Values = dict[str, torch.Tensor]
 Found = list[tuple[str, torch.Tensor]]
 Complete = Callable[[Sequence[str]], None]
+_SHORT_SEGMENT = 4
+"""In segments of so few calls, gradients are not reported one by one: hooks take longer than what they would hide."""
 
 
 @dataclass
@@ -127,6 +129,10 @@ class BackwardPass:
         keep = self._keep
         if self._complete is None:
             self._add(_differentiated(record, self._cotangents, keep), record.segment.sums)
+            return
+        if len(record.segment.calls) <= _SHORT_SEGMENT:
+            self._add(_differentiated(record, self._cotangents, keep), record.segment.sums)
+            self._complete(names)
             return
         with _completing_early(names, self._parameters, self._complete) as left:
             found = _differentiated(record, self._cotangents, keep)

@@ -70,13 +70,16 @@ class StageRunner:
         self._cache: dict[Any, Compiled] = {}
         self._used: Hashable = None
         self._state: Hashable = None  # of the model in this call
+        self._unchecked = True  # whether its tensors may have been replaced since the last call
         self._schedules: dict[Any, Schedule] = {}
         self._trained: FollowingStatistics | FoldedStatistics | None = None
 
     def compiled(self, shape: Shape) -> Compiled:
         """Return the compiled model for micro-batches of a shape, in its current modes."""
         subject = self._subject
-        subject.bindings.refuse_replaced()
+        if self._state is None or self._unchecked:
+            subject.bindings.refuse_replaced()
+            self._unchecked = False
         key = (shape, subject.watch.state() if self._state is None else self._state)
         self._used = key[1]
         if key not in self._cache:
@@ -102,7 +105,7 @@ class StageRunner:
 
     def known(self, shape: Shape) -> str:
         """Return the digest of the program for micro-batches of a shape; "" for a new shape, "new" for a new state."""
-        self._state = self._subject.watch.state()
+        self._state, self._unchecked = self._subject.watch.state(), True
         key = (shape, self._state)
         if key in self._cache:
             return self._cache[key].digest

@@ -1,10 +1,13 @@
-"""Ranks as threads: order, failures, groups."""
+"""Ranks as threads: order, failures, groups, turns."""
+
+import statistics
+import threading
 
 import pytest
 import torch
 
 from hyfi_core.comm.base import Communicator, Message
-from hyfi_core.comm.threads import DeadlockError, run_ranks
+from hyfi_core.comm.threads import DeadlockError, PeerFailedError, run_ranks
 
 
 def test_messages_of_one_lane_arrive_in_order() -> None:
@@ -202,3 +205,48 @@ def test_a_rank_that_waits_for_one_that_has_ended_is_told_so() -> None:
 
     with pytest.raises(DeadlockError, match=r"rank 3 waits for barrier with ranks \[0\]; rank 0 has ended"):
         run_ranks(4, body, strict=True)
+
+
+def test_ranks_with_short_turns_run_one_at_a_time() -> None:
+    inside: set[int] = set()
+
+    def body(comm: Communicator) -> list[int]:
+        value, seen = torch.zeros(8), []
+        for _ in range(200):
+            inside.add(comm.rank)
+            for _ in range(10):
+                value = value + 1
+            seen.append(len(inside))
+            inside.discard(comm.rank)
+            comm.barrier()
+        return seen
+
+    assert statistics.median(number for seen in run_ranks(16, body) for number in seen[100:]) == 1
+
+
+def test_ranks_that_wait_for_each_other_without_messages_all_get_a_turn() -> None:
+    meeting = threading.Barrier(12, timeout=20)
+    assert sorted(run_ranks(12, lambda comm: meeting.wait(), timeout_s=30)) == list(range(12))
+
+
+def test_a_rank_that_polls_lets_others_run() -> None:
+    def body(comm: Communicator) -> int:
+        polls = 0
+        for step in range(20):
+            if comm.rank == 0:
+                for peer in range(1, comm.size):
+                    comm.send_object(step, peer, tag=1)
+            while comm.rank and comm.poll_object(1, 0) is None:
+                polls += 1
+            comm.barrier()
+        return polls
+
+    run_ranks(4, body, timeout_s=30)
+
+
+def test_an_abort_ends_ranks_that_wait() -> None:
+    def body(comm: Communicator) -> None:
+        comm.abort(3) if comm.rank == 2 else comm.barrier()
+
+    with pytest.raises(PeerFailedError, match="aborted with code 3 by rank 2"):
+        run_ranks(3, body, timeout_s=20)

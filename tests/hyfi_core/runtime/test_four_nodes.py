@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hyfi_core
-from hyfi_core.comm.thread_group import ThreadGroup
+from hyfi_core.comm.thread_ranks.group import ThreadGroup
 from hyfi_core.plan.device import RankGpus, assign_devices
 from hyfi_core.runtime.launch import _check_tasks, _select_gpu, inside_launcher
 from tests.harness import run_copies

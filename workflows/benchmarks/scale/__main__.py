@@ -53,7 +53,7 @@ PLANS = (
     ParallelPlan(grids=((32, 64),)),
 )
 STEP_RANKS = 64
-_STEPS = 20
+_STEPS = 50
 
 
 @dataclass(frozen=True)

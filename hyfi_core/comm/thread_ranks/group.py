@@ -1,4 +1,4 @@
-"""Shared state of thread-ranks in a group: queues that pair sends with receives, collective calls, and waits.
+"""Shared state of thread-ranks in a group: queues that pair sends with receives, and collective calls.
 
     usual    a send is copied and completes at once; it is paired with a receive by tag
     strict   as NCCL: a send completes when its receive has started (rendezvous); sends and receives of two ranks are
@@ -11,103 +11,17 @@ sides, and so do deadlocks.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from hyfi_core.comm.base import Message, ReduceOp, version_of
+from hyfi_core.comm.thread_ranks.world import ThreadWorld
 from hyfi_core.comm.wire import reduced
-
-_WAIT_S = 0.05  # how long a waiting rank sleeps before it checks for failures
-_STUCK_S = 1.0  # if all ranks wait for this long, they are deadlocked
-
-
-class PeerFailedError(RuntimeError):
-    """Another rank has failed, so this one ends. Never the first error."""
-
-
-class DeadlockError(RuntimeError):
-    """Every rank waits or has ended, and no pending operation can complete."""
-
-
-class ThreadWorld:
-    """All ranks of one run: the lock for all shared state, and what each rank waits for.
-
-    Attributes:
-        size: ranks of the whole world.
-        strict: whether sends are rendezvous in one order for each pair.
-        changed: the lock.
-        failed: set when a rank has failed.
-    """
-
-    def __init__(self, size: int, strict: bool) -> None:
-        self.size = size
-        self.strict = strict
-        self.changed = threading.RLock()
-        self.failed = threading.Event()
-        # A rank is woken alone: if each change woke all of many ranks, these would take longer than what they wait for.
-        self._conditions = [threading.Condition(self.changed) for _ in range(size)]
-        self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
-        self._ended: set[int] = set()
-        self._still_since_s = time.monotonic()
-
-    def notify(self, ranks: Iterable[int]) -> None:
-        """Wake these ranks of the whole world, whose waits may be over; under ``changed``."""
-        self._still_since_s = time.monotonic()
-        for rank in ranks:
-            if rank in self._waiting:
-                self._conditions[rank].notify_all()
-
-    def end(self, rank: int, failed: bool) -> None:
-        """Record that a rank of the whole world has ended."""
-        with self.changed:
-            self._ended.add(rank)
-            if failed:
-                self.failed.set()
-            self.notify(range(self.size))
-
-    def check(self) -> None:
-        """Raise if another rank has failed.
-
-        Raises:
-            PeerFailedError: one has.
-        """
-        if self.failed.is_set():
-            raise PeerFailedError("another rank has failed")
-
-    def wait_for(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait, under ``changed``, until ``ready``.
-
-        Args:
-            rank: of the whole world.
-            ready: called after each change.
-            what: describes the wait; like ``ready``, it may be called by other ranks, under ``changed``.
-
-        Raises:
-            PeerFailedError: another rank has failed.
-            DeadlockError: strict, and no rank can ever make it ready.
-        """
-        while not ready():
-            self.check()
-            self._waiting[rank] = (ready, what)
-            self._detect_deadlock()
-            self._conditions[rank].wait(_WAIT_S)
-        self._waiting.pop(rank, None)
-
-    def _detect_deadlock(self) -> None:
-        still_s = time.monotonic() - self._still_since_s
-        if not self.strict or still_s < _STUCK_S or len(self._waiting.keys() | self._ended) < self.size:
-            return
-        if any(ready() for ready, _ in self._waiting.values()):
-            return
-        lines = [f"rank {rank} waits for {what()}" for rank, (_, what) in sorted(self._waiting.items())]
-        lines += [f"rank {rank} has ended" for rank in sorted(self._ended)]
-        raise DeadlockError("deadlock: " + "; ".join(lines))
 
 
 @dataclass
@@ -158,7 +72,7 @@ class GroupCall:
 
 
 class ThreadGroup:
-    """State of one group. Its methods are called under ``world.changed``.
+    """State of one group. Its methods are called under ``world.lock``.
 
     Args:
         world: the run.
@@ -224,12 +138,15 @@ class ThreadGroup:
         if call.what != what:
             raise RuntimeError(f"rank {rank} calls {what} while rank {call.first} calls {call.what}")
 
-        def give() -> None:
-            call.given[rank] = value
-            self.world.notify(self.members if self.complete(call) else ())
-
-        self.run(rank, Operation(give, lambda: self.complete(call)))
+        if self.world.strict:
+            self.run(rank, Operation(partial(self._give, call, rank, value), partial(self.complete, call)))
+        else:
+            self._give(call, rank, value)
         return call
+
+    def _give(self, call: GroupCall, rank: int, value: Any) -> None:
+        call.given[rank] = value
+        self.world.notify(self.members if self.complete(call) else ())
 
     def complete(self, call: GroupCall) -> bool:
         """Whether every rank has entered the call."""
@@ -241,9 +158,7 @@ class ThreadGroup:
 
     def take(self, number: int, call: GroupCall) -> list[Any]:
         """Return the inputs of all ranks, in rank order; the last rank removes the call."""
-        call.taken += 1
-        if call.taken == len(self.members):
-            del self._calls[number]
+        self._left(number, call)
         return [call.given[rank] for rank in range(len(self.members))]
 
     def reduce(self, number: int, call: GroupCall, op: ReduceOp) -> torch.Tensor:
@@ -251,8 +166,13 @@ class ThreadGroup:
         if call.result is None:
             with torch.inference_mode(False), torch.no_grad():  # regardless of the modes of the ranks
                 call.result = reduced([call.given[rank] for rank in range(len(self.members))], op)
-        self.take(number, call)
+        self._left(number, call)
         return call.result
+
+    def _left(self, number: int, call: GroupCall) -> None:
+        call.taken += 1
+        if call.taken == len(self.members):
+            del self._calls[number]
 
     def _queues_of(self, source: int, target: int, tag: int) -> _MessageQueues:
         return self._queues.setdefault((source, target, 0 if self.world.strict else tag), _MessageQueues())

@@ -1,0 +1,1 @@
+"""What ranks that are threads of one process share: turns, waits, messages and collective calls."""

@@ -1,0 +1,211 @@
+"""Ranks as threads take turns: one that waits hands its turn to the next that can go on.
+
+    rank 0   ── run ── waits │                  │ ── run ── …
+    rank 1                   │ ── run ── waits  │
+    rank 2                   │ (may go on) ···· │ ····
+
+Python runs one thread at a time, and PyTorch lets go of the interpreter in every operator. If many threads could run,
+each operator would hand over to another thread: hundreds of switches between threads in each step of a rank, which take
+longer than the step. So as many ranks run at once as make use of it: in the end one while turns are short, as in Python
+code and tiny operators; one more at each tick without a new turn, so that a rank that computes for long, or waits for
+something else than a message, never blocks the others for long.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+_TICK_S = 0.005
+_SHORT_TURNS = 4  # more turns than this in a tick are short ones
+_POLLING_S = 0.001  # a rank that polls keeps its turn for this long
+_STUCK_S = 1.0  # if all ranks wait for this long, they are deadlocked
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank has failed, so this one ends. Never the first error."""
+
+
+class DeadlockError(RuntimeError):
+    """Every rank waits or has ended, and no pending operation can complete."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A thread that sleeps until it is given a turn.
+
+    Attributes:
+        rank: of the whole world.
+        ready: whether it may go on.
+        what: describes what it waits for.
+        woken: held by the thread that wakes it.
+    """
+
+    rank: int
+    ready: Callable[[], bool]
+    what: Callable[[], str]
+    woken: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.woken.acquire()
+
+
+class ThreadWorld:
+    """All ranks of one run: the lock for all shared state, whose turn it is, and what each rank waits for.
+
+    Args:
+        size: ranks of the whole world.
+        strict: whether sends are rendezvous in one order for each pair.
+
+    Attributes:
+        size: see above.
+        strict: see above.
+        lock: held while shared state is read or changed.
+        failed: whether a rank has failed.
+    """
+
+    def __init__(self, size: int, strict: bool) -> None:
+        self.size = size
+        self.strict = strict
+        self.lock = threading.Lock()
+        self.failed = False
+        self._turns = min(size, len(os.sched_getaffinity(0)))
+        self._running: dict[int, float] = {}  # rank -> when its turn began
+        self._ready: deque[_Waiter] = deque()
+        self._waiting: dict[int, list[_Waiter]] = {}
+        self._handed = 0
+        self._deadlock: str | None = None
+        self._ended: set[int] = set()
+        self._all_ended = threading.Event()
+        self._still_since_s = time.monotonic()
+
+    def begin(self, rank: int) -> None:
+        """Wait for a rank's first turn."""
+        with self.lock:
+            self._line_up(rank)
+
+    def end(self, rank: int, failed: bool) -> None:
+        """Record that a rank has ended, and hand on its turn."""
+        if failed:
+            self.fail()
+        with self.lock:
+            self._running.pop(rank, None)
+            self._ended.add(rank)
+            self._still_since_s = time.monotonic()
+            self._give_turns()
+            if len(self._ended) == self.size:
+                self._all_ended.set()
+
+    def fail(self) -> None:
+        """End all ranks: each raises from its current wait."""
+        with self.lock:
+            self.failed = True
+            self._turns = self.size
+            self.notify(range(self.size))
+
+    def check(self) -> None:
+        """Raise if another rank has failed.
+
+        Raises:
+            PeerFailedError: one has.
+            DeadlockError: no rank can go on.
+        """
+        if self._deadlock is not None:
+            raise DeadlockError(self._deadlock)
+        if self.failed:
+            raise PeerFailedError("another rank has failed")
+
+    def notify(self, ranks: Iterable[int]) -> None:
+        """Let these ranks go on if their waits are over; under ``lock``."""
+        self._still_since_s = time.monotonic()
+        for rank in ranks:
+            waiters = self._waiting.get(rank)
+            if waiters is None:
+                continue
+            left = [waiter for waiter in waiters if not (self.failed or waiter.ready())]
+            if len(left) < len(waiters):
+                self._ready.extend(waiter for waiter in waiters if waiter not in left)
+                self._waiting[rank] = left
+                if not left:
+                    del self._waiting[rank]
+        self._give_turns()
+
+    def wait_for(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait, under ``lock``, until ``ready``.
+
+        Args:
+            rank: of the whole world.
+            ready: called after each change that ``notify`` tells this rank.
+            what: describes the wait; like ``ready``, it may be called by other threads, under ``lock``.
+
+        Raises:
+            PeerFailedError: another rank has failed.
+            DeadlockError: strict, and no rank can ever make it ready.
+        """
+        while not ready():
+            self.check()
+            waiter = _Waiter(rank, ready, what)
+            self._waiting.setdefault(rank, []).append(waiter)
+            self._sleep(waiter)
+
+    def pause(self, rank: int) -> None:
+        """Let other ranks run, under ``lock``: called by a rank that polls, in vain."""
+        begun_s = self._running.get(rank)
+        if self._ready and begun_s is not None and time.monotonic() - begun_s > _POLLING_S:
+            self._line_up(rank)
+
+    def oversee(self, timeout_s: float) -> bool:
+        """Decide how many ranks run at once, until all have ended; return whether they have, within the time limit."""
+        now_s = time.monotonic()
+        end_s = now_s + timeout_s
+        while not self._all_ended.wait(_TICK_S) and now_s < end_s:
+            with self.lock:
+                before_s, now_s = now_s, time.monotonic()
+                self._choose_turns((now_s - before_s) / _TICK_S)
+                if self.strict:
+                    self._detect_deadlock()
+        return self._all_ended.is_set()
+
+    def _choose_turns(self, ticks: float) -> None:
+        """Choose how many ranks run at once, after so many ticks in which the number was the same."""
+        handed, self._handed = self._handed, 0
+        if self._ready and not handed:
+            self._turns = min(self.size, self._turns + 1)
+            self._give_turns()
+        elif handed > _SHORT_TURNS * ticks and not self.failed:
+            self._turns = max(1, self._turns - 1)
+
+    def _detect_deadlock(self) -> None:
+        still_s = time.monotonic() - self._still_since_s
+        if still_s < _STUCK_S or len(self._waiting.keys() | self._ended) < self.size or not self._waiting:
+            return
+        waiters = [waiter for _, of_rank in sorted(self._waiting.items()) for waiter in of_rank]
+        lines = [f"rank {waiter.rank} waits for {waiter.what()}" for waiter in waiters]
+        lines += [f"rank {rank} has ended" for rank in sorted(self._ended)]
+        self._deadlock, self.failed, self._turns = "deadlock: " + "; ".join(lines), True, self.size
+        self.notify(range(self.size))
+
+    def _line_up(self, rank: int) -> None:
+        """Wait for a turn behind all ranks that can go on."""
+        waiter = _Waiter(rank, lambda: True, lambda: "its turn")
+        self._ready.append(waiter)
+        self._sleep(waiter)
+
+    def _sleep(self, waiter: _Waiter) -> None:
+        """Hand on the turn of this rank, and return when it has one again."""
+        self._running.pop(waiter.rank, None)
+        self._give_turns()
+        self.lock.release()
+        waiter.woken.acquire()
+        self.lock.acquire()
+
+    def _give_turns(self) -> None:
+        while self._ready and len(self._running) < self._turns:
+            waiter = self._ready.popleft()
+            self._running[waiter.rank] = time.monotonic()
+            self._handed += 1
+            waiter.woken.release()
