@@ -10,8 +10,9 @@ import os
 import re
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from itertools import islice
@@ -28,6 +29,8 @@ REQUESTS_AT_A_TIME = 32
 
 _NETWORK_DISKS = re.compile(r"(nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|afs|pvfs|orangefs|9p|virtiofs|fuse\.)")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
+_READ_AHEAD_BYTES = 2**14
+"""Bytes at the end of an object that are read with its last ones: a request for fewer takes as long."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -102,7 +105,7 @@ def _mounts() -> dict[str, str]:
 class OpenFile(Protocol):
     """A file that is read in pieces."""
 
-    def read(self, offset: int, length: int) -> bytes:
+    def read(self, offset: int, length: int) -> bytes | memoryview:
         """Return bytes ``[offset, offset + length)``; fewer if the file ends before.
 
         Raises:
@@ -134,10 +137,22 @@ class _LocalFile:
 
 
 class _RemoteFile:
-    """An object; each piece is a request."""
+    """An object; each piece is a request, except pieces of what the last bytes of a small object were read with."""
 
     def __init__(self, path: ObjectPath) -> None:
-        self.read, self.tail = path.read_range, path.read_tail
+        self._path = path
+        self._last, self._last_start = b"", 0
+
+    def read(self, offset: int, length: int) -> bytes | memoryview:
+        start = offset - self._last_start
+        if self._last and start >= 0:
+            return self._last[start : start + length]
+        return self._path.read_range(offset, length)
+
+    def tail(self, length: int) -> tuple[bytes, int]:
+        found, size = self._path.read_tail(max(length, _READ_AHEAD_BYTES))
+        self._last, self._last_start = found, size - len(found)
+        return found[max(0, len(found) - length) :], size
 
 
 @contextmanager
@@ -250,11 +265,11 @@ def ahead(act: Callable[[_Item], _Result], items: Sequence[_Item], place: Path) 
         return
     pool = _request_pool()
     rest = iter(items)
-    under_way: list[Future[_Result]] = [pool.submit(_marked, act, item) for item in islice(rest, REQUESTS_AT_A_TIME)]
+    under_way = deque(pool.submit(_marked, act, item) for item in islice(rest, REQUESTS_AT_A_TIME))
     try:
         while under_way:
-            result = under_way.pop(0).result()
-            under_way += [pool.submit(_marked, act, item) for item in islice(rest, 1)]
+            result = under_way.popleft().result()
+            under_way.extend(pool.submit(_marked, act, item) for item in islice(rest, 1))
             yield result
     finally:
         for future in under_way:

@@ -80,15 +80,15 @@ class ObjectPath(PosixPath):
         """Return the whole object as text."""
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
-    def read_range(self, offset: int, length: int) -> bytes:
-        """Return bytes ``[offset, offset + length)``; fewer if the object ends before."""
+    def read_range(self, offset: int, length: int) -> bytes | memoryview:
+        """Return bytes ``[offset, offset + length)``, not copied; fewer if the object ends before."""
         import obstore
 
         if not length:
             return b""
         try:
             return self._request(
-                lambda client: obstore.get_range(client, self.key, start=offset, length=length).to_bytes()
+                lambda client: memoryview(obstore.get_range(client, self.key, start=offset, length=length))
             )
         except OSError as error:
             if is_out_of_range(error):

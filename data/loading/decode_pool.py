@@ -9,7 +9,6 @@ from multiprocessing.connection import wait
 
 from data.loading.decode import BANDS, Lease, Pixels, Samples, part_bytes
 from data.loading.decode_worker import (
-    MOST_AT_A_TIME,
     Answer,
     ChildWorker,
     LeaseDone,
@@ -19,6 +18,7 @@ from data.loading.decode_worker import (
     Worker,
 )
 from data.loading.sample_cache import SampleCache
+from data.samples.dataset import MOST_AT_A_TIME
 from hyfi_core.plan.box import Box, hull
 
 MAX_DEATHS_OF_A_SAMPLE = 5

@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from data.children import child_environment, die_with_parent
 from data.loading.decode import Lease, Pixels, Samples, decode
+from data.samples.dataset import MOST_AT_A_TIME
 from data.store.node_cache import node_cache
 
 # Not ``-m``: pickled classes must be found under this module's name, not under ``__main__``.
@@ -76,9 +77,6 @@ class LeaseFailed:
     error: Exception
     text: str
 
-
-MOST_AT_A_TIME = 4
-"""Most leases of a worker at a time."""
 
 Answer = WorkerReady | LeaseDone | LeaseFailed
 

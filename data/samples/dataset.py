@@ -26,6 +26,10 @@ from hyfi_core.plan.box import Box
 __all__ = ["COVERAGE_COLUMNS", "SlideDataset", "SlideRef", "check_coverage", "select_slides", "write_coverage"]
 
 MPP_TOLERANCE = 0.02
+MOST_AT_A_TIME = 8
+"""Most images that a process reads at a time."""
+_READ_AHEAD_BYTES = 2**28
+"""Bytes of the images that a process reads at a time, if they are more than two."""
 
 
 class SlideReader(Protocol):
@@ -107,8 +111,13 @@ class SlideDataset:
 
     @property
     def reads_at_a_time(self) -> int:
-        """Images that a process should read at a time: two if it mostly waits for a network, else one."""
-        return 2 if is_far(self._store) else 1
+        """Images that a process should read at a time: one, or enough of them that waits for a network are hidden.
+
+        Small images wait for longer than they are decoded, so more of them are read at a time; of large ones two are
+        enough, and together they take no more than 256 MB where that is possible.
+        """
+        image_bytes = 3 * self.size_px[0] * self.size_px[1]
+        return min(MOST_AT_A_TIME, max(2, _READ_AHEAD_BYTES // image_bytes)) if is_far(self._store) else 1
 
     def view(self, index: int) -> View:
         """Return the view of an image; the sources of its pieces are boxes of the slide's :meth:`level`.

@@ -160,7 +160,7 @@ def joined(parts: Iterable[Any]) -> bytes:
     return b"".join(parts)
 
 
-def without_checksum(data: bytes | Pixels) -> Pixels:
+def without_checksum(data: bytes | memoryview | Pixels) -> Pixels:
     """Check the crc32c at the end of ``data`` and return a view without it.
 
     Raises:

@@ -117,7 +117,7 @@ class ShardedArray:
 
     def _read_far(self, runs: list[_ChunkRun], box: Box, out: Pixels, threads: int) -> None:
         """Fill ``out`` over a network: first the indexes, then the chunks, many requests at a time."""
-        if self._cache() is None:  # else the index is read when a chunk is missing
+        if self._cache() is None and len(runs) > 1:  # else the index is read with a chunk, or when one is missing
             files = [file for file in dict.fromkeys(run.file for run in runs) if file not in self._index]
             each(self._load_index, files, self.path)
         if threads > 1 or self._cache() is not None:
@@ -294,7 +294,7 @@ def _adjacent(index: Index, slots: list[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _read(file: OpenFile, path: Path, index: Index, group: list[int]) -> bytes:
+def _read(file: OpenFile, path: Path, index: Index, group: list[int]) -> bytes | memoryview:
     """Read the bytes of a group of consecutive chunks."""
     start, end = int(index[group[0], 0]), int(index[group[-1]].sum())
     data = file.read(start, end - start)
@@ -303,7 +303,7 @@ def _read(file: OpenFile, path: Path, index: Index, group: list[int]) -> bytes:
     return data
 
 
-def _slices(data: bytes, index: Index, group: list[int]) -> Iterator[tuple[int, Pixels]]:
+def _slices(data: bytes | memoryview, index: Index, group: list[int]) -> Iterator[tuple[int, Pixels]]:
     """Yield (slot, bytes) of each chunk in the bytes of a group."""
     start, whole = int(index[group[0], 0]), np.frombuffer(data, np.uint8)
     for slot in group:

@@ -77,7 +77,10 @@ class SlideStore:
             StoreError: The slide is missing or of another version, or a shard is missing or has the wrong size.
         """
         path = location(path)
-        attributes, ome = group_attributes(path)
+        label = path / "labels" / "tissue"
+        (attributes, ome), (_, label_ome) = each(
+            lambda group: group_attributes(group) if group is path else _attributes(group), (path, label), path
+        )
         files = listed_files(path, attributes)
         if check_files:
             _check_shards(path, files)
@@ -87,9 +90,7 @@ class SlideStore:
             digest = f"{content}/{name}" if content else ""
             return ShardedArray.open(path / name, blank.get(name), sizes.get(name), digest)
 
-        label = path / "labels" / "tissue"
-        label_ome = read_json(label / "zarr.json").get("attributes", {}).get("ome", {})
-        images, masks = _datasets(path, ome), _datasets(label, label_ome)
+        images, masks = _datasets(path, ome), _datasets(label, label_ome or {})
         names = [*(name for name, _ in images), *(f"labels/tissue/{name}" for name, _ in masks)]
         arrays = each(array, names, path)
         levels = tuple(
@@ -181,19 +182,24 @@ def group_attributes(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         StoreError: There is no such slide, or it is of another version.
     """
     try:
-        attributes = read_json(path / "zarr.json").get("attributes", {})
+        ours, ome = _attributes(path)
     except StoreError as error:
         absent = isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError))
         if absent and (is_remote(path) or not path.is_dir()):
             raise StoreError(f"{path}: no ingested slide of this name") from error
         raise
-    ours, ome = attributes.get("hyfi"), attributes.get("ome")
     if not isinstance(ours, dict) or not isinstance(ome, dict):
         raise StoreError(f"{path}: not a slide written by hyfi ingest (no `hyfi` attributes)")
     if ours.get("format") != FORMAT:
         found = ours.get("format")
         raise StoreError(f"{path}: store format {found!r}, this version reads {FORMAT}; ingest the slide again")
     return ours, ome
+
+
+def _attributes(group: Path) -> tuple[Any, Any]:
+    """Return the `hyfi` and the `ome` attributes of a group, None where it has not got them."""
+    attributes = read_json(group / "zarr.json").get("attributes", {})
+    return attributes.get("hyfi"), attributes.get("ome")
 
 
 def listed_files(path: Path, attributes: dict[str, Any]) -> dict[str, FileEntry]:

@@ -254,7 +254,7 @@ def _reasons_inside(handle: OpenFile, file: _File) -> list[str]:
     return reasons
 
 
-def _reasons_of_chunk(data: bytes, slot: int, layout: ArrayLayout) -> list[str]:
+def _reasons_of_chunk(data: bytes | memoryview, slot: int, layout: ArrayLayout) -> list[str]:
     try:
         body = without_checksum(data)
     except ValueError as error:

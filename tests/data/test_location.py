@@ -105,6 +105,20 @@ def test_files_are_the_same_here_and_there(tmp_path: Path, bucket: str) -> None:
     assert files_below(location(bucket)) == []
 
 
+def test_a_small_object_is_read_with_its_last_bytes(server: ObjectServer, bucket: str) -> None:
+    content = os.urandom(40_000)
+    for size, requests in ((1000, 1), (40_000, 3)):
+        path = location(f"{bucket}/{size}")
+        path.write_bytes(content[:size])
+        before = len(server.requests)
+        with opened(path) as file:
+            assert file.tail(10) == (content[size - 10 : size], size)
+            assert [bytes(file.read(at, 300)) for at in (0, 200, size - 100)] == [
+                content[at : min(size, at + 300)] for at in (0, 200, size - 100)
+            ]
+        assert len(server.requests) - before == requests
+
+
 def test_requests_run_side_by_side_in_order_and_may_be_nested(server: ObjectServer, bucket: str) -> None:
     folder = location(bucket)
     for number in range(12):

@@ -129,6 +129,15 @@ def test_an_mpp_that_no_level_has_is_refused():
         dataset([slide(0)], mpp=1.5).view(0)
 
 
+def test_the_smaller_images_are_the_more_are_read_at_a_time_over_a_network(monkeypatch):
+    def at_a_time(size_px, far):
+        monkeypatch.setattr("data.samples.dataset.is_far", lambda path: far)
+        return dataset([slide(1)], size_px=size_px).reads_at_a_time
+
+    assert [at_a_time(size, True) for size in (512, 4096, 8192, 32768)] == [8, 5, 2, 2]
+    assert at_a_time(512, False) == 1
+
+
 def test_threads_read_the_same():
     slides = [slide(seed) for seed in range(6)]
     jobs = [(i, Box(k * 96, k * 96 + 96, 0, 384), e) for i in range(6) for k in range(4) for e in (None, 0)]

@@ -71,7 +71,9 @@ def test_the_same_pixels_without_listing_and_only_the_parts_needed(
     before = len(server.requests)
     there.read(BOX, 0)
     assert len(server.requests) - before == 4, "indexes are kept"
+    before = len(server.requests)
     assert np.array_equal(there.tissue()[0], here.tissue()[0])
+    assert len(server.requests) - before == 1, "a small object is read with its index"
 
 
 def test_slides_and_manifest_are_found_by_name(folder: Path, place: Path, server: ObjectServer) -> None:
@@ -159,7 +161,7 @@ class _Ranges(http.server.SimpleHTTPRequestHandler):
         size = len(content)
         if asked:
             first, _, last = asked.partition("-")
-            start, end = (size - int(last), size) if not first else (int(first), min(int(last) + 1, size))
+            start, end = (max(0, size - int(last)), size) if not first else (int(first), min(int(last) + 1, size))
             content, code = content[start:end], 206
         self.send_response(code)
         self.send_header("Content-Length", str(len(content)))

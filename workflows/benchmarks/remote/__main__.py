@@ -1,28 +1,33 @@
 """Benchmark of loading from a store that is far away, against the same store on this machine's disk, in turns.
 
-    python -m workflows.benchmarks.remote [--latency-ms 5] [--size 4096] [--image 2048] [--rounds 5] [--workers 1]
+    python -m workflows.benchmarks.remote [--latency-ms 5] [--size 3072] [--image 2048] [--slides 24] [--rounds 3]
 
-Decoding workers prepare images ahead of time, as those of a loader do: from a folder; over HTTP from a server on
-loopback, which waits ``--latency-ms`` before each answer; and from the folder, where each opening and each reading of a
-file waits as long, as on a network disk. Slides are opened, and every index is read, in each round again. Prints the
-megapixels per second of each (medians) and, as its last line, the ratios to the folder.
+A decoding worker prepares images ahead of time, as that of a loader does: from a folder; over HTTP from a server on
+loopback, which waits ``--latency-ms`` before each answer; and from the folder, where each opening and each reading of
+a file waits as long, as on a network disk. The worker has one core, the server another: the server of a real store is
+not on this machine. In each round and place, all images are prepared twice: cold, when every slide is opened and every
+index read for the first time, and again. Prints the megapixels per second of each (medians) and, as its last lines, the
+ratios to the folder, cold and open.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from data.loading.decode_pool import DecodePool
+from data.loading.decode_worker import ChildWorker, Memory, Worker
 from data.location import location
 from data.samples.dataset import SlideDataset, SlideRef
+from data.store.slide_store import slide_path
 from hyfi_core.plan.box import Box
 from pathology.ingest.archive import Request, ingest
 from pathology.ingest.options import IngestOptions
@@ -30,22 +35,21 @@ from pathology.synthetic.archive import plan_archive, write_archive_slide
 from workflows.benchmarks.remote.slow_disk import SlowOpener
 
 MPP = 0.5
-AHEAD = 4
-"""Images that each worker has ahead."""
-AT_A_TIME = 2
-"""Images that each worker prepares at a time, as for a store that is far; here also for the folder."""
+AHEAD = 8
+"""Images that the worker has ahead."""
+DRAWN = 6
+"""Slides that are drawn; others are the same under other names."""
+PASSES = ("cold", "open")
 
 
 def main() -> None:
     """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--latency-ms", type=float, default=5.0)
-    parser.add_argument("--size", type=int, default=4096, help="height and width of a slide in pixels")
+    parser.add_argument("--size", type=int, default=3072, help="height and width of a slide in pixels")
     parser.add_argument("--image", type=int, default=2048, help="height and width of an image in pixels")
-    parser.add_argument("--slides", type=int, default=6)
-    parser.add_argument("--epochs", type=int, default=4, help="times that each image is prepared in a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--slides", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -56,33 +60,42 @@ def main() -> None:
                 "object storage": dataset(location(f"{address}/store"), slides, given.image, None),
                 "network disk": dataset(folder / "store", slides, given.image, SlowOpener(given.latency_ms / 1e3)),
             }
-            rates: dict[str, list[float]] = {side: [] for side in sides}
+            far_at_a_time = sides["object storage"].reads_at_a_time
+            rates: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
             for _ in range(given.rounds):
                 for side, samples in sides.items():
-                    rates[side].append(rate(samples, given.workers, given.epochs))
+                    rates[side].append(passes(samples, 1 if side == "folder" else far_at_a_time))
     report(rates, given.latency_ms)
 
 
-def report(rates: dict[str, list[float]], latency_ms: float) -> None:
+def report(rates: dict[str, list[tuple[float, float]]], latency_ms: float) -> None:
     """Print the medians and the ratios to the folder, those of each round."""
     for side, found in rates.items():
-        print(f"{side}: {statistics.median(found):.1f} MP/s")
-    ratios = {
-        side: statistics.median(far / near for far, near in zip(found, rates["folder"], strict=True))
-        for side, found in rates.items()
-        if side != "folder"
-    }
-    shown = ", ".join(f"{side} {ratio:.2f}" for side, ratio in ratios.items())
-    print(f"of the folder's rate, at {latency_ms:g} ms: {shown}")
+        cold, again = (statistics.median(rate[number] for rate in found) for number in range(len(PASSES)))
+        print(f"{side}: cold {cold:.1f} MP/s, open {again:.1f} MP/s")
+    for number, name in enumerate(PASSES):
+        ratios = {
+            side: statistics.median(
+                far[number] / near[number] for far, near in zip(found, rates["folder"], strict=True)
+            )
+            for side, found in rates.items()
+            if side != "folder"
+        }
+        shown = ", ".join(f"{side} {ratio:.2f}" for side, ratio in ratios.items())
+        print(f"of the folder's rate at {latency_ms:g} ms, {name}: {shown}")
 
 
 def make_store(folder: Path, slides: int, size_px: int) -> tuple[SlideRef, ...]:
-    """Write synthetic slides and ingest them; return those of the store."""
+    """Write synthetic slides and ingest them; return those of the store, most of them links to the first ones."""
     (folder / "slides").mkdir()
-    for slide in plan_archive(slides, size_px):
+    for slide in plan_archive(min(slides, DRAWN), size_px):
         write_archive_slide(slide, folder / "slides")
-    report = ingest(Request([folder / "slides"], folder / "store", IngestOptions(mpp=MPP)))
-    return tuple(SlideRef(record.slide_id) for record in report.done)
+    done = ingest(Request([folder / "slides"], folder / "store", IngestOptions(mpp=MPP))).done
+    names = [record.slide_id for record in done]
+    for number in range(len(names), slides):
+        names.append(f"link-{number}")
+        slide_path(folder / "store", names[-1]).symlink_to(slide_path(folder / "store", names[number % len(done)]))
+    return tuple(SlideRef(name) for name in names)
 
 
 def dataset(store: Path, slides: tuple[SlideRef, ...], image_px: int, opener: SlowOpener | None) -> SlideDataset:
@@ -94,7 +107,8 @@ def dataset(store: Path, slides: tuple[SlideRef, ...], image_px: int, opener: Sl
 def running_server(folder: Path, latency_ms: float) -> Iterator[str]:
     """Context with a server of the folder; yields its address."""
     command = [sys.executable, "-m", "workflows.benchmarks.remote.range_server", str(folder), str(latency_ms)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with on_cores(-1):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
@@ -103,27 +117,46 @@ def running_server(folder: Path, latency_ms: float) -> Iterator[str]:
         process.communicate()
 
 
-def rate(samples: SlideDataset, workers: int, epochs: int) -> float:
-    """Return the megapixels per second at which workers prepare each image once an epoch, ahead of time."""
+@contextmanager
+def on_cores(number: int) -> Iterator[None]:
+    """Context in which processes are started on one core, by its number among those that this process may use."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(allowed)[number]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def start_on_a_core(memory: Memory) -> Worker:
+    """Start a worker on the first core."""
+    with on_cores(0):
+        return ChildWorker(memory)
+
+
+def passes(samples: SlideDataset, at_a_time: int) -> tuple[float, float]:
+    """Return the megapixels per second at which a worker prepares all images, cold and again."""
     height, width = samples.size_px
     whole = Box.of_size(height, width)
-    pool = DecodePool(samples, workers, slots=AHEAD * workers, slot_bytes=3 * whole.area, at_a_time=AT_A_TIME)
+    pool = DecodePool(samples, 1, slots=AHEAD, slot_bytes=3 * whole.area, start=start_on_a_core, at_a_time=at_a_time)
     try:
-        while not pool.collect():
-            pool.wait(1.0)  # a worker has started
-        begin = time.perf_counter()
-        prepare(pool, len(samples), epochs, whole)
-        return whole.area * len(samples) * epochs / 1e6 / (time.perf_counter() - begin)
+        prepare(pool, [0], whole)  # a worker has started, and connected
+        rest, rates = range(1, len(samples)), []
+        for _ in PASSES:
+            begin = time.perf_counter()
+            prepare(pool, rest, whole)
+            rates.append(whole.area * len(rest) / 1e6 / (time.perf_counter() - begin))
+        return rates[0], rates[1]
     finally:
         pool.close()
 
 
-def prepare(pool: DecodePool, images: int, epochs: int, whole: Box) -> None:
-    """Prepare each image once an epoch, in order, as many ahead as the pool has slots."""
-    submitted, total = 0, images * epochs
-    for number in range(total):
-        while submitted < total and pool.has_free_slot:
-            pool.submit(submitted, 0, submitted % images, (whole,))
+def prepare(pool: DecodePool, images: Sequence[int], whole: Box) -> None:
+    """Prepare images in order, as many ahead as the pool has slots."""
+    submitted = 0
+    for number in range(len(images)):
+        while submitted < len(images) and pool.has_free_slot:
+            pool.submit(submitted, 0, images[submitted], (whole,))
             submitted += 1
         while pool.parts(number) is None:
             if not pool.collect():

@@ -41,7 +41,7 @@ class SlowFile:
     def __init__(self, file: OpenFile, latency_s: float) -> None:
         self._file, self._latency_s = file, latency_s
 
-    def read(self, offset: int, length: int) -> bytes:
+    def read(self, offset: int, length: int) -> bytes | memoryview:
         """Return the bytes, later."""
         time.sleep(self._latency_s)
         return self._file.read(offset, length)
