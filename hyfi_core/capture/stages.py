@@ -187,13 +187,17 @@ def _travels(
 def _check_buffers(program: Program, pieces: Sequence[Sequence[Operator]]) -> None:
     """Refuse a buffer that one stage changes and another reads: within a step their values would differ."""
     changed = {name: value for value, name in program.buffers.items() if name in program.mutations}
-    for buffer, value in changed.items():
-        users = {stage for stage, ops in enumerate(pieces) for op in ops if value in op.inputs}
-        new = program.mutations[buffer]
-        makers = {stage for stage, ops in enumerate(pieces) for op in ops if new in op.outputs}
-        if len(users | makers) > 1:
+    watched = {value: name for name, value in changed.items()} | {program.mutations[name]: name for name in changed}
+    stages: dict[str, set[int]] = {name: set() for name in changed}
+    for stage, operators in enumerate(pieces):
+        for op in operators:
+            for value in (*(name for name in op.inputs if name in program.buffers), *op.outputs):
+                if value in watched:
+                    stages[watched[value]].add(stage)
+    for buffer, users in stages.items():
+        if len(users) > 1:
             raise RequestError(
-                f"buffer {buffer!r} is read or changed in several stages ({sorted(users | makers)}); choose cuts "
+                f"buffer {buffer!r} is read or changed in several stages ({sorted(users)}); choose cuts "
                 f"that keep all calls of its module in one stage"
             )
 

@@ -15,7 +15,8 @@ from hyfi_core.cost.branch_packing import pack_branches
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import operator_costs
 from hyfi_core.cost.plan_bounds import Programs
-from hyfi_core.cost.planner import PlanRequest, PlanSearch, best_plans
+from hyfi_core.cost.plan_family import PlanRequest
+from hyfi_core.cost.planner import PlanSearch, best_plans
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.errors import RequestError
 

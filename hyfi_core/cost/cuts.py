@@ -33,27 +33,73 @@ class _Candidate:
     crossing_bytes: int
 
 
-def with_cuts(plan: ParallelPlan, program: Program, machine: MachineModel = DEFAULT_MACHINE) -> ParallelPlan:
+@dataclass(frozen=True)
+class _Measured:
+    """Where a program can be cut, and the sums of its operators up to each position, itself not included.
+
+    Attributes:
+        names: the module that ends at each place but the first and the last.
+        places: positions between operators at which a stage may begin or end.
+        crossing: bytes of the live values at each place.
+        seconds: modelled time of a forward on one rank.
+        made: bytes of results.
+        weights: bytes of parameters, each with the first operator that uses it.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    crossing: tuple[int, ...]
+    seconds: list[float]
+    made: list[float]
+    weights: list[float]
+
+    @classmethod
+    def of(cls, program: Program, machine: MachineModel) -> _Measured:
+        """Return those of a captured model."""
+        candidates, costs = _candidates(program), operator_costs(program, machine)
+        return cls(
+            tuple(candidate.module for candidate in candidates),
+            (0, *(candidate.index for candidate in candidates), len(program.operators)),
+            (0, *(candidate.crossing_bytes for candidate in candidates), 0),
+            _sums([cost.seconds for cost in costs]),
+            _sums([cost.output_bytes for cost in costs]),
+            _sums(_weight_bytes(program)),
+        )
+
+
+MeasuredPrograms = dict[int, _Measured]
+"""What is known of programs, by ``id``, so that many plans ask once; owned by the caller, who keeps the programs."""
+
+
+def with_cuts(
+    plan: ParallelPlan,
+    program: Program,
+    machine: MachineModel = DEFAULT_MACHINE,
+    known: MeasuredPrograms | None = None,
+) -> ParallelPlan:
     """Return the plan with ``cuts="auto"`` replaced by names of modules.
 
     Args:
         plan: any; returned unchanged if its cuts are named.
         program: the captured model, of one micro-batch.
         machine: the machine model.
+        known: of earlier calls with the same machine; this program is added.
 
     Raises:
         RequestError: the model has too few modules for the stages, or no cut fits into ``plan.memory_bytes``.
     """
     if plan.cuts != "auto" or plan.stages == 1:
         return plan
-    candidates = _candidates(program)
-    if len(candidates) < plan.stages - 1:
+    known = {} if known is None else known
+    if id(program) not in known:
+        known[id(program)] = _Measured.of(program, machine)
+    measured = known[id(program)]
+    if len(measured.names) < plan.stages - 1:
         raise RequestError(
-            f"plan.grids has {plan.stages} stages, but the model can be cut after {len(candidates)} modules only; "
-            f"use at most {len(candidates) + 1} stages"
+            f"plan.grids has {plan.stages} stages, but the model can be cut after {len(measured.names)} modules only; "
+            f"use at most {len(measured.names) + 1} stages"
         )
-    search = _Search(plan, program, candidates, machine)
-    return replace(plan, cuts=search.best())
+    return replace(plan, cuts=_Search(plan, measured, machine).best())
 
 
 def _candidates(program: Program) -> list[_Candidate]:
@@ -92,18 +138,10 @@ def _crossing_bytes(program: Program) -> list[int]:
 class _Search:
     """Dynamic programming: best[k][j] = smallest time of the slowest of the first k stages, up to position j."""
 
-    def __init__(
-        self, plan: ParallelPlan, program: Program, candidates: Sequence[_Candidate], machine: MachineModel
-    ) -> None:
-        self._plan = plan
-        self._machine = machine
-        self._names = [candidate.module for candidate in candidates]
-        self._places = [0, *(candidate.index for candidate in candidates), len(program.operators)]
-        self._crossing = [0, *(candidate.crossing_bytes for candidate in candidates), 0]
-        costs = operator_costs(program, machine)
-        self._seconds = _sums([cost.seconds for cost in costs])
-        self._made = _sums([cost.output_bytes for cost in costs])
-        self._weights = _sums(_weight_bytes(program))
+    def __init__(self, plan: ParallelPlan, measured: _Measured, machine: MachineModel) -> None:
+        self._plan, self._machine = plan, machine
+        self._names, self._places, self._crossing = measured.names, measured.places, measured.crossing
+        self._seconds, self._made, self._weights = measured.seconds, measured.made, measured.weights
         self._ranks = [rows * columns for rows, columns in Placement.of(plan).grids]
 
     def best(self) -> tuple[str, ...]:

@@ -7,11 +7,11 @@ set of the largest operator. Measured on ResNets of 6 to 50 layers at 512 to 102
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hyfi_core.capture.program import Operator, Program
-from hyfi_core.capture.stages import cut_program
+from hyfi_core.capture.stages import Stage, cut_program
 from hyfi_core.cost.operators import value_bytes
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -73,15 +73,19 @@ def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
     return 1
 
 
-def forecast_memory(program: Program, plan: ParallelPlan) -> tuple[MemoryForecast, ...]:
+def forecast_memory(
+    program: Program, plan: ParallelPlan, pieces: Sequence[Stage] | None = None
+) -> tuple[MemoryForecast, ...]:
     """Return the memory forecast of a rank of each stage.
 
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts.
+        pieces: its stages, if they are known.
     """
     assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
-    pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
+    if pieces is None:
+        pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
     weights = sum(value_bytes(program, name) for name in program.parameters)
     grids = Placement.of(plan).grids
     found = []

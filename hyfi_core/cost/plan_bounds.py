@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 
-from hyfi_core.capture.program import Program
+from hyfi_core.capture.program import Program, refs_in
+from hyfi_core.capture.stages import Stage, cut_program
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import OperatorCost, operator_costs
+from hyfi_core.cost.stage_cost import update_s
+from hyfi_core.lowering.lower import lowered_operators
+from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.plan.parallel_plan import ParallelPlan
 
 Programs = Callable[[int], Program]
 """Returns the captured model for micro-batches of this number of images."""
-_Seconds = dict[tuple[int, ...], float]
-"""Height and width of a map -> time of the convolutions that compute such; (1, 1) stands for all other operators."""
 ONE_IN_FLIGHT = ("gems_mast", "gems_master")
 """Schedules in which each direction has one micro-batch at a time."""
-_CAPTURED_IMAGES = 2
-"""Bounds of larger micro-batches are extrapolated from those of up to so many images."""
+_NO_MAP = (1, 1)
+
+
+@dataclass
+class _Work:
+    """The least time of a micro-batch in some operators, forward and backward, on one rank.
+
+    Attributes:
+        by_map: height and width of a map -> time of the convolutions that compute such; (1, 1) stands for all other
+            operators.
+        kernels_s: time of starting operators, which every rank of a stage does.
+    """
+
+    by_map: dict[tuple[int, ...], float] = field(default_factory=dict)
+    kernels_s: float = 0.0
+
+    @classmethod
+    def sum(cls, parts: Iterable[_Work]) -> _Work:
+        """Return the work of several parts."""
+        total = cls()
+        for part in parts:
+            total.kernels_s += part.kernels_s
+            for at, seconds in part.by_map.items():
+                total.by_map[at] = total.by_map.get(at, 0.0) + seconds
+        return total
+
+    def ranks_s(self, grids: Iterable[tuple[int, int]]) -> float:
+        """Return the time of all ranks of one of the grids together, without starting operators.
+
+        A convolution of a map of h x w on R x C ranks takes at least the time of the largest part, ceil(h/R) ceil(w/C),
+        so it counts R C ceil(h/R) ceil(w/C) / (h w) times: many ranks cannot divide a small map.
+        """
+        grids = tuple(grids)
+        return sum(seconds * min(_repeated(at, grid) for grid in grids) for at, seconds in self.by_map.items())
 
 
 class PlanBounds:
@@ -31,13 +66,8 @@ class PlanBounds:
         Σ rₛ tₛ ≥ W + min(r) K           the stages do all the work
 
     The step is at least (W + min(r) K) / Σ yₛ for any yₛ ≥ 0 with m yₛ + Σ(j > s) yⱼ ≥ rₛ. With GEMS schedules, each
-    direction begins a micro-batch after the backward of the one before: at least W / max(r) + K for each.
-
-    A convolution of a map of h x w on R x C ranks takes at least the time of the largest part, ceil(h/R) ceil(w/C), so
-    W counts it R C ceil(h/R) ceil(w/C) / (h w) times, for the best grid: many ranks cannot divide a small map.
-
-    Models are captured for two sizes of micro-batches only: an operator takes a time that is linear in the images, or
-    the larger of two such, so their sum is convex, and larger sizes take at least what a straight line says.
+    direction begins a micro-batch after the backward of the one before: at least W / max(r) + K for each. ``of_stages``
+    knows where stages end, so it has each tₛ.
 
     Args:
         programs: captures the model.
@@ -53,18 +83,23 @@ class PlanBounds:
         self._programs, self._batch = programs, batch
         self._machine, self._dtype = machine, dtype
         self._crowded = ranks > 1 and machine.devices_per_node > 1
-        self._work: dict[int, tuple[_Seconds, float]] = {}
-        self._totals: dict[tuple[int, frozenset[tuple[int, int]]], tuple[float, float]] = {}
+        self._operators: dict[int, dict[str, _Work]] = {}
+        self._whole: dict[int, _Work] = {}
+        self._totals: dict[tuple[int, frozenset[tuple[int, int]]], float] = {}
+        self._pieces: dict[tuple[int, tuple[str, ...] | str], tuple[Stage, ...]] = {}
+        self._stages: dict[tuple[int, tuple[str, ...] | str], tuple[tuple[_Work, ...], float]] = {}
 
     def of(self, plan: ParallelPlan) -> float:
-        """Return the bound of a plan."""
+        """Return the bound of a plan.
+
+        Raises:
+            RequestError: its micro-batches cannot be captured.
+        """
         sizes = [rows * columns for rows, columns in plan.grids]
-        images, grids = self._batch // plan.replicas // plan.microbatches, frozenset(plan.grids)
+        images, grids = self._images(plan), frozenset(_divided(plan))
         if (images, grids) not in self._totals:
-            by_map, kernels_s = self._of_microbatch(images)
-            work_s = sum(seconds * min(_repeated(at, grid) for grid in grids) for at, seconds in by_map.items())
-            self._totals[images, grids] = work_s, kernels_s
-        work_s, kernels_s = self._totals[images, grids]
+            self._totals[images, grids] = self._of_microbatch(images).ranks_s(grids)
+        work_s, kernels_s = self._totals[images, grids], self._of_microbatch(images).kernels_s
         total_s = work_s + min(sizes) * kernels_s
         if plan.schedule in ONE_IN_FLIGHT:
             return plan.microbatches / plan.directions * (work_s / max(sizes) + kernels_s)
@@ -75,32 +110,75 @@ class PlanBounds:
             weights += max(0.0, size - weights) / plan.microbatches
         return total_s / weights
 
-    def _of_microbatch(self, images: int) -> tuple[_Seconds, float]:
-        """Return the least time of all operators on one rank, by map, and of their starting."""
-        if images <= _CAPTURED_IMAGES:
-            return self._captured(images)
-        (low, _), (high, kernels_s) = self._captured(1), self._captured(_CAPTURED_IMAGES)
-        more = (images - _CAPTURED_IMAGES) / (_CAPTURED_IMAGES - 1)
-        return {at: seconds + more * (seconds - low.get(at, 0.0)) for at, seconds in high.items()}, kernels_s
+    def of_stages(self, plan: ParallelPlan) -> tuple[tuple[float, ...], float]:
+        """Return the least time of a micro-batch in each stage, forward and backward, and of the optimizer step.
 
-    def _captured(self, images: int) -> tuple[_Seconds, float]:
-        if images not in self._work:
-            machine, crowded, program = self._machine, self._crowded, self._programs(images)
-            bare = replace(machine, kernel_s=0.0)
-            by_map: _Seconds = {}
-            kernels_s = 0.0
-            for op, cost in zip(program.operators, operator_costs(program, machine, self._dtype), strict=True):
-                seconds = _least_s(cost, bare, crowded)
-                at = program.values[op.first_output].shape[-2:] if cost.kind.endswith("convolution") else (1, 1)
-                by_map[at] = by_map.get(at, 0.0) + seconds
-                kernels_s += _least_s(cost, machine, crowded) - seconds
-            self._work[images] = by_map, kernels_s
-        return self._work[images]
+        Args:
+            plan: with named cuts.
+
+        Raises:
+            RequestError: as ``cut_program``.
+        """
+        key = self._images(plan), plan.cuts
+        if key not in self._stages:
+            pieces, known = self.pieces(plan), self._of_operators(key[0])
+            works = (
+                _Work.sum(known[op.name] for op in piece.program.operators if op.name in known) for piece in pieces
+            )
+            self._stages[key] = tuple(works), max(update_s(piece.program, self._machine) for piece in pieces)
+        stages, least_update_s = self._stages[key]
+        each = zip(stages, plan.grids, _divided(plan), strict=True)
+        return tuple(work.ranks_s([parts]) / prod(grid) + work.kernels_s for work, grid, parts in each), least_update_s
+
+    def pieces(self, plan: ParallelPlan) -> tuple[Stage, ...]:
+        """Return the stages of a plan with named cuts.
+
+        Raises:
+            RequestError: as ``cut_program``.
+        """
+        key = self._images(plan), plan.cuts
+        if key not in self._pieces:
+            program, cuts = self._programs(key[0]), () if plan.cuts == "auto" else plan.cuts
+            self._pieces[key] = cut_program(program, program.outputs, cuts)
+        return self._pieces[key]
+
+    def _images(self, plan: ParallelPlan) -> int:
+        return self._batch // plan.replicas // plan.microbatches
+
+    def _of_microbatch(self, images: int) -> _Work:
+        if images not in self._whole:
+            self._whole[images] = _Work.sum(self._of_operators(images).values())
+        return self._whole[images]
+
+    def _of_operators(self, images: int) -> dict[str, _Work]:
+        """Return the least work of each operator of a micro-batch."""
+        if images not in self._operators:
+            captured = self._programs(images)
+            program = pool_before_relu(captured, refs_in(captured.outputs))  # as far as any plan has it
+            found = operator_costs(program, self._machine, self._dtype)
+            costs = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
+            self._operators[images] = {
+                op.name: self._least(program, op.first_output, costs[op.name])
+                for op in lowered_operators(program, program.outputs, ())
+            }
+        return self._operators[images]
+
+    def _least(self, program: Program, output: str, cost: OperatorCost) -> _Work:
+        """Return the least work of an operator: for norms, of the faster kind."""
+        seconds = _least_s(cost, replace(self._machine, kernel_s=0.0), self._crowded)
+        at = program.values[output].shape[-2:] if cost.kind.endswith("convolution") else _NO_MAP
+        return _Work({at: seconds}, _least_s(cost, self._machine, self._crowded) - seconds)
 
 
+def _divided(plan: ParallelPlan) -> tuple[tuple[int, int], ...]:
+    """Return the grids into which maps are divided; cells of a rank divide its part, and may do so more evenly."""
+    return plan.grids if plan.cells is None else (_NO_MAP,) * len(plan.grids)
+
+
+@cache  # few maps and grids, many plans
 def _repeated(size: tuple[int, ...], grid: tuple[int, int]) -> float:
     """Return the least pixels of the largest part times the ranks, relative to the map; 1 for what is not a map."""
-    if size == (1, 1):
+    if size == _NO_MAP or grid == _NO_MAP:
         return 1.0
     both = grid, grid[::-1]  # y and x of a map may have been exchanged
     return min(prod(ranks * -(-side // ranks) / side for side, ranks in zip(size, way, strict=True)) for way in both)

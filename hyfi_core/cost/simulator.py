@@ -7,13 +7,14 @@ are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
 from hyfi_core.capture.program import Program
+from hyfi_core.capture.stages import Stage
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import MemoryForecast, forecast_memory
@@ -119,22 +120,32 @@ def step_s(plan: ParallelPlan, costs: StageCosts) -> float:
     return _dry_run(plan, costs).makespan_s + _update_s(costs)
 
 
-def least_step_s(plan: ParallelPlan, costs: StageCosts) -> float:
+def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -> float:
     """Return a lower bound of ``step_s`` without a dry run.
 
     A rank computes all micro-batches of all stages that it holds. In one direction, all stages before one must have
     passed a micro-batch on before it begins, and get a cotangent after it has ended. With GEMS schedules, each
     direction has one micro-batch at a time.
+
+    Args:
+        plan: of the step.
+        each_s: for each stage, time of a forward and a backward of one micro-batch, or less.
+        update_s: time of the optimizer step.
     """
-    each_s = [stage.forward_s + stage.backward_s for stage in costs.stages]
-    placement, rounds = Placement.of(_collapsed(plan)), plan.microbatches // plan.directions
-    busy_s = max(sum(rounds * each_s[stage] for stage, _ in placement.hosted(r)) for r in range(placement.size))
+    rounds = plan.microbatches // plan.directions
+    busy_s = max(sum(rounds * each_s[stage] for stage in held) for held in _held_stages(plan))
     if plan.directions == 1 and plan.interleave == 1:
         before = accumulate(each_s, initial=0.0)
         busy_s = max(first_s + rounds * own_s for first_s, own_s in zip(before, each_s, strict=False))
     if plan.schedule in ONE_IN_FLIGHT:
         busy_s = max(busy_s, rounds * sum(each_s))
-    return busy_s + _update_s(costs)
+    return busy_s + update_s
+
+
+def _held_stages(plan: ParallelPlan) -> set[tuple[int, ...]]:
+    """Return the stages that ranks of one replica hold, for each rank that differs."""
+    placement = Placement.of(_collapsed(plan))
+    return {tuple(stage for stage, _ in placement.hosted(rank)) for rank in range(placement.size)}
 
 
 def _update_s(costs: StageCosts) -> float:
@@ -175,14 +186,15 @@ def _actions(plan: ParallelPlan, edges: tuple[tuple[int, int], ...]) -> Schedule
     return lower(generate(plan, placement), placement, edges, mirror=plan.mirror)
 
 
-def rank_bytes(program: Program, plan: ParallelPlan) -> tuple[int, ...]:
+def rank_bytes(program: Program, plan: ParallelPlan, pieces: Sequence[Stage] | None = None) -> tuple[int, ...]:
     """Return the peak memory of each rank of a replica, in addition to the process.
 
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts, and with cells resolved.
+        pieces: its stages, if they are known.
     """
-    return _rank_bytes(plan, forecast_memory(program, plan))
+    return _rank_bytes(plan, forecast_memory(program, plan, pieces))
 
 
 def _rank_bytes(plan: ParallelPlan, stages: tuple[MemoryForecast, ...]) -> tuple[int, ...]:

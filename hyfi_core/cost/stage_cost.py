@@ -153,7 +153,6 @@ class StageCosts:
         waits = max((self._waits(plane, clock.each_s, ranks) for plane in divided.planes), key=lambda w: w.total_s)
         waits.branch_s = self._branch_s(divided, ranks)
         recompute_s = clock.forward_s if self._plan.recomputes(index) else 0.0
-        weights = sum(value_bytes(program, name) for name in piece.program.parameters)
         scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
         gradients = [(ready_s, scale * length) for ready_s, length in clock.gradients]
         group = GradientHolders.of(self._plan, index, self._machine.devices_per_node)
@@ -165,7 +164,7 @@ class StageCosts:
             branch_s=2 * waits.branch_s,
             halo_bytes=waits.halo_bytes,
             reduce_s=group.exposed_s(gradients, clock.backward_s, self._machine),
-            update_s=_UPDATE_PASSES * weights / self._machine.memory_bytes_per_s,
+            update_s=update_s(piece.program, self._machine),
         )
 
     def _computed(
@@ -267,6 +266,11 @@ class StageCosts:
             length = sum(prod(info.shape) * info.dtype.itemsize for info in infos)
         group = ranks * (self._plan.replicas if call.all_replicas else 1)
         return self._machine.all_reduce_s(group, length) + (self._cells - 1) * self._machine.kernel_s
+
+
+def update_s(program: Program, machine: MachineModel) -> float:
+    """Return the time of the optimizer step for the weights of a stage."""
+    return _UPDATE_PASSES * sum(value_bytes(program, name) for name in program.parameters) / machine.memory_bytes_per_s
 
 
 def _gradient_bytes(program: Program, operators: Sequence[Operator]) -> dict[str, int]:

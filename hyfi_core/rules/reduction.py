@@ -244,23 +244,29 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     """
     split = builder.splits[name].owned
     part, ranks, rank = builder.part(name, split), len(split.layout.parts), builder.rank
-    shapes = [split.local_shape(builder.shape(name), other) for other in range(ranks)]
-    if groups:
-        shapes = [(shape[0], groups, math.prod(shape[1:]) // groups) for shape in shapes]
-    counts = [math.prod(shape[dim] for dim in dims) for shape in shapes]
-    count, apart = sum(counts), ranks <= MOST_ROWS
+    apart = ranks <= MOST_ROWS
+
+    def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0], groups, math.prod(shape[1:]) // groups) if groups else shape
+
+    def counted(shape: tuple[int, ...]) -> int:
+        return math.prod(folded(shape)[dim] for dim in dims)
+
+    own_shape, count = folded(split.local_shape(builder.shape(name), rank)), counted(builder.shape(name))
+    own_count = math.prod(own_shape[dim] for dim in dims)
+    counts = [counted(split.local_shape(builder.shape(name), other)) for other in range(ranks)] if apart else []
     shares = Constant(torch.tensor(counts, dtype=torch.float64).div_(count))
 
     def moments(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(accumulator(tensor))
-        if not counts[rank]:
-            zeros = tensor.reshape(shapes[rank]).sum(dims, keepdim=keepdim).double()
+        if not own_count:
+            zeros = tensor.reshape(own_shape).sum(dims, keepdim=keepdim).double()
             row = torch.stack([zeros, zeros])
         else:
-            variance, mean = torch.var_mean(tensor.reshape(shapes[rank]), dims, correction=0, keepdim=keepdim)
+            variance, mean = torch.var_mean(tensor.reshape(own_shape), dims, correction=0, keepdim=keepdim)
             variance, mean = variance.double(), mean.double()
             row = torch.stack([mean, variance if apart else variance + mean * mean])
-            row = row if apart else row * counts[rank]
+            row = row if apart else row * own_count
         if not apart:
             return row
         before, behind = row.new_zeros((rank, *row.shape)), row.new_zeros((ranks - 1 - rank, *row.shape))

@@ -72,7 +72,7 @@ def run(
 
 def _search(settings: Config, machine: MachineModel, ranks: int, images: int, top: int) -> PlanSearch:
     from hyfi_core.cost.branch_plans import best_of_all_plans
-    from hyfi_core.cost.planner import PlanRequest
+    from hyfi_core.cost.plan_family import PlanRequest
     from workflows.evaluation.programs import ModelPrograms
     from workflows.training.memory import PROCESS_BYTES
 

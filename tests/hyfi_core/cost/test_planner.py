@@ -13,7 +13,8 @@ from hyfi_core.capture.program import Program
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost import planner
 from hyfi_core.cost.machine import load_machine
-from hyfi_core.cost.planner import PlanRequest, best_plans, candidates
+from hyfi_core.cost.plan_family import PlanRequest, candidates
+from hyfi_core.cost.planner import best_plans
 from hyfi_core.cost.simulator import StepForecast
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.errors import RequestError
@@ -59,6 +60,7 @@ def test_the_search_finds_what_trying_every_plan_finds(ranks: int, batch: int, m
         found = None
     with (
         mock.patch.object(planner._PlanTrials, "bound_s", lambda self, plan: 0.0),
+        mock.patch.object(planner._PlanTrials, "cut_bound_s", lambda self, plan: 0.0),
         mock.patch.object(planner._PlanTrials, "least_s", lambda self, plan, costs: 0.0),
     ):
         if found is None:
@@ -82,7 +84,9 @@ def test_bounds_are_never_above_what_a_plan_takes(ranks: int, batch: int, machin
         each = programs(batch // plan.replicas // plan.microbatches)
         costs = StageCosts(each, forecast.plan, asked.machine)
         assert 0 < trials.bound_s(plan) <= forecast.step_s
-        assert trials.bound_s(plan) <= trials.least_s(forecast.plan, costs) * (1 + 1e-9) <= forecast.step_s * (1 + 2e-9)
+        least_s = trials.least_s(forecast.plan, costs) * (1 + 1e-9)
+        assert trials.bound_s(plan) <= least_s <= forecast.step_s * (1 + 2e-9)
+        assert 0 < trials.cut_bound_s(forecast.plan) <= least_s
 
 
 def test_less_memory_asks_for_recomputation_or_more_micro_batches_and_then_refuses() -> None:

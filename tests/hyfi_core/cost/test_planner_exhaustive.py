@@ -16,7 +16,8 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import load_machine
 from hyfi_core.cost.memory import FORECAST_OFF
-from hyfi_core.cost.planner import PlanRequest, best_plans
+from hyfi_core.cost.plan_family import PlanRequest
+from hyfi_core.cost.planner import best_plans
 from hyfi_core.cost.simulator import forecast_step
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, ParallelPlan, Schedule

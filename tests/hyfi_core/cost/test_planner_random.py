@@ -13,7 +13,8 @@ import hyfi_core
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.machine import load_machine, machine_names
 from hyfi_core.cost.memory import FORECAST_OFF
-from hyfi_core.cost.planner import PlanRequest, best_plans
+from hyfi_core.cost.plan_family import PlanRequest
+from hyfi_core.cost.planner import best_plans
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan

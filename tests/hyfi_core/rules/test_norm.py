@@ -63,6 +63,14 @@ class Far(nn.Module):
         return torch.cat([(y.tanh() * y).mean((2, 3)) for y in maps] + spread, 1)
 
 
+@pytest.mark.parametrize("grid", [(2, 2), (4, 3)])
+def test_norms_over_very_many_ranks_equal_one_process(grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They sum two numbers instead of sending a row each."""
+    monkeypatch.setattr("hyfi_core.rules.reduction.MOST_ROWS", 1)
+    torch.manual_seed(0)
+    assert_equal_to_one_process(Far().double(), (2, 4, 9, 10), grid, tolerance=1e-9)
+
+
 @pytest.mark.parametrize("offset", [1e3, 1e5])
 @pytest.mark.parametrize("grid", [(2, 2), (4, 3)])
 def test_spreads_far_from_zero_equal_one_process(grid: tuple[int, int], offset: float) -> None:

@@ -1,0 +1,105 @@
+"""Programs for other micro-batch sizes, from the captures of two: a capture takes seconds, planning asks for a dozen.
+
+    captured, 1 image      view(x, [1, 2048])      x: 1 x 2048 x 1 x 1
+    captured, 2 images     view(x, [2, 2048])      x: 2 x 2048 x 1 x 1
+    derived, 8 images      view(x, [8, 2048])      x: 8 x 2048 x 1 x 1
+
+Every size and every whole number in an argument lies on a straight line through the two. A model may do otherwise, by
+asking for the size of its batch; so what is derived is for comparing plans, and what is chosen is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hyfi_core.capture.program import Operator, Program, ValueInfo
+
+
+class ResizedPrograms:
+    """Programs for any micro-batch size, captured for one and two images only where these are alike.
+
+    Args:
+        captured: captures the model for a number of images.
+    """
+
+    def __init__(self, captured: Callable[[int], Program]) -> None:
+        self._captured = captured
+        self._derived: dict[int, Program] = {}
+        self._alike = True
+
+    def __call__(self, images: int) -> Program:
+        """Return the program for micro-batches of ``images`` images.
+
+        Raises:
+            RequestError: as ``capture``.
+        """
+        if images <= 2 or not self._alike:
+            return self._captured(images)
+        if images not in self._derived:
+            try:
+                self._derived[images] = resized(self._captured(1), self._captured(2), images)
+            except _DiffersError:
+                self._alike = False
+                return self._captured(images)
+        return self._derived[images]
+
+    def as_captured(self, images: int) -> bool:
+        """Whether the program for so many images is what a capture gives, which is made."""
+        return self(images) is self._captured(images) or self(images).digest() == self._captured(images).digest()
+
+
+class _DiffersError(Exception):
+    """Two programs differ in more than sizes."""
+
+
+def resized(one: Program, two: Program, images: int) -> Program:
+    """Return the program for ``images`` images; constants are those of ``one``.
+
+    Args:
+        one: for one image.
+        two: for two.
+        images: of the micro-batch.
+    """
+    same = ("parameters", "buffers", "image", "outputs", "mutations")
+    sizes = [[(name, item.shape, item.dtype) for name, item in program.constants.items()] for program in (one, two)]
+    if any(getattr(one, name) != getattr(two, name) for name in same) or sizes[0] != sizes[1]:
+        raise _DiffersError
+    if len(one.operators) != len(two.operators) or one.values.keys() != two.values.keys():
+        raise _DiffersError
+    pairs = zip(one.operators, two.operators, strict=True)
+    values = {name: _value(info, two.values[name], images) for name, info in one.values.items()}
+    return replace(one, operators=tuple(_operator(*pair, images) for pair in pairs), values=values)
+
+
+def _operator(one: Operator, two: Operator, images: int) -> Operator:
+    if (one.name, one.target, one.outputs, one.module) != (two.name, two.target, two.outputs, two.module):
+        raise _DiffersError
+    if one == two:
+        return one
+    args, kwargs = _on_line((one.args, dict(one.kwargs)), (two.args, dict(two.kwargs)), images)
+    return replace(one, args=args, kwargs=kwargs)
+
+
+def _value(one: ValueInfo, two: ValueInfo, images: int) -> ValueInfo:
+    if one == two:
+        return one
+    if one.dtype != two.dtype:
+        raise _DiffersError
+    return ValueInfo(_on_line(one.shape, two.shape, images), one.dtype)
+
+
+def _on_line(one: Any, two: Any, images: int) -> Any:
+    """Return an argument with every whole number extrapolated to ``images`` images."""
+    if type(one) is not type(two):
+        raise _DiffersError
+    if type(one) is int:
+        return one + (two - one) * (images - 1)
+    if isinstance(one, (list, tuple)) and len(one) == len(two):
+        return type(one)(_on_line(a, b, images) for a, b in zip(one, two, strict=True))
+    if isinstance(one, Mapping) and one.keys() == two.keys():
+        return {name: _on_line(item, two[name], images) for name, item in one.items()}
+    if one != two:
+        raise _DiffersError
+    return one
