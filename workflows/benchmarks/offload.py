@@ -1,15 +1,17 @@
 """Benchmark of offloading: what loader and validator ranks gain, with real slides and ranks, and sleeps for compute.
 
-    python -m workflows.benchmarks.offload [--size 1024] [--steps 45] [--share 0.2] [--rounds 2]
+    python -m workflows.benchmarks.offload [--size 1024] [--steps 45] [--share 0.2] [--rounds 2] [--latency-ms 5]
 
 Runs of ``hyfi train`` with one trainer on the same slides in the same order; the network only sleeps:
 
     pure            images are in memory, and there is no validation: the lower bound of a step
     inline          the trainer loads and validates itself
     offload_all     a loader rank and a validator rank do that
+    offload_far     the same, from a web server on loopback that waits ``--latency-ms`` before each answer
     compute-bound   inline and offload_all again, with images so small that loading and validation hardly take time
 
-The sleeps are chosen from the measured time of reading a batch, so that loading and validation are each half of
+No slide is used twice in training, so that every one is opened, and its index read, for the first time. The sleeps are
+chosen from the measured time of reading a batch, so that loading and validation are each half of
 ``--share`` of an inline step. Prints one JSON object. Times are medians over the groups of steps between two
 validations, without the first three groups, during which the validators' children start; the shortest of ``--rounds``
 rounds counts.
@@ -32,10 +34,14 @@ import torch
 import yaml
 from torch import nn
 
+from workflows.benchmarks.remote.__main__ import running_server
+
 SETTING = "HYFI_BENCHMARK_OFFLOAD"
 """Environment variable with the sleeps, and the file for the times, for every rank and child (JSON)."""
 
 EVERY_STEPS, BATCH, VAL_SLIDES = 5, 2, 2
+DRAWN = 8
+"""Slides that are written; others are the same under other names."""
 WARM = 3 * EVERY_STEPS
 SMALL_PX, COMPUTE_BOUND_S = 128, 0.25
 
@@ -47,25 +53,38 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=45, help=f"at least {WARM + 2 * EVERY_STEPS}")
     parser.add_argument("--share", type=float, default=0.2, help="fraction of loading and validation in an inline step")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--latency-ms", type=float, default=5.0, help="of the store that is far away")
     given = parser.parse_args()
     if given.steps < WARM + 2 * EVERY_STEPS:
         parser.error(f"--steps {given.steps}: the first {WARM} warm up; {WARM + 2 * EVERY_STEPS} or more are needed")
-    with tempfile.TemporaryDirectory(prefix="hyfi-offload-") as folder:
-        print(json.dumps(compare(Path(folder), given.size, given.steps, given.share, given.rounds), indent=2))
+    with (
+        tempfile.TemporaryDirectory(prefix="hyfi-offload-") as folder,
+        running_server(Path(folder), given.latency_ms) as address,
+    ):
+        result = compare(Path(folder), address, given.size, given.steps, given.share, given.rounds)
+        print(json.dumps({**result, "latency_ms": given.latency_ms}, indent=2))
 
 
-def compare(folder: Path, size_px: int, steps: int, share: float, rounds: int) -> dict[str, Any]:
-    """Return the seconds of a step of each run, and their ratios."""
-    store, small = make_store(folder, size_px), make_store(folder / "small", SMALL_PX)
+def compare(folder: Path, address: str, size_px: int, steps: int, share: float, rounds: int) -> dict[str, Any]:
+    """Return the seconds of a step of each run, and their ratios; ``address`` is that of a server of the folder."""
+    store, small = make_store(folder, size_px, BATCH * steps), make_store(folder / "small", SMALL_PX, DRAWN)
     load_s = seconds_to_load(store, size_px)
     compute_s = 2 * load_s * (1 - share) / share
     runs: dict[str, list[OffloadRun]] = {}
     for turn in range(rounds):  # alternate, so that other processes disturb all runs
-        for name, design in (("pure", "inline"), ("inline", "inline"), ("offload_all", "offload_all")):
-            run = OffloadRun(folder / f"{name}-{turn}", store, size_px, steps, design, compute_s, load_s)
+        for name, design in (
+            ("pure", "inline"),
+            ("inline", "inline"),
+            ("offload_all", "offload_all"),
+            ("offload_far", "offload_all"),
+        ):
+            place = f"{address}/store" if name == "offload_far" else str(store)
+            run = OffloadRun(folder / f"{name}-{turn}", place, size_px, steps, design, compute_s, load_s)
             runs.setdefault(name, []).append(run.go(pure=name == "pure"))
         for design in ("inline", "offload_all"):
-            run = OffloadRun(folder / f"bound-{design}-{turn}", small, SMALL_PX, steps, design, COMPUTE_BOUND_S, 0.0)
+            run = OffloadRun(
+                folder / f"bound-{design}-{turn}", str(small), SMALL_PX, steps, design, COMPUTE_BOUND_S, 0.0
+            )
             runs.setdefault(f"bound_{design}", []).append(run.go())
     step = {name: min(run.seconds for run in group) for name, group in runs.items()}
     return {
@@ -77,6 +96,8 @@ def compare(folder: Path, size_px: int, steps: int, share: float, rounds: int) -
         "removed_by_offload_all": round((step["inline"] - step["offload_all"]) / (step["inline"] - step["pure"]), 3),
         "offload_all_to_pure": round(step["offload_all"] / step["pure"], 4),
         "waiting_for_data": round(max(run.waiting() for run in runs["offload_all"]), 4),
+        "offload_far_to_offload_all": round(step["offload_far"] / step["offload_all"], 4),
+        "waiting_for_data_far": round(max(run.waiting() for run in runs["offload_far"]), 4),
         "compute_bound_offload_to_inline": round(step["bound_offload_all"] / step["bound_inline"], 4),
     }
 
@@ -86,7 +107,7 @@ class OffloadRun:
 
     Args:
         folder: Folder of the run.
-        store: The slides.
+        store: The slides: a folder or an address.
         size_px: Height and width of an image.
         steps: Number of steps.
         design: Value of ``roles.design``.
@@ -100,12 +121,12 @@ class OffloadRun:
     seconds: float
 
     def __init__(
-        self, folder: Path, store: Path, size_px: int, steps: int, design: str, compute_s: float, validate_s: float
+        self, folder: Path, store: str, size_px: int, steps: int, design: str, compute_s: float, validate_s: float
     ) -> None:
         self._folder, self._design = folder, design
         self._predict_s, self._compute_s = validate_s * EVERY_STEPS / VAL_SLIDES, compute_s
         self._tree: dict[str, dict[str, Any]] = {
-            "data": {"store": str(store), "size_px": size_px, "align_px": 32, "batch_size": BATCH, "min_coverage": 0},
+            "data": {"store": store, "size_px": size_px, "align_px": 32, "batch_size": BATCH, "min_coverage": 0},
             "model": {"name": "workflows.benchmarks.offload:sleeper"},
             "roles": {"design": design},
             "validation": {"every_steps": EVERY_STEPS},
@@ -139,23 +160,27 @@ class OffloadRun:
         return waited_s / whole_s
 
 
-def make_store(folder: Path, size_px: int) -> Path:
-    """Write a store with eight training and two validation slides of noise; return its path."""
+def make_store(folder: Path, size_px: int, slides: int) -> Path:
+    """Write a store with training slides and two validation slides of noise, most of them links; return its path."""
     import numpy as np
 
     from data.store.layout import LevelSize, pyramid_levels
     from data.store.manifest import SlideRecord, compile_manifest
+    from data.store.slide_store import slide_path
     from data.store.writer import SlideWriter
 
     store = folder / "store"
     store.mkdir(parents=True)
-    for number in range(8 + VAL_SLIDES):
+    for number in range(slides + VAL_SLIDES):
         name = f"slide-{number:02d}"
-        noise = np.random.default_rng(number).integers(150, 256, (3, size_px, size_px), dtype=np.uint8)
-        with SlideWriter(store, name, pyramid_levels([LevelSize(size_px, size_px)], 1.0)) as writer:
-            writer.write(0, 0, 0, noise)
-            writer.write_tissue(np.ones((-(-size_px // 8), -(-size_px // 8)), bool), mpp_um=8.0)
-            writer.publish({"mpp": 1.0, "kind": "resampled", "parameters": {"tissue": {"threshold": 0.05}}})
+        if number < DRAWN:
+            noise = np.random.default_rng(number).integers(150, 256, (3, size_px, size_px), dtype=np.uint8)
+            with SlideWriter(store, name, pyramid_levels([LevelSize(size_px, size_px)], 1.0)) as writer:
+                writer.write(0, 0, 0, noise)
+                writer.write_tissue(np.ones((-(-size_px // 8), -(-size_px // 8)), bool), mpp_um=8.0)
+                writer.publish({"mpp": 1.0, "kind": "resampled", "parameters": {"tissue": {"threshold": 0.05}}})
+        else:
+            slide_path(store, name).symlink_to(slide_path(store, f"slide-{number % DRAWN:02d}"))
         SlideRecord(
             slide_id=name,
             source_path=f"{name}.tiff",
@@ -166,7 +191,7 @@ def make_store(folder: Path, size_px: int) -> Path:
             width_px=size_px,
             tissue_fraction=1.0,
             bad_tiles=0,
-            extra={"label": "ab"[number % 2], "case_id": name, "split": "train" if number < 8 else "val"},
+            extra={"label": "ab"[number % 2], "case_id": name, "split": "train" if number < slides else "val"},
         ).save(store)
     compile_manifest(store)
     return store
@@ -178,15 +203,15 @@ def seconds_to_load(store: Path, size_px: int) -> float:
     from data.samples.dataset import SlideDataset, SlideRef
     from hyfi_core.plan.box import Box
 
-    slides = [SlideRef(f"slide-{number:02d}") for number in range(8)]
+    slides = [SlideRef(f"slide-{number:02d}") for number in range(DRAWN)]
     dataset = SlideDataset(store, slides, size_px=size_px, mpp=1.0, align_px=32, augment=Augment())
     times = []
     for epoch in range(3):
-        for index in range(8):
+        for index in range(DRAWN):
             start = time.perf_counter()
             dataset.read(index, Box.of_size(size_px, size_px), epoch)
             times.append(time.perf_counter() - start)
-    return BATCH * statistics.median(times[8:])
+    return BATCH * statistics.median(times[DRAWN:])
 
 
 def sleeper(classes: int, **_: Any) -> nn.Module:
@@ -201,24 +226,25 @@ def _sleep_instead(setting: dict[str, Any]) -> None:
     from hyfi_core.runtime.batch_reader import InputPart, read_part
     from hyfi_core.runtime.engine import Engine
 
-    def accumulate(engine: Any, images: Any, labels: torch.Tensor) -> float:
+    def accumulate(engine: Any, images: Any, labels: torch.Tensor) -> torch.Tensor:
         with Path(setting["clock"]).open("a", encoding="utf-8") as clock:
             clock.write(f"{time.perf_counter()}\n")
         for part in engine.input_parts:
             read_part(images, part, 3, torch.float32)
         time.sleep(setting["compute_s"])
-        return 0.0
+        return torch.zeros((), dtype=torch.float64)
 
     def predict(engine: Any, images: Any) -> torch.Tensor:
         read_part(images, InputPart(engine.input_box, 0, 1), 3, torch.float32)
         time.sleep(setting["predict_s"])
         return torch.zeros(1, 2)
 
-    def read(feed: Any, numbers: Any, box: Box) -> torch.Tensor:
-        return images_in_memory.setdefault(box, torch.zeros((len(numbers), 3, *box.shape), dtype=torch.uint8))
+    def read(feed: Any, box: Box, first: int, stop: int) -> torch.Tensor:
+        shape = (stop - first, 3, *box.shape)
+        return images_in_memory.setdefault(shape, torch.zeros(shape, dtype=torch.uint8))
 
-    images_in_memory: dict[Box, torch.Tensor] = {}
-    Engine.accumulate, Engine.predict = accumulate, predict  # type: ignore[method-assign,assignment]
+    images_in_memory: dict[tuple[int, ...], torch.Tensor] = {}
+    Engine.accumulate_unread, Engine.predict = accumulate, predict  # type: ignore[method-assign,assignment]
     if setting["pure"]:
         InlineFeed.read = read  # type: ignore[method-assign,assignment]
 
