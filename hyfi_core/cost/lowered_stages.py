@@ -11,6 +11,7 @@ from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
 from hyfi_core.cost.branch_packing import divide_stage
 from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.node_links import Messages
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower, lowered_operators
 from hyfi_core.lowering.planes import Plane, exchanges, on_plane
@@ -30,13 +31,13 @@ class LoweredStages:
     Attributes:
         each: (stage, program of the rank in the middle of its grid in plane 0, operators) of each stage.
         between: (from, to) of stages -> the transfer of values from one to the other.
-        carried: likewise -> messages and bytes that the rank with the most bytes receives.
+        carried: likewise -> (rank of the earlier stage, bytes) of what each rank of the later stage receives.
         divided: how the operators of each stage are divided among planes.
     """
 
     each: tuple[tuple[Stage, RankProgram, list[Operator]], ...]
     between: Mapping[tuple[int, int], BoundaryTransfer]
-    carried: Mapping[tuple[int, int], tuple[int, float]]
+    carried: Mapping[tuple[int, int], tuple[Messages, ...]]
     divided: tuple[DividedStage, ...]
 
 
@@ -132,10 +133,9 @@ def _lower_stage(
     return stage, lowered_operators(program, piece.outputs, exits)
 
 
-def _carried(transfer: BoundaryTransfer) -> tuple[int, float]:
-    """Return the messages and bytes received by the rank of the later stage that receives the most bytes."""
-    found = []
-    for target in range(transfer.targets):
-        pieces = transfer.incoming(target)
-        found.append((len(pieces), float(sum(p.bytes for each in pieces.values() for p in each))))
-    return max(found, key=lambda item: item[1], default=(0, 0.0))
+def _carried(transfer: BoundaryTransfer) -> tuple[Messages, ...]:
+    """Return (rank of the earlier stage, bytes) of what each rank of the later stage receives."""
+    return tuple(
+        tuple((source, float(sum(piece.bytes for piece in pieces))) for source, pieces in incoming.items())
+        for incoming in map(transfer.incoming, range(transfer.targets))
+    )

@@ -127,18 +127,24 @@ class MachineModel:
         """Return the slowest link among this number of neighbouring ranks."""
         return self.node if ranks <= self.devices_per_node else self.network
 
-    def messages_s(self, messages: float, received_bytes: float, ranks: int = 1) -> float:
-        """Return the time to receive messages of so many bytes in total, among ``ranks`` neighbouring ranks."""
-        link = self.link(ranks)
+    def messages_s(self, messages: float, received_bytes: float, link: DeviceLink | None = None) -> float:
+        """Return the time to receive messages of so many bytes in total over a link; None: that within a node."""
+        link = link or self.node
         return messages * (self.message_s + link.latency_s) + received_bytes / link.bytes_per_s
 
-    def all_reduce_s(self, ranks: int, length_bytes: float) -> float:
-        """Return the time of an all-reduce: latencies of a tree, bytes of a ring (Thakur et al., IJHPCA 2005)."""
+    def all_reduce_s(self, ranks: int, length_bytes: float, link: DeviceLink | None = None) -> float:
+        """Return the time of an all-reduce: latencies of a tree, bytes of a ring (Thakur et al., IJHPCA 2005).
+
+        Args:
+            ranks: of the group.
+            length_bytes: of the tensor.
+            link: the slowest in the group; None: that within a node if so many ranks fit into one.
+        """
         if ranks == 1:
             return 0.0
-        steps = math.ceil(math.log2(ranks))
-        waited_s = self.kernel_s + steps * self.link(ranks).latency_s
-        return waited_s + self.messages_s(0, 2 * (ranks - 1) / ranks * length_bytes, ranks)
+        link = link or self.link(ranks)
+        waited_s = self.kernel_s + math.ceil(math.log2(ranks)) * link.latency_s
+        return waited_s + self.messages_s(0, 2 * (ranks - 1) / ranks * length_bytes, link)
 
     def leaders_s(self, nodes: int, length_bytes: float, together: int) -> float:
         """Return the time of an all-reduce between one rank of each node.

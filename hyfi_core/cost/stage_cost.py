@@ -19,11 +19,12 @@ from hyfi_core.capture.program import Operator, Program, Ref
 from hyfi_core.capture.stages import Stage, active_values
 from hyfi_core.cost.lowered_stages import DividedStage, LoweredPlans, lowered_stages
 from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.node_links import NodeLinks, Way
 from hyfi_core.cost.operators import OperatorCost, operator_costs, value_bytes
 from hyfi_core.cost.reduction import GradientHolders
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.plan.transfer import Transfer
+from hyfi_core.plan.transfer import Strip, Transfer
 from hyfi_core.rules.instructions import CollectiveCall, RankProgram
 
 _STATISTICS = 3 * 8
@@ -116,7 +117,7 @@ class StageCosts:
         dtype: str | None = None,
         known: LoweredPlans | None = None,
     ) -> None:
-        self._plan, self._machine = plan, machine
+        self._plan, self._machine, self._links = plan, machine, NodeLinks(plan, machine)
         cells = plan.cell_grid or (1, 1)
         self._cells = cells[0] * cells[1]
         self._fine = plan.by_cells()
@@ -127,10 +128,11 @@ class StageCosts:
             self._stage(index, piece, stages.divided[index], operators, dtype, active)
             for index, (piece, _, operators) in enumerate(stages.each)
         )
-        self.edges = {
-            edge: machine.messages_s(n, length, plan.ranks_per_replica) for edge, (n, length) in stages.carried.items()
+        self.edges = {edge: self._links.edge_s(edge, incoming) for edge, incoming in stages.carried.items()}
+        self.edge_bytes = {
+            edge: max(sum(length for _, length in messages) for messages in incoming)
+            for edge, incoming in stages.carried.items()
         }
-        self.edge_bytes = {edge: length for edge, (_, length) in stages.carried.items()}
 
     def _stage(
         self,
@@ -150,8 +152,8 @@ class StageCosts:
         found = operator_costs(program, self._machine, dtype, active_here)
         costs = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
         clock = self._computed(divided, operators, costs, ranks)
-        waits = max((self._waits(plane, clock.each_s, ranks) for plane in divided.planes), key=lambda w: w.total_s)
-        waits.branch_s = self._branch_s(divided, ranks)
+        waits = max((self._waits(plane, clock.each_s, index) for plane in divided.planes), key=lambda w: w.total_s)
+        waits.branch_s = self._branch_s(divided)
         recompute_s = clock.forward_s if self._plan.recomputes(index) else 0.0
         scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
         gradients = [(ready_s, scale * length) for ready_s, length in clock.gradients]
@@ -212,7 +214,7 @@ class StageCosts:
         most = split.held.largest if self._cells == 1 else split.held.area / ranks
         return most / split.layout.map.area
 
-    def _waits(self, ranked: RankProgram, each_s: Mapping[str, float], ranks: int) -> _Waits:
+    def _waits(self, ranked: RankProgram, each_s: Mapping[str, float], stage: int) -> _Waits:
         """Return the waits of a forward; those of a backward are the same."""
         waits = _Waits()
         for call in ranked.instructions:
@@ -221,9 +223,10 @@ class StageCosts:
             operator: Any = call.operator
             transfer = getattr(getattr(operator, "halo", operator), "transfer", None)
             if isinstance(transfer, Transfer):
-                self._exchange(waits, ranked, call, transfer, each_s if hasattr(operator, "halo") else {})
+                hidden_s = each_s if hasattr(operator, "halo") else {}
+                self._exchange(waits, ranked, call, transfer, hidden_s, stage)
             else:
-                waits.sums_s += self._sum_s(ranked, call, ranks)
+                waits.sums_s += self._sum_s(ranked, call, stage)
         return waits
 
     def _exchange(
@@ -233,6 +236,7 @@ class StageCosts:
         call: CollectiveCall,
         transfer: Transfer,
         hidden_s: Mapping[str, float],
+        stage: int,
     ) -> None:
         """Add an exchange; computation of the same operator hides its bytes, but not the overhead of its messages."""
         name = call.inputs[0]
@@ -241,31 +245,42 @@ class StageCosts:
         pixel_bytes = prod(info.shape) * info.dtype.itemsize / area
         sent_px = sum(strip.box.area for strip in transfer.sends)
         length = pixel_bytes * max(transfer.received_px, sent_px)
-        messages = max(len(transfer.receives), len(transfer.sends))
         if self._cells > 1:  # a copy within the process
             waits.halo_s += self._cells * (self._machine.kernel_s + 2 * length / self._machine.memory_bytes_per_s)
             return
-        software_s = self._machine.messages_s(messages, 0.0, len(ranked.splits[name].held))
-        wire_s = self._machine.messages_s(0, length, len(ranked.splits[name].held))
         overlapped_s = max((hidden_s.get(output, 0.0) for output in call.outputs if output is not None), default=0.0)
-        waits.halo_s += software_s + max(0.0, wire_s - overlapped_s)
+        ways = self._ways(ranked.splits[name].held.grid, transfer.receives, pixel_bytes)
+        back = self._ways(ranked.splits[name].held.grid, transfer.sends, pixel_bytes)
+        kinds = (*self._links.halo_s(stage, ways), *self._links.halo_s(stage, back))
+        waits.halo_s += max(software_s + max(0.0, wire_s - overlapped_s) for software_s, wire_s in kinds)
         waits.halo_bytes += length
 
-    def _branch_s(self, divided: DividedStage, ranks: int) -> float:
-        """Return the waits for values of other planes in a forward."""
-        planes = divided.branches.planes
-        lengths = [exchange.largest_bytes for exchange in divided.exchanges]
-        return sum(self._machine.messages_s(planes - 1, length, planes * ranks) for length in lengths)
+    def _ways(self, grid: tuple[int, int], strips: Sequence[Strip], pixel_bytes: float) -> dict[Way, float]:
+        """Return way to a peer -> bytes, of the rank in the middle of a grid, for which stages are lowered."""
+        (rows, columns), found = grid, dict[Way, float]()
+        for strip in strips:
+            y, x = divmod(strip.peer, columns)
+            way = y - rows // 2, x - columns // 2
+            found[way] = found.get(way, 0.0) + pixel_bytes * strip.box.area
+        return found
 
-    def _sum_s(self, ranked: RankProgram, call: CollectiveCall, ranks: int) -> float:
+    def _branch_s(self, divided: DividedStage) -> float:
+        """Return the waits for values of other planes in a forward."""
+        planes, link = divided.branches.planes, self._links.between_planes()
+        lengths = [exchange.largest_bytes for exchange in divided.exchanges]
+        return sum(self._machine.messages_s(planes - 1, length, link) for length in lengths)
+
+    def _sum_s(self, ranked: RankProgram, call: CollectiveCall, stage: int) -> float:
         if isinstance(call.operator, BatchNorm):
             assert call.inputs[0] is not None
             length = _STATISTICS * ranked.values[call.inputs[0]].shape[1]
         else:
             infos = [ranked.values[name] for name in call.outputs if name is not None and name in ranked.values]
             length = sum(prod(info.shape) * info.dtype.itemsize for info in infos)
+        ranks = prod(self._plan.grids[stage % len(self._plan.grids)])
         group = ranks * (self._plan.replicas if call.all_replicas else 1)
-        return self._machine.all_reduce_s(group, length) + (self._cells - 1) * self._machine.kernel_s
+        link = None if call.all_replicas else self._links.within_stage(stage)
+        return self._machine.all_reduce_s(group, length, link) + (self._cells - 1) * self._machine.kernel_s
 
 
 def update_s(program: Program, machine: MachineModel) -> float:

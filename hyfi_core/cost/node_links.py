@@ -1,0 +1,136 @@
+"""The links that the messages of a plan take: between devices of a node, or between nodes.
+
+    ranks, in blocks of two on nodes      0  1 │ 2  3          grid 1 x 4: ranks 1 and 2 exchange over the network,
+                                         node A │ node B       0 and 1 within A; the slowest rank is charged
+
+Launchers start ranks node by node; if they did not, ``rank_order`` brings those together that a plan puts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from hyfi_core.cost.machine import DeviceLink, MachineModel
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+
+Way = tuple[int, int]
+"""Rows and columns of ranks from one to another of the same grid."""
+Messages = Sequence[tuple[int, float]]
+"""(rank of the earlier stage, bytes) of all that one rank of the later stage receives from it."""
+
+
+class NodeLinks:
+    """Times of a plan's messages, by the nodes on which its ranks lie.
+
+    Args:
+        plan: of the ranks.
+        machine: with so many devices on a node.
+    """
+
+    def __init__(self, plan: ParallelPlan, machine: MachineModel) -> None:
+        self._plan, self._machine, self._placement = plan, machine, Placement.of(plan)
+        size, per_node = self._placement.size, machine.devices_per_node
+        # Where planes begin on their nodes; most of thousands of replicas begin at the same place.
+        self._begins = tuple(sorted({first % per_node for first in range(0, plan.ranks, size)}))
+        replicas = range(0, plan.ranks, plan.ranks_per_replica)
+        self._replica_begins = tuple(sorted({first % per_node for first in replicas}))
+
+    def halo_s(self, stage: int, received: Mapping[Way, float]) -> tuple[tuple[float, float], ...]:
+        """Return (overhead of the messages, time of the bytes) of an exchange, for all kinds of ranks of a stage.
+
+        Args:
+            stage: in whose grid it is.
+            received: way from a rank to a peer -> bytes that it receives from there; 0 for a message to it alone.
+        """
+        ways = tuple(received)
+        return tuple({self._messages_s(zip(kind, received.values(), strict=True)) for kind in self._kinds(stage, ways)})
+
+    def edge_s(self, edge: tuple[int, int], incoming: Sequence[Messages]) -> float:
+        """Return the time in which values from one stage arrive at the rank of another that waits the longest.
+
+        Args:
+            edge: (from, to) of stages.
+            incoming: what each rank of the later stage receives.
+        """
+        slowest, per_node = 0.0, self._machine.devices_per_node
+        for direction, begin in product(range(self._plan.directions), self._begins):
+            for target, sent in self._between(edge, direction, incoming).items():
+                node = (begin + target) // per_node
+                slowest = max(slowest, sum(self._messages_s(((begin + r) // per_node != node, n) for r, n in sent)))
+        return slowest
+
+    def _between(self, edge: tuple[int, int], direction: int, incoming: Sequence[Messages]) -> dict[int, Messages]:
+        """Return rank -> (rank, bytes) of what it receives for all of its cells, one message for each cell and peer."""
+        cells = self._plan.cell_grid or (1, 1)
+        fine, found = self._placement.by_cells(cells), dict[int, list[tuple[int, float]]]()
+        sources, targets = ([cell // prod(cells) for cell in fine.group(stage, direction)] for stage in edge)
+        for target, messages in zip(targets, incoming, strict=True):
+            found.setdefault(target, []).extend((sources[source], length) for source, length in messages)
+        return dict(found)
+
+    def within_stage(self, stage: int) -> DeviceLink:
+        """Return the slowest link among the ranks of a stage, in one plane."""
+        groups = [self._placement.group(stage, direction) for direction in range(self._plan.directions)]
+        return self._link(any(self._leaves(begin, group) for begin in self._begins for group in groups))
+
+    def between_planes(self) -> DeviceLink:
+        """Return the slowest link between ranks with the same position in all planes of a replica."""
+        size = self._placement.size
+        ways = [range(rank, self._plan.ranks_per_replica, size) for rank in range(size)]
+        return self._link(any(self._leaves(begin, way) for begin in self._replica_begins for way in ways))
+
+    def _leaves(self, begin: int, ranks: Iterable[int]) -> bool:
+        return len({(begin + rank) // self._machine.devices_per_node for rank in ranks}) > 1
+
+    def _link(self, network: bool) -> DeviceLink:
+        return self._machine.network if network else self._machine.node
+
+    def _kinds(self, stage: int, ways: tuple[Way, ...]) -> frozenset[tuple[bool | None, ...]]:
+        """Return, for each rank that differs, whether a message in each way leaves its node; None for no message."""
+        grid, per_node = self._placement.grids[stage], self._machine.devices_per_node
+        found: frozenset[tuple[bool | None, ...]] = frozenset()
+        for direction in range(self._plan.directions):
+            first = self._placement.group(stage, direction)[0]
+            begins = tuple(sorted({(begin + first) % per_node for begin in self._begins}))
+            found |= _kinds(grid, begins, per_node, direction == 1, ways)
+        return found
+
+    def _messages_s(self, messages: Iterable[tuple[bool | None, float]]) -> tuple[float, float]:
+        """Return (overhead of the messages, time of the bytes); both links carry bytes at the same time."""
+        machine, overhead_s, wire_s = self._machine, 0.0, [0.0, 0.0]
+        for network, length in messages:
+            if network is not None:
+                link = self._link(network)
+                overhead_s += machine.message_s + link.latency_s
+                wire_s[network] += length / link.bytes_per_s
+        return overhead_s, max(wire_s)
+
+
+@lru_cache(maxsize=4096)  # networks repeat their blocks, and plans their grids
+def _kinds(
+    grid: tuple[int, int], begins: tuple[int, ...], per_node: int, backwards: bool, ways: tuple[Way, ...]
+) -> frozenset[tuple[bool | None, ...]]:
+    """Return what differs between the ranks of a grid; see ``NodeLinks``.
+
+    Args:
+        grid: rows and columns of ranks.
+        begins: where its first rank may be on its node.
+        per_node: devices of a node.
+        backwards: whether ranks count down along the grid: the second direction.
+        ways: to peers.
+    """
+    (rows, columns), step = grid, -1 if backwards else 1
+    found = set()
+    for begin, y, x in product(begins, range(rows), range(columns)):
+        node = (begin + step * (y * columns + x)) // per_node
+        kind: list[bool | None] = []
+        for down, right in ways:
+            inside = 0 <= y + down < rows and 0 <= x + right < columns
+            peer = (begin + step * ((y + down) * columns + x + right)) // per_node
+            kind.append(peer != node if inside else None)
+        found.add(tuple(kind))
+    return frozenset(found)
