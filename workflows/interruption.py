@@ -38,14 +38,24 @@ def is_full_disk(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in DISK_FULL
 
 
-def describe_full_disk(error: OSError, path: Path) -> str:
-    """Return what could not be written and how much room its disk has; a quota may allow less."""
-    folder = path if path.is_dir() else path.parent
+def describe_full_disk(error: OSError, path: Path | None) -> str:
+    """Return what could not be written, and how much room its disk has; a quota may allow less.
+
+    Args:
+        error: Says that a disk is full.
+        path: What was written; None: unknown.
+    """
     try:
-        room = shutil.disk_usage(folder)
+        room = None if path is None else shutil.disk_usage(path if path.is_dir() else path.parent)
     except OSError:
-        return f"{path} cannot be written ({error.strerror})"
-    return f"{path} cannot be written ({error.strerror}; its disk has {_size(room.free)} free of {_size(room.total)})"
+        room = None
+    has = "" if room is None else f"; its disk has {_size(room.free)} free of {_size(room.total)}"
+    return f"{path or 'a file'} cannot be written ({error.strerror}{has}); make room there, or raise the quota"
+
+
+def file_of(error: OSError) -> Path | None:
+    """Return the file that an error names; None without one."""
+    return Path(error.filename) if isinstance(error.filename, str) else None
 
 
 def _of_request(error: RequestError, config: Config) -> str:
@@ -59,9 +69,9 @@ def _of_request(error: RequestError, config: Config) -> str:
 
 def _of_file(error: OSError, run: Path) -> str | None:
     """Return what is wrong with a file; None if the error may be a fault of the program."""
-    path = Path(error.filename) if isinstance(error.filename, str) else None
+    path = file_of(error)
     if is_full_disk(error):
-        return f"{describe_full_disk(error, path or run)}; make room there, or raise the quota"
+        return describe_full_disk(error, path or run)
     if path is not None and path.absolute().is_relative_to(run.absolute()):
         return f"{path} cannot be written ({error.strerror}); mend that"
     return None

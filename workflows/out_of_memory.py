@@ -4,6 +4,7 @@
 
     before the run, by the forecast     ──►  remember_advice(…), on every rank and for the launcher
     MemoryError, torch's allocator      ──►  message_of(error): the requested amount, and the advice
+    a disk is full                      ──►  message_of(error): the file, and the room of its disk
     the disk of plan.spill is full      ──►  message_of(error): the message of the spill store
     a run whose disk or store is gone   ──►  message_of(error): see `workflows.interruption`
     killed by the kernel's OOM killer   ──►  the launcher sees `kernel_kills` rise, and prints the advice
@@ -16,7 +17,7 @@ import re
 from pathlib import Path
 
 from hyfi_core.errors import RequestError
-from workflows.interruption import RunInterruptedError, is_full_disk
+from workflows.interruption import RunInterruptedError, describe_full_disk, file_of, is_full_disk
 from workflows.launch.status import RunStatus
 
 GENERAL_ADVICE = (
@@ -58,6 +59,8 @@ def message_of(error: BaseException) -> str | None:
     """Return the message for an out-of-memory error, a full disk or an interrupted run; None for other errors."""
     if isinstance(error, RunInterruptedError):
         return str(error)
+    if isinstance(error, OSError) and is_full_disk(error):
+        return describe_full_disk(error, file_of(error))
     full_disk = _full_disk(error)
     if full_disk is not None:
         return full_disk

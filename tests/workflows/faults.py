@@ -41,7 +41,7 @@ class Tiny(nn.Module):
 def faulty(classes: int, norm: str = "train", pool: str = "avg", width: int = 8) -> nn.Module:
     """Return ``tiny`` on a rank to which ``HYFI_TEST_FAULT=<rank>:<call>:<method>:<kind>`` happens.
 
-    At the ``call``-th call of the engine's ``method`` the rank raises, dies, or can write small files only;
+    At the ``call``-th call of the engine's ``method`` the rank raises, dies, runs out of memory, or can write small files only;
     ``slow`` makes each call last ``call`` times 0.2 s, ``slow_until_requeued`` until Slurm has started the job again.
     """
     fault = os.environ.get("HYFI_TEST_FAULT")
@@ -73,6 +73,8 @@ def _break(method: str, call: int, kind: str) -> None:
             time.sleep(0.2 * max(1, call))
         elif calls == call and kind == "raise":
             raise RuntimeError("the fault that this test asked for")
+        elif calls == call and kind == "memory":
+            torch.empty(2**61, dtype=torch.uint8)
         elif calls == call and kind == "full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         elif calls == call and kind == "die":

@@ -46,7 +46,11 @@ KillWait=30
 SlurmdTimeout=15
 JobRequeue=1
 NodeName=node[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000
-PartitionName=all Nodes=node[1-{nodes}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=node[1-{nodes}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES PreemptMode=OFF
+PartitionName=idle Nodes=node[1-{nodes}] PriorityTier=1 GraceTime=60 State=UP
+PartitionName=urgent Nodes=node[1-{nodes}] PriorityTier=9 State=UP
 """
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from hyfi_core.errors import RequestError
+from hyfi_core.files import naming
 from workflows import out_of_memory
 from workflows.exit_codes import FAULT, exit_code_of
 
@@ -53,6 +55,21 @@ def test_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -
 
     assert exit_code_of(fails) == FAULT
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def writes() -> int:
+        with naming(tmp_path / "predictions.csv"), Path("/dev/full").open("w") as file:
+            file.write("row")
+            file.flush()
+        return 0
+
+    assert exit_code_of(writes) == FAULT
+    said = capsys.readouterr().err
+    assert said.startswith(f"hyfi: {tmp_path}/predictions.csv cannot be written (No space left on device; its disk has")
+    assert "make room there" in said and "Traceback" not in said
+    unnamed = OSError(errno.EDQUOT, "Disk quota exceeded")
+    assert str(out_of_memory.message_of(unnamed)).startswith("a file cannot be written (Disk quota exceeded); make")
 
 
 def test_a_full_disk_of_spilled_maps_is_told_in_one_line() -> None:

@@ -184,6 +184,7 @@ def _predict(request: PredictionRequest) -> int:
         page = _write_page(out, members)
         owner.release()
         _report(report, request, page)
+    comm.barrier()  # when one rank exits with a code other than 0, a launcher may kill the one that still writes
     if report.stopped:
         return STOPPED
     withheld = [one for one in report.incomplete if not one.prediction]

@@ -4,16 +4,24 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
 
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from pathology.predict.options import PredictOptions
 from tests.conftest import ROOT, Hyfi
 from tests.pathology.slides import draw_slide, write_slide
 from tests.workflows.predictions import rows_of, save
-from workflows.commands.predict import run
+from workflows.commands import predict
+from workflows.commands.predict import PredictionRequest, run
+from workflows.launch import peer_watch
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +56,31 @@ def test_processes_with_one_folder_lose_no_rows(checkpoint: Path, tmp_path: Path
     }
     page = (tmp_path / "out" / "index.html").read_text()
     assert all(name in page for name in ("one", "two", "three", "whole"))
+
+
+def test_no_rank_ends_before_the_page_is_written(
+    checkpoint: Path, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher that sees a rank end with code 1, as there is a failed slide, may kill the one that writes."""
+    world, written, early = threading.local(), threading.Event(), []
+
+    def write_page(*given: Any) -> Path:
+        time.sleep(0.3)
+        written.set()
+        return tmp_path / "index.html"
+
+    monkeypatch.setattr(predict, "_write_page", write_page)
+    monkeypatch.setattr(peer_watch, "join", lambda: world.comm)
+
+    def body(comm: Communicator) -> int:
+        world.comm = comm
+        request = PredictionRequest([checkpoint], [slides], tmp_path / "out", None, PredictOptions(), (1, 1), False)
+        code = predict._predict(request)
+        early.extend([] if written.is_set() else [comm.rank])
+        return code
+
+    assert run_ranks(2, body) == [1, 1]
+    assert early == []
 
 
 @pytest.mark.mpi
