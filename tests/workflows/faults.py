@@ -41,7 +41,8 @@ class Tiny(nn.Module):
 def faulty(classes: int, norm: str = "train", pool: str = "avg", width: int = 8) -> nn.Module:
     """Return ``tiny`` on a rank to which ``HYFI_TEST_FAULT=<rank>:<call>:<method>:<kind>`` happens.
 
-    At the ``call``-th call of the engine's ``method`` the rank raises, dies, runs out of memory, or can write small files only;
+    At the ``call``-th call of the engine's ``method`` the rank raises, dies, runs out of memory, or can
+    write small files only;
     ``slow`` makes each call last ``call`` times 0.2 s, ``slow_until_requeued`` until Slurm has started the job again.
     """
     fault = os.environ.get("HYFI_TEST_FAULT")
