@@ -31,13 +31,24 @@ OTHERS = {
 }
 
 
-def train(comm: Any, module: nn.Module, plan: ParallelPlan, factory: Factory, folder: Path, first: int) -> list[float]:
+def train(
+    comm: Any,
+    module: nn.Module,
+    plan: ParallelPlan,
+    factory: Factory,
+    folder: Path,
+    first: int,
+    shape: tuple[int, ...] = SHAPE,
+) -> list[float]:
     """Five steps from ``first`` on; those that begin at 0 leave a checkpoint, others start from it, released."""
-    engine = hyfi_core.parallelize(module, SHAPE, plan, comm, optimizer=factory, release=bool(first))  # type: ignore[arg-type]
+    engine = hyfi_core.parallelize(module, shape, plan, comm, optimizer=factory, release=bool(first))  # type: ignore[arg-type]
     if first:
         engine.load_state_dict(load_checkpoint(folder).weights)
         load_optimizer_state(engine.optimizer, module.named_parameters(), load_training_state(folder).optimizer)
-    losses = [engine.train_step(*step[0]) for step in make_batches(SHAPE, 10, 1)[first : first + 5]]
+    replica = comm.rank // plan.ranks_per_replica
+    mine = slice(replica * shape[0], (replica + 1) * shape[0])
+    steps = make_batches(SHAPE, 10, 1)[first : first + 5]
+    losses = [engine.train_step(images[mine], labels[mine]) for ((images, labels),) in steps]
     if not first:
         share = CheckpointPart(engine.owned_state(), engine.owned_optimizer())
         writer = CheckpointWriter(comm, bool(share.weights))
@@ -61,6 +72,37 @@ def test_any_plan_goes_on_from_what_another_saved(tmp_path: Path, factory: Facto
     wanted = run(FIRST, 5)
     for name, plan in OTHERS.items():
         assert run(plan, 5) == pytest.approx(wanted, abs=1e-10), name
+
+
+PLANS = {
+    "spatial ranks": ParallelPlan(((2, 2),), microbatches=4),
+    "replicas": ParallelPlan(((1, 2),), microbatches=2, replicas=2),
+    "stages of several ranks": ParallelPlan(((2, 1), (1, 2)), ("layer2",), 4, "1f1b"),
+    "two directions": OTHERS["two directions"],
+}
+
+
+@pytest.mark.parametrize("saved_by", PLANS)
+def test_ranks_with_the_same_weights_share_the_writing_and_any_plan_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_by: str
+) -> None:
+    monkeypatch.setattr("hyfi_core.runtime.saving.shares.LEAST_BYTES", 2**12)
+    torch.manual_seed(11)
+    model = resnet10(2, width=4).double()
+    folder, plan = tmp_path / "step", PLANS[saved_by]
+
+    def run(plan: ParallelPlan, first: int) -> list[float]:
+        shape = (SHAPE[0] // plan.replicas, *SHAPE[1:])
+        body = functools.partial(train, plan=plan, factory=adamw, folder=folder, first=first, shape=shape)
+        return run_copies(model, plan.ranks, body)[0]
+
+    run(plan, 0)
+    shares = [load_file(file) for file in sorted(folder.glob("model-*.safetensors"))]
+    assert len(shares) == (2 if saved_by == "two directions" else 4)
+    assert sorted(name for share in shares for name in share) == sorted(model.state_dict())
+    wanted = run(OTHERS["one process"], 5)
+    for other in (plan, [*PLANS.values(), *PLANS.values()][[*PLANS].index(saved_by) + 1]):  # itself, and the next one
+        assert run(other, 5) == pytest.approx(wanted, abs=1e-10), other.describe()
 
 
 def test_each_stage_writes_its_own_share(tmp_path: Path) -> None:

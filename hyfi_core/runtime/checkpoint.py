@@ -10,8 +10,8 @@ A checkpoint is a folder that appears complete or not at all::
         state.json               state of training: step, epoch, sample, random state
         model.json               metadata for prediction; size and sha256 of the files above
 
-If a model has several stages, the first rank of each writes its own file (see
-:mod:`hyfi_core.runtime.saving.checkpoint_writer`), and no rank needs all weights:
+If a model has several stages, or 256 MB or more on several ranks, these ranks write files of their own (see
+:mod:`hyfi_core.runtime.saving.checkpoint_writer` and ``shares``), and no rank needs all weights:
 ``model-00001-of-00003.safetensors`` and so on, with the usual ``model.safetensors.index.json``. Checkpoints do not
 depend on the number of ranks. A folder is renamed when complete and then linked with ``os.replace``, so readers never
 see an incomplete checkpoint.
@@ -310,7 +310,7 @@ def _stored_tensors(folder: Path, name: str, model: Mapping[str, Any], share: tu
 
 
 def _files_of(name: str, model: Mapping[str, Any]) -> list[str]:
-    """Return the files with the tensors of ``name``: itself, or one for each stage."""
+    """Return the files with the tensors of ``name``: itself, or one of each rank that wrote some."""
     stem, _, suffix = name.partition(".")
     files = model.get("files", {})
     return sorted(file for file in files if file == name or re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", file))

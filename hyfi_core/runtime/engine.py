@@ -256,7 +256,7 @@ class Engine:
         return self._ownership.gather_state_dict()
 
     def owned_state(self) -> dict[str, torch.Tensor]:
-        """Return the entries of the user's ``state_dict`` that this rank owns, not copied; each has one owner."""
+        """Return the entries of the user's ``state_dict`` that this rank writes, not copied; each has one writer."""
         state = self._model.state_dict()
         return {name: state[name] for name in self._ownership.owned_names()}
 

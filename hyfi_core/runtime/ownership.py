@@ -20,6 +20,7 @@ from hyfi_core.comm.same_weights import HeldWeights
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.saving.shares import deal
 from hyfi_core.stored_state import PreparedWeights, Weights, tensor_reader
 
 
@@ -44,6 +45,7 @@ class ParameterOwnership:
         mine = [p for name, p in model.named_parameters() if rank in self._holders[name]]
         untrained = any(p.requires_grad for p in model.parameters()) and not any(p.requires_grad for p in mine)
         self._optimized = [*mine, self._placeholder()] if untrained or not mine else mine
+        self._writers = self._dealt()
 
     def optimized(self) -> list[nn.Parameter]:
         """Return the parameters that this rank's optimizer updates, in the model's order.
@@ -69,8 +71,12 @@ class ParameterOwnership:
         return HeldWeights(names, groups, self._groups.index)
 
     def owned_names(self) -> list[str]:
-        """Return the entries of the ``state_dict`` that this rank writes: each is written by one rank of replica 0."""
-        return [name for name in self._model.state_dict() if self._owner(name) == self._groups.all.rank]
+        """Return the entries of the ``state_dict`` that this rank writes; each is written by one rank.
+
+        Parameters are dealt over all ranks that update them, of all replicas; buffers are those of replica 0.
+        """
+        rank = self._groups.all.rank
+        return [name for name in self._model.state_dict() if self._writers.get(name, self._owner(name)) == rank]
 
     def here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a state in which tensors on the meta device stand for those that this rank has released."""
@@ -114,6 +120,19 @@ class ParameterOwnership:
         comm.exchange([], [Message(self._owner(n), tensor) for n, tensor in received.items()]).wait()
         own = {n: tensor.detach().clone() for n, tensor in mine.items() if self._owner(n) == 0}
         return {n: received[n] if n in received else own[n] for n in order if n in received or n in own}
+
+    def _dealt(self) -> dict[str, int]:
+        """Return parameter -> the rank that writes it; tied names have the same one."""
+        sizes: dict[frozenset[int], dict[str, int]] = {}
+        first_names = {}
+        for name, parameter in self._model.named_parameters():
+            sizes.setdefault(self._holders[name], {})[name] = parameter.numel() * parameter.element_size()
+            first_names[id(parameter)] = name
+        planes = range(0, self._groups.all.size, self._groups.placement.size)
+        writers: dict[str, int] = {}
+        for holders, of in sizes.items():
+            writers |= deal(of, [first + rank for first in planes for rank in sorted(holders)])
+        return {name: writers[first_names[id(parameter)]] for name, parameter in self._named.items()}
 
     def _owner(self, name: str) -> int:
         """Return the rank of replica 0 that owns an entry."""
