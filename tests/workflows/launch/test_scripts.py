@@ -147,3 +147,28 @@ def test_code_3_is_that_of_ranks_that_stopped(tmp_path: Path, by: str, rank: str
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=20) == code
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("code", "preempted", "requeued"), [(3, True, True), (3, False, False), (70, True, False), (0, True, False)]
+)
+def test_a_preempted_job_requeues_itself(tmp_path: Path, code: int, preempted: bool, requeued: bool) -> None:
+    """Only the ranks are told, and a job that ends in its grace time is not requeued by Slurm: the run stayed ended."""
+    (tmp_path / "bin").mkdir()
+    known = (
+        f"JobId=7 PreemptEligibleTime=2026-03-01T10:00:00 PreemptTime={'2026-03-01T11:00:00' if preempted else 'None'}"
+    )
+    programs = {
+        "srun": f"exit {code}",
+        "scontrol": f"if [[ $* == *show* ]]; then echo '{known} Power='; else echo \"$*\" > requeued; fi",
+    }
+    for name, line in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    resources = Resources(mpi="pmi2")
+    text = script_of("slurm", Path("job.sh"), ["train", "run.yaml"], 2, resources, Site(setup=[f"cd {tmp_path}"]))
+    (tmp_path / "job.sh").write_text(text.replace(f"cd {Path.cwd()}", f"cd {tmp_path}"))
+    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=20, check=False)
+    assert done.returncode == code
+    assert (tmp_path / "requeued").exists() == requeued
