@@ -87,6 +87,7 @@ class Counts:
         samples: Samples prepared.
         cached: Of these, samples that were in the cache.
         read_bytes: Bytes of pixels read.
+        store_bytes: Bytes of chunks read from the store and decoded for the node's cache; 0 without one.
         shared_bytes: Bytes of decoded chunks that came from the node's cache; one may be used for several images.
         replaced: Workers that died and were replaced.
     """
@@ -94,6 +95,7 @@ class Counts:
     samples: int = 0
     cached: int = 0
     read_bytes: int = 0
+    store_bytes: int = 0
     shared_bytes: int = 0
     replaced: int = 0
 
@@ -238,6 +240,7 @@ class DecodePool:
         self.counts.samples += 1
         self.counts.cached += lease.cached
         self.counts.read_bytes += answer.read_bytes
+        self.counts.store_bytes += answer.store_bytes
         self.counts.shared_bytes += answer.shared_bytes
 
     def _issue(self, worker_id: int) -> bool:

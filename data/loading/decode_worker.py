@@ -57,11 +57,13 @@ class LeaseDone:
     Attributes:
         number: The lease's sample number.
         read_bytes: Bytes of pixels read from the store.
-        shared_bytes: Bytes of pixels that the worker has taken from the node's cache since its last answer.
+        store_bytes: Bytes of chunks that the worker has decoded for the node's cache since its last answer.
+        shared_bytes: Bytes of chunks that it has taken from the node's cache since then.
     """
 
     number: int
     read_bytes: int
+    store_bytes: int = 0
     shared_bytes: int = 0
 
 
@@ -168,10 +170,10 @@ StartWorker = Callable[[Memory], Worker]
 
 def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels) -> None:
     """Decode leases until the connection is closed, as many at a time as the supervisor has sent."""
-    sending, reported_bytes = threading.Lock(), _shared_bytes()
+    sending, reported = threading.Lock(), _node_bytes()
 
     def answer(lease: Lease) -> None:
-        nonlocal reported_bytes
+        nonlocal reported
         found: Answer
         try:
             found = LeaseDone(lease.number, decode(samples, lease, slots, cache))
@@ -179,8 +181,8 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
             found = LeaseFailed(_portable(error), traceback.format_exc())
         with sending, contextlib.suppress(OSError):
             if isinstance(found, LeaseDone):
-                before, reported_bytes = reported_bytes, _shared_bytes()
-                found = replace(found, shared_bytes=reported_bytes - before)
+                (stored, shared), reported = reported, _node_bytes()
+                found = replace(found, store_bytes=reported[0] - stored, shared_bytes=reported[1] - shared)
             connection.send(found)
 
     with ThreadPoolExecutor(MOST_AT_A_TIME, "decode") as threads, contextlib.suppress(EOFError, OSError):
@@ -189,10 +191,10 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
             threads.submit(answer, connection.recv())
 
 
-def _shared_bytes() -> int:
-    """Return the bytes of pixels that this process has taken from the node's cache so far."""
+def _node_bytes() -> tuple[int, int]:
+    """Return the bytes of chunks that this process has added to the node's cache so far, and taken from it."""
     cache = node_cache()
-    return 0 if cache is None else cache.shared_bytes
+    return (0, 0) if cache is None else (cache.store_bytes, cache.shared_bytes)
 
 
 class ChildWorker:

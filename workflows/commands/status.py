@@ -17,7 +17,7 @@ from workflows.launch.owner import describe_owner, owner_of
 from workflows.launch.rank_log import FOLDER
 from workflows.training.metrics_log import read_metrics
 from workflows.training.stragglers import describe_stragglers
-from workflows.training.throughput import describe_throughput
+from workflows.training.throughput import describe_loading, describe_throughput
 
 _RATES = ("images_per_second", "gigapixels_per_second", "flops_per_second", "utilisation", "memory_bytes")
 _LATEST_STEPS = 50
@@ -39,6 +39,8 @@ def run(folder: Path, as_json: bool) -> int:
         say(f"step {found['step']}{of}, epoch {found['epoch']}, loss {_number(found['loss'])}{left}")
         if found["throughput"]:
             say(found["throughput"])
+    if found["loading"]:
+        say(describe_loading(found["loading"]))
     slow = describe_stragglers(found["stragglers"])
     if slow:
         say(f"{slow} (until step {found['stragglers_step']})")
@@ -86,6 +88,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         "slowest": compared.get("slowest"),
         "fullest": compared.get("fullest"),
         "seconds_left": left,
+        "loading": saved.get("loading"),
         "validation": {k: v for k, v in validated.items() if k != "kind"} or None,
         "latest": _link(checkpoints / "latest"),
         "best": _link(checkpoints / "best"),

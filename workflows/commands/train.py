@@ -256,7 +256,7 @@ def _start_text(job: TrainingJob, plan: ParallelPlan, start: int) -> str:
 def _report(job: TrainingJob, recorder: Recorder, stopped: bool, as_json: bool) -> None:
     folder = job.config.run.dir
     outcome = "stopped on request; --resume continues it" if stopped else "done"
-    recorder.folder.write_state("stopped" if stopped else "done", job.steps)
+    recorder.folder.write_state("stopped" if stopped else "done", job.steps, recorder.loading)
     if recorder.last is not None and not stopped:
         metric, patience = job.config.validation.metric, job.config.run.early_stop
         outcome = f"ended after step {recorder.last}: {patience} validations without a better {metric}"

@@ -127,24 +127,9 @@ def loading_report(trainers: Communicator, feed: Feed) -> dict[str, Any] | None:
     if gathered is None or not any(gathered):
         return None
     loaders = {rank: report for reports in gathered for rank, report in reports}
-    keys = ("samples", "cached", "read_bytes", "shared_bytes", "sent_bytes", "replaced")
+    keys = ("samples", "cached", "read_bytes", "store_bytes", "shared_bytes", "sent_bytes", "replaced")
     return {
         "loaders": len(loaders),
         **{key: sum(report[key] for report in loaders.values()) for key in keys},
         "trainer_bytes": [sum(report["to_you_bytes"] for _, report in reports) for reports in gathered],
     }
-
-
-def loading_text(report: dict[str, Any]) -> str:
-    """Return the report as one line of text."""
-    replaced = report["replaced"]
-    return (
-        f"{report['loaders']} loader{'s' * (report['loaders'] > 1)}: {report['samples']} images, "
-        f"{report['cached']} of them from memory, {report['read_bytes'] / 1e6:.1f} MB of pixels read{_shared(report)}, "
-        f"{report['sent_bytes'] / 1e6:.1f} MB sent, at most {max(report['trainer_bytes']) / 1e6:.1f} MB to one trainer"
-        + (f"; {replaced} worker(s) replaced" if replaced else "")
-    )
-
-
-def _shared(report: dict[str, Any]) -> str:
-    return f" ({report['shared_bytes'] / 1e6:.1f} MB of chunks from the node's cache)" if report["shared_bytes"] else ""

@@ -14,7 +14,7 @@ from workflows.console import say
 from workflows.launch.stop import StopFlag
 from workflows.training.bound_by import RunSetup, StepTime, bound_by
 from workflows.training.ema import MovingAverage
-from workflows.training.feeding import BatchImages, loading_report, loading_text, make_feed, preparation
+from workflows.training.feeding import BatchImages, loading_report, make_feed, preparation
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import lr_factor
 from workflows.training.recorder import Recorder
@@ -28,7 +28,7 @@ from workflows.training.stragglers import (
     slowest,
     stragglers,
 )
-from workflows.training.throughput import memory_bytes
+from workflows.training.throughput import describe_loading, memory_bytes
 from workflows.training.validating import Validating
 
 State = Mapping[str, torch.Tensor] | None
@@ -183,7 +183,9 @@ class TrainingLoop:
         self._feed.close(stopped)
         report = loading_report(self._trainers, self._feed)
         if report is not None:
-            say(loading_text(report))
+            say(describe_loading(report))
+        if self._recorder is not None:
+            self._recorder.loading = report
 
     def _save(self, step: int) -> State:
         """Start to save a checkpoint (collective).

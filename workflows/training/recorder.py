@@ -49,6 +49,7 @@ class Recorder:
         folder: The run's folder.
         best: The step to which ``best`` points.
         last: The step with which early stopping ends the run (see :mod:`workflows.training.best`), or None.
+        loading: What all loaders have read and sent, at the end; None before, and without loaders.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Recorder:
         self._board = _TensorBoard(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
         self.best: int | None = None
         self.last: int | None = None
+        self.loading: dict[str, Any] | None = None
         self._step_text = self._validation_text = ""
         self._update_last()
 

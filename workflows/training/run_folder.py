@@ -27,9 +27,10 @@ class RunFolder:
         write_atomically(self.folder / "config.yaml", dump_resolved(config).encode())
         write_atomically(self.folder / "plan.json", (json.dumps(plan, indent=2) + "\n").encode())
 
-    def write_state(self, state: str, steps: int) -> None:
-        """Write ``status.json``: ``running``, ``stopped`` or ``done``, and the total number of steps."""
-        write_atomically(self.folder / "status.json", (json.dumps({"state": state, "steps": steps}) + "\n").encode())
+    def write_state(self, state: str, steps: int, loading: Mapping[str, Any] | None = None) -> None:
+        """Write ``status.json``: ``running``, ``stopped`` or ``done``, the number of steps, and the loaders' report."""
+        status = {"state": state, "steps": steps, **({"loading": loading} if loading is not None else {})}
+        write_atomically(self.folder / "status.json", (json.dumps(status) + "\n").encode())
 
     def saved(self, step: int) -> None:
         """Point ``latest`` at the checkpoint of a step."""

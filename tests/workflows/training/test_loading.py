@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -16,7 +17,7 @@ from hyfi_core.errors import RequestError
 from tests.workflows.archive import SIZE_PX, make_config, make_store
 from tests.workflows.runs import assert_same_run, losses, run_on
 from tests.workflows.training.test_failures import TrainingRun, start  # noqa: F401 (a fixture)
-from workflows.commands import train
+from workflows.commands import status, train
 from workflows.config.load import load_config
 from workflows.training.job import prepare
 
@@ -109,6 +110,27 @@ def test_loaders_say_what_they_read_and_sent(tmp_path: Path, store: Path, capfd:
     assert images == 36 and 26 <= cached <= 30
     assert read_mb == pytest.approx((36 - cached) * image_mb, abs=0.06)
     assert sent_mb == pytest.approx(36 * image_mb, abs=0.06)
+
+
+def test_counters_show_that_a_node_reads_each_part_of_the_store_once(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two loaders, one epoch and three: the same bytes come from the store, all others from the node's cache."""
+    found = {}
+    for steps in (3, 9):
+        folder = tmp_path / str(steps)
+        (folder / "cache").mkdir(parents=True)
+        data = {"node_cache_bytes": 10**8, "node_cache": str(folder / "cache")}
+        config = make_config(folder, store, data=data, run={"steps": steps})
+        assert run_on(3, config, "roles.loaders=2", "data.workers=1") == [0] * 3
+        found[steps] = json.loads((folder / "run" / "status.json").read_text())["loading"]
+        capfd.readouterr()
+        assert status.run(folder / "run", as_json=False) == 0
+        stored, shared = (found[steps][key] / 1e6 for key in ("store_bytes", "shared_bytes"))
+        text = f"({stored:.1f} MB of chunks from the store, {shared:.1f} MB from the nodes' caches)"
+        assert f"2 loaders: {2 * steps} images, " in (said := capfd.readouterr().out) and text in said
+    assert found[3]["store_bytes"] == found[9]["store_bytes"] > 6 * 3 * 512**2
+    assert found[9]["shared_bytes"] - found[3]["shared_bytes"] >= 12 * 3 * 512**2
 
 
 def test_each_trainer_is_sent_its_part_of_an_image(
