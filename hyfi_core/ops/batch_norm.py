@@ -21,6 +21,7 @@ exchange.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -32,6 +33,7 @@ from hyfi_core.plan.box import Box
 
 MOST_ROWS = 64
 """Largest number of ranks for which each sends its statistics in a separate row."""
+_BLOCK_VALUES = 1 << 16  # a block and its copies fit in the cache of a core
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,11 @@ class BatchNorm(AsyncBackward, Recomputable):
                 return None, *d_affine
             gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
             in_place = self.overwrites_cotangent and not is_expanded(dy)
-            dx = dy.mul_(gain) if in_place else torch.mul(dy, gain, out=torch.empty_like(dy))
-            self._counted(dx).addcmul_(self._centred(own, mean), slope).add_(shift)
+            dx = dy if in_place else torch.empty_like(dy)
+            for given, made in _blocks(dy, dx):
+                torch.mul(given, gain, out=made)
+            for made, centred in _blocks(self._counted(dx), self._centred(own, mean)):
+                made.addcmul_(centred, slope).add_(shift)
             return dx, *d_affine
 
         return pending, finish
@@ -178,6 +183,21 @@ class BatchNorm(AsyncBackward, Recomputable):
         if mean.dtype != torch.float64:
             shift = shift - slope * mean.double()
         return tuple(term.to(mean.dtype).view(1, -1, *[1] * (dims - 2)) for term in (gain, slope, shift))
+
+
+def _blocks(*maps: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield maps of equal size as they are, or 16-bit ones on a CPU as blocks of their rows.
+
+    On a CPU, torch widens whole operands to the common dtype: with scales in float32 these copies are six times as
+    large as a 16-bit map.
+    """
+    rows = maps[0].shape[2] if maps[0].dim() > 2 else 0
+    if maps[0].device.type != "cpu" or maps[0].element_size() > 2 or not maps[0].numel() or not rows:
+        yield maps
+        return
+    height = max(1, _BLOCK_VALUES * rows // maps[0].numel())
+    for top in range(0, rows, height):
+        yield tuple(one.narrow(2, top, min(height, rows - top)) for one in maps)
 
 
 def _in_plain_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,9 @@ import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.ops import batch_norm
 from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_freed_now
 from tests.harness import assert_equal_to_one_process, run_copies
 
 ROWS = (0, 3, 3, 7)  # the second rank owns nothing
@@ -119,3 +121,31 @@ def test_batch_norm_gives_the_same_numbers_in_place(kind: torch.dtype) -> None:
     assert over[0] is not None and over[0].data_ptr() == place
     for ours, theirs in zip(over, apart, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_gradients_of_16_bit_maps_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch, overwrites: bool) -> None:
+    """Torch widens whole operands on a CPU: that took six times the memory of the map."""
+    generator = torch.Generator().manual_seed(0)
+    maps = torch.randn(2, 1, 16, 1024, 256, generator=generator).to(torch.bfloat16)
+    x, dy = (one.to(memory_format=torch.channels_last) for one in maps)
+    scales = torch.rand(16, generator=generator), torch.zeros(16)
+    operator = BatchNorm(x.numel() // 16, 1e-5, overwrites_cotangent=overwrites)
+    _, saved = operator.forward(AloneCommunicator(), (x, *scales))
+
+    def gradient(block: int) -> tuple[torch.Tensor, int]:
+        monkeypatch.setattr(batch_norm, "_BLOCK_VALUES", block)
+        _, finish = operator.start_backward(AloneCommunicator(), saved, (dy.clone(), None, None))
+        return_freed_now()
+        forget_peak()
+        before = resident_bytes()
+        found = finish()[0]
+        assert found is not None
+        return found, peak_bytes() - before
+
+    whole, needed = gradient(x.numel())
+    assert needed > 4 * x.nbytes  # the test can see it
+    for rows in (1, 30):
+        found, needed = gradient(rows * x.numel() // 1024)
+        torch.testing.assert_close(found, whole, rtol=0, atol=0)
+        assert needed < 2 * x.nbytes
