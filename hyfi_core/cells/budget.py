@@ -17,6 +17,7 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cells.fused_memory import runs_for_cells
 from hyfi_core.cells.recipe import DEEPEST, cheap_calls, is_cheap
 from hyfi_core.cells.resident import ResidentLimit
+from hyfi_core.cells.spill_store import blocks_bytes
 from hyfi_core.cost.memory import FORECAST_OFF, forecast_memory
 from hyfi_core.errors import MemoryLimitError
 from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
@@ -29,7 +30,9 @@ from hyfi_core.rules.instructions import CollectiveCall, RankProgram
 
 EARLY = 0.75
 """Fraction of a pager's limit above which pages are written early, so that they can be dropped at once."""
-_ONLY_IN_MEMORY = 0.3  # of the limit: maps that are not in the store at the peak, except recomputed ones; measured
+_ONLY_IN_MEMORY = (
+    0.2  # of the limit: maps that are not in the store at the peak, except recomputed ones; measured 0 to 0.35
+)
 _OF_FREE_MEMORY = 0.5  # used for pages, if no limit is given
 PAGES = 2
 """Times the inputs and outputs of the largest step: its pages, and those being transferred."""
@@ -159,6 +162,11 @@ def least_bytes(held_bytes: int, largest: PagedForecast) -> int:
     return held_bytes + PAGES * largest.working_bytes + workspace_bytes(largest)
 
 
+def stored_bytes(size: int) -> int:
+    """Return how many bytes of a store a map takes; a small one is not stored."""
+    return blocks_bytes(size) if size >= SMALLEST_BYTES else size
+
+
 def spilled_bytes(kept_bytes: int, limit_bytes: int) -> int:
     """Return how many of the kept bytes are spilled."""
     return max(0, kept_bytes - int(_ONLY_IN_MEMORY * limit_bytes))
@@ -263,7 +271,7 @@ def _peak(tape: Tape, sizes: _Sizes, trains: bool) -> int:
     # Changes at each step; their running sums are the bytes alive.
     saved, passing, cotangents = ([0] * (len(tape.steps) + 2) for _ in range(3))
     for name, at in maker.items():
-        size, end = sizes.of(name), last.get(name, at)
+        size, end = stored_bytes(sizes.of(name)), last.get(name, at)
         if name in kept:
             saved[at + 1] += size
         elif not trains:
@@ -273,7 +281,7 @@ def _peak(tape: Tape, sizes: _Sizes, trains: bool) -> int:
             cotangents[at + 1] += size
             cotangents[end + 1] -= size
     for at, step in enumerate(tape.steps) if trains else ():
-        saved[at + 1] += sizes.saved_besides(step)
+        saved[at + 1] += stored_bytes(sizes.saved_besides(step))
     saved, passing, cotangents = (list(accumulate(changes)) for changes in (saved, passing, cotangents))
     end = saved[-1]
     return max([end, *(saved[at] + passing[at] + cotangents[at] for at in waits)])

@@ -151,7 +151,7 @@ class Engine:
         """
         with evaluating(self._model, self.device):
             self._groups.reset_traffic(*self._cell_groups())
-            self._begin_paging(self._check_evaluation("predict", images), trains=False)
+            self.reserve(self._check_evaluation("predict", images), trains=False)
             return self._each(lambda runner: runner.predict(images))[0]
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,7 +177,7 @@ class Engine:
                 f"contributions need a plan of one stage, not {self.plan.stages}; use grids=((rows, columns),)"
             )
         with evaluating(self._model, self.device):
-            self._begin_paging(self._check_evaluation("attribute", images), trains=False)
+            self.reserve(self._check_evaluation("attribute", images), trains=False)
             parts, stage = self._each(lambda runner: runner.explain(images)), self._groups.stages[0, 0]
             return gather_explanation(parts, self.plan.cell_grid or (1, 1), stage)
 
@@ -214,7 +214,7 @@ class Engine:
         hooks = ParameterHooks(self._subject.bindings.parameters_once, self.plan.microbatches * self.plan.replicas)
         with self._watch.changing(noticed=True), hooks:
             gradients.begin()
-            self._begin_paging(micro, trains=True)
+            self.reserve(micro, trains=True)
             done = self._each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
             self._runners[0].publish()
             gradients.finish(hooks)
@@ -328,13 +328,13 @@ class Engine:
         comms = cell_communicators(comm, turns, members)
         return turns, turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=pager))
 
-    def _begin_paging(self, micro: tuple[int, int, int, int], trains: bool) -> None:
-        """Set the pager's limit; refuse a limit that is too small."""
-        if self._paging is None:
-            return
-        weights = sum(p.nbytes for p in self._model.parameters() if p.requires_grad and not p.is_meta)
-        new = STATE_COPIES if self._optimizer is not None and not self._optimizer.state else 1
-        self._paging.begin((micro, trains), lambda: self._forecasts(micro, trains), new * weights if trains else 0)
+    def reserve(self, micro: tuple[int, int, int, int] | None = None, trains: bool = True) -> None:
+        """Reserve memory and disk for the maps of a call, a training step by default; refuse too little of either."""
+        shape = micro or self._micro
+        if self._paging is not None:
+            weights = sum(p.nbytes for p in self._model.parameters() if p.requires_grad and not p.is_meta)
+            new = STATE_COPIES if self._optimizer is not None and not self._optimizer.state else 1
+            self._paging.begin((shape, trains), lambda: self._forecasts(shape, trains), new * weights if trains else 0)
 
     def _forecasts(self, micro: tuple[int, int, int, int], trains: bool) -> list[PagedForecast]:
         """Return what every stage needs in every cell, with all micro-batches in flight."""

@@ -21,7 +21,7 @@ from workflows.exit_codes import DONE, STOPPED
 
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
-    from hyfi_core.plan.parallel_plan import ParallelPlan
+    from hyfi_core.runtime.engine import Engine
     from workflows.launch.stop import StopFlag
     from workflows.training.job import TrainingJob
     from workflows.training.recorder import Recorder
@@ -188,6 +188,7 @@ def _trainer(
         model = model.to(where)
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica), drawn)
+    engine.reserve()  # refused before anything is written
     throughput = None
     if first:
         height, width = job.config.data.size_px
@@ -197,7 +198,7 @@ def _trainer(
         start = saved.training.state["step"] if saved is not None else 0
         recorder = Recorder(job, engine.plan, start, coverage, throughput) if throughput is not None else None
         if first:
-            say(_start_text(job, engine.plan, start))
+            say(_start_text(job, engine, start))
             RunFolder(job.config.run.dir).write_state("running", job.steps)
             for warning in job.warnings():
                 warn(f"hyfi: {warning}")
@@ -239,7 +240,7 @@ def _validator(
     return lambda _: STOPPED if service.serve() else DONE
 
 
-def _start_text(job: TrainingJob, plan: ParallelPlan, start: int) -> str:
+def _start_text(job: TrainingJob, engine: Engine, start: int) -> str:
     from workflows.training.optimisation import describe_updates
     from workflows.training.pace import describe_pace
 
@@ -249,7 +250,7 @@ def _start_text(job: TrainingJob, plan: ParallelPlan, start: int) -> str:
         f"validate on, classes {', '.join(job.classes)}, {counted(job.steps, 'step')} of "
         f"{counted(job.step_samples, 'slide')}\n"
         f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
-        f"{describe_pace(job)}{plan.describe()}"
+        f"{describe_pace(job)}{engine.describe()}"
     )
 
 

@@ -175,7 +175,8 @@ class TrainingLoop:
             return
         self._time.add({"validation": self._validating.new_seconds()})
         spent = self._time.end_epoch(self._trainers)
-        if spent is not None and any(sum(one.values()) for one in spent):
+        # An epoch of the first step alone has no computing: it is not counted, because it captures the model.
+        if spent is not None and any(one["compute"] for one in spent):
             slow = describe_stragglers(stragglers(spent, self._places))
             say(f"epoch {self._job.epoch_of(step)}: {bound_by(spent, self._setup)}{f'; {slow}' if slow else ''}")
 
@@ -194,6 +195,8 @@ class TrainingLoop:
             The weights to send to validators, on rank 0; None elsewhere, or if they do not validate ``step``.
         """
         self._checkpoints.begin(step, self._resume_state(step), self._validating.open_steps)
+        if self._engine.plan.spill is not None:  # steps are long: else it would be published only after the next one
+            self._checkpoints.finish(self._validating.open_steps)
         if not (self._job.validates_after(step) and self._validating.remote):
             return None
         with self._average.applied() if self._average is not None else nullcontext():

@@ -10,24 +10,27 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import workflows
-from hyfi_core.cells import pager, paging
+from hyfi_core.cells import pager, paging, spill_store
+from hyfi_core.runtime.engine import Engine
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import assert_same_run, in_this_process, run_here
 
 RECIPE = Path(workflows.__file__).parent / "recipes" / "gigapixel.yaml"
+_SMALL = (
+    *("data.size_px=128", "data.align_px=32", "data.min_coverage=0"),
+    *("model.name=resnet6", "model.options={width: 4}", "optimizer.accumulate=2", "run.tensorboard=false"),
+    *("run.epochs=null", "run.steps=2", "validation.every_steps=2", "run.checkpoint_every_steps=2"),
+)
 
 
 def test_a_run_that_spills_is_the_same_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = [
-        *(f"data.store={make_store(tmp_path)}", "data.size_px=128", "data.align_px=32", "data.min_coverage=0"),
-        *("model.name=resnet6", "model.options={width: 4}", "optimizer.accumulate=2", "run.tensorboard=false"),
-        *("run.epochs=null", "run.steps=2", "validation.every_steps=2", "run.checkpoint_every_steps=2"),
-    ]
+    small = [f"data.store={make_store(tmp_path)}", *_SMALL]
     disk = tmp_path / "disk"
     ways = {
         "kept": ["plan.cells=[2, 2]", "plan.spill=null", "plan.memory_bytes=null"],
@@ -41,6 +44,41 @@ def test_a_run_that_spills_is_the_same_to_the_last_bit(tmp_path: Path, monkeypat
             assert run_here(RECIPE, *small, *plan, f"run.dir={tmp_path / way}") == 0
     assert_same_run(tmp_path / "kept", tmp_path / "spilled", 2)
     assert list(disk.iterdir()) == []
+
+
+def test_too_little_memory_or_disk_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"data.store={make_store(tmp_path)}", f"run.dir={tmp_path / 'run'}", f"plan.spill={tmp_path / 'disk'}"]
+    given += [*_SMALL, "plan.cells=[2, 2]"]
+    with in_this_process(monkeypatch):
+        assert run_here(RECIPE, *given, "plan.memory_bytes=1000") == 2
+        assert re.search(r"plan\.memory_bytes is 1,000, but .* at least [\d,]{9,}:", capsys.readouterr().err)
+        monkeypatch.setattr(spill_store.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+        monkeypatch.setattr(paging, "page_limit", lambda *given: 100_000)
+        assert run_here(RECIPE, *given) == 2
+    assert re.search(r"a step spills up to [\d,]{6,} bytes to .*, which has 1,000 bytes", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_is_published_before_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, published, accumulate = tmp_path / "run", list[list[str]](), Engine.accumulate_unread
+
+    def watched(engine: Engine, *given: Any) -> Any:
+        published.append(sorted(path.name for path in run.glob("checkpoints/step-*")))
+        return accumulate(engine, *given)
+
+    monkeypatch.setattr(Engine, "accumulate_unread", watched)
+    given = [f"data.store={make_store(tmp_path)}", f"run.dir={run}", f"plan.spill={tmp_path / 'disk'}", *_SMALL]
+    with in_this_process(monkeypatch):
+        steps = ["run.steps=3", "run.checkpoint_every_steps=1", "validation.every_steps=1"]
+        assert run_here(RECIPE, *given, "plan.cells=[2, 2]", *steps, "optimizer.accumulate=1") == 0
+    assert published == [[], ["step-00000001"], ["step-00000001", "step-00000002"]]
+    told = capsys.readouterr()
+    assert "are spilled to" in told.out + told.err
+    assert "computing 0 %" not in told.out + told.err
 
 
 @pytest.mark.soak
