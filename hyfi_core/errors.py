@@ -17,4 +17,12 @@ class RequestError(ValueError):
 
 
 class MemoryLimitError(RequestError):
-    """``plan.memory_bytes`` is too small; the message says how much is needed."""
+    """``plan.memory_bytes`` is too small; the message says how much is needed.
+
+    Attributes:
+        least_bytes: with which it would work, 0 if that was not computed.
+    """
+
+    def __init__(self, message: str, least_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes

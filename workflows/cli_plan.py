@@ -12,9 +12,13 @@ from workflows import signals
 from workflows.cli_options import Config, Json, MachineName, Overrides
 from workflows.exit_codes import exit_code_of
 
+PlanSource = Annotated[
+    Path, typer.Argument(metavar="CONFIG|CHECKPOINT", help="The run's YAML; for predictions also a checkpoint.")
+]
+
 
 def plan(
-    config: Config,
+    config: PlanSource,
     overrides: Overrides = None,
     machine: MachineName = None,
     ranks: Annotated[
@@ -29,6 +33,14 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="How many plans to show.")] = 5,
     write: Annotated[bool, typer.Option("--write", help="Put the best plan into CONFIG.yaml.")] = False,
+    purpose: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            metavar="train|predict|validate",
+            help="What to plan; predictions also for a checkpoint, with data.size_px=N for slides of that size.",
+        ),
+    ] = "train",
     as_json: Json = False,
 ) -> None:
     """Find the best plans for the configuration's model and images on a machine, and say why others are worse."""
@@ -36,7 +48,9 @@ def plan(
 
     raise typer.Exit(
         exit_code_of(
-            partial(plan.run, config, list(overrides or ()), machine, ranks, memory, batch, top, write, as_json),
+            partial(
+                plan.run, config, list(overrides or ()), machine, ranks, memory, batch, top, write, as_json, purpose
+            ),
             signals.interrupt_on_request,
         )
     )

@@ -88,10 +88,12 @@ def with_cells(
         for side, (held, least) in needed.items():
             if held + room * (least - held) <= memory_bytes:
                 return replace(plan, cells=(side, side))
+    smallest = min(least for _, least in needed.values())
     raise MemoryLimitError(
         f"plan.memory_bytes is {memory_bytes:,}, but with any number of cells a rank needs at least "
-        f"{min(least for _, least in needed.values()):,} bytes, {held_bytes:,} of them for libraries, weights and "
-        f"optimizer state; raise plan.memory_bytes (or --memory), or use smaller images"
+        f"{smallest:,} bytes, {held_bytes:,} of them for libraries, weights and "
+        f"optimizer state; raise plan.memory_bytes (or --memory), or use smaller images",
+        smallest,
     )
 
 
@@ -99,6 +101,24 @@ def _of_cells(held_bytes: int, side: int, maps_bytes: int, weights_bytes: int, r
     """Return (what a rank always needs, the least it needs) with so many rows and columns of cells."""
     held = held_bytes + _LIBRARY_BYTES + side**2 * records_bytes
     return held, least_bytes(held, PagedForecast(maps_bytes, 0, 0, weights_bytes))
+
+
+def evaluation_bytes(program: Program, grid: tuple[int, int], cells: tuple[int, int], held_bytes: int) -> int:
+    """Return the memory of a rank that evaluates its part of a map, in cells and without spilling.
+
+    Args:
+        program: in evaluation mode.
+        grid: of the ranks that share the image.
+        cells: of each rank's part; (1, 1) for none.
+        held_bytes: what the rank uses before the first step.
+    """
+    ranks = prod(grid)
+    if prod(cells) == 1:
+        return held_bytes + int(FORECAST_OFF * runs_for_cells(program, (1, 1))[1].peak_bytes / ranks)
+    cost = runs_for_cells(program, (grid[0] * cells[0], grid[1] * cells[1]))[1]
+    records = len(program.operators) * _STEP_BYTES[False]
+    held = held_bytes + _LIBRARY_BYTES + prod(cells) * records
+    return held + int(FORECAST_OFF * max(cost.peak_bytes / ranks, cost.step_bytes) + _WORKSPACE * cost.step_bytes)
 
 
 def page_limit(

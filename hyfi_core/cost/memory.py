@@ -73,35 +73,61 @@ def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
     return 1
 
 
+@dataclass(frozen=True, slots=True)
+class StageMaps:
+    """Bytes of a stage that do not depend on grids, schedule and recomputation.
+
+    Attributes:
+        weights: of the stage.
+        largest_weight: of its parameters.
+        saved: what backward needs again, of one micro-batch.
+        taken: what it receives from other stages, and the image.
+        working: what the largest operator reads and writes.
+    """
+
+    weights: int
+    largest_weight: int
+    saved: int
+    taken: int
+    working: int
+
+    @classmethod
+    def of(cls, program: Program, piece: Stage) -> StageMaps:
+        """Return those of a stage of a captured model."""
+        operators = piece.program.operators
+        weights = [value_bytes(program, name) for name in piece.program.parameters]
+        taken = {name for names in piece.entries.values() for name in names} or {program.image}
+        return cls(
+            sum(weights),
+            max(weights, default=0),
+            sum(value_bytes(program, name) for name in _saved(program, operators)),
+            sum(value_bytes(program, name) for name in taken),
+            max((_touched(program, op) for op in operators), default=0),
+        )
+
+
 def forecast_memory(
-    program: Program, plan: ParallelPlan, pieces: Sequence[Stage] | None = None
+    program: Program, plan: ParallelPlan, stages: Sequence[StageMaps] | None = None
 ) -> tuple[MemoryForecast, ...]:
     """Return the memory forecast of a rank of each stage.
 
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts.
-        pieces: its stages, if they are known.
+        stages: of the plan, if they are known.
     """
     assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
-    if pieces is None:
+    if stages is None:
         pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
+        stages = [StageMaps.of(program, piece) for piece in pieces]
     weights = sum(value_bytes(program, name) for name in program.parameters)
-    grids = Placement.of(plan).grids
     found = []
-    for stage, (piece, (rows, columns)) in enumerate(zip(pieces, grids, strict=True)):
-        operators, ranks = piece.program.operators, rows * columns
-        owned = sum(value_bytes(program, name) for name in piece.program.parameters)
-        saved = sum(value_bytes(program, name) for name in _saved(program, operators))
-        in_flight = microbatches_in_flight(plan, stage)
-        if plan.recomputes(stage):  # otherwise only its inputs
-            taken = {name for names in piece.entries.values() for name in names} or {program.image}
-            saved += (in_flight - 1) * sum(value_bytes(program, name) for name in taken)
-        else:
-            saved *= in_flight
-        working = max((_touched(program, op) for op in operators), default=0)
-        largest = max((value_bytes(program, n) for n in piece.program.parameters), default=0)
-        found.append(MemoryForecast((1 + STATE_COPIES) * owned, saved // ranks, working // ranks, weights, largest))
+    for stage, (maps, (rows, columns)) in enumerate(zip(stages, Placement.of(plan).grids, strict=True)):
+        ranks, in_flight = rows * columns, microbatches_in_flight(plan, stage)
+        # With recomputation, other micro-batches keep only what the stage takes.
+        saved = maps.saved + (in_flight - 1) * maps.taken if plan.recomputes(stage) else maps.saved * in_flight
+        state = (1 + STATE_COPIES) * maps.weights
+        found.append(MemoryForecast(state, saved // ranks, maps.working // ranks, weights, maps.largest_weight))
     return tuple(found)
 
 

@@ -20,7 +20,7 @@ from typing import Literal
 
 from hyfi_core.cost.cuts import MeasuredPrograms, with_cuts
 from hyfi_core.cost.lowered_stages import LoweredPlans
-from hyfi_core.cost.memory import FORECAST_OFF
+from hyfi_core.cost.memory import FORECAST_OFF, StageMaps
 from hyfi_core.cost.plan_bounds import PlanBounds, Programs
 from hyfi_core.cost.plan_family import PlanRequest, by_cells, candidates, plan_of
 from hyfi_core.cost.resized import ResizedPrograms
@@ -118,6 +118,7 @@ class _PlanTrials:
         self._bounds = PlanBounds(programs, request.batch, request.ranks, request.machine, request.dtype)
         self._cut: dict[tuple[int, ...], tuple[str, ...] | Literal["auto"] | RequestError] = {}
         self._measured: MeasuredPrograms = {}
+        self._maps: dict[tuple[int, tuple[str, ...] | Literal["auto"]], list[StageMaps]] = {}
         self._lowered: LoweredPlans = {}
         self.simulated = 0
 
@@ -249,5 +250,8 @@ class _PlanTrials:
 
     def _needed_bytes(self, plan: ParallelPlan) -> int:
         program = self._programs(images_of(self._request, plan))
-        most = max(rank_bytes(program, plan, self._bounds.pieces(plan)))
+        key = images_of(self._request, plan), plan.cuts
+        if key not in self._maps:
+            self._maps[key] = [StageMaps.of(program, piece) for piece in self._bounds.pieces(plan)]
+        most = max(rank_bytes(program, plan, self._maps[key]))
         return self._request.held_bytes + (most if plan.spill is not None else int(FORECAST_OFF * most))

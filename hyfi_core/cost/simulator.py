@@ -14,10 +14,9 @@ from itertools import accumulate
 from math import prod
 
 from hyfi_core.capture.program import Program
-from hyfi_core.capture.stages import Stage
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.memory import MemoryForecast, forecast_memory
+from hyfi_core.cost.memory import MemoryForecast, StageMaps, forecast_memory
 from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -186,15 +185,15 @@ def _actions(plan: ParallelPlan, edges: tuple[tuple[int, int], ...]) -> Schedule
     return lower(generate(plan, placement), placement, edges, mirror=plan.mirror)
 
 
-def rank_bytes(program: Program, plan: ParallelPlan, pieces: Sequence[Stage] | None = None) -> tuple[int, ...]:
+def rank_bytes(program: Program, plan: ParallelPlan, stages: Sequence[StageMaps] | None = None) -> tuple[int, ...]:
     """Return the peak memory of each rank of a replica, in addition to the process.
 
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts, and with cells resolved.
-        pieces: its stages, if they are known.
+        stages: of the plan, if they are known.
     """
-    return _rank_bytes(plan, forecast_memory(program, plan, pieces))
+    return _rank_bytes(plan, forecast_memory(program, plan, stages))
 
 
 def _rank_bytes(plan: ParallelPlan, stages: tuple[MemoryForecast, ...]) -> tuple[int, ...]:

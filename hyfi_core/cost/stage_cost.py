@@ -178,7 +178,7 @@ class StageCosts:
         backward: dict[str, float] = {}
         for op in operators:
             fraction, cost = self._fraction(ranked, op, ranks), costs[op.name]
-            synchronised = cost.kind == "norm" and ranks * self._cells > 1 and "batch_norm" in op.text
+            synchronised = cost.kind == "norm" and ranks * self._cells > 1 and _has_live_statistics(op)
             kind = "shared_norm" if synchronised else None
             extra_s = 0.0 if cost.kind == "view" else (self._cells - 1) * self._machine.kernel_s
             forward_s = extra_s + cost.forward_s(self._machine, fraction, self._crowded, kind)
@@ -286,6 +286,13 @@ class StageCosts:
 def update_s(program: Program, machine: MachineModel) -> float:
     """Return the time of the optimizer step for the weights of a stage."""
     return _UPDATE_PASSES * sum(value_bytes(program, name) for name in program.parameters) / machine.memory_bytes_per_s
+
+
+def _has_live_statistics(op: Operator) -> bool:
+    """Whether it is a batch norm of the statistics of its maps: in training and not frozen."""
+    if op.text == "aten.batch_norm.default":
+        return bool(op.args[5])
+    return "batch_norm" in op.text and "no_training" not in op.text
 
 
 def _gradient_bytes(program: Program, operators: Sequence[Operator]) -> dict[str, int]:

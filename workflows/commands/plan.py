@@ -32,11 +32,12 @@ def run(
     top: int,
     write: bool,
     as_json: bool,
+    purpose: str = "train",
 ) -> int:
     """Search the best plans for ``config`` and print them.
 
     Args:
-        config: The YAML of the run.
+        config: The YAML of the run; for predictions also the folder of a checkpoint.
         overrides: ``section.key=value``, applied to it.
         machine: Name of a built-in machine model, or a file; None: see ``machine_of``.
         ranks: Number of trainers; None: those of one node.
@@ -45,10 +46,15 @@ def run(
         top: Number of plans to show.
         write: Write the best plan into ``config``.
         as_json: Print the plans as one JSON object.
+        purpose: train, predict or validate.
 
     Raises:
         RequestError: The request is not valid, or no plan fits; nothing was written.
     """
+    if purpose != "train":
+        return _plan_predictions(config, overrides, machine, ranks, memory, batch, top, write, as_json, purpose)
+    if config.is_dir():
+        raise RequestError(f"{config} is a folder; give the YAML of a run, or --for predict with a checkpoint")
     settings = load_config(config, overrides, ignore_plan=True)
     model = machine_of(settings, machine)
     images = settings.data.batch_size if batch is None else batch
@@ -67,6 +73,60 @@ def run(
     if as_json:
         plans = [forecast_json(one, images) for one in found.plans]
         emit_json({"machine": model.name, "ranks": ranks, "plans": plans, "alternatives": _alternatives(found)})
+    return DONE
+
+
+def _plan_predictions(
+    config: Path,
+    overrides: list[str],
+    machine: str | None,
+    ranks: int | None,
+    memory: str | None,
+    batch: int | None,
+    top: int,
+    write: bool,
+    as_json: bool,
+    purpose: str,
+) -> int:
+    """Print the best ways to predict or to validate; the arguments are those of ``run``."""
+    from hyfi_core.cells.prediction_plans import PredictionNeeds, prediction_plans
+    from hyfi_core.cost.machine import load_machine
+    from workflows.evaluation.models import model_fields
+    from workflows.evaluation.prediction_plan import EvaluatedModel, command_line, description, plans_json
+    from workflows.training.memory import PROCESS_BYTES
+
+    if purpose not in ("predict", "validate"):
+        raise RequestError(f"--for {purpose}: use train, predict or validate")
+    for given, option in ((write, "--write"), (batch is not None, "--batch")):
+        if given:
+            raise RequestError(f"{option} with --for {purpose}: it is for training; the plan is a command line")
+    if config.is_dir():
+        model, kind = EvaluatedModel.of_checkpoint(config, overrides), load_machine(machine or "cpu")
+    else:
+        settings = load_config(config, overrides, ignore_plan=True)
+        fields, size = model_fields(settings.model, classes_of(settings)), settings.data.size_px
+        model = EvaluatedModel(config, fields, (size[0], size[1]), settings.run.precision)
+        kind = machine_of(settings, machine)
+    needs = PredictionNeeds(
+        command=purpose,  # type: ignore[arg-type]
+        ranks=ranks or kind.devices_per_node,
+        machine=kind,
+        memory_bytes=kind.memory_bytes if memory is None else bytes_of(memory),
+        held_bytes=PROCESS_BYTES,
+        dtype="bfloat16" if purpose == "validate" and model.precision == "bfloat16" else None,
+    )
+    found = prediction_plans(model.program(), needs)
+    say(f"machine: {kind.name}; {needs.ranks} ranks, images of {model.size_px[0]} x {model.size_px[1]}")
+    for number, one in enumerate(found.plans[:top], 1):
+        slower = f" ({one.each_s / found.plans[0].each_s:.2f}× as long as the first)" if number > 1 else ""
+        first, *lines = description(one, needs)
+        say(f"\n{number}. {first}{slower}")
+        for line in (*lines, " ".join(command_line(model, needs, one))):
+            say(f"   {line}")
+    for name, why in found.refused.items():
+        say(f"{name}: {why}")
+    if as_json:
+        emit_json(plans_json(model, needs, found, top))
     return DONE
 
 

@@ -7,6 +7,9 @@ import pytest
 
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from tests.conftest import Hyfi
+from tests.pathology.slides import draw_slide, write_slide
+from tests.workflows.predictions import rows_of, save
 from workflows.commands import plan, train
 from workflows.config.load import asks_for_plan, dump_resolved, load_config
 
@@ -107,3 +110,74 @@ def test_a_resumed_run_keeps_the_plan_that_was_chosen(config: Path) -> None:
     (folder / "config.yaml").write_text(dump_resolved(begun))
     words = plan.chosen_plan(config, [], 4, resume=True)
     assert load_config(config, words).plan.build() == begun.plan.build()
+
+
+def recommended(hyfi_here: Hyfi, tmp_path: Path, *words: str | Path) -> list[str]:
+    """Return the command of the best plan for predictions, with a slide and a folder in the places of its capitals."""
+    said = hyfi_here("plan", tmp_path / "checkpoint", "--for", "predict", "--ranks", "1", "--json", *words)
+    assert said.returncode == 0, said.stderr
+    (found, *_) = json.loads(said.stdout.splitlines()[-1])["plans"]
+    places = {"SLIDES": str(tmp_path / "one.tiff"), "OUT": str(tmp_path / "out"), "FOLDER": str(tmp_path / "spill")}
+    return [places.get(word, word) for word in found["command"]]
+
+
+@pytest.mark.parametrize("side", [None, 2])
+def test_the_planned_prediction_runs(
+    hyfi_here: Hyfi, tmp_path: Path, side: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "checkpoint")
+    write_slide(tmp_path / "one.tiff", draw_slide())
+    if side is not None:  # so small a slide has no need of cells
+        monkeypatch.setattr("hyfi_core.cells.prediction_plans._CELLS", (side,))
+    program, *words = recommended(hyfi_here, tmp_path)
+    assert program == "hyfi" and words[:2] == ["predict", str(tmp_path / "checkpoint")]
+    assert ("--cells" in words) == (side is not None)
+    said = hyfi_here(*words, OMP_NUM_THREADS="1")
+    assert said.returncode == 0, said.stderr
+    assert rows_of(tmp_path / "out")["one"]["status"] == "done"
+
+
+def test_a_planned_prediction_that_leaves_memory_runs(
+    hyfi_here: Hyfi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its limit is that of this process, which has loaded more than a rank."""
+    save(tmp_path / "checkpoint")
+    write_slide(tmp_path / "one.tiff", draw_slide())
+    (tmp_path / "spill").mkdir()
+    monkeypatch.setattr("hyfi_core.cells.prediction_plans.evaluation_bytes", lambda *given: 10**13)
+    words = recommended(hyfi_here, tmp_path, "--memory", "4GB")
+    assert words[-4:] == ["--memory", "4000000000", "--spill", str(tmp_path / "spill")]
+    said = hyfi_here(*words[1:], OMP_NUM_THREADS="1")
+    assert said.returncode == 0, said.stderr
+    assert rows_of(tmp_path / "out")["one"]["status"] == "done"
+
+
+def test_a_prediction_that_does_not_fit_is_refused_with_what_would_do(hyfi_here: Hyfi, tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint")
+    said = hyfi_here("plan", "checkpoint", "data.size_px=8192", "--for", "predict", "--ranks", "2", "--memory", "1MB")
+    assert said.returncode == 2 and "the smallest needs 0." in said.stderr
+    least = said.stderr.split("the smallest needs ")[1].split(" GB")[0]
+    assert hyfi_here(*said.args[:-1], f"{1.01 * float(least)}GB").returncode == 0
+
+
+def test_wrong_questions_about_predictions_are_refused(config: Path, hyfi_here: Hyfi, tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint")
+    for words, cause in (
+        ((config, "--for", "lunch"), "use train, predict or validate"),
+        ((config, "--for", "predict", "--write"), "--write with --for predict"),
+        ((config, "--for", "predict", "--batch", "3"), "--batch with --for predict"),
+        (("checkpoint",), "is a folder; give the YAML"),
+        (("checkpoint", "data.mpp=2", "--for", "predict"), "only data.size_px can be changed"),
+        (("checkpoint", "data.size_px=[1", "--for", "validate"), "use one or two whole numbers"),
+    ):
+        said = hyfi_here("plan", *words)
+        assert said.returncode == 2 and cause in said.stderr and "Traceback" not in said.stderr, said.stderr
+
+
+def test_a_configuration_is_planned_for_evaluation(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.run(config, [], "h100", 2, None, None, 5, False, True, "validate") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    commands = [one["command"] for one in found["plans"]]
+    shared = ["hyfi", "validate", "CHECKPOINT", "--store", "STORE", "--ranks", "2"]
+    assert shared in commands and [*shared, "--cells", "1,1"] in commands
+    assert found["plans"][0]["seconds_per_slide"] <= found["plans"][1]["seconds_per_slide"]

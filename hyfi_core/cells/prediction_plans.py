@@ -1,0 +1,222 @@
+"""Plans for prediction and evaluation: how many ranks share a slide, in which cells, and whether maps leave memory.
+
+    ranks        0 1 2 3        four slides at a time     two at a time, halos      one at a time
+    slides       a b c d        a b c d                   aa bb                     aaaa
+    memory       most for each  ──────────────────────▶   less                      least
+
+The cost is that of a training step's forward, in evaluation mode: no backward, no gradients, norms frozen. More ranks
+for a slide and more cells only cost time, so each is tried with the fewest cells with which it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+
+from hyfi_core.capture.program import Program
+from hyfi_core.cells.budget import evaluation_bytes, spilled_bytes, with_cells
+from hyfi_core.cells.fused_memory import runs_for_cells
+from hyfi_core.cost.lowered_stages import LoweredPlans
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.operators import value_bytes
+from hyfi_core.cost.stage_cost import StageCosts
+from hyfi_core.errors import MemoryLimitError, RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.strategy import squarest
+
+_CELLS = (1, 2, 4, 8, 16)
+"""Rows, and columns, of cells to try."""
+
+
+@dataclass(frozen=True)
+class PredictionNeeds:
+    """What is to be planned.
+
+    Attributes:
+        command: ``predict``: slides are divided into squarest grids, by as many ranks as one likes; ``validate``: all
+            ranks share each slide in columns or, with cells, each has its own slides.
+        ranks: of the whole run.
+        machine: the machine model.
+        memory_bytes: memory limit of a rank.
+        held_bytes: the part of it that a rank uses before it has a model.
+        spills: whether maps may leave memory if nothing fits otherwise.
+        dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
+    """
+
+    command: Literal["predict", "validate"]
+    ranks: int
+    machine: MachineModel
+    memory_bytes: int
+    held_bytes: int = 0
+    spills: bool = True
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class PredictionForecast:
+    """One way to predict slides.
+
+    Attributes:
+        grid: ranks that share a slide.
+        cells: of each rank's part; None: none.
+        spills: whether maps leave memory.
+        groups: slides in work at a time.
+        memory_bytes: of each rank, the process included; with ``spills``, its limit.
+        parts_s: what the time of a slide consists of: compute, halo, sums, cells, spill.
+    """
+
+    grid: tuple[int, int]
+    cells: tuple[int, int] | None
+    spills: bool
+    groups: int
+    memory_bytes: int
+    parts_s: dict[str, float]
+
+    @property
+    def slide_s(self) -> float:
+        """Time from the first pixel of a slide to its logits."""
+        return sum(self.parts_s.values())
+
+    @property
+    def each_s(self) -> float:
+        """Seconds per slide, of many slides: several are in work at a time."""
+        return self.slide_s / self.groups
+
+    @property
+    def bound_by(self) -> str:
+        """The largest part of the time."""
+        return max(self.parts_s, key=lambda name: self.parts_s[name])
+
+
+@dataclass(frozen=True)
+class PredictionSearch:
+    """The ways that fit, fastest first, and why others do not.
+
+    Attributes:
+        plans: of the fewest seconds per slide; of equals, the one with the shorter time of a slide.
+        refused: ways that do not fit or work -> why.
+    """
+
+    plans: tuple[PredictionForecast, ...]
+    refused: dict[str, str]
+
+
+def prediction_plans(program: Program, needs: PredictionNeeds) -> PredictionSearch:
+    """Return the ways to predict one slide after the other that fit into memory.
+
+    Args:
+        program: the captured model in evaluation mode, for one image.
+        needs: ranks, machine and limits.
+
+    Raises:
+        RequestError: nothing fits, or the model cannot be divided so; the message says how much memory would do.
+    """
+    search = _PredictionTrials(program, needs)
+    found = [plan for grid in _grids(needs) for plan in search.fitting(grid)]
+    if not found and needs.spills:
+        found = [plan for grid in _grids(needs) for plan in search.spilling(grid)]
+    if not found:
+        raise RequestError(search.why_none())
+    return PredictionSearch(tuple(sorted(found, key=lambda one: (one.each_s, one.slide_s))), search.refused)
+
+
+def _grids(needs: PredictionNeeds) -> list[tuple[int, int]]:
+    if needs.command == "validate":
+        return list(dict.fromkeys([(1, needs.ranks), (1, 1)]))
+    return [squarest(size) for size in range(1, needs.ranks + 1) if needs.ranks % size == 0]
+
+
+class _PredictionTrials:
+    """Forecasts ways to predict a slide; the model is lowered once for each grid."""
+
+    def __init__(self, program: Program, needs: PredictionNeeds) -> None:
+        self._program, self._needs = program, needs
+        weights = sum(value_bytes(program, name) for name in (*program.parameters, *program.buffers))
+        self._held = needs.held_bytes + weights
+        self._least_bytes: int | None = None
+        self._lowered: LoweredPlans = {}
+        self.refused: dict[str, str] = {}
+
+    def fitting(self, grid: tuple[int, int]) -> Iterator[PredictionForecast]:
+        """Yield the way with the fewest cells that fits, if there is one."""
+        for side in _CELLS if self._may_have_cells(grid) else (1,):
+            cells = None if side == 1 and not self._own_slides(grid) else (side, side)
+            try:
+                needed = evaluation_bytes(self._program, grid, cells or (1, 1), self._held)
+                if needed > self._needs.memory_bytes:
+                    self._least(needed)
+                    self.refused[_named(grid, cells)] = f"needs {needed / 1e9:.3g} GB a rank"
+                    continue
+                yield self._forecast(grid, cells, needed)
+            except RequestError as error:
+                self.refused[_named(grid, cells)] = str(error)
+                continue
+            return
+
+    def spilling(self, grid: tuple[int, int]) -> Iterator[PredictionForecast]:
+        """Yield the way in cells of which maps leave memory, if that fits."""
+        if not self._may_have_cells(grid):
+            return
+        limit = self._needs.memory_bytes
+        plan = ParallelPlan((grid,), cells="auto", spill="memory", memory_bytes=limit)
+        try:
+            found = with_cells(plan, self._program, self._held, torch.device("cpu"), trains=False)
+            yield self._forecast(grid, found.cell_grid, limit, spills=True)
+        except MemoryLimitError as error:
+            self._least(error.least_bytes)
+            self.refused[f"{_named(grid, None)}, maps out of memory"] = f"needs {error.least_bytes / 1e9:.3g} GB a rank"
+        except RequestError as error:
+            self.refused[f"{_named(grid, None)}, maps out of memory"] = str(error)
+
+    def why_none(self) -> str:
+        """Return the message if nothing was found."""
+        needs = self._needs
+        if self._least_bytes is None:
+            return f"nothing can be run: {next(iter(self.refused.values()), 'no way is known')}"
+        return (
+            f"no way to {needs.command} with {needs.ranks} rank(s) fits into {needs.memory_bytes / 1e9:.3g} GB a rank; "
+            f"the smallest needs {self._least_bytes / 1e9:.3g} GB: give more memory (--memory), "
+            f"{'' if needs.spills else 'a folder for maps (--spill), '}more ranks (--ranks), or smaller images"
+        )
+
+    def _least(self, needed: int) -> None:
+        self._least_bytes = min(needed, self._least_bytes or needed)
+
+    def _own_slides(self, grid: tuple[int, int]) -> bool:
+        """Whether ``hyfi validate`` needs cells, even one, so that ranks have slides of their own."""
+        return self._needs.command == "validate" and self._needs.ranks > 1 and prod(grid) == 1
+
+    def _may_have_cells(self, grid: tuple[int, int]) -> bool:
+        """Whether a rank may compute its part in cells: messages between GPUs have no tags, which cells need."""
+        shared = prod(grid) > 1
+        return not shared or (self._needs.machine.device != "cuda" and self._needs.command == "predict")
+
+    def _forecast(
+        self, grid: tuple[int, int], cells: tuple[int, int] | None, memory_bytes: int, spills: bool = False
+    ) -> PredictionForecast:
+        needs, machine = self._needs, self._needs.machine
+        plan = ParallelPlan((grid,), replicas=needs.ranks // prod(grid))
+        (stage,) = StageCosts(self._program, plan, machine, needs.dtype, self._lowered).stages
+        halo_s, sums_s = stage.halo_s / 2, stage.sums_s / 2  # half of them are those of backward
+        parts = {"compute": stage.forward_s - halo_s - sums_s, "halo": halo_s, "sums": sums_s}
+        count = prod(cells or (1, 1))
+        if count > 1:
+            assert cells is not None
+            cost = runs_for_cells(self._program, (grid[0] * cells[0], grid[1] * cells[1]))[1]
+            starts_s = (count - 1) * len(self._program.operators) * machine.kernel_s
+            parts["cells"] = (cost.work - 1) * parts["compute"] + starts_s
+            if spills:
+                together = min(needs.ranks, machine.devices_per_node)  # they share the disk
+                out_bytes = spilled_bytes(int(cost.peak_bytes) // prod(grid), needs.memory_bytes)
+                parts["spill"] = 2 * out_bytes * together / machine.disk_bytes_per_s
+        return PredictionForecast(grid, cells, spills, plan.replicas, memory_bytes, parts)
+
+
+def _named(grid: tuple[int, int], cells: tuple[int, int] | None) -> str:
+    """Return a way as text."""
+    ranks = f"{prod(grid)} rank{'s' if prod(grid) > 1 else ''} a slide"
+    return ranks if cells is None else f"{ranks}, {cells[0]} x {cells[1]} cells"

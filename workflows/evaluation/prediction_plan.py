@@ -1,0 +1,135 @@
+"""Plans for ``hyfi predict`` and ``hyfi validate``: their model, and plans as text and command lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hyfi_core.capture.export import capture
+from hyfi_core.errors import RequestError
+from hyfi_core.models.by_name import build_model
+from hyfi_core.runtime.checkpoint import read_model_json
+from workflows.evaluation.models import DTYPES
+
+if TYPE_CHECKING:
+    from hyfi_core.capture.program import Program
+    from hyfi_core.cells.prediction_plans import PredictionForecast, PredictionNeeds, PredictionSearch
+
+_SIZE = "data.size_px="
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A model whose predictions are to be planned.
+
+    Attributes:
+        source: What it was read from, as the user gave it.
+        fields: The ``model`` of a ``model.json``.
+        size_px: (height, width) of the images.
+        precision: Of the training; ``hyfi validate`` computes in it.
+        checkpoint: The folder of its weights, if it was read from one.
+    """
+
+    source: Path
+    fields: Mapping[str, Any]
+    size_px: tuple[int, int]
+    precision: str
+    checkpoint: Path | None = None
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path, overrides: Sequence[str]) -> EvaluatedModel:
+        """Read a checkpoint.
+
+        Args:
+            checkpoint: Its folder.
+            overrides: ``data.size_px=N`` or ``data.size_px=[H, W]``, for slides of another size than in training.
+
+        Raises:
+            RequestError: It is no checkpoint, or an override is another one.
+        """
+        import yaml
+
+        model = read_model_json(checkpoint)
+        size = model["size_px"]
+        for override in overrides:
+            if not override.startswith(_SIZE):
+                raise RequestError(f"{override}: of a checkpoint only data.size_px can be changed, as in {_SIZE}16384")
+            try:
+                given = yaml.safe_load(override.removeprefix(_SIZE))
+            except yaml.YAMLError:
+                given = None
+            size = [given, given] if isinstance(given, int) else given
+            right = isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+            if not right:
+                raise RequestError(f"{override}: use one or two whole numbers, as in {_SIZE}16384 or [8192, 16384]")
+        return cls(checkpoint, model["model"], (size[0], size[1]), str(model.get("precision", "float32")), checkpoint)
+
+    def program(self) -> Program:
+        """Return the captured model in evaluation mode, for one image.
+
+        Raises:
+            RequestError: The model cannot be built or captured.
+        """
+        with nullcontext() if ":" in str(self.fields["name"]) else torch.device("meta"):
+            model = build_model(self.fields)
+        return capture(model.to(DTYPES[self.precision]).eval(), (1, 3, *self.size_px), DTYPES[self.precision])
+
+
+def command_line(model: EvaluatedModel, needs: PredictionNeeds, one: PredictionForecast) -> list[str]:
+    """Return the command that predicts in this way; words in capitals are left to the user."""
+    words = ["hyfi", needs.command, str(model.checkpoint or "CHECKPOINT")]
+    words += ["SLIDES", "--out", "OUT"] if needs.command == "predict" else ["--store", "STORE"]
+    if needs.ranks > 1:
+        words += ["--ranks", str(needs.ranks)]
+        words += ["--ranks-per-slide", str(one.grid[0] * one.grid[1])] if needs.command == "predict" else []
+    if one.spills:
+        spill = "memory" if needs.machine.device == "cuda" else "FOLDER"
+        return [*words, "--memory", str(needs.memory_bytes), "--spill", spill]
+    return [*words, "--cells", "{},{}".format(*one.cells)] if one.cells else words
+
+
+def description(one: PredictionForecast, needs: PredictionNeeds) -> list[str]:
+    """Return a plan as lines of text."""
+    rows, columns = one.grid
+    shared = "1 rank a slide" if rows * columns == 1 else f"{rows * columns} ranks a slide ({rows} x {columns})"
+    at_once = f"{one.groups} slides at a time" if one.groups > 1 else "one slide at a time"
+    cells = f", each part in {one.cells[0]} x {one.cells[1]} cells" if one.cells else ""
+    spills = ", maps that no cell needs are moved out of memory" if one.spills else ""
+    parts = ", ".join(f"{kind} {seconds / one.slide_s:.0%}" for kind, seconds in one.parts_s.items() if seconds)
+    return [
+        f"{shared}, {at_once}{cells}{spills}",
+        f"{one.each_s:.3g} s per slide, {one.slide_s:.3g} s from its pixels to its result; bound by {one.bound_by} "
+        f"({parts})",
+        f"memory: {one.memory_bytes / 1e9:.2g} GB for each rank, of {needs.memory_bytes / 1e9:.2g} GB",
+    ]
+
+
+def plans_json(model: EvaluatedModel, needs: PredictionNeeds, found: PredictionSearch, top: int) -> dict[str, Any]:
+    """Return plans as one JSON object."""
+    plans = [
+        {
+            "ranks_per_slide": one.grid[0] * one.grid[1],
+            "cells": one.cells,
+            "spills": one.spills,
+            "seconds_per_slide": one.each_s,
+            "slide_s": one.slide_s,
+            "memory_bytes": one.memory_bytes,
+            "bound_by": one.bound_by,
+            "parts_s": one.parts_s,
+            "command": command_line(model, needs, one),
+        }
+        for one in found.plans[:top]
+    ]
+    return {
+        "machine": needs.machine.name,
+        "for": needs.command,
+        "ranks": needs.ranks,
+        "size_px": list(model.size_px),
+        "plans": plans,
+        "refused": found.refused,
+    }
