@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from hyfi_core.runtime.engine import Engine
 from workflows.training.pace import measured
 
 SAMPLE_S, SIZE_PX = 0.02, 16
+_THREAD = threading.local()  # each rank is a thread; values that a loss holds must be equal on all ranks
 
 
 def main() -> None:
@@ -73,16 +75,18 @@ def _step_s(shares: tuple[int, ...], sleeps: Sequence[float], steps: int) -> flo
 
 
 def _engine(comm: Communicator, shares: tuple[int, ...], sleep_s: float) -> tuple[Engine, torch.Tensor, torch.Tensor]:
-    def loss(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-        time.sleep(sleep_s * len(labels))
-        return nn.functional.cross_entropy(logits, labels)
-
+    _THREAD.sleep_s = sleep_s
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
     shape = (shares[comm.rank], 3, SIZE_PX, SIZE_PX)
     plan = ParallelPlan(((1, 1),), replicas=len(shares), shares=shares)
-    engine = hyfi_core.parallelize(model, shape, plan, comm, loss=loss)
+    engine = hyfi_core.parallelize(model, shape, plan, comm, loss=_slow_loss)
     return engine, torch.zeros(shape), torch.zeros(shape[0], dtype=torch.long)
+
+
+def _slow_loss(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    time.sleep(_THREAD.sleep_s * len(labels))
+    return nn.functional.cross_entropy(logits, labels)
 
 
 if __name__ == "__main__":
