@@ -131,31 +131,6 @@ def test_a_cancelled_job_of_srun_is_a_checkpoint_and_code_3(slurm: Slurm, tmp_pa
 
 
 @pytest.mark.soak
-def test_memory_that_runs_out_is_said_once_with_advice(slurm: Slurm, tmp_path: Path, store: Path) -> None:
-    config = make_config(tmp_path, store, run={"steps": 5000}, validation={"every_steps": 2})
-    fault = {"HYFI_TEST_FAULT": "1:6:update:memory"}
-    job = begin(slurm, tmp_path, "srun", "--mpi=pmi2", "-N2", "-n2", *HYFI, "train", str(config), TWO, **fault)
-    wait_for_step(job, tmp_path / "run", 4)
-    began_s = time.monotonic()
-    _, err = job.communicate(timeout=60)
-    assert time.monotonic() - began_s < 10
-    assert job.returncode not in (0, 1, 2, 3)
-    assert err.count("rank 1 failed") == err.count("out of memory") == 1 and "Traceback" not in err
-    assert run(slurm, tmp_path, *HYFI, "train", str(config), TWO, "--resume", "run.steps=12")[0] == 0
-
-
-@pytest.mark.soak
-def test_a_time_limit_without_a_script_is_a_checkpoint(slurm: Slurm, tmp_path: Path, store: Path) -> None:
-    """Slurm asks by TERM, and kills after its KillWait."""
-    config = make_config(tmp_path, store, run={"steps": 50000}, validation={"every_steps": 50000})
-    words = ["srun", "--time=1", "--mpi=pmi2", "-N2", "-n2", *HYFI, "train", str(config), TWO]
-    job = begin(slurm, tmp_path, *words, HYFI_TEST_FAULT="0:1:update:slow")
-    _, err = job.communicate(timeout=240)
-    assert job.returncode == 3, err
-    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step-{steps(tmp_path / 'run'):08d}"
-
-
-@pytest.mark.soak
 def test_a_preempted_job_saves_and_continues_by_itself(slurm: Slurm, tmp_path: Path, store: Path) -> None:
     """A job of a partition that goes first takes both nodes; the run saves in its grace time, and goes on later."""
     config = make_config(tmp_path, store, run={"steps": 12}, validation={"every_steps": 6})
@@ -312,32 +287,6 @@ def test_an_array_ingests_and_predicts_every_slide_once(slurm: Slurm, tmp_path: 
     logs = submit_array(slurm, tmp_path, 2, "predict", str(checkpoint), "slides", "--out", "predictions")
     assert all("3 predicted, 0 incomplete, 0 failed" in log for log in logs), logs
     assert sorted(rows_of(tmp_path / "predictions")) == [str(number) for number in range(6)]
-
-
-@pytest.mark.soak
-def test_ranks_predict_every_slide_once_also_after_a_kill(slurm: Slurm, tmp_path: Path) -> None:
-    """One slide is broken, and one of three ranks on two nodes is killed; the same command does the rest."""
-    (tmp_path / "slides").mkdir()
-    for number in range(20):
-        write_slide(tmp_path / "slides" / f"{number:02d}.tiff", draw_slide(seed=number))
-    (tmp_path / "slides" / "broken.tiff").write_bytes(b"not a slide")
-    predict = ["predict", str(save(tmp_path / "step-00000012")), "slides", "--out", "predictions"]
-    words = ["srun", "-K", "--mpi=pmi2", "-N2", "-n3", *HYFI, *predict]
-    job, deadline_s = begin(slurm, tmp_path, *words, HYFI_TEST_MARK=str(tmp_path)), time.monotonic() + 240
-    while len(list((tmp_path / "predictions").glob("*/prediction.json"))) < 3:
-        assert time.monotonic() < deadline_s and job.poll() is None, job.communicate()
-        time.sleep(0.02)
-    os.kill(_pid_of_rank(1, tmp_path), signal.SIGKILL)
-    killed_s = time.monotonic()
-    _, err = job.communicate(timeout=60)
-    assert time.monotonic() - killed_s < 10
-    assert job.returncode not in (0, 1, 2, 3) and err.count("rank 1 was killed or crashed") == 1
-    code, said = run(slurm, tmp_path, *words)
-    assert code == 1 and said.count("broken.tiff") == 1, said
-    rows = rows_of(tmp_path / "predictions")
-    assert sorted(rows) == [*(f"{number:02d}" for number in range(20)), "broken"]
-    assert {row["status"] for name, row in rows.items() if name != "broken"} == {"done"}
-    assert not list((tmp_path / "predictions").glob(".*.tmp-*"))
 
 
 @pytest.mark.soak
