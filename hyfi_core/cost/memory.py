@@ -54,9 +54,14 @@ class MemoryForecast:
         return self.state_bytes + self.saved_bytes + self.working_bytes
 
     @property
+    def weight_bytes(self) -> int:
+        """Weights of the stage."""
+        return self.state_bytes // (1 + STATE_COPIES)
+
+    @property
     def written_bytes(self) -> int:
         """What a checkpoint has of the stage: weights and optimizer state."""
-        return self.state_bytes * STATE_COPIES // (1 + STATE_COPIES)
+        return self.weight_bytes * STATE_COPIES
 
     @property
     def at_least_bytes(self) -> int:

@@ -12,6 +12,7 @@ from data.cores import describe_excess_threads, usable_cores
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
+from hyfi_core.runtime.saving.shares import sharing
 from workflows.evaluation.programs import ModelPrograms
 from workflows.out_of_memory import GENERAL_ADVICE
 
@@ -57,8 +58,8 @@ def hosts_of(ranks: Sequence[tuple[str, int | None, int, int]]) -> list[Host]:
 def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool = False) -> list[int]:
     """Return the bytes that each trainer needs.
 
-    A rank with stages of both directions has the weights and the activations of both; at start it has all weights. The
-    first rank of a stage also has a copy of its weights and moments, from which it writes checkpoints.
+    A rank with stages of both directions has the weights and the activations of both; at start it has all weights. A
+    rank that writes checkpoints also has a copy of what it writes: its share of a stage's weights and moments.
 
     Args:
         plan: The run's plan.
@@ -66,20 +67,23 @@ def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool
         least: Return a lower bound: without temporary memory of operators.
     """
     placement = Placement.of(plan)
-    found, writers = [], _writers(placement)
+    found, written = [], {} if least else _written_bytes(plan, placement, stages)
     for rank in range(plan.ranks):
         hosted = [stages[stage] for stage, _ in placement.hosted(rank % plan.ranks_per_plane)]
         sums = sum(one.at_least_bytes if least else one.total_bytes for one in hosted)
-        written = 0 if least else sum(stages[stage].written_bytes for stage in writers.get(rank, ()))
-        found.append(PROCESS_BYTES + max(sums + written, stages[0].start_bytes))
+        found.append(PROCESS_BYTES + max(sums + written.get(rank, 0), stages[0].start_bytes))
     return found
 
 
-def _writers(placement: Placement) -> dict[int, list[int]]:
-    """Return rank -> the stages that it writes to checkpoints."""
-    found = defaultdict(list)
-    for stage in range(placement.stages):
-        found[min(min(placement.group(stage, way)) for way in range(placement.directions))].append(stage)
+def _written_bytes(plan: ParallelPlan, placement: Placement, stages: Sequence[MemoryForecast]) -> dict[int, int]:
+    """Return rank -> the bytes that it writes to a checkpoint."""
+    found: dict[int, int] = defaultdict(int)
+    for stage, forecast in enumerate(stages):
+        holders = sorted({rank for way in range(placement.directions) for rank in placement.group(stage, way)})
+        copies = [first + rank for first in range(0, plan.ranks, placement.size) for rank in holders]
+        writers = sharing(forecast.weight_bytes, copies)
+        for rank in writers:
+            found[rank] += forecast.written_bytes // len(writers)
     return found
 
 

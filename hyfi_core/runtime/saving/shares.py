@@ -14,6 +14,12 @@ LEAST_BYTES = 2**27
 """Weights of a share, if there are several: more and smaller files would burden a shared file system, and readers."""
 
 
+def sharing(weight_bytes: int, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks that share the writing of weights of which all of them have copies; the first is one of them."""
+    shares = min(len(ranks), max(1, weight_bytes // LEAST_BYTES))
+    return [ranks[number * len(ranks) // shares] for number in range(shares)]
+
+
 def deal(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
     """Return tensor -> the rank that writes it; the same on every rank.
 
@@ -21,10 +27,9 @@ def deal(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
 
     Args:
         sizes: bytes of each tensor.
-        ranks: those that have all of them; the first has a share in any case.
+        ranks: those that have all of them.
     """
-    shares = min(len(ranks), max(1, sum(sizes.values()) // LEAST_BYTES))
-    loads = {ranks[number * len(ranks) // shares]: 0 for number in range(shares)}
+    loads = dict.fromkeys(sharing(sum(sizes.values()), ranks), 0)
     writers = {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):  # stable: equal sizes in the given order
         writers[name] = rank = min(loads, key=lambda rank: loads[rank])

@@ -48,6 +48,14 @@ def test_a_rank_of_two_directions_holds_both_of_its_stages() -> None:
     assert rank_bytes(both_ways, stages) == [PROCESS_BYTES + 342 + 9, PROCESS_BYTES + 342]
 
 
+def test_ranks_share_the_copy_of_large_weights() -> None:
+    """Two shares of 128 MiB or more: on the first ranks of both replicas."""
+    weights = 3 * 2**27 - 4
+    plan = ParallelPlan(grids=((1, 2),), replicas=2)
+    needed = rank_bytes(plan, [MemoryForecast(4 * weights, 0, 0)])
+    assert needed == [PROCESS_BYTES + 4 * weights + more for more in (3 * weights // 2, 0, 3 * weights // 2, 0)]
+
+
 def test_too_little_room_is_refused_with_the_first_change_that_fits() -> None:
     hosts = [Host("a", (0, 1), 2, 2, 5 * GB)]
     check_room([2 * GB, 3 * GB], hosts)
