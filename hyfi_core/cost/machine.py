@@ -7,7 +7,7 @@ what one rank computes on: a CPU core, or a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ Pointwise convolutions have a 1 x 1 kernel, thin ones fewer than 16 input channe
 """
 KINDS = (*PRODUCTS, "norm", "shared_norm", "pool", "elementwise")
 """Kinds of operators; the last four are bound by memory. A shared norm computes statistics over several ranks."""
-_OPTIONAL = ("crowding", "rail_bytes_per_s")
+_OPTIONAL = ("crowding", "rail_bytes_per_s", "cores", "strip_s", "overhead_s", "weight_bytes_per_s", "update")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+UPDATE_PASSES = 7
+"""Memory passes of an update, each over the size of the weights: four are read and three written back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,34 @@ class Crowding:
     memory: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateCost:
+    """Time of the optimizer's update.
+
+    Attributes:
+        tensor_s: overhead of one tensor of weights.
+        bytes_per_s: bytes of weights that are updated in a second.
+    """
+
+    tensor_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCores:
+    """The cores of a node that may have more ranks than cores.
+
+    Attributes:
+        count: cores of a node; ranks that compute at the same time have equal parts of them.
+        turn_s: time for which an exchange waits for the turns of other ranks.
+        waiting: part of a core that a waiting rank takes, relative to one that computes, before it sleeps.
+    """
+
+    count: int
+    turn_s: float
+    waiting: float
+
+
 @dataclass(frozen=True)
 class MachineModel:
     """The properties of a type of node.
@@ -76,6 +106,13 @@ class MachineModel:
         crowding: slowdown when all devices of a node compute.
         rail_bytes_per_s: bandwidth between nodes, in one direction, of a device that is the only one of its node to use
             it; None: as ``network``.
+        cores: what ranks wait for if a node has more of them than cores. None: each device computes for itself.
+        strip_s: work on a strip of a neighbour in the (forward, backward) of a window operator, besides its message.
+        overhead_s: kind of operator -> overhead of its forward, and of each gradient of its backward, instead of
+            ``kernel_s``.
+        weight_bytes_per_s: kind of operator -> bytes of weights per second that (forward, backward) rearrange for the
+            library's kernels, in addition to the arithmetic; for other kinds this takes no time.
+        update: of the optimizer; None: ``UPDATE_PASSES`` over the weights.
     """
 
     name: str
@@ -92,6 +129,39 @@ class MachineModel:
     disk_bytes_per_s: float
     crowding: Crowding = field(default_factory=Crowding)
     rail_bytes_per_s: float | None = None
+    cores: SharedCores | None = None
+    strip_s: tuple[float, float] = (0.0, 0.0)
+    overhead_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    weight_bytes_per_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    update: UpdateCost | None = None
+
+    def shared(self, ranks: int) -> bool:
+        """Whether so many ranks must share cores."""
+        nodes = -(-ranks // self.devices_per_node)
+        return self.cores is not None and nodes * self.cores.count < ranks
+
+    def turns_s(self, ranks: int) -> float:
+        """Return what an exchange waits for turns, on a core of its own: sharing makes it ``SharedCores.turn_s``."""
+        if self.cores is None or not self.shared(ranks):
+            return 0.0
+        return self.cores.turn_s * self.cores.count / min(ranks, self.devices_per_node)
+
+    def call_s(self, kind: str, backward: bool = False) -> float:
+        """Return the overhead of an operator of a kind, or of a gradient of its backward."""
+        return self.overhead_s.get(kind, (self.kernel_s, self.kernel_s))[backward]
+
+    def weights_s(self, weight_bytes: float, kind: str, backward: bool = False, crowded: bool = False) -> float:
+        """Return the time in which a library rearranges so many bytes of weights; see ``weight_bytes_per_s``."""
+        if kind not in self.weight_bytes_per_s:
+            return 0.0
+        return (self.crowding.memory if crowded else 1.0) * weight_bytes / self.weight_bytes_per_s[kind][backward]
+
+    def update_s(self, tensors: int, weight_bytes: float, crowded: bool = False) -> float:
+        """Return the time of the optimizer's update of so many tensors of weights."""
+        slower = self.crowding.memory if crowded else 1.0
+        if self.update is None:
+            return slower * UPDATE_PASSES * weight_bytes / self.memory_bytes_per_s
+        return tensors * self.update.tensor_s + slower * weight_bytes / self.update.bytes_per_s
 
     def operator_s(
         self,
@@ -163,8 +233,13 @@ class MachineModel:
         tree = asdict(self)
         tree["efficiency"] = {kind: list(pair) for kind, pair in self.efficiency.items()}
         tree["peak_flops_per_s"] = dict(self.peak_flops_per_s)
-        if self.rail_bytes_per_s is None:
-            del tree["rail_bytes_per_s"]
+        tree["overhead_s"], tree["weight_bytes_per_s"] = (
+            {kind: list(pair) for kind, pair in pairs.items()} for pairs in (self.overhead_s, self.weight_bytes_per_s)
+        )
+        tree["strip_s"] = list(self.strip_s) if any(self.strip_s) else None
+        for key in _OPTIONAL:
+            if not tree[key]:
+                del tree[key]
         return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
 
 
@@ -213,7 +288,7 @@ def _parse(tree: Any, source: str) -> MachineModel:
         memory_bytes=int(_number(tree, "memory_bytes", source)),
         peak_flops_per_s={dtype: _number(peaks, dtype, source) for dtype in DTYPES},
         memory_bytes_per_s=_number(tree, "memory_bytes_per_s", source),
-        efficiency={kind: _forward_backward(_section(tree, "efficiency", source), kind, source) for kind in KINDS},
+        efficiency=_pairs(tree, "efficiency", KINDS, source),
         kernel_s=_number(tree, "kernel_s", source),
         message_s=_number(tree, "message_s", source),
         node=_link(tree, "node", source),
@@ -221,7 +296,22 @@ def _parse(tree: Any, source: str) -> MachineModel:
         disk_bytes_per_s=_number(tree, "disk_bytes_per_s", source),
         crowding=_crowding(tree, source) if "crowding" in tree else Crowding(),
         rail_bytes_per_s=_number(tree, "rail_bytes_per_s", source) if "rail_bytes_per_s" in tree else None,
+        cores=_cores(tree, source) if "cores" in tree else None,
+        strip_s=_forward_backward(tree, "strip_s", source) if "strip_s" in tree else (0.0, 0.0),
+        overhead_s=_pairs(tree, "overhead_s", tree.get("overhead_s", ()), source),
+        weight_bytes_per_s=_pairs(tree, "weight_bytes_per_s", tree.get("weight_bytes_per_s", ()), source),
+        update=_update(tree, source) if "update" in tree else None,
     )
+
+
+def _pairs(tree: Mapping[str, Any], key: str, kinds: Iterable[str], source: str) -> Mapping[str, tuple[float, float]]:
+    """Return the (forward, backward) of each of these kinds in a section; none if there are none."""
+    if key in tree:
+        section = _section(tree, key, source)
+        for kind in sorted(set(section) - set(KINDS)):
+            raise RequestError(f"machine {source}: {key}.{kind}: unknown; allowed: {', '.join(KINDS)}")
+        return {kind: _forward_backward(section, kind, source, f"{key}.") for kind in kinds}
+    return {}
 
 
 def _section(tree: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
@@ -237,10 +327,10 @@ def _number(tree: Mapping[str, Any], key: str, source: str) -> float:
     return float(value)
 
 
-def _forward_backward(tree: Mapping[str, Any], kind: str, source: str) -> tuple[float, float]:
+def _forward_backward(tree: Mapping[str, Any], kind: str, source: str, section: str = "") -> tuple[float, float]:
     pair = tree.get(kind)
     if not isinstance(pair, list) or len(pair) != 2:
-        raise RequestError(f"machine {source}: efficiency.{kind}: given {pair!r}; allowed: [forward, backward]")
+        raise RequestError(f"machine {source}: {section}{kind}: given {pair!r}; allowed: [forward, backward]")
     named = dict(zip(("forward", "backward"), pair, strict=True))
     return _number(named, "forward", source), _number(named, "backward", source)
 
@@ -248,6 +338,17 @@ def _forward_backward(tree: Mapping[str, Any], kind: str, source: str) -> tuple[
 def _link(tree: Mapping[str, Any], key: str, source: str) -> DeviceLink:
     section = _section(tree, key, source)
     return DeviceLink(_number(section, "latency_s", source), _number(section, "bytes_per_s", source))
+
+
+def _cores(tree: Mapping[str, Any], source: str) -> SharedCores:
+    section = _section(tree, "cores", source)
+    count, turn_s, waiting = (_number(section, key, source) for key in ("count", "turn_s", "waiting"))
+    return SharedCores(int(count), turn_s, waiting)
+
+
+def _update(tree: Mapping[str, Any], source: str) -> UpdateCost:
+    section = _section(tree, "update", source)
+    return UpdateCost(_number(section, "tensor_s", source), _number(section, "bytes_per_s", source))
 
 
 def _crowding(tree: Mapping[str, Any], source: str) -> Crowding:

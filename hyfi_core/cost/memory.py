@@ -70,11 +70,11 @@ class MemoryForecast:
 
 
 def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
-    """Return the largest number of micro-batches of a stage between forward and backward, as published."""
+    """Return the most micro-batches of a stage and direction between forward and backward, as published."""
     if plan.schedule == "gpipe":
         return plan.microbatches
     if plan.schedule in ("1f1b", "chimera"):
-        return min(plan.stages - stage, plan.microbatches)
+        return min(plan.stages - stage, plan.microbatches // plan.directions)
     return 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -33,6 +35,8 @@ class OperatorCost:
         output_bytes: bytes of its results.
         gradients: number of gradients in its backward (of the map, of weights), each as costly as the forward.
         seconds: time of its forward on the given machine.
+        weight_bytes: bytes of its weights, which are not divided with the map.
+        forks: cotangents of its results that are added to others, because several operators use them.
     """
 
     kind: str
@@ -42,6 +46,8 @@ class OperatorCost:
     output_bytes: int
     gradients: int
     seconds: float
+    weight_bytes: int = 0
+    forks: int = 0
 
     def forward_s(self, machine: MachineModel, fraction: float, crowded: bool, kind: str | None = None) -> float:
         """Return the seconds of the forward on a part of the map.
@@ -54,8 +60,9 @@ class OperatorCost:
         """
         if self.kind == "view":
             return 0.0
-        work = self.flops * fraction, self.touched_bytes * fraction
-        return machine.kernel_s + machine.operator_s(*work, kind or self.kind, self.dtype, crowded=crowded)
+        work, name = (self.flops * fraction, self.touched_bytes * fraction), kind or self.kind
+        weights_s = machine.weights_s(self.weight_bytes, name, crowded=crowded)
+        return machine.call_s(name) + machine.operator_s(*work, name, self.dtype, crowded=crowded) + weights_s
 
     def backward_s(self, machine: MachineModel, fraction: float, crowded: bool, kind: str | None = None) -> float:
         """Return the seconds of the backward on a part of the map; see ``forward_s``."""
@@ -63,8 +70,14 @@ class OperatorCost:
             return 0.0
         count = self.gradients if self.kind in PRODUCTS else 1
         work = count * self.flops * fraction, count * self.touched_bytes * fraction
-        seconds = machine.operator_s(*work, kind or self.kind, self.dtype, backward=True, crowded=crowded)
-        return count * machine.kernel_s + seconds
+        name = kind or self.kind
+        seconds = machine.operator_s(*work, name, self.dtype, backward=True, crowded=crowded)
+        weights_s = machine.weights_s(self.weight_bytes, name, backward=True, crowded=crowded)
+        added_s = machine.call_s("elementwise", backward=True) + machine.operator_s(
+            0.0, 3 * self.output_bytes * fraction, "elementwise", self.dtype, backward=True, crowded=crowded
+        )
+        forks = self.forks if machine.overhead_s else 0  # else in efficiencies, which were fitted to whole steps
+        return count * machine.call_s(name, backward=True) + seconds + weights_s + forks * added_s
 
 
 def operator_costs(
@@ -83,7 +96,8 @@ def operator_costs(
     """
     if active is None:
         active = active_values(program, program.outputs, program.parameters)
-    return tuple(_cost(program, op, machine, active, dtype) for op in program.operators)
+    users = Counter(name for op in program.operators for name in set(op.inputs) if set(op.outputs) & active)
+    return tuple(_cost(program, op, machine, active, dtype, users) for op in program.operators)
 
 
 def value_bytes(program: Program, name: str) -> int:
@@ -93,7 +107,12 @@ def value_bytes(program: Program, name: str) -> int:
 
 
 def _cost(
-    program: Program, op: Operator, machine: MachineModel, active: frozenset[str], dtype: str | None
+    program: Program,
+    op: Operator,
+    machine: MachineModel,
+    active: frozenset[str],
+    dtype: str | None,
+    users: Mapping[str, int],
 ) -> OperatorCost:
     made = [name for name in op.outputs if name is not None and name in program.values]
     made_bytes = sum(value_bytes(program, name) for name in made)
@@ -109,7 +128,9 @@ def _cost(
     maps, weights = carried - set(program.parameters), carried & set(program.parameters)
     gradients = bool(maps) + bool(weights) if any(name in active for name in made) else 0
     seconds = 0.0 if kind == "view" else machine.operator_s(flops, touched, kind, computed)
-    return OperatorCost(kind, computed, flops, touched, made_bytes, gradients, seconds)
+    forks = sum(max(0, users.get(name, 0) - 1) for name in made if name in active)
+    weight_bytes = sum(value_bytes(program, name) for name in taken if name in program.parameters)
+    return OperatorCost(kind, computed, flops, touched, made_bytes, gradients, seconds, weight_bytes, forks)
 
 
 def _kind(program: Program, op: Operator) -> str:

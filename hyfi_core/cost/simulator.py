@@ -18,6 +18,8 @@ from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import MemoryForecast, StageMaps, forecast_memory
 from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
+from hyfi_core.cost.resident import kept_bytes
+from hyfi_core.cost.shared_cores import on_shared_cores
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -39,7 +41,8 @@ class StepForecast:
         bubble: fraction of all ranks' time, until the last backward ends, in which they run neither.
         exposed_s: kind of communication (halo, sums, branches, stage, reduce) -> time that it adds to the slowest
             stage.
-        memory_bytes: peak memory of each rank of a replica, in addition to the process.
+        memory_bytes: memory that each rank of a replica needs at the peak, in addition to the process.
+        resident_bytes: growth of its process to the peak: on a CPU also what its heap and kernels keep.
         compute_s: for each stage, time of all forwards and backwards, without waits within the stage.
         simulation: the dry run.
     """
@@ -50,6 +53,7 @@ class StepForecast:
     bubble: float
     exposed_s: Mapping[str, float]
     memory_bytes: tuple[int, ...]
+    resident_bytes: tuple[int, ...]
     compute_s: tuple[float, ...]
     simulation: Simulation
 
@@ -91,7 +95,7 @@ def forecast_step(
     costs = StageCosts(program, plan, machine, dtype, known)
     found = _dry_run(plan, costs)
     quick = _dry_run(plan, costs, free_messages=True) if any(costs.edges.values()) else found
-    step_s = found.makespan_s + _update_s(costs)
+    step_s = found.makespan_s + _update_s(plan, costs)
     rounds = plan.microbatches
     slowest = max(costs.stages, key=lambda stage: stage.forward_s + stage.backward_s)
     computed_s = max((event.end_s for event in found.events if event.kind in ("F", "B")), default=0.0)
@@ -109,6 +113,7 @@ def forecast_step(
         found.bubble,
         exposed_s,
         rank_bytes(program, plan),
+        rank_bytes(program, plan) if machine.device != "cpu" else _resident_bytes(program, plan),
         tuple(rounds * (s.forward_s + s.backward_s - s.halo_s - s.sums_s - s.branch_s) for s in costs.stages),
         found,
     )
@@ -116,7 +121,7 @@ def forecast_step(
 
 def step_s(plan: ParallelPlan, costs: StageCosts) -> float:
     """Return the duration of a step alone; see ``forecast_step``."""
-    return _dry_run(plan, costs).makespan_s + _update_s(costs)
+    return _dry_run(plan, costs).makespan_s + _update_s(plan, costs)
 
 
 def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -> float:
@@ -147,8 +152,16 @@ def _held_stages(plan: ParallelPlan) -> set[tuple[int, ...]]:
     return {tuple(stage for stage, _ in placement.hosted(rank)) for rank in range(placement.size)}
 
 
-def _update_s(costs: StageCosts) -> float:
-    return max(stage.update_s for stage in costs.stages)
+def _update_s(plan: ParallelPlan, costs: StageCosts) -> float:
+    """Return the time of the update of all weights that a rank owns, of the rank with most of them."""
+    placement = Placement.of(_collapsed(plan))
+    held = [
+        {stage for stage, direction in placement.hosted(rank) if direction == 0 or plan.mirror == "all_reduce"}
+        for rank in range(placement.size)
+    ]
+    longest_s = max(sum(costs.stages[stage].update_s for stage in stages) for stages in held)
+    cores, nodes = costs.machine.cores, -(-plan.ranks // costs.machine.devices_per_node)
+    return longest_s if cores is None else longest_s * max(1.0, plan.ranks / nodes / cores.count)
 
 
 def _collapsed(plan: ParallelPlan) -> ParallelPlan:
@@ -173,10 +186,17 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
         reduce_s=lambda stage: costs.stages[stage].reduce_s,
         edge_s=dict.fromkeys(edges, 0.0) if free_messages else costs.edges,
     )
-    rounds = small.microbatches
-    return simulate(
-        _actions(small, edges), Placement.of(small), edges, mirror=small.mirror, microbatches=rounds, costs=durations
+    rounds, placement = small.microbatches, Placement.of(small)
+    found = simulate(
+        _actions(small, edges), placement, edges, mirror=small.mirror, microbatches=rounds, costs=durations
     )
+    cores = costs.machine.cores
+    if cores is None or not costs.machine.shared(plan.ranks):
+        return found
+    sizes = [prod(grid) for grid in plan.grids] if placement.size < plan.ranks_per_plane else [1] * placement.size
+    nodes = -(-plan.ranks // costs.machine.devices_per_node)
+    weights = [plan.replicas * plan.branches * size / nodes for size in sizes]  # ranks that each stands for
+    return on_shared_cores(found, weights, cores)
 
 
 @lru_cache(maxsize=64)  # plans with other cuts, grids and replicas have the same
@@ -194,6 +214,18 @@ def rank_bytes(program: Program, plan: ParallelPlan, stages: Sequence[StageMaps]
         stages: of the plan, if they are known.
     """
     return _rank_bytes(plan, forecast_memory(program, plan, stages))
+
+
+def _resident_bytes(program: Program, plan: ParallelPlan) -> tuple[int, ...]:
+    """Return how far the resident memory of each rank grows; planes have equal parts of the maps."""
+    stages, placement = forecast_memory(program, plan), Placement.of(plan)
+    maps = [_stage_bytes(plan, stage) - stage.state_bytes for stage in stages]
+    found = []
+    for rank, kept in enumerate(kept_bytes(program, plan, maps)):
+        hosted = [stage for stage, _ in placement.hosted(rank)]
+        needed = sum(stages[stage].state_bytes + maps[stage] // plan.branches for stage in hosted)
+        found.append(kept + max(stages[0].start_bytes, needed))
+    return tuple(found) * plan.branches
 
 
 def _rank_bytes(plan: ParallelPlan, stages: tuple[MemoryForecast, ...]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ on the rank with the largest box.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -29,8 +29,6 @@ from hyfi_core.rules.instructions import CollectiveCall, RankProgram
 
 _STATISTICS = 3 * 8
 """Bytes of a channel's statistics in a message: count, mean and variance in float64."""
-_UPDATE_PASSES = 7
-"""Memory passes of an update, each over the size of the weights: four are read and three written back."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,10 @@ class StageCost:
 
 @dataclass
 class _Waits:
-    """Waits of a rank in one forward or backward, and the bytes it receives."""
+    """Waits of a rank in one forward or backward, its work on strips of neighbours, and the bytes it receives."""
 
     halo_s: float = 0.0
+    strips_s: float = 0.0
     sums_s: float = 0.0
     branch_s: float = 0.0
     halo_bytes: float = 0.0
@@ -70,7 +69,7 @@ class _Waits:
     @property
     def total_s(self) -> float:
         """All of them."""
-        return self.halo_s + self.sums_s + self.branch_s
+        return self.halo_s + self.strips_s + self.sums_s + self.branch_s
 
 
 @dataclass
@@ -104,6 +103,7 @@ class StageCosts:
         stages: cost of each stage.
         edges: (from, to) of stages that exchange values -> time of a message.
         edge_bytes: (from, to) -> bytes that the rank with the most receives.
+        machine: the machine model.
 
     Raises:
         RequestError: as ``cut_program`` and ``lower``.
@@ -117,10 +117,11 @@ class StageCosts:
         dtype: str | None = None,
         known: LoweredPlans | None = None,
     ) -> None:
-        self._plan, self._machine, self._links = plan, machine, NodeLinks(plan, machine)
+        self._plan, self.machine, self._links = plan, machine, NodeLinks(plan, machine)
         cells = plan.cell_grid or (1, 1)
         self._cells = cells[0] * cells[1]
         self._fine = plan.by_cells()
+        self._turn_s = machine.turns_s(plan.ranks)
         self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
         stages = lowered_stages(program, plan, self._fine, machine, {} if known is None else known)
         active = active_values(program, program.outputs, program.parameters)
@@ -128,7 +129,9 @@ class StageCosts:
             self._stage(index, piece, stages.divided[index], operators, dtype, active)
             for index, (piece, _, operators) in enumerate(stages.each)
         )
-        self.edges = {edge: self._links.edge_s(edge, incoming) for edge, incoming in stages.carried.items()}
+        self.edges = {
+            edge: self._turn_s + self._links.edge_s(edge, incoming) for edge, incoming in stages.carried.items()
+        }
         self.edge_bytes = {
             edge: max(sum(length for _, length in messages) for messages in incoming)
             for edge, incoming in stages.carried.items()
@@ -149,7 +152,7 @@ class StageCosts:
         leaving = tuple(Ref(name) for names in piece.exits.values() for name in names if name in active)
         entering = [name for names in piece.entries.values() for name in names if name in active]
         active_here = active_values(program, (piece.outputs, leaving), (*program.parameters, *entering))
-        found = operator_costs(program, self._machine, dtype, active_here)
+        found = operator_costs(program, self.machine, dtype, active_here)
         costs = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
         clock = self._computed(divided, operators, costs, ranks)
         waits = max((self._waits(plane, clock.each_s, index) for plane in divided.planes), key=lambda w: w.total_s)
@@ -157,7 +160,7 @@ class StageCosts:
         recompute_s = clock.forward_s if self._plan.recomputes(index) else 0.0
         scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
         gradients = [(ready_s, scale * length) for ready_s, length in clock.gradients]
-        group = GradientHolders.of(self._plan, index, self._machine.devices_per_node)
+        group = GradientHolders.of(self._plan, index, self.machine.devices_per_node)
         return StageCost(
             forward_s=clock.forward_s + waits.total_s,
             backward_s=clock.backward_s + recompute_s + waits.total_s,
@@ -165,8 +168,8 @@ class StageCosts:
             sums_s=2 * waits.sums_s,
             branch_s=2 * waits.branch_s,
             halo_bytes=waits.halo_bytes,
-            reduce_s=group.exposed_s(gradients, clock.backward_s, self._machine),
-            update_s=update_s(piece.program, self._machine),
+            reduce_s=group.exposed_s(gradients, clock.backward_s, self.machine),
+            update_s=update_s(piece.program, self.machine),
         )
 
     def _computed(
@@ -180,10 +183,8 @@ class StageCosts:
             fraction, cost = self._fraction(ranked, op, ranks), costs[op.name]
             synchronised = cost.kind == "norm" and ranks * self._cells > 1 and _has_live_statistics(op)
             kind = "shared_norm" if synchronised else None
-            extra_s = 0.0 if cost.kind == "view" else (self._cells - 1) * self._machine.kernel_s
-            forward_s = extra_s + cost.forward_s(self._machine, fraction, self._crowded, kind)
-            clock.each_s[op.first_output] = forward[op.name] = forward_s
-            backward[op.name] = extra_s + cost.backward_s(self._machine, fraction, self._crowded, kind)
+            clock.each_s[op.first_output] = forward[op.name] = self._of_cells(cost, cost.forward_s, fraction, kind)
+            backward[op.name] = self._of_cells(cost, cost.backward_s, fraction, kind)
         gradients, branches = _gradient_bytes(ranked.program, operators), divided.branches
         regions = branches.regions or (tuple(op.name for op in operators),)
         every = range(branches.planes)
@@ -204,6 +205,14 @@ class StageCosts:
             clock.backward_s = max(loads)
         clock.gradients.sort(key=lambda found: found[0])
         return clock
+
+    def _of_cells(self, cost: OperatorCost, seconds: Callable[..., float], fraction: float, kind: str | None) -> float:
+        """Return the time of an operator in all cells; what does not depend on the map is repeated in each."""
+        if cost.kind == "view":
+            return 0.0
+        whole_s = seconds(self.machine, fraction, self._crowded, kind)
+        again_s = seconds(self.machine, 0.0, self._crowded, kind) if self._cells > 1 else 0.0
+        return whole_s + (self._cells - 1) * again_s
 
     def _fraction(self, ranked: RankProgram, op: Operator, ranks: int) -> float:
         """Return the fraction of an operator's map that the rank with the largest part computes; 1 if not split."""
@@ -246,13 +255,15 @@ class StageCosts:
         sent_px = sum(strip.box.area for strip in transfer.sends)
         length = pixel_bytes * max(transfer.received_px, sent_px)
         if self._cells > 1:  # a copy within the process
-            waits.halo_s += self._cells * (self._machine.kernel_s + 2 * length / self._machine.memory_bytes_per_s)
+            waits.halo_s += self._cells * (self.machine.kernel_s + 2 * length / self.machine.memory_bytes_per_s)
             return
         overlapped_s = max((hidden_s.get(output, 0.0) for output in call.outputs if output is not None), default=0.0)
         ways = self._ways(ranked.splits[name].held.grid, transfer.receives, pixel_bytes)
         back = self._ways(ranked.splits[name].held.grid, transfer.sends, pixel_bytes)
         kinds = (*self._links.halo_s(stage, ways), *self._links.halo_s(stage, back))
-        waits.halo_s += max(software_s + max(0.0, wire_s - overlapped_s) for software_s, wire_s in kinds)
+        if hasattr(call.operator, "halo"):
+            waits.strips_s += len(transfer.receives) * sum(self.machine.strip_s) / 2
+        waits.halo_s += self._turn_s + max(software_s + max(0.0, wire_s - overlapped_s) for software_s, wire_s in kinds)
         waits.halo_bytes += length
 
     def _ways(self, grid: tuple[int, int], strips: Sequence[Strip], pixel_bytes: float) -> dict[Way, float]:
@@ -268,7 +279,7 @@ class StageCosts:
         """Return the waits for values of other planes in a forward."""
         planes, link = divided.branches.planes, self._links.between_planes()
         lengths = [exchange.largest_bytes for exchange in divided.exchanges]
-        return sum(self._machine.messages_s(planes - 1, length, link) for length in lengths)
+        return sum(self.machine.messages_s(planes - 1, length, link) for length in lengths)
 
     def _sum_s(self, ranked: RankProgram, call: CollectiveCall, stage: int) -> float:
         if isinstance(call.operator, BatchNorm):
@@ -280,12 +291,14 @@ class StageCosts:
         ranks = prod(self._plan.grids[stage % len(self._plan.grids)])
         group = ranks * (self._plan.replicas if call.all_replicas else 1)
         link = None if call.all_replicas else self._links.within_stage(stage)
-        return self._machine.all_reduce_s(group, length, link) + (self._cells - 1) * self._machine.kernel_s
+        waited_s = self.machine.all_reduce_s(group, length, link) + (self._turn_s if group > 1 else 0.0)
+        return waited_s + (self._cells - 1) * self.machine.kernel_s
 
 
 def update_s(program: Program, machine: MachineModel) -> float:
     """Return the time of the optimizer step for the weights of a stage."""
-    return _UPDATE_PASSES * sum(value_bytes(program, name) for name in program.parameters) / machine.memory_bytes_per_s
+    weights = sum(value_bytes(program, name) for name in program.parameters)
+    return machine.update_s(len(program.parameters), weights)
 
 
 def _has_live_statistics(op: Operator) -> bool:

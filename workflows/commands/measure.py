@@ -1,8 +1,8 @@
 """``hyfi doctor --measure``: measures the parameters of a ``MachineModel`` on this machine.
 
-Run as a program, it is one rank of the measurement: first rank 0 measures while the others wait, then all measure at
-the same time, then pairs of ranks exchange rows of a feature map. What cannot be measured (the network, if there is
-only one node) is taken from the ``cpu`` machine model, and the file says so.
+Run as a program, it is one rank of the measurement: first rank 0 measures while the others wait, then as many ranks as
+the node has cores measure at the same time, then pairs of ranks exchange rows of a feature map. What cannot be measured
+(the network, if there is only one node) is taken from the ``cpu`` machine model, and the file says so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from hyfi_core.comm.base import Communicator
     from hyfi_core.cost.machine import DeviceLink, MachineModel
+    from workflows.commands.measured_layers import LayerBench, MeasuredKind
+    from workflows.commands.measured_operators import OperatorBench
 
 RANKS = 2
 _CHANNELS = 64
@@ -95,45 +97,59 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     """
     import torch
 
-    from hyfi_core.cost.machine import DEFAULT_MACHINE, DTYPES, KINDS, PRODUCTS, Crowding, MachineModel
+    from data.cores import usable_cores
+    from hyfi_core.cost.machine import DEFAULT_MACHINE, KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
     from hyfi_core.runtime.launch import made_current
-    from workflows.commands.measured_operators import CASES, OperatorBench
+    from workflows.commands.measured_layers import LayerBench
+    from workflows.commands.measured_operators import OperatorBench
 
     hosts = comm.broadcast_object(comm.gather_objects(socket.gethostname()))
     local_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
     gpus = torch.cuda.device_count()
     device = made_current(f"cuda:{local_ranks.index(comm.rank)}" if gpus else "cpu")
     bench = OperatorBench(device)
-    rates = {kind: bench.rates(kind) for kind in CASES} if comm.rank == 0 else {}
-    dtype_rates = {dtype: bench.dtype_rate(getattr(torch, dtype)) for dtype in DTYPES} if comm.rank == 0 else {}
-    copied, kernel_s = (bench.copied_bytes_per_s(), bench.kernel_s()) if comm.rank == 0 else (1.0, 1.0)
+    cores = comm.size if gpus else max(1, usable_cores() // torch.get_num_threads())
+    layers = LayerBench(device)
+    alone = _alone(bench, layers) if comm.rank == 0 else None
     comm.barrier()
-    # All ranks at once: how much slower they are than one alone.
-    together = {kind: bench.rates(kind) for kind in ("convolution", "elementwise")}
-    shared = bench.shared_norm(comm)
+    group = comm.split(0 if comm.rank in local_ranks[:cores] else None)
+    together = _together(bench, layers, group) if group is not None else None
+    comm.barrier()
+    shared = bench.shared_cores(comm, cores) if cores < len(local_ranks) == comm.size else None
     near, far = _links(comm, device, hosts, True), _links(comm, device, hosts, False)
     disk = _disk_bytes_per_s(folder) if comm.rank == 0 else 1.0
-    if comm.rank:
+    if alone is None or together is None:
         return DEFAULT_MACHINE, []
+    rates, kinds = alone.rates, alone.kinds
     peak = max(rates[kind][0] for kind in PRODUCTS)
-    best = {kind: peak if kind in PRODUCTS else copied for kind in KINDS}
-    crowding = {kind: max(1.0, rates[kind][0] / crowded[0]) for kind, crowded in together.items()}
-    rates["shared_norm"] = (shared[0] * crowding["elementwise"], shared[1] * crowding["elementwise"])
+    best = {kind: peak if kind in PRODUCTS else alone.copied_bytes_per_s for kind in KINDS}
+    crowding = [max(1.0, found / own) for found, own in zip(together.crowded_s, alone.crowded_s, strict=True)]
+    rates["shared_norm"] = together.norm[0] * crowding[1], together.norm[1] * crowding[1]
     link = near or far
+    overheads = {kind: found.overhead_s for kind, found in kinds.items()}
+    overheads["thin_convolution"] = overheads["convolution"]
+    overheads["shared_norm"] = _less(together.tiny_norm_s, alone.kernel_s)  # which is counted for its sum
+    message_s = _rounded(link[0]) if link else DEFAULT_MACHINE.message_s
+    strip_s = _rounded_pair(_less(together.strip_s, message_s)) if together.strip_s is not None else (0.0, 0.0)
     machine = MachineModel(
         name=f"{_device_name(device)}, {socket.gethostname()}",
         device=device.type,
         devices_per_node=gpus or len(local_ranks),
         memory_bytes=_memory_bytes(device, len(local_ranks)),
-        peak_flops_per_s={dtype: _rounded(peak * dtype_rates[dtype] / dtype_rates["float32"]) for dtype in DTYPES},
-        memory_bytes_per_s=_rounded(copied),
+        peak_flops_per_s={name: _rounded(peak * rate) for name, rate in alone.dtype_shares.items()},
+        memory_bytes_per_s=_rounded(alone.copied_bytes_per_s),
         efficiency={kind: (_rounded(f / best[kind]), _rounded(b / best[kind])) for kind, (f, b) in rates.items()},
-        kernel_s=_rounded(kernel_s),
-        message_s=_rounded(link[0]) if link else DEFAULT_MACHINE.message_s,
+        kernel_s=_rounded(alone.kernel_s),
+        message_s=message_s,
         node=near[1] if near else DEFAULT_MACHINE.node,
         network=far[1] if far else DEFAULT_MACHINE.network,
         disk_bytes_per_s=_rounded(disk),
-        crowding=Crowding(_rounded(crowding["convolution"]), _rounded(crowding["elementwise"])),
+        crowding=Crowding(*_rounded_pair((crowding[0], crowding[1]))),
+        cores=shared,
+        strip_s=strip_s,
+        overhead_s={kind: _rounded_pair(pair) for kind, pair in overheads.items()},
+        weight_bytes_per_s={kind: _rounded_pair(pair) for kind, pair in alone.weight_bytes_per_s.items()},
+        update=UpdateCost(_rounded(alone.tensor_update_s), _rounded(1 / alone.update_s_per_byte)),
     )
     notes = [f"Measured by `hyfi doctor --measure` with {comm.size} rank(s) on {len(set(hosts))} node(s)."]
     if near is None:
@@ -141,6 +157,95 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     if far is None:
         notes.append("network: not measured, because there is only one node; taken from the cpu machine.")
     return machine, notes
+
+
+@dataclass(frozen=True)
+class _AloneRates:
+    """What one rank measures while the others wait.
+
+    Attributes:
+        rates: Kind -> rates.
+        kinds: Kind -> what its operators take, of those measured in the engine.
+        weight_bytes_per_s: As in ``MachineModel``.
+        crowded_s: Seconds of layers bound by (arithmetic, memory).
+        dtype_shares: Dtype -> its rate, relative to float32.
+        copied_bytes_per_s: Memory bandwidth.
+        kernel_s: Mean overhead of one operator.
+        tensor_update_s: Seconds of the update of a small tensor.
+        update_s_per_byte: Seconds of the update of a byte of weights.
+    """
+
+    rates: dict[str, tuple[float, float]]
+    kinds: dict[str, MeasuredKind]
+    weight_bytes_per_s: dict[str, tuple[float, float]]
+    crowded_s: tuple[float, float]
+    dtype_shares: dict[str, float]
+    copied_bytes_per_s: float
+    kernel_s: float
+    tensor_update_s: float
+    update_s_per_byte: float
+
+
+def _alone(bench: OperatorBench, layers: LayerBench) -> _AloneRates:
+    import torch
+
+    from hyfi_core.cost.machine import DTYPES
+    from workflows.commands.measured_layers import HEAVY, LAYERS
+    from workflows.commands.measured_operators import CASES
+
+    kinds = {kind: layers.kind(kind) for kind in LAYERS}
+    heavy = {kind: layers.heavy(kind, kinds[kind]) for kind in HEAVY}
+    dtype_rates = {dtype: bench.dtype_rate(getattr(torch, dtype)) for dtype in DTYPES}
+    updates = [found.tensor_update_s for found in kinds.values() if found.tensor_update_s is not None]
+    return _AloneRates(
+        rates={kind: kinds[kind].rates if kind in kinds else bench.rates(kind) for kind in {**CASES, **kinds}},
+        kinds=kinds,
+        weight_bytes_per_s={kind: rates for kind, (rates, _) in heavy.items()},
+        crowded_s=layers.crowded(),
+        dtype_shares={dtype: rate / dtype_rates["float32"] for dtype, rate in dtype_rates.items()},
+        copied_bytes_per_s=bench.copied_bytes_per_s(),
+        kernel_s=bench.kernel_s(),
+        tensor_update_s=min(updates),
+        update_s_per_byte=max(seconds for _, seconds in heavy.values()),
+    )
+
+
+@dataclass(frozen=True)
+class _TogetherRates:
+    """What ranks measure at the same time, one on each core.
+
+    Attributes:
+        crowded_s: As of ``_AloneRates``, of the slowest.
+        norm: Rates of a shared norm.
+        tiny_norm_s: (Forward, backward) of one of a tiny map.
+        strip_s: Work on a neighbour's strip, with its message; None if there is one rank only.
+    """
+
+    crowded_s: tuple[float, float]
+    norm: tuple[float, float]
+    tiny_norm_s: tuple[float, float]
+    strip_s: tuple[float, float] | None
+
+
+def _together(bench: OperatorBench, layers: LayerBench, group: Communicator) -> _TogetherRates:
+    import torch
+
+    group.barrier()
+    slowest = torch.tensor(layers.crowded(), dtype=torch.float64)
+    group.all_reduce(slowest, "max")
+    pair = group.split(0 if group.rank < RANKS <= group.size else None)
+    strip_s = None if pair is None else layers.strip_s(pair)
+    group.barrier()
+    tiny_norm_s = bench.shared_norm_s(group)
+    return _TogetherRates((float(slowest[0]), float(slowest[1])), bench.shared_norm(group), tiny_norm_s, strip_s)
+
+
+def _less(pair: tuple[float, float], seconds: float) -> tuple[float, float]:
+    return max(1e-6, pair[0] - seconds), max(1e-6, pair[1] - seconds)
+
+
+def _rounded_pair(pair: tuple[float, float]) -> tuple[float, float]:
+    return _rounded(pair[0]), _rounded(pair[1])
 
 
 def _links(comm: Communicator, device: torch.device, hosts: list[str], same: bool) -> tuple[float, DeviceLink] | None:

@@ -129,7 +129,7 @@ def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[
     from workflows.training.memory import PROCESS_BYTES
 
     exposed = ", ".join(f"{kind} {1e3 * seconds:.3g} ms" for kind, seconds in forecast.exposed_s.items() if seconds)
-    most, least = (f(forecast.memory_bytes) + PROCESS_BYTES for f in (max, min))
+    most, least = (f(forecast.resident_bytes) + PROCESS_BYTES for f in (max, min))
     smallest = f"{least / 1e9:.2g} to " if most > 1.1 * least else ""
     lines = [
         f"step: {forecast.step_s:.3g} s, {forecast.images_per_s(batch):.3g} images/s in batches of {batch}; ranks are "
@@ -146,7 +146,7 @@ def forecast_json(forecast: StepForecast, batch: int) -> dict[str, Any]:
     """Return the forecast as one JSON object."""
     from workflows.training.memory import PROCESS_BYTES
 
-    needed = [PROCESS_BYTES + length for length in forecast.memory_bytes]
+    needed = [PROCESS_BYTES + length for length in forecast.resident_bytes]
     return {
         "plan": forecast.plan.to_json(),
         "step_s": forecast.step_s,

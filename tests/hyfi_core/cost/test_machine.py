@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hyfi_core.cost.machine import DEFAULT_MACHINE, MACHINES, Crowding, load_machine, machine_names
+from hyfi_core.cost.machine import (
+    DEFAULT_MACHINE,
+    MACHINES,
+    Crowding,
+    SharedCores,
+    UpdateCost,
+    load_machine,
+    machine_names,
+)
 from hyfi_core.errors import RequestError
 
 
@@ -41,6 +49,28 @@ def test_arithmetic_or_memory_bounds_an_operator() -> None:
     assert crowded.operator_s(1e9, 1.0) == machine.operator_s(1e9, 1.0)
 
 
+def test_what_a_measured_machine_knows_more_is_added_and_written(tmp_path: Path) -> None:
+    plain = DEFAULT_MACHINE
+    assert plain.call_s("norm") == plain.kernel_s and plain.weights_s(1e9, "convolution") == 0.0
+    assert plain.update_s(10, 16e9) == pytest.approx(7.0)
+    machine = replace(
+        plain,
+        devices_per_node=4,
+        cores=SharedCores(2, 0.004, 0.5),
+        strip_s=(1e-4, 2e-4),
+        overhead_s={"norm": (1e-5, 2e-5)},
+        weight_bytes_per_s={"convolution": (1e9, 5e8)},
+        update=UpdateCost(1e-5, 1e9),
+    )
+    assert machine.call_s("norm", backward=True) == 2e-5 and machine.call_s("pool") == plain.kernel_s
+    assert machine.weights_s(1e9, "convolution", backward=True) == pytest.approx(2.0)
+    assert machine.update_s(10, 1e9) == pytest.approx(1.0001)
+    assert machine.turns_s(2) == 0.0 and machine.turns_s(4) == pytest.approx(0.002)  # four on two cores: 0.004
+    path = tmp_path / "machine.yaml"
+    path.write_text(machine.to_yaml())
+    assert load_machine(path) == machine
+
+
 def test_messages_leave_the_node_when_the_ranks_do() -> None:
     machine = load_machine("v100-lassen")
     assert machine.messages_s(1, 68e9) == pytest.approx(1.0, rel=1e-3)
@@ -58,6 +88,8 @@ def test_messages_leave_the_node_when_the_ranks_do() -> None:
         ({"device": "tpu"}, "device: given 'tpu'; allowed: cpu or cuda"),
         ({"efficiency": {"convolution": 0.5}}, "efficiency.convolution: given 0.5"),
         ({"node": 3}, "node: given 3"),
+        ({"overhead_s": {"mist": [1.0, 1.0]}}, "overhead_s.mist: unknown"),
+        ({"cores": {"count": 2, "turn_s": 1e-3}}, "waiting: given None"),
         ({"peak_flops_per_s": {"float32": "fast"}}, "float32: given 'fast'"),
     ],
 )

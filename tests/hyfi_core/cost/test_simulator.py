@@ -13,7 +13,7 @@ import hyfi_core
 from hyfi_core.capture.program import Program
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost import simulator
-from hyfi_core.cost.machine import DEFAULT_MACHINE, DeviceLink, load_machine
+from hyfi_core.cost.machine import DEFAULT_MACHINE, DeviceLink, UpdateCost, load_machine
 from hyfi_core.cost.operators import operator_costs
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.cost.stage_cost import StageCosts
@@ -166,6 +166,31 @@ def test_gradients_are_reduced_while_the_backward_goes_on() -> None:
     (at_once,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
     assert 0 < overlapped.reduce_s < at_once.reduce_s
     assert at_once.reduce_s == pytest.approx(DEFAULT_MACHINE.all_reduce_s(2, weights))
+
+
+def test_measured_overheads_of_weights_forks_and_updates_are_part_of_a_step() -> None:
+    plan = ParallelPlan(grids=((1, 1),))
+    kinds = {kind: (DEFAULT_MACHINE.kernel_s,) * 2 for kind in ("convolution", "elementwise")}
+    measured = replace(DEFAULT_MACHINE, overhead_s=kinds)  # the same, but forks count
+    plain_s = forecast_step(program(), plan, DEFAULT_MACHINE).step_s
+    assert forecast_step(program(), plan, measured).step_s == pytest.approx(plain_s)  # this network has no forks
+    weights = 4 * (32 * 16 * 9 + 32 * 32 * 25)
+    rates = {"convolution": (1e9, 5e8)}
+    slower = forecast_step(program(), plan, replace(DEFAULT_MACHINE, weight_bytes_per_s=rates)).step_s
+    assert slower - plain_s == pytest.approx(3 * weights / 1e9, rel=0.02)
+    updated = forecast_step(program(), plan, replace(DEFAULT_MACHINE, update=UpdateCost(1.0, 1e30))).step_s
+    assert updated == pytest.approx(len(list(Network().parameters())), rel=0.01)
+
+
+def test_a_value_that_two_operators_use_has_its_cotangents_added() -> None:
+    forked = captured_once(SmallInception().train(), (1, 3, PX, PX), torch.float32)
+    assert sum(cost.forks for cost in operator_costs(forked)) > 0
+    machine = replace(DEFAULT_MACHINE, overhead_s={"pool": (1e-9, 1e-9)})
+    fork = next(cost for cost in operator_costs(forked) if cost.forks)
+    added_s = machine.kernel_s + 3 * fork.output_bytes / machine.memory_bytes_per_s
+    alone = replace(fork, forks=0)
+    longer_s = fork.backward_s(machine, 1.0, False) - alone.backward_s(machine, 1.0, False)
+    assert longer_s == pytest.approx(fork.forks * added_s)
 
 
 def test_a_grid_that_leaves_its_node_waits_longer() -> None:

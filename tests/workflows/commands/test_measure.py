@@ -13,7 +13,9 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.cost.machine import DEFAULT_MACHINE, KINDS, load_machine
 from tests.conftest import Hyfi
-from workflows.commands import measure, measured_operators
+from workflows.benchmarks.reduction import sleep
+from workflows.commands import measure, measured_layers, measured_operators
+from workflows.commands.measured_layers import HEAVY, LAYERS, LayerBench, LayerTimes
 from workflows.commands.measured_operators import CASES, OperatorBench
 
 
@@ -23,6 +25,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, cases in CASES.items():
         smaller = [replace(c, side_px=max(1, c.side_px // 16), flops=c.flops / 256) for c in cases]
         monkeypatch.setitem(CASES, name, tuple(smaller))
+    for table, factor in ((LAYERS, 16), (HEAVY, 1)):
+        for name, found in table.items():
+            layers = found if isinstance(found, tuple) else (found,)
+            shrunk = tuple(replace(c, channels=c.channels // 4, side_px=max(8, c.side_px // factor)) for c in layers)
+            monkeypatch.setitem(table, name, shrunk if isinstance(found, tuple) else shrunk[0])
+    monkeypatch.setattr(measured_layers, "STEPS", 1)
+    monkeypatch.setattr(measured_layers, "LENGTHS", (1, 2))
     monkeypatch.setattr(measured_operators, "ROUNDS", 1)
     monkeypatch.setattr(measured_operators, "_LAYERS", (1, 2))
     monkeypatch.setattr(measured_operators, "_COPIED_VALUES", 2**20)
@@ -74,6 +83,33 @@ def test_a_slow_operator_has_a_low_rate(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(CASES, "elementwise", (replace(case, side_px=64, make=Slow),))
     slow = bench.rates("elementwise")
     assert slow[0] < quick[0] / 4 and slow[1] < quick[1] / 4
+
+
+def test_more_ranks_than_cores_measure_how_they_take_turns(small: None) -> None:
+    found = run_ranks(3, lambda comm: OperatorBench(torch.device("cpu"), rounds=1).shared_cores(comm, 2))
+    assert found[0].count == 2 and found[0].turn_s > 0 and 0 < found[0].waiting <= 1
+
+
+def test_layers_that_rest_take_their_time(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Resting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + sleep(x, 0.01 / x.shape[2] ** 2)
+
+    case = replace(LAYERS["elementwise"][0], make=lambda width: Resting(), side_px=8)
+    monkeypatch.setattr(measured_layers, "LENGTHS", (1, 3))
+    found = LayerBench(torch.device("cpu")).times(case)
+    assert 0.01 < found.forward_s < 0.05
+
+
+def test_large_weights_are_what_is_left_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, known = LayerBench(torch.device("cpu")), measured_layers.MeasuredKind((1e-3, 2e-3), (1e12, 1e12), 1e-3)
+    case = HEAVY["convolution"]
+    weight_bytes, flops_s = 512 * 512 * 9 * 4, case.flops / 1e12
+    times = LayerTimes(1e-3 + flops_s + 0.01, 4e-3 + 2 * flops_s + 0.02, 0.004)
+    monkeypatch.setattr(bench, "times", lambda case: times)
+    rates, update_s = bench.heavy("convolution", known)
+    assert rates == pytest.approx((weight_bytes / 0.01, weight_bytes / 0.02))
+    assert update_s == pytest.approx(0.003 / weight_bytes)
 
 
 @pytest.mark.soak

@@ -1,0 +1,80 @@
+"""Time of a step whose ranks are more than the cores of their node.
+
+Ranks that compute at the same time have equal parts of the cores; ranks that wait take a smaller part, until they
+sleep. So a dry run in which each has a core of its own is stretched wherever there are too few; the order remains::
+
+    each a core      rank 0  ███████        shared, 1 core      ██████████
+                     rank 1  ···████████                        ···███████████████
+                                ↑   ↑ both: half as fast
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from hyfi_core.cost.machine import SharedCores
+from hyfi_core.schedule.simulate import Simulation
+
+_AWAKE_S = 0.1
+"""Time for which a waiting rank yields its core again and again, before it sleeps; see ``comm.progress``."""
+_COMPUTES = ("F", "B", "REDUCE")
+"""What takes a core; a reduction on one node copies and adds in memory."""
+
+
+def on_shared_cores(run: Simulation, weights: Sequence[float], cores: SharedCores) -> Simulation:
+    """Return a dry run in which ranks share cores.
+
+    Args:
+        run: the dry run, each rank with a core of its own.
+        weights: for each of its ranks, the number of ranks that it stands for.
+        cores: of the node.
+    """
+    changes: dict[float, float] = {}
+    for rank, weight in enumerate(weights):
+        for start_s, end_s, share in _taken(_busy(run, rank), run.makespan_s, cores.waiting):
+            changes[start_s] = changes.get(start_s, 0.0) + weight * share
+            changes[end_s] = changes.get(end_s, 0.0) - weight * share
+    times = sorted({0.0, run.makespan_s, *changes})
+    working, later = changes.get(0.0, 0.0), [0.0]
+    for begin_s, end_s in pairwise(times):
+        later.append(later[-1] + (end_s - begin_s) * max(1.0, working / cores.count))
+        working += changes.get(end_s, 0.0)
+
+    def at(time_s: float) -> float:
+        index = min(bisect_right(times, time_s), len(times) - 1)
+        begin_s, end_s = times[index - 1], times[index]
+        part = (time_s - begin_s) / (end_s - begin_s) if end_s > begin_s else 0.0
+        return later[index - 1] + part * (later[index] - later[index - 1])
+
+    events = tuple(replace(event, start_s=at(event.start_s), end_s=at(event.end_s)) for event in run.events)
+    busy_s = [0.0] * len(run.busy_s)
+    for event in events:
+        if event.kind in ("F", "B"):
+            busy_s[event.rank] += event.end_s - event.start_s
+    return replace(run, events=events, makespan_s=later[-1], busy_s=tuple(busy_s))
+
+
+def _taken(
+    busy: Sequence[tuple[float, float]], makespan_s: float, waiting: float
+) -> Iterator[tuple[float, float, float]]:
+    """Yield (start, end, part of a core that a rank takes), from the intervals in which it computes."""
+    free_s = 0.0
+    for start_s, end_s in (*busy, (makespan_s, makespan_s)):
+        yield free_s, min(start_s, free_s + _AWAKE_S), waiting
+        yield start_s, end_s, 1.0
+        free_s = end_s
+
+
+def _busy(run: Simulation, rank: int) -> list[tuple[float, float]]:
+    """Return the intervals in which a rank computes, without overlaps, in order."""
+    found: list[tuple[float, float]] = []
+    events = (event for event in run.events if event.rank == rank and event.kind in _COMPUTES)
+    for event in sorted(events, key=lambda event: event.start_s):
+        if found and event.start_s <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], event.end_s)
+        elif event.end_s > event.start_s:
+            found.append((event.start_s, event.end_s))
+    return found

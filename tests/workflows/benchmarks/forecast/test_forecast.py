@@ -1,0 +1,42 @@
+"""What the benchmark of forecasts compares, without measuring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hyfi_core.cost.machine import DEFAULT_MACHINE
+from hyfi_core.cost.simulator import forecast_step
+from tests.harness import captured_once
+from tests.hyfi_core.cost.test_simulator import Network
+from workflows.benchmarks.forecast.__main__ import Comparison
+from workflows.benchmarks.forecast.cases import NETWORKS, PLANS, label
+from workflows.benchmarks.forecast.sleeping import PLANS as SLEEPING
+from workflows.benchmarks.forecast.sleeping import measured_step_s, predicted_step_s
+
+
+def test_the_plans_are_of_three_networks_and_use_what_plans_can() -> None:
+    plans = [plan for name in NETWORKS for plan in PLANS[name]]
+    assert len(NETWORKS) == 3 and len(plans) >= 16 and {plan.ranks for plan in plans} == {1, 2, 4}
+    assert any(plan.cells for plan in plans) and any(plan.recompute for plan in plans)
+    assert any(plan.branches > 1 for plan in plans) and any(plan.replicas > 1 for plan in plans)
+    assert {plan.schedule for plan in plans} >= {"1f1b", "gpipe", "chimera", "gems_master", "sequential"}
+    assert label(plans[0]) == "grids [[1, 1]]"
+
+
+def test_errors_are_relative_to_what_was_measured() -> None:
+    program = captured_once(Network().train(), (1, 3, 64, 64), torch.float32)
+    plan = next(plan for plan in PLANS["resnet18"] if plan.ranks == 1)
+    found = replace(forecast_step(program, plan, DEFAULT_MACHINE), step_s=1.0, resident_bytes=(90, 60))
+    case = Comparison("resnet18", found, 0.8, (100, 50), False)
+    assert case.step_error == pytest.approx(0.25) and case.memory_error == pytest.approx(0.1)
+    assert '"ratio": 1.25' in case.to_json() and '"memory_ratio": 0.9' in case.to_json()
+
+
+def test_ranks_that_sleep_take_as_long_as_was_simulated() -> None:
+    assert all(plan.ranks == 8 for plan in SLEEPING)
+    plan = SLEEPING[-1]
+    predicted_s = predicted_step_s(plan, block_s=0.005)
+    assert predicted_s <= measured_step_s(plan, 1, block_s=0.005) < predicted_s + 3.0

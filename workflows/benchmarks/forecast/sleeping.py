@@ -1,0 +1,107 @@
+"""Forecasts of schedules against eight ranks (threads) that sleep instead of computing.
+
+A block sleeps in proportion to the pixels of a rank's part, in backward twice as long, so the seconds of every forward
+and backward are known exactly; the simulator is given these alone. What remains is what it knows of the order of
+actions: of waits for stages, for gangs and for the other direction.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from itertools import pairwise
+from math import prod
+
+import torch
+
+import hyfi_core
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.generate import generate
+from hyfi_core.schedule.lower import lower
+from hyfi_core.schedule.simulate import Costs, simulate
+from workflows.benchmarks.reduction import SleepingNetwork
+
+BLOCKS, BLOCK_S, SIZE_PX, BATCH = 16, 0.03, 16, 8
+_ONE = (1, 1)
+_EIGHT = tuple(f"blocks.{block}" for block in range(1, BLOCKS - 1, 2))
+_UNEVEN = ("blocks.0", "blocks.2", "blocks.4", "blocks.7", "blocks.9", "blocks.11", "blocks.14")
+_FOUR = ("blocks.3", "blocks.7", "blocks.11")
+PLANS = (
+    ParallelPlan((_ONE,) * 8, _EIGHT, BATCH, "sequential"),
+    ParallelPlan((_ONE,) * 8, _EIGHT, BATCH, "gpipe"),
+    ParallelPlan((_ONE,) * 8, _EIGHT, BATCH, "1f1b"),
+    ParallelPlan((_ONE,) * 8, _UNEVEN, BATCH, "1f1b"),
+    ParallelPlan((_ONE,) * 8, _EIGHT, BATCH, "gems_mast"),
+    ParallelPlan((_ONE,) * 8, _EIGHT, BATCH, "gems_master"),
+    ParallelPlan((_ONE,) * 8, _EIGHT, BATCH, "chimera"),
+    ParallelPlan(((2, 2), *(_ONE,) * 4), ("blocks.7", "blocks.9", "blocks.11", "blocks.13"), BATCH, "1f1b"),
+    ParallelPlan((_ONE,) * 4, _FOUR, BATCH // 2, "1f1b", replicas=2),
+    ParallelPlan((_ONE,) * 4, _FOUR, BATCH // 2, "chimera", replicas=2, recompute=True),
+)
+
+
+def compare_sleeping(steps: int) -> None:
+    """Print a JSON line for each plan, and one with the median and the worst error.
+
+    Args:
+        steps: measured ones; their median counts.
+    """
+    errors = []
+    for plan in PLANS:
+        predicted_s, measured_s = predicted_step_s(plan), measured_step_s(plan, steps)
+        errors.append(abs(predicted_s / measured_s - 1))
+        line = {"plan": _short(plan), "predicted_s": predicted_s, "measured_s": measured_s}
+        print(json.dumps({**line, "ratio": round(predicted_s / measured_s, 3)}), flush=True)
+    found = {"plans": len(PLANS), "median_error": statistics.median(errors), "worst_error": max(errors)}
+    print(json.dumps({name: round(value, 4) for name, value in found.items()}), flush=True)
+
+
+def predicted_step_s(plan: ParallelPlan, block_s: float = BLOCK_S) -> float:
+    """Return the simulated seconds of a step in which nothing but sleeping takes time.
+
+    Args:
+        plan: with named cuts.
+        block_s: seconds of one block's forward for one image.
+    """
+    ends = [-1, *(int(str(cut).removeprefix("blocks.")) for cut in plan.cuts), BLOCKS - 1]
+    blocks = [last - before for before, last in pairwise(ends)]
+    images = BATCH // plan.replicas // plan.microbatches
+    forward_s = [images * block_s * n / prod(grid) for n, grid in zip(blocks, plan.grids, strict=True)]
+    durations = Costs(
+        forward_s=lambda stage: forward_s[stage],
+        backward_s=lambda stage: (2 + plan.recomputes(stage)) * forward_s[stage],
+    )
+    placement, edges = Placement.of(plan), [(stage, stage + 1) for stage in range(plan.stages - 1)]
+    schedule = lower(generate(plan, placement), placement, edges, mirror=plan.mirror)
+    return simulate(schedule, placement, edges, mirror=plan.mirror, costs=durations).makespan_s
+
+
+def measured_step_s(plan: ParallelPlan, steps: int, block_s: float = BLOCK_S) -> float:
+    """Return the median seconds of a step of the same, on threads; see ``predicted_step_s``."""
+
+    def body(comm: Communicator) -> float:
+        torch.manual_seed(0)
+        shape = (BATCH // plan.replicas, 3, SIZE_PX, SIZE_PX)
+        model = SleepingNetwork(BLOCKS, block_s, SIZE_PX)
+        engine = hyfi_core.parallelize(model, shape, plan, comm, verify=False)
+        images, labels = torch.zeros(shape), torch.zeros(shape[0], dtype=torch.long)
+        times = []
+        for _ in range(steps + 1):
+            comm.barrier()
+            begin = time.perf_counter()
+            engine.accumulate(images, labels)
+            comm.barrier()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[1:])
+
+    return max(run_ranks(plan.ranks, body))
+
+
+def _short(plan: ParallelPlan) -> str:
+    grids = " ".join(f"{rows}x{columns}" for rows, columns in plan.grids)
+    words = [grids, plan.schedule, f"{plan.microbatches} micro-batches"]
+    return ", ".join([*words, *["2 replicas"] * (plan.replicas == 2), *["recomputed"] * bool(plan.recompute)])

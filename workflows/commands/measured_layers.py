@@ -1,0 +1,240 @@
+"""Benchmarks of layers where they run: in the engine, in chains, so that maps have left the caches before backward.
+
+t(8 layers) - t(2 layers)  =  6 (overhead + work / rate)         tiny maps: the overhead; large ones: the rate
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+import hyfi_core
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.base import Communicator
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.schedule.action import Verb
+from workflows.evaluation.models import convert_model
+
+LENGTHS = (2, 8)
+STEPS = 6
+TINY_CHANNELS, TINY_PX = 32, 4
+STRIP_PX = 32
+_BYTES = 4  # of a value in float32
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A layer that returns a map of the size of its input.
+
+    Attributes:
+        make: Creates it, for a number of channels.
+        channels: Of its input.
+        side_px: Height and width of its input.
+        operators: Number of operators of a layer.
+        flops: Of its forward, all operators together; 0 if memory traffic counts.
+        maps: Maps that its operators read and write, if memory traffic counts.
+    """
+
+    make: Callable[[int], nn.Module]
+    channels: int
+    side_px: int
+    operators: int = 1
+    flops: float = 0.0
+    maps: int = 2
+
+    @property
+    def work(self) -> float:
+        """Flops, or bytes of memory traffic, of a forward."""
+        return self.flops or float(self.maps * self.channels * self.side_px**2 * _BYTES)
+
+
+class Residual(nn.Module):
+    """Two operators that read and write five maps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a map of the same size."""
+        return torch.relu(x) + x
+
+
+def _square(channels: int, side_px: int, groups: int = 1) -> LayerCase:
+    def make(width: int) -> nn.Module:
+        return nn.Conv2d(width, width, 3, padding=1, groups=min(width, groups), bias=False)
+
+    return LayerCase(make, channels, side_px, flops=18.0 * channels * channels / groups * side_px**2)
+
+
+def _bottleneck(channels: int, inner: int, side_px: int) -> LayerCase:
+    def make(width: int) -> nn.Module:
+        middle = width * inner // channels
+        return nn.Sequential(nn.Conv2d(width, middle, 1, bias=False), nn.Conv2d(middle, width, 1, bias=False))
+
+    return LayerCase(make, channels, side_px, 2, 4.0 * channels * inner * side_px**2)
+
+
+def _maximum(width: int) -> nn.Module:
+    return nn.MaxPool2d(3, 1, 1)
+
+
+def _average(width: int) -> nn.Module:
+    return nn.AvgPool2d(3, 1, 1, count_include_pad=False)
+
+
+LAYERS: dict[str, tuple[LayerCase, ...]] = {
+    "convolution": (_square(64, 64), _square(128, 32)),
+    "pointwise_convolution": (_bottleneck(256, 64, 64), _bottleneck(1024, 256, 16)),
+    "grouped_convolution": (_square(64, 64, 64), _square(256, 32, 32)),
+    "norm": (LayerCase(nn.BatchNorm2d, 64, 192),),
+    "pool": (LayerCase(_maximum, 64, 128), LayerCase(_average, 64, 128)),
+    "elementwise": (LayerCase(lambda width: Residual(), 64, 192, 2, maps=5),),
+}
+"""Typical layers of residual networks and of AmoebaNet, by kind."""
+HEAVY: dict[str, LayerCase] = {"convolution": _square(512, 8), "pointwise_convolution": _bottleneck(2048, 512, 8)}
+"""Convolutions of small maps with large weights: 9.4 and 8.4 MB in a layer."""
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer: of its forward, of its backward, and of the optimizer's update of its weights."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+    def less(self, other: LayerTimes) -> LayerTimes:
+        """Return the differences, at least 1 ns each."""
+        return LayerTimes(
+            max(1e-9, self.forward_s - other.forward_s),
+            max(1e-9, self.backward_s - other.backward_s),
+            max(1e-9, self.update_s - other.update_s),
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredKind:
+    """What an operator of a kind takes.
+
+    Attributes:
+        overhead_s: Of its forward, and of each gradient of its backward.
+        rates: (Forward, backward) in flops/s for products, else in bytes/s of inputs and outputs.
+        tensor_update_s: The update of one small tensor of weights; None if it has none.
+    """
+
+    overhead_s: tuple[float, float]
+    rates: tuple[float, float]
+    tensor_update_s: float | None
+
+
+def _weight_bytes(case: LayerCase) -> int:
+    return sum(parameter.numel() * _BYTES for parameter in case.make(case.channels).parameters())
+
+
+class LayerBench:
+    """Times layers on one device.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def times(self, case: LayerCase, tiny: bool = False) -> LayerTimes:
+        """Return the times of one layer, from chains of two lengths; ``tiny``: with few channels and small maps."""
+        few, many = (self._chain(case, length, tiny) for length in LENGTHS)
+        found, count = many.less(few), LENGTHS[1] - LENGTHS[0]
+        return LayerTimes(found.forward_s / count, found.backward_s / count, found.update_s / count)
+
+    def kind(self, kind: str) -> MeasuredKind:
+        """Return what one operator of a kind takes."""
+        cases = LAYERS[kind]
+        tiny = [self.times(case, tiny=True) for case in cases]
+        full = [self.times(case).less(small) for case, small in zip(cases, tiny, strict=True)]
+        gradients = 2 if cases[0].flops else 1
+        operators = sum(case.operators for case in cases)
+        overhead = sum(t.forward_s for t in tiny) / operators, sum(t.backward_s for t in tiny) / operators / gradients
+        work = sum(case.work for case in cases)
+        rates = work / sum(t.forward_s for t in full), gradients * work / sum(t.backward_s for t in full)
+        weights = sum(parameter.numel() for parameter in cases[0].make(TINY_CHANNELS).parameters())
+        return MeasuredKind(overhead, rates, tiny[0].update_s / cases[0].operators if weights else None)
+
+    def heavy(self, kind: str, found: MeasuredKind) -> tuple[tuple[float, float], float]:
+        """Return (bytes of weights per second of (forward, backward), seconds of a byte's update) of a kind.
+
+        Args:
+            kind: One of ``HEAVY``.
+            found: What its operators take without large weights.
+        """
+        case = HEAVY[kind]
+        times = self.times(case)
+        known = LayerTimes(
+            case.operators * found.overhead_s[0] + case.flops / found.rates[0],
+            2 * (case.operators * found.overhead_s[1] + case.flops / found.rates[1]),
+            case.operators * (found.tensor_update_s or 0.0),
+        )
+        left, weight_bytes = times.less(known), _weight_bytes(case)
+        return (weight_bytes / left.forward_s, weight_bytes / left.backward_s), left.update_s / weight_bytes
+
+    def crowded(self) -> tuple[float, float]:
+        """Return the seconds of layers that are bound by (arithmetic, memory), forward and backward."""
+        heavy, light = self.times(HEAVY["convolution"]), self.times(LAYERS["elementwise"][0])
+        bound = self.times(LAYERS["convolution"][0])
+        moved_s = light.forward_s + light.backward_s + heavy.forward_s + heavy.backward_s
+        return bound.forward_s + bound.backward_s, moved_s
+
+    def strip_s(self, comm: Communicator) -> tuple[float, float]:
+        """Return the (forward, backward) work of a convolution on a strip of a neighbour, with its message.
+
+        Args:
+            comm: Two ranks (collective).
+        """
+        case = replace(LAYERS["convolution"][0], side_px=STRIP_PX)
+        halves = [self._chain(case, length, comm=comm) for length in LENGTHS]
+        alone = [self._chain(case, length) for length in LENGTHS]
+        count = LENGTHS[1] - LENGTHS[0]
+        found = halves[1].less(halves[0]).less(alone[1].less(alone[0]))
+        return found.forward_s / count, found.backward_s / count
+
+    def _chain(self, case: LayerCase, length: int, tiny: bool = False, comm: Communicator | None = None) -> LayerTimes:
+        """Return the times of a chain; with two ranks, each of them has a map of the case's size."""
+        torch.manual_seed(0)
+        channels, side_px = (TINY_CHANNELS, TINY_PX) if tiny else (case.channels, case.side_px)
+        layers = (case.make(channels) for _ in range(length))
+        model = nn.Sequential(
+            nn.Conv2d(3, channels, 1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 2)
+        )
+        convert_model(model.to(self._device).train(), "float32", "channels_last")
+        ranks = 1 if comm is None else comm.size
+        shape, plan = (1, 3, side_px, ranks * side_px), ParallelPlan(grids=((1, ranks),), fused_halo=1)
+        engine = hyfi_core.parallelize(
+            model,
+            shape,
+            plan,
+            comm or AloneCommunicator(),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
+            memory_format="channels_last",
+            verify=False,
+        )
+        images, labels = torch.rand(shape, device=self._device), torch.zeros(1, dtype=torch.long, device=self._device)
+        spans: dict[Verb, list[float]] = {Verb.F: [], Verb.B: []}
+        updates = []
+        for _ in range(STEPS + 1):
+            engine.accumulate(images, labels)
+            for action, begin_s, end_s in engine.events:
+                if action.verb in spans:
+                    spans[action.verb].append(end_s - begin_s)
+            updates.append(self._seconds(engine.update))
+        return LayerTimes(min(spans[Verb.F][1:]), min(spans[Verb.B][1:]), min(updates[1:]))
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        begin_s = self._now()
+        call()
+        return self._now() - begin_s
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
