@@ -17,9 +17,9 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import MemoryForecast, StageMaps, forecast_memory
+from hyfi_core.cost.node.resident import kept_bytes
+from hyfi_core.cost.node.shared_cores import on_shared_cores
 from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
-from hyfi_core.cost.resident import kept_bytes
-from hyfi_core.cost.shared_cores import on_shared_cores
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import torch
 
     from hyfi_core.comm.base import Communicator
-    from hyfi_core.cost.machine import DeviceLink, MachineModel
-    from workflows.commands.measured_layers import LayerBench, MeasuredKind
-    from workflows.commands.measured_operators import OperatorBench
+    from hyfi_core.cost.machine import DeviceLink, MachineModel, SharedCores
+    from workflows.commands.bench.measured_layers import LayerBench, MeasuredKind
+    from workflows.commands.bench.measured_operators import OperatorBench
 
 RANKS = 2
 _CHANNELS = 64
@@ -98,10 +98,10 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     import torch
 
     from data.cores import usable_cores
-    from hyfi_core.cost.machine import DEFAULT_MACHINE, KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
+    from hyfi_core.cost.machine import DEFAULT_MACHINE
     from hyfi_core.runtime.launch import made_current
-    from workflows.commands.measured_layers import LayerBench
-    from workflows.commands.measured_operators import OperatorBench
+    from workflows.commands.bench.measured_layers import LayerBench
+    from workflows.commands.bench.measured_operators import OperatorBench
 
     hosts = comm.broadcast_object(comm.gather_objects(socket.gethostname()))
     local_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
@@ -120,6 +120,29 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     disk = _disk_bytes_per_s(folder) if comm.rank == 0 else 1.0
     if alone is None or together is None:
         return DEFAULT_MACHINE, []
+    here = gpus or len(local_ranks)
+    machine = _machine(device, here, alone, together, shared, near, far, disk)
+    notes = [f"Measured by `hyfi doctor --measure` with {comm.size} rank(s) on {len(set(hosts))} node(s)."]
+    if near is None:
+        notes.append("node: not measured, because no two ranks share a node; taken from the cpu machine.")
+    if far is None:
+        notes.append("network: not measured, because there is only one node; taken from the cpu machine.")
+    return machine, notes
+
+
+def _machine(
+    device: torch.device,
+    here: int,
+    alone: _AloneRates,
+    together: _TogetherRates,
+    shared: SharedCores | None,
+    near: tuple[float, DeviceLink] | None,
+    far: tuple[float, DeviceLink] | None,
+    disk: float,
+) -> MachineModel:
+    """Return the machine model with these rates; ``here`` ranks or devices are on a node."""
+    from hyfi_core.cost.machine import DEFAULT_MACHINE, KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
+
     rates, kinds = alone.rates, alone.kinds
     peak = max(rates[kind][0] for kind in PRODUCTS)
     best = {kind: peak if kind in PRODUCTS else alone.copied_bytes_per_s for kind in KINDS}
@@ -131,11 +154,11 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     overheads["shared_norm"] = _less(together.tiny_norm_s, alone.kernel_s)  # which is counted for its sum
     message_s = _rounded(link[0]) if link else DEFAULT_MACHINE.message_s
     strip_s = _rounded_pair(_less(together.strip_s, message_s)) if together.strip_s is not None else (0.0, 0.0)
-    machine = MachineModel(
+    return MachineModel(
         name=f"{_device_name(device)}, {socket.gethostname()}",
         device=device.type,
-        devices_per_node=gpus or len(local_ranks),
-        memory_bytes=_memory_bytes(device, len(local_ranks)),
+        devices_per_node=here,
+        memory_bytes=_memory_bytes(device, here),
         peak_flops_per_s={name: _rounded(peak * rate) for name, rate in alone.dtype_shares.items()},
         memory_bytes_per_s=_rounded(alone.copied_bytes_per_s),
         efficiency={kind: (_rounded(f / best[kind]), _rounded(b / best[kind])) for kind, (f, b) in rates.items()},
@@ -151,12 +174,6 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
         weight_bytes_per_s={kind: _rounded_pair(pair) for kind, pair in alone.weight_bytes_per_s.items()},
         update=UpdateCost(_rounded(alone.tensor_update_s), _rounded(1 / alone.update_s_per_byte)),
     )
-    notes = [f"Measured by `hyfi doctor --measure` with {comm.size} rank(s) on {len(set(hosts))} node(s)."]
-    if near is None:
-        notes.append("node: not measured, because no two ranks share a node; taken from the cpu machine.")
-    if far is None:
-        notes.append("network: not measured, because there is only one node; taken from the cpu machine.")
-    return machine, notes
 
 
 @dataclass(frozen=True)
@@ -190,8 +207,8 @@ def _alone(bench: OperatorBench, layers: LayerBench) -> _AloneRates:
     import torch
 
     from hyfi_core.cost.machine import DTYPES
-    from workflows.commands.measured_layers import HEAVY, LAYERS
-    from workflows.commands.measured_operators import CASES
+    from workflows.commands.bench.measured_layers import HEAVY, LAYERS
+    from workflows.commands.bench.measured_operators import CASES
 
     kinds = {kind: layers.kind(kind) for kind in LAYERS}
     heavy = {kind: layers.heavy(kind, kinds[kind]) for kind in HEAVY}

@@ -14,9 +14,10 @@ from hyfi_core.comm.threads import run_ranks
 from hyfi_core.cost.machine import DEFAULT_MACHINE, KINDS, load_machine
 from tests.conftest import Hyfi
 from workflows.benchmarks.reduction import sleep
-from workflows.commands import measure, measured_layers, measured_operators
-from workflows.commands.measured_layers import HEAVY, LAYERS, LayerBench, LayerTimes
-from workflows.commands.measured_operators import CASES, OperatorBench
+from workflows.commands import measure
+from workflows.commands.bench import measured_layers, measured_operators
+from workflows.commands.bench.measured_layers import HEAVY, LAYERS, LayerBench, LayerTimes
+from workflows.commands.bench.measured_operators import CASES, OperatorBench
 
 
 @pytest.fixture

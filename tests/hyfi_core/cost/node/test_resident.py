@@ -4,7 +4,7 @@ from typing import Any
 
 from hyfi_core.cost.machine import load_machine
 from hyfi_core.cost.memory import microbatches_in_flight
-from hyfi_core.cost.resident import kept_bytes
+from hyfi_core.cost.node.resident import kept_bytes
 from hyfi_core.cost.simulator import forecast_step, rank_bytes
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from tests.hyfi_core.cost.test_simulator import program

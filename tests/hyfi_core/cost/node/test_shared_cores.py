@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel, SharedCores
-from hyfi_core.cost.shared_cores import on_shared_cores
+from hyfi_core.cost.node.shared_cores import on_shared_cores
 from hyfi_core.cost.simulator import forecast_step
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement

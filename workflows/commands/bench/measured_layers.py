@@ -52,7 +52,7 @@ class LayerCase:
         return self.flops or float(self.maps * self.channels * self.side_px**2 * _BYTES)
 
 
-class Residual(nn.Module):
+class ReluAndSum(nn.Module):
     """Two operators that read and write five maps."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ LAYERS: dict[str, tuple[LayerCase, ...]] = {
     "grouped_convolution": (_square(64, 64, 64), _square(256, 32, 32)),
     "norm": (LayerCase(nn.BatchNorm2d, 64, 192),),
     "pool": (LayerCase(_maximum, 64, 128), LayerCase(_average, 64, 128)),
-    "elementwise": (LayerCase(lambda width: Residual(), 64, 192, 2, maps=5),),
+    "elementwise": (LayerCase(lambda width: ReluAndSum(), 64, 192, 2, maps=5),),
 }
 """Typical layers of residual networks and of AmoebaNet, by kind."""
 HEAVY: dict[str, LayerCase] = {"convolution": _square(512, 8), "pointwise_convolution": _bottleneck(2048, 512, 8)}

@@ -1,0 +1,1 @@
+"""What ranks of one node share: cores, and memory that processes keep."""

@@ -1,0 +1,1 @@
+"""Benchmarks of operators and layers, for ``hyfi doctor --measure``."""
