@@ -18,7 +18,16 @@ from hyfi_core.cells.fused_memory import runs_for_cells
 from hyfi_core.cells.recipe import DEEPEST, cheap_calls, is_cheap
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import blocks_bytes
-from hyfi_core.cost.memory import FORECAST_OFF, forecast_memory
+from hyfi_core.cost.memory import (
+    BORDERS,
+    FORECAST_OFF,
+    LIBRARY_BYTES,
+    PAGES,
+    STEP_BYTES,
+    WEIGHT_COPIES,
+    WORKSPACE,
+    forecast_memory,
+)
 from hyfi_core.errors import MemoryLimitError
 from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
 from hyfi_core.ops.convolution import Convolution
@@ -34,19 +43,11 @@ _ONLY_IN_MEMORY = (
     0.2  # of the limit: maps that are not in the store at the peak, except recomputed ones; measured 0 to 0.35
 )
 _OF_FREE_MEMORY = 0.5  # used for pages, if no limit is given
-PAGES = 2
-"""Times the inputs and outputs of the largest step: its pages, and those being transferred."""
-_WORKSPACE = 3  # times the same: for operators (kernels reorder maps), messages, allocators
-_WEIGHT_COPIES = 4  # of a step's weights: their gradient, and both in the kernels' own order
-_STEP_BYTES = {True: 8 << 10, False: 1 << 10}  # for each step of a cell, with and without backward: objects of Python
-# and autograd, sums; measured 6 KB with backward
-_LIBRARY_BYTES = 64 << 20  # that kernels need from their first run on: code, and buffers of matrix products
 SMALLEST_BYTES = 1 << 16
 """Smaller maps stay in memory: small reads and writes are slow."""
 
 SIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows (and columns) of cells to try."""
-_BORDERS = 1.25  # factor for halos and unequal parts
 _ROOM = 2  # times the minimum, so that a cell is read while another is computed
 
 
@@ -74,7 +75,7 @@ def with_cells(
     if trains:
         peak, state = (max(getattr(one, name) for one in forecasts) for name in ("total_bytes", "state_bytes"))
         maps = max(one.working_bytes for one in forecasts)
-        steps = {side: int(_BORDERS * maps / side**2) for side in SIDES}
+        steps = {side: int(BORDERS * maps / side**2) for side in SIDES}
     else:
         state, (rows, columns) = 0, plan.grids[0]
         peak = int(runs_for_cells(program, (1, 1))[1].peak_bytes) // (rows * columns)
@@ -82,7 +83,7 @@ def with_cells(
     if held_bytes + FORECAST_OFF * peak <= memory_bytes:
         return whole
     held_bytes += state
-    records = len(program.operators) * _STEP_BYTES[trains]
+    records = len(program.operators) * STEP_BYTES[trains]
     needed = {side: _of_cells(held_bytes, side, of, weights, records) for side, of in steps.items()}
     for room in (_ROOM, 1):
         for side, (held, least) in needed.items():
@@ -99,7 +100,7 @@ def with_cells(
 
 def _of_cells(held_bytes: int, side: int, maps_bytes: int, weights_bytes: int, records_bytes: int) -> tuple[int, int]:
     """Return (what a rank always needs, the least it needs) with so many rows and columns of cells."""
-    held = held_bytes + _LIBRARY_BYTES + side**2 * records_bytes
+    held = held_bytes + LIBRARY_BYTES + side**2 * records_bytes
     return held, least_bytes(held, PagedForecast(maps_bytes, 0, 0, weights_bytes))
 
 
@@ -116,9 +117,9 @@ def evaluation_bytes(program: Program, grid: tuple[int, int], cells: tuple[int, 
     if prod(cells) == 1:
         return held_bytes + int(FORECAST_OFF * runs_for_cells(program, (1, 1))[1].peak_bytes / ranks)
     cost = runs_for_cells(program, (grid[0] * cells[0], grid[1] * cells[1]))[1]
-    records = len(program.operators) * _STEP_BYTES[False]
-    held = held_bytes + _LIBRARY_BYTES + prod(cells) * records
-    return held + int(FORECAST_OFF * max(cost.peak_bytes / ranks, cost.step_bytes) + _WORKSPACE * cost.step_bytes)
+    records = len(program.operators) * STEP_BYTES[False]
+    held = held_bytes + LIBRARY_BYTES + prod(cells) * records
+    return held + int(FORECAST_OFF * max(cost.peak_bytes / ranks, cost.step_bytes) + WORKSPACE * cost.step_bytes)
 
 
 def page_limit(
@@ -138,7 +139,7 @@ def page_limit(
     if memory_bytes is None:
         return int(_OF_FREE_MEMORY * free_bytes(device))
     largest = largest_step(forecasts)
-    records = _LIBRARY_BYTES + sum(one.stays_bytes for one in forecasts)
+    records = LIBRARY_BYTES + sum(one.stays_bytes for one in forecasts)
     least = least_bytes(held_bytes + records, largest)
     if memory_bytes < least:
         raise MemoryLimitError(
@@ -174,7 +175,7 @@ def largest_step(forecasts: Sequence[PagedForecast]) -> PagedForecast:
 
 def workspace_bytes(largest: PagedForecast) -> int:
     """Return what the largest step needs besides pages."""
-    return _WORKSPACE * largest.working_bytes + _WEIGHT_COPIES * largest.weights_bytes
+    return WORKSPACE * largest.working_bytes + WEIGHT_COPIES * largest.weights_bytes
 
 
 def least_bytes(held_bytes: int, largest: PagedForecast) -> int:
@@ -227,7 +228,7 @@ def forecast_pages(
     weights = max((sum(map(sizes.of_weight, taken_by(s))) for s in tape.steps), default=0)
     kept = [*map(sizes.of, _kept(tape, sizes)), *map(sizes.saved_besides, tape.steps)] if trains else []
     small = sum(size for size in kept if size < SMALLEST_BYTES)
-    return PagedForecast(working, _peak(tape, sizes, trains), len(tape.steps) * _STEP_BYTES[trains] + small, weights)
+    return PagedForecast(working, _peak(tape, sizes, trains), len(tape.steps) * STEP_BYTES[trains] + small, weights)
 
 
 class _Sizes:

@@ -22,6 +22,19 @@ STATE_COPIES = 3
 FORECAST_OFF = 1.15
 """A step's real peak is at most so many times the forecast."""
 
+PAGES = 2
+"""Times the inputs and outputs of a cell's largest step: its pages, and those being transferred."""
+WORKSPACE = 3
+"""Times the same: for operators (kernels reorder maps), messages, allocators."""
+WEIGHT_COPIES = 4
+"""Of a step's weights, in cells: their gradient, and both in the kernels' own order."""
+LIBRARY_BYTES = 64 << 20
+"""That kernels need from their first run on: code, and buffers of matrix products."""
+STEP_BYTES = {True: 8 << 10, False: 1 << 10}
+"""For each operator of a cell, with and without backward: objects of Python and autograd, sums; measured 6 KB with."""
+BORDERS = 1.25
+"""Factor for halos and unequal parts of cells."""
+
 _SAVE_INPUTS = (
     *("aten.conv", "aten.batch_norm", "aten._native_batch_norm", "aten.group_norm", "aten.instance_norm"),
     *("aten.native_layer_norm", "aten.layer_norm", "aten.linear", "aten.addmm", "aten.mm", "aten.bmm", "aten.matmul"),
@@ -40,6 +53,7 @@ class MemoryForecast:
         working_bytes: inputs, outputs and gradients of the largest operator.
         start_bytes: all weights, which a rank holds at start, before it releases those of other stages.
         largest_weight_bytes: weights of the operator that has most of them.
+        operators: their number.
     """
 
     state_bytes: int
@@ -47,6 +61,7 @@ class MemoryForecast:
     working_bytes: int
     start_bytes: int = 0
     largest_weight_bytes: int = 0
+    operators: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -68,6 +83,12 @@ class MemoryForecast:
         """Lower bound: with less, the run cannot work."""
         return self.state_bytes + self.saved_bytes
 
+    def spilled_bytes(self, cells: int) -> int:
+        """Return the least that so many cells need if everything that can is spilled; see `hyfi_core.cells.budget`."""
+        working = int(BORDERS * self.working_bytes / cells)
+        records = LIBRARY_BYTES + cells * self.operators * STEP_BYTES[True]
+        return self.state_bytes + records + (PAGES + WORKSPACE) * working + WEIGHT_COPIES * self.largest_weight_bytes
+
 
 def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
     """Return the most micro-batches of a stage and direction between forward and backward, as published."""
@@ -88,6 +109,7 @@ class StageMaps:
         saved: what backward needs again, of one micro-batch.
         taken: what it receives from other stages, and the image.
         working: what the largest operator reads and writes.
+        operators: their number.
     """
 
     weights: int
@@ -95,6 +117,7 @@ class StageMaps:
     saved: int
     taken: int
     working: int
+    operators: int
 
     @classmethod
     def of(cls, program: Program, piece: Stage) -> StageMaps:
@@ -108,6 +131,7 @@ class StageMaps:
             sum(value_bytes(program, name) for name in _saved(program, operators)),
             sum(value_bytes(program, name) for name in taken),
             max((_touched(program, op) for op in operators), default=0),
+            len(operators),
         )
 
 
@@ -132,7 +156,8 @@ def forecast_memory(
         # With recomputation, other micro-batches keep only what the stage takes.
         saved = maps.saved + (in_flight - 1) * maps.taken if plan.recomputes(stage) else maps.saved * in_flight
         state = (1 + STATE_COPIES) * maps.weights
-        found.append(MemoryForecast(state, saved // ranks, maps.working // ranks, weights, maps.largest_weight))
+        parts = saved // ranks, maps.working // ranks
+        found.append(MemoryForecast(state, *parts, weights, maps.largest_weight, maps.operators))
     return tuple(found)
 
 

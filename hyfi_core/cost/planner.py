@@ -254,4 +254,4 @@ class _PlanTrials:
         if key not in self._maps:
             self._maps[key] = [StageMaps.of(program, piece) for piece in self._bounds.pieces(plan)]
         most = max(rank_bytes(program, plan, self._maps[key]))
-        return self._request.held_bytes + (most if plan.spill is not None else int(FORECAST_OFF * most))
+        return self._request.held_bytes + int(FORECAST_OFF * most)

@@ -237,11 +237,13 @@ def _rank_bytes(plan: ParallelPlan, stages: tuple[MemoryForecast, ...]) -> tuple
 
 
 def _stage_bytes(plan: ParallelPlan, stage: MemoryForecast) -> int:
-    """Return the peak memory of a rank for one stage; with cells, only one of them computes at a time."""
+    """Return the peak memory of a rank for one stage, or the least that it needs if it spills.
+
+    With cells, only one of them computes at a time.
+    """
     cells = plan.cell_grid
     if cells is None:
         return stage.total_bytes
-    working = stage.working_bytes // prod(cells)
     if plan.spill is not None:
-        return max(plan.memory_bytes or 0, stage.state_bytes + 5 * working)
-    return stage.state_bytes + stage.saved_bytes + working
+        return stage.spilled_bytes(prod(cells))
+    return stage.state_bytes + stage.saved_bytes + stage.working_bytes // prod(cells)

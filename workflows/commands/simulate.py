@@ -126,10 +126,9 @@ def resolved(plan: ParallelPlan, program: Any, machine: MachineModel) -> Paralle
 
 def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[str]:
     """Return the forecast as lines of text."""
-    from workflows.training.memory import PROCESS_BYTES
-
     exposed = ", ".join(f"{kind} {1e3 * seconds:.3g} ms" for kind, seconds in forecast.exposed_s.items() if seconds)
-    most, least = (f(forecast.resident_bytes) + PROCESS_BYTES for f in (max, min))
+    needed = needed_bytes(forecast)
+    most, least = max(needed), min(needed)
     smallest = f"{least / 1e9:.2g} to " if most > 1.1 * least else ""
     lines = [
         f"step: {forecast.step_s:.3g} s, {forecast.images_per_s(batch):.3g} images/s in batches of {batch}; ranks are "
@@ -142,11 +141,19 @@ def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[
     return lines
 
 
-def forecast_json(forecast: StepForecast, batch: int) -> dict[str, Any]:
-    """Return the forecast as one JSON object."""
+def needed_bytes(forecast: StepForecast) -> list[int]:
+    """Return the memory of each trainer's process, libraries included; the limit of those that spill to keep it."""
     from workflows.training.memory import PROCESS_BYTES
 
-    needed = [PROCESS_BYTES + length for length in forecast.resident_bytes]
+    plan = forecast.plan
+    if plan.spill is not None and plan.memory_bytes is not None:
+        return [plan.memory_bytes] * len(forecast.resident_bytes)
+    return [PROCESS_BYTES + length for length in forecast.resident_bytes]
+
+
+def forecast_json(forecast: StepForecast, batch: int) -> dict[str, Any]:
+    """Return the forecast as one JSON object."""
+    needed = needed_bytes(forecast)
     return {
         "plan": forecast.plan.to_json(),
         "step_s": forecast.step_s,

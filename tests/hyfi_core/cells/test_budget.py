@@ -22,8 +22,8 @@ SHAPE = (2, 3, 67, 53)
 @pytest.fixture(autouse=True)
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a limit be about the maps of a small network, not about libraries and records."""
-    monkeypatch.setattr(budget, "_LIBRARY_BYTES", 0)
-    monkeypatch.setattr(budget, "_STEP_BYTES", {True: 1, False: 1})
+    monkeypatch.setattr(budget, "LIBRARY_BYTES", 0)
+    monkeypatch.setattr(budget, "STEP_BYTES", {True: 1, False: 1})
     monkeypatch.setattr(budget, "SMALLEST_BYTES", 1)
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import re
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.capture.program import Program
+from hyfi_core.cells.budget import with_cells
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost import planner
 from hyfi_core.cost.machine import load_machine
@@ -100,11 +103,25 @@ def test_less_memory_asks_for_recomputation_or_more_micro_batches_and_then_refus
 
 
 def test_where_nothing_fits_maps_may_leave_memory() -> None:
-    least = max(best_plans(programs, request(1, 1)).plans[0].memory_bytes)
-    asked = request(1, 1, memory_bytes=int(0.95 * least), spill="memory")
-    (found,) = best_plans(programs, asked).plans
-    assert found.plan.cells is not None and found.plan.spill == "memory"
-    assert found.plan.memory_bytes == asked.memory_bytes
+    """The limit is that of the whole process; the least that a refusal names is enough, and `cells: auto` agrees."""
+
+    def large(images: int) -> Program:
+        return captured_once(Narrowing().train(), (images, 3, 2048, 2048), torch.float32)
+
+    def asked(memory_bytes: float) -> PlanRequest:
+        return request(1, 1, memory_bytes=int(memory_bytes), held_bytes=400_000_000, spill="memory")
+
+    (whole,) = best_plans(large, asked(8e9)).plans
+    assert whole.plan.spill is None
+    found = best_plans(large, asked(0.4e9 + 0.9 * max(whole.memory_bytes))).plans[0].plan
+    assert found.cells is not None and found.spill == "memory"
+    with pytest.raises(RequestError, match="the smallest needs") as refused:
+        best_plans(large, asked(0.42e9))
+    least = float(re.search(r"needs ([\d.]+) GB", str(refused.value))[1]) * 1.01e9  # type: ignore[index]
+    for one in best_plans(large, asked(least)).plans:
+        assert one.plan.memory_bytes == int(least)
+        limits = replace(one.plan, cells="auto")
+        assert with_cells(limits, large(1), 400_000_000, torch.device("cpu")).cells is not None
 
 
 def test_the_obvious_alternatives_are_judged() -> None:
