@@ -39,9 +39,8 @@ from hyfi_core.rules.instructions import CollectiveCall, RankProgram
 
 EARLY = 0.75
 """Fraction of a pager's limit above which pages are written early, so that they can be dropped at once."""
-_ONLY_IN_MEMORY = (
-    0.2  # of the limit: maps that are not in the store at the peak, except recomputed ones; measured 0 to 0.35
-)
+_ONLY_IN_MEMORY = 0.2
+"""Of the limit: maps that are not in the store at the peak, except recomputed ones; measured 0 to 0.35."""
 _OF_FREE_MEMORY = 0.5  # used for pages, if no limit is given
 SMALLEST_BYTES = 1 << 16
 """Smaller maps stay in memory: small reads and writes are slow."""
@@ -92,8 +91,8 @@ def with_cells(
     smallest = min(least for _, least in needed.values())
     raise MemoryLimitError(
         f"plan.memory_bytes is {memory_bytes:,}, but with any number of cells a rank needs at least "
-        f"{smallest:,} bytes, {held_bytes:,} of them for libraries, weights and "
-        f"optimizer state; raise plan.memory_bytes (or --memory), or use smaller images",
+        f"{smallest:,} bytes, {held_bytes:,} of them for libraries, weights and optimizer state; raise "
+        f"plan.memory_bytes (or --memory), or use smaller images",
         smallest,
     )
 
