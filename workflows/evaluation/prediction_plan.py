@@ -12,7 +12,7 @@ import torch
 
 from hyfi_core.capture.export import capture
 from hyfi_core.errors import RequestError
-from hyfi_core.models.by_name import build_model
+from hyfi_core.models.by_name import build_model, is_built_in
 from hyfi_core.runtime.checkpoint import read_model_json
 from workflows.evaluation.models import DTYPES
 
@@ -75,7 +75,7 @@ class EvaluatedModel:
         Raises:
             RequestError: The model cannot be built or captured.
         """
-        with nullcontext() if ":" in str(self.fields["name"]) else torch.device("meta"):
+        with torch.device("meta") if is_built_in(str(self.fields["name"])) else nullcontext():
             model = build_model(self.fields)
         return capture(model.to(DTYPES[self.precision]).eval(), (1, 3, *self.size_px), DTYPES[self.precision])
 
