@@ -295,8 +295,8 @@ def test_a_node_is_lost_and_an_array_still_ingests_every_slide_once(tmp_path: Pa
     (tmp_path / "slides").mkdir()
     for number in range(40):
         write_slide(tmp_path / "slides" / f"{number:02d}.tiff", draw_slide(seed=number))
-    (tmp_path / "cluster").mkdir()
-    with running_slurm(tmp_path / "cluster", 4) as slurm:
+    (tmp_path / "c").mkdir()  # a short name: sockets have paths of 108 bytes at most
+    with running_slurm(tmp_path / "c", 4) as slurm:
         (tmp_path / "site.yaml").write_text("partition: all\n")
         ingest = ["ingest", "slides", "--out", "store", "--mpp", "2.0", "--workers", "1"]
         words = [*HYFI, "launch", "slurm-array", "--parts", "8", "--cpus-per-task", "4", "--submit", *ingest]
@@ -306,15 +306,7 @@ def test_a_node_is_lost_and_an_array_still_ingests_every_slide_once(tmp_path: Pa
         while len(list((tmp_path / "store").glob("*.zarr"))) < 3:
             assert time.monotonic() < deadline_s, slurm.run("squeue")
             time.sleep(0.1)
-        node = slurm.run("squeue", "-h", "-t", "RUNNING", "-o", "%N").split()[0]
-        slurm.slurmd[node].kill()
-        tasks = _processes({f"HYFI_TEST_MARK={tmp_path}".encode(), f"SLURMD_NODENAME={node}".encode()})
-        for pid in [
-            *(step for step in map(_parent, tasks) if step not in tasks),
-            *tasks,
-        ]:  # steps report no end of tasks
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _lose(slurm, slurm.run("squeue", "-h", "-t", "RUNNING", "-o", "%N").split()[0], tmp_path)
         while slurm.run("squeue", "-h", "-j", job).strip():
             assert time.monotonic() < deadline_s, slurm.run("squeue")
             time.sleep(1)
@@ -327,6 +319,49 @@ def test_a_node_is_lost_and_an_array_still_ingests_every_slide_once(tmp_path: Pa
     assert len({row["slide_id"] for row in rows}) == len(list((tmp_path / "store").glob("*.zarr"))) == 40
     verified = subprocess.run([*HYFI, "verify", "store"], cwd=tmp_path, env=marked, capture_output=True, timeout=120)
     assert verified.returncode == 0, verified.stderr
+
+
+@pytest.mark.soak
+def test_a_run_that_loses_a_node_starts_again_by_itself(tmp_path: Path, store: Path) -> None:
+    """Ranks end long before Slurm knows; the job goes on with the third node, from the latest checkpoint."""
+    run = {"steps": 40, "checkpoint_every_steps": 3}
+    config = make_config(tmp_path, store, run=run, validation={"every_steps": 20})
+    (tmp_path / "c").mkdir()
+    with running_slurm(tmp_path / "c", 3) as slurm:
+        straight = [*HYFI, "train", str(config), TWO, f"run.dir={tmp_path / 'straight'}"]
+        subprocess.run(straight, cwd=tmp_path, env=environment(slurm), check=True, capture_output=True, timeout=300)
+        slow = environment(slurm, HYFI_TEST_MARK=str(tmp_path), HYFI_TEST_FAULT="0:20:update:slow_until_requeued")
+        words = [*HYFI, "launch", "slurm", str(config), TWO, "--nodes", "2", "--mpi", "pmi2", "--submit"]
+        said = subprocess.run(words, cwd=tmp_path, env=slow, check=True, capture_output=True, text=True, timeout=60)
+        job, deadline_s = said.stdout.split()[-1], time.monotonic() + 400
+        log = tmp_path / f"run-{job}.log"
+        while steps(tmp_path / "run") < 10:
+            assert time.monotonic() < deadline_s, slurm.state(job)
+            time.sleep(0.1)
+        batch, lost = slurm.run("squeue", "-h", "-j", job, "-o", "%B %N").split()[0], _second_node(slurm, job)
+        assert lost != batch
+        _lose(slurm, lost, tmp_path)
+        while slurm.state(job)[0] not in ENDED or slurm.state(job)[1] < 1:
+            assert time.monotonic() < deadline_s, (slurm.state(job), log.read_text())
+            time.sleep(0.5)
+        assert slurm.state(job)[0] == "COMPLETED", log.read_text()
+    assert log.read_text().count("a node does not answer any more") == 1
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
+def _second_node(slurm: Slurm, job: str) -> str:
+    """Return the last node of a job; its script runs on the first."""
+    names = slurm.run("squeue", "-h", "-j", job, "-o", "%N").strip()
+    return slurm.run("scontrol", "show", "hostnames", names).split()[-1]
+
+
+def _lose(slurm: Slurm, node: str, mark: Path) -> None:
+    """Kill a node's daemon and all that runs there of the jobs that carry a mark; steps first: they report no end."""
+    slurm.slurmd[node].kill()
+    tasks = _processes({f"HYFI_TEST_MARK={mark}".encode(), f"SLURMD_NODENAME={node}".encode()})
+    for pid in [*(step for step in map(_parent, tasks) if step not in tasks), *tasks]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _pid_of_rank(rank: int, mark: Path) -> int:
