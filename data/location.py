@@ -65,7 +65,7 @@ def location(given: str | os.PathLike[str]) -> Path:
 
 def address_of(given: str | os.PathLike[str]) -> str | None:
     """Return what a user gave with both slashes, of which a `Path` keeps one, if it has a scheme; None without."""
-    found = _ADDRESS.fullmatch(os.fspath(given))
+    found = _ADDRESS.fullmatch(str(given))
     return None if found is None else f"{found[1]}://{found[2]}"
 
 

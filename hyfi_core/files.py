@@ -15,7 +15,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:  # without a number, the text would be lost
             error.filename = str(path)
         raise
 
