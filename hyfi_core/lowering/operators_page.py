@@ -32,11 +32,12 @@ Names are those of PyTorch's ATen operators without `aten.` and `.default`: `con
 def page() -> str:
     """Return the whole page as Markdown."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for name, rule in RULES.items():
+    known = {name: rule for name, rule in RULES.items() if name.startswith("aten.")}  # without users' own
+    for name, rule in known.items():
         groups[_summary(rule)].append(_short(name))
     rows = [f"| {_code(names)} | {_cell(summary)} |" for summary, names in sorted(groups.items(), key=_by_first_name)]
     others = [f"| {_code([_short(name)])} | {_cell(text)} |" for name, text in sorted(ALTERNATIVES.items())]
-    table = ["## With a rule", "", f"{len(RULES)} operators.", "", "| operators | what they are |", "|---|---|", *rows]
+    table = ["## With a rule", "", f"{len(known)} operators.", "", "| operators | what they are |", "|---|---|", *rows]
     instead = ["## What to use instead", "", "| operator | use |", "|---|---|", *others]
     return "\n".join([HEAD, *table, "", *instead, ""])
 
