@@ -87,6 +87,12 @@ def _same_signal_handlers() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _no_node_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in this process shares chunks with all later ones: a test after it would read nothing from its store."""
+    monkeypatch.setenv("HYFI_NODE_CACHE", "")
+
+
+@pytest.fixture(autouse=True)
 def _captures_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, equal models are captured once and not verified, but for tests marked ``captures_each``."""
     if request.node.get_closest_marker("captures_each"):
