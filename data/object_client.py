@@ -2,12 +2,13 @@
 
 The library is obstore: requests leave the interpreter's lock, many threads share the connections of one client, and
 transient errors (5xx, 429, connections refused or reset) are repeated with growing pauses, for about twenty seconds.
-Keys and endpoints come from the usual environment variables (``AWS_…``, ``GOOGLE_…``).
+Keys and endpoints come from the usual environment variables (``AWS_…``, ``GOOGLE_…``, ``STORAGE_EMULATOR_HOST``).
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import threading
@@ -30,7 +31,10 @@ _RETRIES = 15
 _BACKOFF_S = (0.5, 10.0)
 _GIVE_UP_S = 60.0
 _TIMEOUT_S = 30.0
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("STORAGE_EMULATOR_HOST",),  # of Google's own libraries, for a server on this machine
+}
 _CREDENTIALS = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -71,7 +75,7 @@ def client_of(scheme: str, place: str) -> ObjectStore:
             f"{scheme}://{place}: this process was forked after its parent had used object storage, whose threads it "
             f"does not have; start it anew (multiprocessing's method spawn), or use object storage first in the child"
         )
-    key = os.getpid(), f"{scheme}://{place}", _endpoint() if scheme == "s3" else ""
+    key = os.getpid(), f"{scheme}://{place}", _endpoint(scheme)
     with _lock:
         if key not in _clients:
             _clients[key] = _new_client(scheme, place)
@@ -92,19 +96,26 @@ def _new_client(scheme: str, place: str) -> ObjectStore:
         },
         "client_options": {"timeout": timedelta(seconds=_TIMEOUT_S), "connect_timeout": timedelta(seconds=5)},
     }
+    endpoint = _endpoint(scheme)
+    settings["client_options"]["allow_http"] = endpoint.startswith("http://") or scheme == "http"
     if scheme == "gs":
-        return store.GCSStore(place, **settings)
+        return store.GCSStore(place, **settings | _emulated(endpoint))
     if scheme == "s3":
-        endpoint = _endpoint()
         _require_credentials(place, endpoint)
-        settings["client_options"]["allow_http"] = endpoint.startswith("http://")
         return store.S3Store(place, **settings)
-    settings["client_options"]["allow_http"] = scheme == "http"
     return store.HTTPStore.from_url(f"{scheme}://{place}", **settings)
 
 
-def _endpoint() -> str:
-    return next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), "")
+def _endpoint(scheme: str) -> str:
+    """Return the address of a server that is not the provider's own; empty if the environment names none."""
+    found = next((os.environ[name] for name in _ENDPOINTS.get(scheme, ()) if os.environ.get(name)), "")
+    return found.rstrip("/") if "://" in found or not found else f"http://{found}"
+
+
+def _emulated(endpoint: str) -> dict[str, str]:
+    """Return the settings of a client for a server that stands in for Google's and does not ask who is there."""
+    nobody = {"private_key": "", "private_key_id": "", "client_email": "", "disable_oauth": True}
+    return {"service_account_key": json.dumps(nobody | {"gcs_base_url": endpoint})} if endpoint else {}
 
 
 def _require_credentials(bucket: str, endpoint: str) -> None:
@@ -145,7 +156,7 @@ def is_out_of_range(error: OSError) -> bool:
 def _translated(error: Exception, address: str) -> OSError:
     text, kind = str(error), type(error).__name__
     scheme, _, rest = address.partition("://")
-    bucket, endpoint = rest.partition("/")[0], _endpoint() if scheme == "s3" else ""
+    bucket, endpoint = rest.partition("/")[0], _endpoint(scheme)
     where = f" at {endpoint}" if endpoint else ""
     if "NoSuchBucket" in text or "The specified bucket does not exist" in text:
         reason = f"there is no bucket {bucket!r}{where}; create it, or correct the name"
@@ -170,4 +181,5 @@ def _short(text: str) -> str:
     """Return the first line of an error of obstore, without the debug output and addresses of requests."""
     first = text.split("\n\nDebug source")[0].split("\n")[0]
     first = re.sub(r"<\?xml.*", "", first)
-    return re.sub(r", max_retries: \d+, retry_timeout: \S+", "", first).strip().removeprefix("Generic S3 error: ")[:300]
+    first = re.sub(r", max_retries: \d+, retry_timeout: \S+", "", first).strip()
+    return re.sub(r"^Generic \w+ error: ", "", first)[:300]

@@ -111,21 +111,21 @@ class ObjectPath(PosixPath):
         return len(data)
 
     def create(self, data: bytes) -> str:
-        """Create the object and return its version.
+        """Create the object and return its `revision`.
 
         Raises:
             FileExistsError: It exists already.
         """
         return self._put(data, "create")
 
-    def replace_version(self, data: bytes, version: str) -> str:
-        """Replace the object if it still has this ``version``; return its new version.
+    def replace_revision(self, data: bytes, revision: str) -> str:
+        """Replace the object if this is still its `revision`; return the new one.
 
         Raises:
-            FileExistsError: It has another version now.
-            FileNotFoundError: It was removed.
+            FileExistsError: It has another revision now.
+            FileNotFoundError: It was removed; Google's servers say `FileExistsError` then, too.
         """
-        return self._put(data, {"e_tag": version})
+        return self._put(data, {"version" if self.scheme == "gs" else "e_tag": revision})
 
     def touch(self, mode: int = 0o666, exist_ok: bool = True) -> None:
         """Write an empty object."""
@@ -136,7 +136,11 @@ class ObjectPath(PosixPath):
 
         # In one request: the parts of an interrupted upload in parts would stay, unseen.
         put = self._request(lambda client: obstore.put(client, self.key, data, mode=mode, use_multipart=False))
-        return put["e_tag"] or ""
+        return self._revision_in(put)
+
+    def _revision_in(self, answer: Any) -> str:
+        # Google's conditional writes name a generation, a number; those of all others the tag.
+        return answer["version" if self.scheme == "gs" else "e_tag"] or ""
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return size and time of the object.
@@ -153,12 +157,20 @@ class ObjectPath(PosixPath):
         return self.stat()
 
     def version(self) -> str:
-        """Return a text that differs after each change of the object.
+        """Return a text that differs after each change of the object; listings have the same.
 
         Raises:
             FileNotFoundError: There is no such object.
         """
         return self._head()["e_tag"] or ""
+
+    def revision(self) -> str:
+        """Return the text by which `replace_revision` knows the object's content.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
+        return self._revision_in(self._head())
 
     def _head(self) -> Any:
         import obstore

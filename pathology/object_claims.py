@@ -52,7 +52,7 @@ class ObjectClaim:
         if stale is None:
             return None
         try:
-            return cls(path, token, path.replace_version(token.encode(), stale))
+            return cls(path, token, path.replace_revision(token.encode(), stale))
         except (FileExistsError, FileNotFoundError):
             return None
 
@@ -65,7 +65,7 @@ class ObjectClaim:
         """
         with self._lock:
             try:
-                held = not self._lost and self._path.version() == self._version
+                held = not self._lost and self._path.revision() == self._version
             except FileNotFoundError:
                 held = False
         if not held:
@@ -84,7 +84,7 @@ class ObjectClaim:
         self._stop.set()
         self._beat.join()
         with contextlib.suppress(OSError):
-            if not self._lost and self._path.version() == self._version:
+            if not self._lost and self._path.revision() == self._version:
                 self._path.unlink(missing_ok=True)
 
     def _keep_alive(self) -> None:
@@ -94,7 +94,7 @@ class ObjectClaim:
                 try:
                     # The number makes each beat another version, which nobody can replace who has read the one before.
                     content = f"{self._token} {self._beats}".encode()
-                    self._version = self._path.replace_version(content, self._version)
+                    self._version = self._path.replace_revision(content, self._version)
                 except (FileExistsError, FileNotFoundError):
                     self._lost = True
                     return
@@ -119,10 +119,10 @@ def names_of(folder: ObjectPath) -> set[str]:
 def _stale_version(path: ObjectPath) -> str | None:
     """Return the version of a claim that nobody renews; None if somebody does, or it was just released."""
     try:
-        version, silent_since_s = path.version(), path.stat().st_mtime
+        version, silent_since_s = path.revision(), path.stat().st_mtime
         token = " ".join(path.read_bytes().decode(errors="replace").split()[:4])
         if has_ended(token) or _now(path) - silent_since_s > STALE_AFTER_S:
-            return version if path.version() == version else None
+            return version if path.revision() == version else None
     except FileNotFoundError:
         pass
     return None

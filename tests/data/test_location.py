@@ -24,9 +24,10 @@ from data.location import (
 )
 from data.object_path import ObjectPath
 from hyfi_core.errors import RequestError
+from tests.google_server import any_bucket, google, google_bucket
 from tests.object_server import ObjectServer, bucket, server
 
-__all__ = ["bucket", "server"]
+__all__ = ["any_bucket", "bucket", "google", "google_bucket", "server"]
 
 
 def both(tmp_path: Path, bucket: str) -> list[Path]:
@@ -79,8 +80,8 @@ def test_nothing_opens_an_address_as_a_local_file(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
-def test_files_are_the_same_here_and_there(tmp_path: Path, bucket: str) -> None:
-    for folder in both(tmp_path, bucket):
+def test_files_are_the_same_here_and_there(tmp_path: Path, any_bucket: str) -> None:
+    for folder in both(tmp_path, any_bucket):
         assert not folder.joinpath("f.json").exists() and version_of(folder / "f.json") == ""
         write_atomically(folder / "f.json", b"0123456789")
         first = version_of(folder / "f.json")
@@ -101,8 +102,8 @@ def test_files_are_the_same_here_and_there(tmp_path: Path, bucket: str) -> None:
         (folder / "g").unlink()
         with pytest.raises(FileNotFoundError):
             (folder / "g").read_bytes()
-    remove_tree(location(f"{bucket}/a"))
-    assert files_below(location(bucket)) == []
+    remove_tree(location(f"{any_bucket}/a"))
+    assert files_below(location(any_bucket)) == []
 
 
 def test_a_small_object_is_read_with_its_last_bytes(server: ObjectServer, bucket: str) -> None:

@@ -9,16 +9,17 @@ from data.object_path import ObjectPath
 from pathology import object_claims
 from pathology.claims import Claim, ClaimLostError, is_held, remove_ended, sweep
 from pathology.object_claims import ObjectClaim
+from tests.google_server import any_bucket, google, google_bucket
 from tests.object_server import bucket, server
 
-__all__ = ["bucket", "server"]
+__all__ = ["any_bucket", "bucket", "google", "google_bucket", "server"]
 
 ELSEWHERE = b"elsewhere/boot/1 77 123 0011"
 
 
 @pytest.fixture
-def folder(bucket: str) -> ObjectPath:
-    found = location(f"{bucket}/store/.claims")
+def folder(any_bucket: str) -> ObjectPath:
+    found = location(f"{any_bucket}/store/.claims")
     assert isinstance(found, ObjectPath)
     return found
 

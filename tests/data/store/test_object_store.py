@@ -6,6 +6,7 @@ import http.server
 import pickle
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -175,13 +176,20 @@ class _Ranges(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def website(folder: Path) -> Iterator[str]:
-    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranges, directory=str(folder.parent)))
+@contextmanager
+def serve_folder(folder: Path) -> Iterator[str]:
+    """Context with a web server of a folder; yields its address."""
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranges, directory=str(folder)))
     threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"http://127.0.0.1:{running.server_port}/{folder.name}"
+    yield f"http://127.0.0.1:{running.server_port}"
     running.shutdown()
     running.server_close()
+
+
+@pytest.fixture
+def website(folder: Path) -> Iterator[str]:
+    with serve_folder(folder.parent) as address:
+        yield f"{address}/{folder.name}"
 
 
 def test_a_web_server_that_cannot_list_is_read_and_verified(folder: Path, website: str) -> None:

@@ -16,10 +16,11 @@ from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 from pathology.ingest.archive import IngestOptions, IngestReport, Request, ingest, make_plan
 from pathology.ingest.together import ingest_together
+from tests.google_server import any_bucket, google, google_bucket
 from tests.object_server import ObjectServer, bucket, server
 from tests.pathology.tiffs import stained, write_slide
 
-__all__ = ["bucket", "server"]
+__all__ = ["any_bucket", "bucket", "google", "google_bucket", "server"]
 
 
 @pytest.fixture
@@ -40,8 +41,8 @@ def leftovers(slides: Path) -> list[str]:
     return files_below(slides.parent / "cache")
 
 
-def test_a_bucket_becomes_a_store_and_a_second_run_has_nothing_to_do(slides: Path, bucket: str) -> None:
-    store = location(f"{bucket}/archive/store")
+def test_a_bucket_becomes_a_store_and_a_second_run_has_nothing_to_do(slides: Path, any_bucket: str) -> None:
+    store = location(f"{any_bucket}/archive/store")
     assert [record.status for record in run(slides, store).done] == [DONE] * 3
     assert data.slide_ids(str(store)) == ["0", "1", "2"] and verify_store(store, 2).faults == []
     assert data.open_store(str(store), "1").read(data.Box(0, 9, 0, 9)).shape == (3, 9, 9)
@@ -75,8 +76,8 @@ def test_an_ingest_that_ends_in_the_middle_leaves_no_half_slide_and_is_continued
     assert verify_store(store, 2).faults == [] and not leftovers(slides)
 
 
-def test_what_an_interrupted_upload_left_is_removed_by_the_next_run(slides: Path, bucket: str) -> None:
-    store = location(f"{bucket}/store")
+def test_what_an_interrupted_upload_left_is_removed_by_the_next_run(slides: Path, any_bucket: str) -> None:
+    store = location(f"{any_bucket}/store")
     (store / "gone.zarr/0/c/0/0/0").write_bytes(b"half")
     (store / "claimed.zarr/0/c/0/0/0").write_bytes(b"being uploaded elsewhere")
     (store / ".claims/claimed").write_bytes(b"elsewhere/boot/1 77 123 0011")
@@ -85,8 +86,8 @@ def test_what_an_interrupted_upload_left_is_removed_by_the_next_run(slides: Path
     assert (store / "claimed.zarr/0/c/0/0/0").exists() and data.slide_ids(str(store)) == ["0", "1", "2"]
 
 
-def test_two_runs_at_once_do_each_slide_once(slides: Path, bucket: str) -> None:
-    store, reports = location(f"{bucket}/store"), []
+def test_two_runs_at_once_do_each_slide_once(slides: Path, any_bucket: str) -> None:
+    store, reports = location(f"{any_bucket}/store"), []
     threads = [threading.Thread(target=lambda: reports.append(run(slides, store))) for _ in "12"]
     for thread in threads:
         thread.start()
@@ -97,8 +98,8 @@ def test_two_runs_at_once_do_each_slide_once(slides: Path, bucket: str) -> None:
     assert data.slide_ids(str(store)) == ["0", "1", "2"] and not list((store / ".claims").glob("*"))
 
 
-def test_ranks_deal_slides_through_the_bucket(slides: Path, bucket: str) -> None:
-    store = location(f"{bucket}/store")
+def test_ranks_deal_slides_through_the_bucket(slides: Path, any_bucket: str) -> None:
+    store = location(f"{any_bucket}/store")
     request = Request([slides], store, IngestOptions(mpp=0.5, cache=slides.parent / "cache"))
     plan = make_plan(request)
     reports = run_ranks(2, lambda comm: ingest_together(request, plan if comm.rank == 0 else None, comm, workers=1))

@@ -12,11 +12,15 @@ import yaml
 
 from data.location import location
 from tests.conftest import Hyfi
+from tests.data.store.test_object_store import serve_folder
+from tests.google_server import any_bucket, google, google_bucket
 from tests.object_server import ObjectServer, bucket, copy_to, server
+from tests.pathology.slides import draw_slide, write_slide
 from tests.workflows.archive import make_config
+from tests.workflows.predictions import rows_of
 from tests.workflows.runs import run_here, run_on
 
-__all__ = ["bucket", "server"]
+__all__ = ["any_bucket", "bucket", "google", "google_bucket", "server"]
 
 
 @pytest.fixture
@@ -41,6 +45,43 @@ def test_training_on_a_bucket_gives_the_losses_of_a_folder(
     listed = [one for one in server.requests[before:] if "list-type" in one[2]]
     assert len(listed) <= slides, "the files of each slide are looked at once, before the first step"
     assert yaml.safe_load((tmp_path / "there" / "config.yaml").read_text())["data"]["store"] == place
+
+
+def test_the_whole_job_on_a_bucket_is_that_of_a_folder(
+    any_bucket: str, hyfi_here: Hyfi, tmp_path: Path, in_process: None
+) -> None:
+    lines = ["path,label,case_id,split"]
+    for number, split in enumerate(("train", "train", "train", "train", "val", "val")):
+        write_slide(tmp_path / f"{number}.tiff", draw_slide(seed=number))
+        lines.append(f"{number}.tiff,{'ab'[number % 2]},case-{number},{split}")
+    (tmp_path / "slides.csv").write_text("\n".join(lines))
+    losses, rows = [], []
+    for name, place in (("here", str(tmp_path / "store")), ("there", f"{any_bucket}/archive/store")):
+        told = hyfi_here("ingest", "slides.csv", "--out", place, "--mpp", "2.0", "--workers", "1")
+        assert told.returncode == 0 and "6 done" in told.stdout + told.stderr, told.stderr
+        (tmp_path / name).mkdir()
+        config = make_config(tmp_path / name, Path("store"), data={"store": place, "view": "crop", "min_coverage": 0.0})
+        losses.append(trained(config, tmp_path / name / "run", "data.size_px=96", "data.mpp=2.0"))
+        latest = tmp_path / name / "run" / "checkpoints" / "latest"
+        told = hyfi_here("predict", latest, place, "--out", f"{name}/predictions", "--allow-partial")
+        assert told.returncode == 0, told.stderr
+        rows.append({slide: row["p_a"] for slide, row in rows_of(tmp_path / name / "predictions").items()})
+    assert losses[0] == losses[1] and len(losses[0]) >= 3
+    assert rows[0] == rows[1] and len(rows[0]) == 6 and all(map(float, rows[0].values()))
+
+
+def test_training_on_a_web_server_gives_the_losses_of_a_folder(store: Path, tmp_path: Path, in_process: None) -> None:
+    config = make_config(tmp_path, store)
+    with serve_folder(store.parent) as address:
+        there = trained(config, tmp_path / "there", f"data.store={address}/{store.name}")
+    assert trained(config, tmp_path / "here") == there
+
+
+def test_training_on_memory_gives_the_losses_of_a_folder(store: Path, tmp_path: Path, in_process: None) -> None:
+    pytest.importorskip("obstore", reason="object storage needs hyfi[cloud]")
+    config = make_config(tmp_path, store)
+    place = copy_to(store, location(f"memory://{tmp_path.name}/store"))
+    assert trained(config, tmp_path / "there", f"data.store={place}") == trained(config, tmp_path / "here")
 
 
 def test_ranks_of_a_node_read_each_part_of_a_store_once(
