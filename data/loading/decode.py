@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,10 +37,10 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Lease:
-    """One sample to prepare, and where its pixels go.
+    """One sample, or a box of it, to prepare, and where its pixels go.
 
     Attributes:
-        number: Sample number in the stream.
+        name: Names it in the pool.
         epoch: Key of the augmentation.
         index: Index in the dataset.
         boxes: Parts of the augmented image, written one after the other.
@@ -47,9 +48,10 @@ class Lease:
         source: Box of the original image from which all parts are made.
         cache_offset: First byte of its entry in the cache; None: it is not cached.
         cached: Whether the cache has its pixels already.
+        counted: Whether it counts as a sample; of one that is prepared box by box, one box does.
     """
 
-    number: int
+    name: Hashable
     epoch: int
     index: int
     boxes: tuple[Box, ...]
@@ -57,6 +59,7 @@ class Lease:
     source: Box
     cache_offset: int | None = None
     cached: bool = False
+    counted: bool = True
 
 
 def decode(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -42,8 +43,8 @@ class Leases:
 
     def __init__(self) -> None:
         self._waiting: deque[Lease] = deque()
-        self._held: dict[int, dict[int, Lease]] = {}
-        self._deaths: Counter[int] = Counter()
+        self._held: dict[int, dict[Hashable, Lease]] = {}
+        self._deaths: Counter[Hashable] = Counter()
 
     def add(self, lease: Lease) -> None:
         """Append a lease to the queue."""
@@ -54,13 +55,13 @@ class Leases:
         if not self._waiting:
             return None
         lease = self._waiting.popleft()
-        self._held.setdefault(worker, {})[lease.number] = lease
+        self._held.setdefault(worker, {})[lease.name] = lease
         return lease
 
-    def finish(self, worker: int, number: int) -> Lease:
-        """Remove and return the lease of sample ``number``, which a worker has finished."""
-        lease = self._held[worker].pop(number)
-        self._deaths.pop(lease.number, None)
+    def finish(self, worker: int, name: Hashable) -> Lease:
+        """Remove and return the lease of this name, which a worker has finished."""
+        lease = self._held[worker].pop(name)
+        self._deaths.pop(lease.name, None)
         return lease
 
     def requeue(self, worker: int) -> None:
@@ -70,8 +71,8 @@ class Leases:
             RuntimeError: ``MAX_DEATHS_OF_A_SAMPLE`` workers died at this sample.
         """
         for lease in reversed(self._held.pop(worker, {}).values()):
-            self._deaths[lease.number] += 1
-            if self._deaths[lease.number] >= MAX_DEATHS_OF_A_SAMPLE:
+            self._deaths[lease.name] += 1
+            if self._deaths[lease.name] >= MAX_DEATHS_OF_A_SAMPLE:
                 raise RuntimeError(
                     f"{MAX_DEATHS_OF_A_SAMPLE} decoding processes died in a row at sample {lease.index} (epoch "
                     f"{lease.epoch}); if memory ran out, reduce data.workers, data.prefetch or data.cache_bytes"
@@ -134,8 +135,8 @@ class DecodePool:
         self._cache = SampleCache(cache_bytes, entry_bytes)
         self._leases = Leases()
         self._free_slots = [slot * slot_bytes for slot in reversed(range(slots))]
-        self._in_slots: dict[int, Lease] = {}  # by sample number: being prepared, or ready and not released
-        self._ready: set[int] = set()
+        self._in_slots: dict[Hashable, Lease] = {}  # by name: being prepared, or ready and not released
+        self._ready: set[Hashable] = set()
         self._at_a_time = min(at_a_time, MOST_AT_A_TIME)
         self._room: Counter[int] = Counter()  # by worker: leases that it may be given now
         self._deaths_in_a_row = 0
@@ -151,31 +152,32 @@ class DecodePool:
         """The current workers; some may have died since the last `collect`."""
         return tuple(self._workers)
 
-    def submit(self, number: int, epoch: int, index: int, boxes: tuple[Box, ...]) -> None:
+    def submit(self, name: Hashable, epoch: int, index: int, boxes: tuple[Box, ...], counted: bool = True) -> None:
         """Queue a sample; there must be a free slot.
 
         Args:
-            number: Names the sample in `parts` and `release`.
+            name: Names it in `parts` and `release`.
             epoch: Key of its augmentation.
             index: Index in the dataset.
             boxes: Parts of the augmented image; not empty.
+            counted: Whether it counts as a sample.
         """
         source = self._samples.source(index, hull(boxes), epoch)
         entry = self._cache.acquire(index, source)
         cached = entry is not None and entry.valid
         cache_offset = entry.offset if entry is not None else None
-        lease = Lease(number, epoch, index, boxes, self._free_slots.pop(), source, cache_offset, cached)
-        self._in_slots[number] = lease
+        lease = Lease(name, epoch, index, boxes, self._free_slots.pop(), source, cache_offset, cached, counted)
+        self._in_slots[name] = lease
         self._leases.add(lease)
 
-    def parts(self, number: int) -> tuple[Pixels, ...] | None:
+    def parts(self, name: Hashable) -> tuple[Pixels, ...] | None:
         """Return the parts of a sample, each ``(3, h, w)`` contiguous in shared memory; None while it is not ready.
 
         They are valid until the sample is released.
         """
-        if number not in self._ready:
+        if name not in self._ready:
             return None
-        lease = self._in_slots[number]
+        lease = self._in_slots[name]
         parts, start = [], lease.slot_offset
         for box in lease.boxes:
             end = start + part_bytes(box)
@@ -183,10 +185,10 @@ class DecodePool:
             start = end
         return tuple(parts)
 
-    def release(self, number: int) -> None:
+    def release(self, name: Hashable) -> None:
         """Free the slot of a sample that was ready."""
-        self._ready.remove(number)
-        self._free_slots.append(self._in_slots.pop(number).slot_offset)
+        self._ready.remove(name)
+        self._free_slots.append(self._in_slots.pop(name).slot_offset)
 
     def collect(self) -> bool:
         """Handle answers, replace dead workers and give leases to idle ones; never blocks.
@@ -232,13 +234,13 @@ class DecodePool:
             self._room[worker_id] = self._at_a_time
 
     def _finish(self, worker_id: int, answer: LeaseDone) -> None:
-        lease = self._leases.finish(worker_id, answer.number)
+        lease = self._leases.finish(worker_id, answer.name)
         if lease.cache_offset is not None:
             self._cache.release(lease.index, lease.source)
-        self._ready.add(lease.number)
+        self._ready.add(lease.name)
         self._deaths_in_a_row = 0
-        self.counts.samples += 1
-        self.counts.cached += lease.cached
+        self.counts.samples += lease.counted
+        self.counts.cached += lease.cached and lease.counted
         self.counts.read_bytes += answer.read_bytes
         self.counts.store_bytes += answer.store_bytes
         self.counts.shared_bytes += answer.shared_bytes

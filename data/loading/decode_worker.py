@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,13 +55,13 @@ class LeaseDone:
     """A lease is finished.
 
     Attributes:
-        number: The lease's sample number.
+        name: The lease's name.
         read_bytes: Bytes of pixels read from the store.
         store_bytes: Bytes of chunks that the worker has decoded for the node's cache since its last answer.
         shared_bytes: Bytes of chunks that it has taken from the node's cache since then.
     """
 
-    number: int
+    name: Hashable
     read_bytes: int
     store_bytes: int = 0
     shared_bytes: int = 0
@@ -176,7 +176,7 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
         nonlocal reported
         found: Answer
         try:
-            found = LeaseDone(lease.number, decode(samples, lease, slots, cache))
+            found = LeaseDone(lease.name, decode(samples, lease, slots, cache))
         except Exception as error:
             found = LeaseFailed(_portable(error), traceback.format_exc())
         with sending, contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
 """Feeds: the source of a trainer's images; and the feed that reads them in the trainer itself.
 
-:class:`data.loading.remote_feed.RemoteFeed` receives the same pixels from loader ranks.
+:class:`data.loading.remote_feed.RemoteFeed` and :class:`data.loading.cell_feed.CellFeed` receive the same pixels from
+loader ranks.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ class Feed(Protocol):
 
     Attributes:
         wait_s: Seconds that the trainer has waited for images so far.
-        reports: Report of each loader, by rank; complete after ``close``, empty without loaders.
     """
 
     wait_s: float
-    reports: dict[int, Report]
+
+    @property
+    def reports(self) -> dict[int, Report]:
+        """Report of each loader, by rank; complete after ``close``, empty without loaders."""
+        ...
 
     def batch(self, turn: int) -> BatchPixels:
         """Return the images of a turn; turns must be consecutive."""
@@ -96,7 +100,7 @@ class InlineFeed:
         self, samples: Samples, spec: FeedSpec, cache_bytes: int = 0, device: torch.device | str = "cpu"
     ) -> None:
         self.wait_s = 0.0
-        self.reports: dict[int, Report] = {}
+        self.reports: dict[int, Report] = {}  # no loaders
         self._numbers: Sequence[int] = ()
         self._samples, self._spec, self._device = samples, spec, torch.device(device)
         largest = max((part_bytes(part.box) for part in spec.parts), default=0)

@@ -7,12 +7,14 @@ A sample is read once, over the smallest box around all parts that this loader's
 starts when each of these trainers has requested it and has no older request that is not started. So the oldest sample
 in a slot can always be sent, and slots become free however far trainers drift apart. Memory is bounded: a trainer has
 at most ``ahead`` turns of open requests.
+
+A trainer that computes in cells requests one box of a sample after the other instead; each is prepared by itself.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -22,10 +24,25 @@ from data.loading.batches import BatchLayout, Part
 from data.loading.decode import BANDS, Samples, part_bytes
 from data.loading.decode_pool import Counts, DecodePool
 from data.loading.decode_worker import ChildWorker, StartWorker
+from data.loading.loader_link import CONTROL_TAG, PIXELS_TAG, REPORT_TAG
 from data.loading.order import SampleStream
-from data.loading.remote_feed import CONTROL_TAG, PIXELS_TAG, REPORT_TAG
 from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.plan.box import Box, hull
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a trainer has requested of one sample.
+
+    Attributes:
+        number: Of the sample.
+        name: Of what is prepared for it: the number, which trainers share, or (trainer, index) of a box.
+        box: The box; None: the trainer's parts.
+    """
+
+    number: int
+    name: Hashable
+    box: Box | None = None
 
 
 @dataclass
@@ -33,11 +50,12 @@ class _Client:
     """One trainer, as seen by the loader.
 
     Attributes:
-        parts: What it needs of its replica's batches.
+        parts: What it needs of its replica's batches; empty if it requests boxes.
         replica: Its replica.
         every: (k, n): it requests its replica's samples k, k + n, k + 2n, … from this loader.
-        ahead: Most turns of open requests.
-        requested: Numbers of the samples requested and not sent yet, in order.
+        ahead: Most turns, or boxes, of open requests.
+        box_bytes: Most bytes of a box that it requests.
+        requested: What was requested and is not sent yet, in order.
         started: How many of these, from the first, are being prepared or are ready.
         gone: Whether it has said goodbye.
         sent_bytes: Bytes of pixels sent to it.
@@ -47,7 +65,8 @@ class _Client:
     replica: int
     every: tuple[int, int]
     ahead: int
-    requested: deque[int] = field(default_factory=deque)
+    box_bytes: int = 0
+    requested: deque[_Request] = field(default_factory=deque)
     started: int = 0
     gone: bool = False
     sent_bytes: int = 0
@@ -60,8 +79,8 @@ class _Client:
         return [part.box for part in self.parts if part.has_sample(layout.position_of(number))]
 
     @property
-    def next_number(self) -> int | None:
-        """The oldest requested number whose preparation has not started."""
+    def next(self) -> _Request | None:
+        """The oldest request whose preparation has not started."""
         return self.requested[self.started] if self.started < len(self.requested) else None
 
 
@@ -98,9 +117,11 @@ class LoaderService:
         self._comm, self._ranks, self._stream, self._layout, self._watch = comm, tuple(trainers), stream, layout, watch
         self._samples, self._workers, self._cache_bytes, self._start_worker = samples, workers, cache_bytes, start
         self._trainers: dict[int, _Client] = {}
-        # For each sample in a slot: its parts by trainer rank, until they have arrived there.
-        self._recipients: dict[int, dict[int, slice]] = {}
-        self._sending: list[tuple[Pending, int, int]] = []  # message, rank, sample number
+        # For each sample or box in a slot: its parts by trainer rank, until they have arrived there.
+        self._recipients: dict[Hashable, dict[int, slice]] = {}
+        self._sending: list[tuple[Pending, int, Hashable]] = []  # message, rank, what is in the slot
+        self._boxes = 0  # requested so far
+        self._samples_in_boxes: set[int] = set()  # those of which a box has been prepared, for the count of samples
         self._pool: DecodePool | None = None
         self._stopped = False
 
@@ -145,12 +166,14 @@ class LoaderService:
             for position in range(self._layout.batch_of(replica))
         ]
         open_requests = {t.replica: -(-t.ahead * self._layout.batch_of(t.replica) // t.every[1]) for t in trainers}
+        in_boxes = [t for t in self._trainers.values() if t.box_bytes]
+        largest_box = max((t.box_bytes for t in in_boxes), default=0)
         return DecodePool(
             self._samples,
             workers=self._workers,
-            slots=max(self._workers, sum(open_requests.values())),
-            slot_bytes=max((sum(part_bytes(box) for box in boxes) for boxes in boxes_of_samples), default=0),
-            entry_bytes=max((part_bytes(hull(boxes)) for boxes in boxes_of_samples), default=0),
+            slots=max(self._workers, sum(open_requests.values()) + sum(t.ahead for t in in_boxes)),
+            slot_bytes=max((sum(map(part_bytes, boxes)) for boxes in boxes_of_samples), default=largest_box),
+            entry_bytes=max((part_bytes(hull(boxes)) for boxes in boxes_of_samples), default=largest_box),
             cache_bytes=self._cache_bytes,
             start=self._start_worker,
             at_a_time=self._at_a_time,
@@ -182,33 +205,54 @@ class LoaderService:
         peer, message = found
         if message["kind"] == "hello":
             parts = tuple(Part.from_json(part) for part in message["parts"])
-            self._trainers[peer] = _Client(parts, message["replica"], tuple(message["every"]), message["ahead"])
+            every, box_bytes = tuple(message["every"]), message.get("box_bytes", 0)
+            self._trainers[peer] = _Client(parts, message["replica"], every, message["ahead"], box_bytes)
         elif message["kind"] == "request":
-            self._trainers[peer].requested.extend(message["numbers"])
+            self._trainers[peer].requested.extend(self._requests(peer, message["numbers"], message.get("box")))
         else:
             self._trainers[peer].gone = True
             self._stopped |= bool(message["stopped"])
         return True
 
+    def _requests(self, peer: int, numbers: Sequence[int], box: Sequence[int] | None) -> Iterator[_Request]:
+        """Yield what a trainer requests: its parts of samples, or a box of them."""
+        for number in numbers:
+            if box is None:
+                yield _Request(number, number)
+            else:
+                self._boxes += 1
+                yield _Request(number, (peer, self._boxes), Box(*box))
+
     def _start_next_sample(self, pool: DecodePool) -> bool:
         """Start preparing the oldest sample that is next for all trainers that need it; return whether one was."""
         if not pool.has_free_slot:
             return False
-        for number in sorted({n for t in self._trainers.values() if (n := t.next_number) is not None}):
-            needed = {rank: boxes for rank, t in self._trainers.items() if (boxes := t.boxes(self._layout, number))}
-            if all(self._trainers[rank].next_number == number for rank in needed):
-                self._start(number, needed, pool)
+        waiting = {rank: request for rank, t in self._trainers.items() if (request := t.next) is not None}
+        for rank, request in sorted(waiting.items(), key=lambda item: item[1].number):
+            needed = self._needed(rank, request)
+            if all(other in waiting and waiting[other].name == request.name for other in needed):
+                self._start(request, needed, pool)
                 return True
         return False
 
-    def _start(self, number: int, needed: dict[int, list[Box]], pool: DecodePool) -> None:
-        """Start preparing a sample for the trainers (rank to boxes) that need it."""
-        epoch, index = self._stream.at(number)
-        pool.submit(number, epoch, index, tuple(box for boxes in needed.values() for box in boxes))
+    def _needed(self, rank: int, request: _Request) -> dict[int, list[Box]]:
+        """Return the boxes (trainer to boxes) that are prepared together for a request."""
+        if request.box is not None:
+            return {rank: [request.box]}
+        pairs = ((other, t.boxes(self._layout, request.number)) for other, t in self._trainers.items())
+        return {other: boxes for other, boxes in pairs if boxes}
+
+    def _start(self, request: _Request, needed: dict[int, list[Box]], pool: DecodePool) -> None:
+        """Start preparing what the trainers (rank to boxes) need of a sample."""
+        epoch, index = self._stream.at(request.number)
+        counted = request.box is None or request.number not in self._samples_in_boxes
+        if request.box is not None:
+            self._samples_in_boxes.add(request.number)
+        pool.submit(request.name, epoch, index, tuple(box for of in needed.values() for box in of), counted)
         first = 0
-        self._recipients[number] = {}
+        self._recipients[request.name] = {}
         for rank, boxes in needed.items():
-            self._recipients[number][rank] = slice(first, first + len(boxes))
+            self._recipients[request.name][rank] = slice(first, first + len(boxes))
             self._trainers[rank].started += 1
             first += len(boxes)
 
@@ -216,12 +260,12 @@ class LoaderService:
         """Send prepared samples, in each trainer's order of requests; return whether there were any."""
         happened = False
         for rank, trainer in self._trainers.items():
-            while trainer.started and (ready := pool.parts(trainer.requested[0])) is not None:
-                number = trainer.requested.popleft()
+            while trainer.started and (ready := pool.parts(trainer.requested[0].name)) is not None:
+                name = trainer.requested.popleft().name
                 trainer.started -= 1
-                mine = ready[self._recipients[number][rank]]
+                mine = ready[self._recipients[name][rank]]
                 messages = [Message(rank, torch.from_numpy(part), PIXELS_TAG) for part in mine]
-                self._sending.append((self._comm.exchange(messages, []), rank, number))
+                self._sending.append((self._comm.exchange(messages, []), rank, name))
                 trainer.sent_bytes += sum(part.size for part in mine)
                 happened = True
         return happened
@@ -229,14 +273,14 @@ class LoaderService:
     def _free_slots(self, pool: DecodePool) -> bool:
         """Free the slots of samples whose parts have all arrived; return whether any part arrived."""
         in_flight = []
-        for pending, rank, number in self._sending:
+        for pending, rank, name in self._sending:
             if not pending.test():
-                in_flight.append((pending, rank, number))
+                in_flight.append((pending, rank, name))
                 continue
-            del self._recipients[number][rank]
-            if not self._recipients[number]:
-                del self._recipients[number]
-                pool.release(number)
+            del self._recipients[name][rank]
+            if not self._recipients[name]:
+                del self._recipients[name]
+                pool.release(name)
         arrived = len(in_flight) < len(self._sending)
         self._sending = in_flight
         return arrived
@@ -245,7 +289,7 @@ class LoaderService:
         """Answer requests that were not served with blank images, because their receives are already posted."""
         sending = [pending for pending, _, _ in self._sending]
         for rank, trainer in self._trainers.items():
-            boxes = [box for number in trainer.requested for box in trainer.boxes(self._layout, number)]
+            boxes = [box for request in trainer.requested for box in self._needed(rank, request)[rank]]
             blanks = [torch.empty((BANDS, *box.shape), dtype=torch.uint8) for box in boxes]
             sending.append(self._comm.exchange([Message(rank, blank, PIXELS_TAG) for blank in blanks], []))
         for pending in sending:

@@ -113,7 +113,11 @@ class DataConfig(Section):
         description="a column of the labels: numbers ≥ 0, how often each slide is drawn relative to others "
         "(sampling: weighted)",
     )
-    prefetch: Positive = Field(2, description="a whole number ≥ 1: batches that loaders send ahead of the current one")
+    prefetch: Positive = Field(
+        2,
+        description="a whole number ≥ 1: batches that loaders send ahead of the current one; to cells (plan.cells) box "
+        "by box, and not more than 5 % of plan.memory_bytes",
+    )
     workers: Positive | None = Field(
         None, description="a whole number ≥ 1: decoding processes of each loader; default: its number of threads"
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from data.loading.batches import Part
+from data.loading.cell_feed import CellFeed
 from data.loading.feed import BatchPixels, Feed, FeedSpec, InlineFeed
 from data.loading.loader import LoaderService
 from data.loading.normalise import Normalisation
@@ -26,6 +27,9 @@ from workflows.paths import require_writable
 from workflows.training.job import TrainingJob
 from workflows.training.start import Roles
 
+_AHEAD_OF_MEMORY = 0.05
+"""Of ``plan.memory_bytes``: boxes of cells that loaders send ahead."""
+
 
 def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, device: torch.device) -> Feed:
     """Return this trainer's feed for the steps after ``start_step``."""
@@ -33,12 +37,28 @@ def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, d
     accumulate, data = job.config.optimizer.accumulate, job.config.data
     turns = (start_step * accumulate, job.steps * accumulate)
     replica = roles.trainers.rank // job.plan.ranks_per_replica
-    parts = tuple(Part(part.box, part.first, part.stop) for part in engine.input_parts)
-    spec = FeedSpec(job.stream, job.layout, replica, parts, turns)
-    loaders = roles.loaders_of.get(roles.world.rank, ())
+    loaders, cells = roles.loaders_of.get(roles.world.rank, ()), engine.plan.cells is not None
+    parts = _in_order(engine) if cells else [Part(part.box, part.first, part.stop) for part in engine.input_parts]
+    spec = FeedSpec(job.stream, job.layout, replica, tuple(parts), turns)
+    if loaders and cells:
+        limit = engine.plan.memory_bytes if device.type == "cpu" else None  # else that of the GPU
+        ahead_bytes = None if limit is None else int(_AHEAD_OF_MEMORY * limit)
+        return CellFeed(roles.world, loaders, spec, data.prefetch, ahead_bytes, device)
     if loaders:
         return RemoteFeed(roles.world, loaders, spec, data.prefetch, device)
     return InlineFeed(job.train, spec, data.cache_bytes, device)
+
+
+def _in_order(engine: Engine) -> list[Part]:
+    """Return the boxes of a turn in the order in which cells read them: micro-batch after micro-batch."""
+    plan = engine.plan
+    rounds = plan.microbatches // plan.directions
+    sizes = [(part, (part.stop - part.first) // rounds) for part in engine.input_parts]
+    return [
+        Part(part.box, part.first + k * size, part.first + (k + 1) * size)
+        for k in range(rounds)
+        for part, size in sizes
+    ]
 
 
 def preparation(run: RunConfig) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -166,14 +166,14 @@ def test_a_lost_lease_is_issued_first_and_not_for_ever() -> None:
     leases = Leases()
     for number in range(3):
         leases.add(lease(number))
-    assert leases.issue(0).number == 0 and leases.issue(1).number == 1
+    assert leases.issue(0).name == 0 and leases.issue(1).name == 1
     leases.requeue(0)
-    assert leases.issue(0).number == 0
-    assert leases.finish(1, 1).number == 1
-    assert leases.issue(1).number == 2 and leases.issue(2) is None
+    assert leases.issue(0).name == 0
+    assert leases.finish(1, 1).name == 1
+    assert leases.issue(1).name == 2 and leases.issue(2) is None
     for _ in range(MAX_DEATHS_OF_A_SAMPLE - 2):
         leases.requeue(0)
-        assert leases.issue(0).number == 0
+        assert leases.issue(0).name == 0
     with pytest.raises(RuntimeError, match=f"{MAX_DEATHS_OF_A_SAMPLE} decoding processes died in a row at sample 0"):
         leases.requeue(0)
     leases.requeue(7)  # it held nothing
@@ -183,11 +183,11 @@ def test_all_leases_of_a_lost_worker_are_issued_again_in_order() -> None:
     leases = Leases()
     for number in range(4):
         leases.add(lease(number))
-    assert [leases.issue(0).number, leases.issue(1).number, leases.issue(0).number] == [0, 1, 2]
-    assert leases.finish(0, 2).number == 2
-    assert leases.issue(0).number == 3
+    assert [leases.issue(0).name, leases.issue(1).name, leases.issue(0).name] == [0, 1, 2]
+    assert leases.finish(0, 2).name == 2
+    assert leases.issue(0).name == 3
     leases.requeue(0)
-    assert [leases.issue(1).number, leases.issue(1).number, leases.issue(1)] == [0, 3, None]
+    assert [leases.issue(1).name, leases.issue(1).name, leases.issue(1)] == [0, 3, None]
 
 
 def test_the_cache_keeps_who_is_in_use_and_forgets_the_oldest() -> None:

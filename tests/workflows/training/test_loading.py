@@ -19,6 +19,7 @@ from tests.workflows.runs import assert_same_run, losses, run_on
 from tests.workflows.training.test_failures import TrainingRun, start  # noqa: F401 (a fixture)
 from workflows.commands import status, train
 from workflows.config.load import load_config
+from workflows.training import feeding
 from workflows.training.job import prepare
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("in_process")]
@@ -152,6 +153,31 @@ def test_two_pipelines_in_opposite_directions_are_fed_as_inline(tmp_path: Path, 
     assert run_on(3, config, *plan, f"run.dir={tmp_path / 'inline'}") == [0] * 3
     assert run_on(5, config, *plan, "roles.loaders=2", "data.workers=1") == [0] * 5
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ["plan.grids=[[1,1]]", "plan.cells=[2,2]"],
+        ["plan.grids=[[1,2]]", "plan.cells=[2,1]", "plan.memory_bytes=5000000000", "plan.spill=."],
+        [
+            *("plan.grids=[[1,1],[1,1]]", "plan.cells=[2,2]", "plan.schedule=chimera", "plan.microbatches=2"),
+            "plan.cuts=[conv1]",
+        ],
+    ],
+)
+def test_cells_are_sent_their_boxes_one_after_the_other(
+    tmp_path: Path, store: Path, plan: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(tmp_path, store, run={"precision": "float64", "steps": 3}, model={"norm": "group"})
+    trainers = 1 if "[[1,1]]" in plan[0] else 2
+    assert run_on(trainers, config, *plan, f"run.dir={tmp_path / 'inline'}") == [0] * trainers
+    capfd.readouterr()
+    monkeypatch.setattr(feeding, "RemoteFeed", None)  # it receives all parts of a turn at once
+    assert run_on(trainers + 1, config, *plan, "roles.loaders=1", "data.workers=1") == [0] * (trainers + 1)
+    assert losses(tmp_path / "run") == losses(tmp_path / "inline")
+    assert "1 loader: 6 images, 0 of them from memory" in capfd.readouterr().out
 
 
 def test_sampling_is_as_configured(tmp_path: Path, store: Path) -> None:

@@ -1,0 +1,143 @@
+"""The feed of a trainer that computes its images in cells: receives one box after the other, as the cells read them.
+
+::
+
+    loader     c0 c1 c2 c3 c4 …            decoded and sent when requested
+    trainer       c0 c1 c2 ╎ c3 c4         at most ``ahead_bytes`` requested and not read yet
+                  read     ╎ on their way
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from data.loading.batches import Part
+from data.loading.decode import BANDS, part_bytes
+from data.loading.feed import BatchPixels, FeedSpec, Report
+from data.loading.loader_link import PIXELS_TAG, LoaderLink
+from data.loading.part_buffers import PartBuffers, not_sent
+from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.plan.box import Box
+
+_LEAST_AHEAD = 2
+"""Boxes on their way, so that one is decoded while another is read."""
+
+
+class CellFeed:
+    """Receives the boxes of each image from loader ranks in the order in which the trainer's cells read them.
+
+    A box that is read out of order, or again, is requested when it is read. The replica's sample ``i`` comes from
+    loader ``i % len(loaders)``.
+
+    Args:
+        comm: Communicator of all ranks.
+        loaders: Ranks of the loaders that serve this trainer.
+        spec: What it needs; ``parts`` in the order of reading, each as it is read.
+        prefetch: Most turns requested ahead.
+        ahead_bytes: Most bytes requested and not read yet, at least two boxes; None: what ``prefetch`` allows.
+        device: Device of the images.
+        watch: Called while waiting, for signals; may raise.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        loaders: Sequence[int],
+        spec: FeedSpec,
+        prefetch: int,
+        ahead_bytes: int | None = None,
+        device: torch.device | str = "cpu",
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.wait_s = 0.0
+        self._spec, self._device = spec, torch.device(device)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._parts = tuple(part for part in spec.parts if not part.box.empty)
+        self._ahead = self._parts_ahead(prefetch, ahead_bytes)
+        self._open: dict[tuple[int, Part], tuple[int, PartBuffers]] = {}  # requested, and not read yet
+        self._read: set[Part] = set()  # of the current turn
+        self._turn, self._next = spec.turns[0] - 1, (spec.turns[0], 0)  # (turn, index of the part) to request next
+        samples = max((part.stop - part.first for part in self._parts), default=0)
+        hello = {
+            "parts": [],
+            "replica": spec.replica,
+            "ahead": (self._ahead + 1) * samples,
+            "box_bytes": max((part_bytes(part.box) for part in self._parts), default=0),
+        }
+        self._link = LoaderLink(comm, loaders, hello, watch)
+        self._request_ahead()
+
+    @property
+    def reports(self) -> dict[int, Report]:
+        """Report of each loader, by rank; complete after ``close``."""
+        return self._link.reports
+
+    def batch(self, turn: int) -> BatchPixels:
+        """Return this feed, whose ``read`` waits for the boxes of the turn."""
+        if turn != self._turn + 1:
+            raise ValueError(f"turns must follow one another: {turn} asked for, {self._turn + 1} is next")
+        self._turn = turn
+        self._read.clear()
+        self._open = {key: found for key, found in self._open.items() if key[0] >= turn}
+        self._request_ahead()
+        return self
+
+    def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
+        """Return ``(stop − first, 3, h, w)`` uint8: a box of this turn's samples ``[first, stop)``.
+
+        Raises:
+            ValueError: It is none of the trainer's parts.
+        """
+        start_s, part = time.perf_counter(), Part(box, first, stop)
+        if part not in self._spec.parts:
+            raise ValueError(not_sent(part, self._spec.parts))
+        if box.empty:
+            return torch.empty((stop - first, BANDS, *box.shape), dtype=torch.uint8, device=self._device)
+        if (self._turn, part) not in self._open:
+            self._request(self._turn, part)
+        number, buffers = self._open.pop((self._turn, part))
+        self._read.add(part)
+        self._request_ahead()
+        self._link.wait(number)
+        buffers.upload()
+        buffers.use()
+        self.wait_s += time.perf_counter() - start_s
+        return buffers.read(box, first, stop)
+
+    def close(self, stopped: bool) -> None:
+        """Say goodbye to the loaders, receive what was requested, and then their reports."""
+        self._link.close(stopped)
+
+    def _parts_ahead(self, prefetch: int, ahead_bytes: int | None) -> int:
+        """Return how many boxes may be requested and not read yet."""
+        most = prefetch * len(self._parts)
+        largest = max(((part.stop - part.first) * part_bytes(part.box) for part in self._parts), default=0)
+        if ahead_bytes is None or not largest:
+            return most
+        return min(most, max(_LEAST_AHEAD, ahead_bytes // largest))
+
+    def _request_ahead(self) -> None:
+        """Request the boxes that are read next."""
+        while self._parts and len(self._open) < self._ahead and self._next[0] < self._spec.turns[1]:
+            turn, at = self._next
+            part = self._parts[at]
+            self._next = (turn, at + 1) if at + 1 < len(self._parts) else (turn + 1, 0)
+            read = turn == self._turn and part in self._read
+            if turn >= self._turn and not read and (turn, part) not in self._open:
+                self._request(turn, part)
+
+    def _request(self, turn: int, part: Part) -> None:
+        buffers, layout = PartBuffers((part,), self._device, self._stream), self._spec.layout
+        numbers_of: dict[int, list[int]] = {}
+        receives = []
+        numbers = layout.numbers(turn, self._spec.replica)[part.first : part.stop]
+        for position, number in enumerate(numbers, part.first):
+            loader = self._link.loader_of(layout.ordinal(number))
+            receives += [Message(loader, buffer, PIXELS_TAG) for buffer in buffers.of_sample(position)]
+            numbers_of.setdefault(loader, []).append(number)
+        box = part.box.y0, part.box.y1, part.box.x0, part.box.x1
+        asked = {loader: {"numbers": numbers, "box": box} for loader, numbers in numbers_of.items()}
+        self._open[turn, part] = self._link.request(receives, asked), buffers

@@ -1,0 +1,110 @@
+"""The link of a trainer to its loaders: what it asks for, and the order in which it arrives.
+
+::
+
+    trainer                                       loader
+      hello {parts, replica, …}       ─────────►    learns what may be requested
+      request {numbers}               ─────────►    has the samples decoded by child processes
+      (receive posted before)         ◄─────────    uint8 (3, h, w), in the order of the requests
+      goodbye {stopped}               ─────────►    answers open requests with blanks, removes the trainer
+                                      ◄─────────    report {samples, bytes, …}
+
+A trainer sends a request only after it has posted the receives, so the number of messages in flight is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from data.loading.backoff import Backoff
+from data.loading.feed import Report
+from hyfi_core.comm.base import Communicator, Message, Pending
+
+CONTROL_TAG, PIXELS_TAG, REPORT_TAG = 101, 102, 103
+
+
+class LoaderLink:
+    """Asks loaders for pixels and receives them.
+
+    Args:
+        comm: Communicator of all ranks.
+        loaders: Ranks of the loaders that serve this trainer.
+        hello: What the loaders must know before the first request.
+        watch: Called while waiting, for signals; may raise.
+
+    Attributes:
+        reports: Report of each loader, by rank; complete after ``close``.
+    """
+
+    def __init__(
+        self, comm: Communicator, loaders: Sequence[int], hello: Mapping[str, Any], watch: Callable[[], None]
+    ) -> None:
+        self.reports: dict[int, Report] = {}
+        self._comm, self._loaders, self._watch = comm, tuple(loaders), watch
+        self._receives: deque[tuple[int, Pending, Sequence[Message]]] = deque()  # messages own the memory
+        self._sends: list[Pending] = []
+        self._requests = 0
+        stride = len(self._loaders)
+        self._send({loader: {"kind": "hello", **hello, "every": [k, stride]} for k, loader in enumerate(self._loaders)})
+
+    def loader_of(self, ordinal: int) -> int:
+        """Return the loader of the replica's sample with this index."""
+        return self._loaders[ordinal % len(self._loaders)]
+
+    def request(self, receives: Sequence[Message], asked: Mapping[int, Mapping[str, Any]]) -> int:
+        """Post receives, then ask for what they receive.
+
+        Args:
+            receives: In the order in which each loader will send.
+            asked: Of each loader (the key).
+
+        Returns:
+            The index of this request: 0, 1, 2, …
+        """
+        self._receives.append((self._requests, self._comm.exchange([], list(receives)), receives))
+        self._send({loader: {"kind": "request", **what} for loader, what in asked.items()})
+        self._requests += 1
+        return self._requests - 1
+
+    def wait(self, request: int) -> None:
+        """Return when this request and all earlier ones have been answered."""
+        self._receive(lambda: bool(self._receives) and self._receives[0][0] <= request)
+
+    def answered(self) -> int:
+        """Return how many requests, from the first, have been answered."""
+        while self._receives and self._receives[0][1].test():
+            self._receives.popleft()
+        return self._receives[0][0] if self._receives else self._requests
+
+    def close(self, stopped: bool) -> None:
+        """Say goodbye to the loaders, receive what was requested, and then their reports."""
+        self._send({loader: {"kind": "goodbye", "stopped": stopped} for loader in self._loaders})
+        self._receive(lambda: bool(self._receives))
+        for pending in self._sends:
+            pending.wait()
+        backoff = Backoff()
+        while len(self.reports) < len(self._loaders):
+            found = self._comm.poll_object(REPORT_TAG)
+            if found is not None:
+                self.reports[found[0]] = found[1]
+            else:
+                self._watch()
+                backoff.pause()
+
+    def _receive(self, unfinished: Callable[[], bool]) -> None:
+        """Wait for answers, in order, while ``unfinished``."""
+        backoff = Backoff(first_s=1e-4, max_s=2e-3)
+        while unfinished():
+            if self._receives[0][1].test():
+                self._receives.popleft()
+                backoff.reset()
+            else:
+                self._watch()
+                backoff.pause()
+
+    def _send(self, messages: Mapping[int, Mapping[str, Any]]) -> None:
+        """Send a control message to each loader (the key)."""
+        self._sends = [pending for pending in self._sends if not pending.test()]
+        self._sends += [self._comm.send_object(value, loader, CONTROL_TAG) for loader, value in messages.items()]

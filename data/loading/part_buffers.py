@@ -1,0 +1,79 @@
+"""Buffers of received pixels: on the host, pinned for a GPU, and their copies there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from data.loading.batches import Part
+from data.loading.decode import BANDS
+from hyfi_core.plan.box import Box
+
+
+class PartBuffers:
+    """Parts of a batch's images: a host buffer for each part and, if the device is a GPU, copies there.
+
+    Args:
+        parts: Of each image.
+        device: Of the images.
+        stream: For copies, if the device is a GPU.
+    """
+
+    def __init__(self, parts: Sequence[Part], device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._parts, self._device, self._stream = tuple(parts), device, stream
+        shapes = [(part.stop - part.first, BANDS, *part.box.shape) for part in parts]
+        self.buffers = [torch.empty(shape, dtype=torch.uint8, pin_memory=stream is not None) for shape in shapes]
+        self._images = self.buffers
+        self._copied: torch.cuda.Event | None = None
+
+    def of_sample(self, position: int) -> list[torch.Tensor]:
+        """Return the buffers for the parts of one sample of the batch."""
+        pairs = zip(self._parts, self.buffers, strict=True)
+        return [buffer[position - part.first] for part, buffer in pairs if part.has_sample(position)]
+
+    def upload(self) -> None:
+        """Start the copies to the device, unless they were started."""
+        if self._stream is not None and self._copied is None:
+            with torch.cuda.stream(self._stream):
+                self._images = [buffer.to(self._device, non_blocking=True) for buffer in self.buffers]
+                self._copied = torch.cuda.Event()
+                self._copied.record(self._stream)
+        elif self._stream is None and self._device.type != "cpu":
+            self._images = [buffer.to(self._device) for buffer in self.buffers]
+
+    def use(self) -> None:
+        """Let the current stream wait for the copies, and their memory outlive its work."""
+        if self._copied is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(self._copied)
+            for images in self._images:
+                images.record_stream(current)
+
+    def reuse(self) -> None:
+        """Wait until the copies are done, so that the buffers may be overwritten."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        self._images = self.buffers
+
+    def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
+        """Return a box of the samples ``[first, stop)``; see :class:`data.loading.feed.BatchPixels`.
+
+        Raises:
+            ValueError: No part covers it.
+        """
+        for part, images in zip(self._parts, self._images, strict=True):
+            if part.covers(box, first, stop):
+                rows, columns = box.relative_to(part.box).slices()
+                return images[first - part.first : stop - part.first, :, rows, columns]
+        raise ValueError(not_sent(Part(box, first, stop), self._parts))
+
+
+def not_sent(wanted: Part, parts: Sequence[Part]) -> str:
+    """Return the message for a box that the loaders do not send."""
+    available = ", ".join(f"{part.box} of samples {part.first} to {part.stop}" for part in parts)
+    return (
+        f"{wanted.box} of samples {wanted.first} to {wanted.stop} was requested, but the loaders send "
+        f"{available or 'nothing'}"
+    )
