@@ -31,8 +31,8 @@ from hyfi_core.plan.box import Box, hull
 
 
 @dataclass(frozen=True)
-class _Request:
-    """What a trainer has requested of one sample.
+class _Wanted:
+    """What a trainer wants of one sample.
 
     Attributes:
         number: Of the sample.
@@ -66,7 +66,7 @@ class _Client:
     every: tuple[int, int]
     ahead: int
     box_bytes: int = 0
-    requested: deque[_Request] = field(default_factory=deque)
+    requested: deque[_Wanted] = field(default_factory=deque)
     started: int = 0
     gone: bool = False
     sent_bytes: int = 0
@@ -79,7 +79,7 @@ class _Client:
         return [part.box for part in self.parts if part.has_sample(layout.position_of(number))]
 
     @property
-    def next(self) -> _Request | None:
+    def next(self) -> _Wanted | None:
         """The oldest request whose preparation has not started."""
         return self.requested[self.started] if self.started < len(self.requested) else None
 
@@ -214,14 +214,14 @@ class LoaderService:
             self._stopped |= bool(message["stopped"])
         return True
 
-    def _requests(self, peer: int, numbers: Sequence[int], box: Sequence[int] | None) -> Iterator[_Request]:
+    def _requests(self, peer: int, numbers: Sequence[int], box: Sequence[int] | None) -> Iterator[_Wanted]:
         """Yield what a trainer requests: its parts of samples, or a box of them."""
         for number in numbers:
             if box is None:
-                yield _Request(number, number)
+                yield _Wanted(number, number)
             else:
                 self._boxes += 1
-                yield _Request(number, (peer, self._boxes), Box(*box))
+                yield _Wanted(number, (peer, self._boxes), Box(*box))
 
     def _start_next_sample(self, pool: DecodePool) -> bool:
         """Start preparing the oldest sample that is next for all trainers that need it; return whether one was."""
@@ -235,14 +235,14 @@ class LoaderService:
                 return True
         return False
 
-    def _needed(self, rank: int, request: _Request) -> dict[int, list[Box]]:
+    def _needed(self, rank: int, request: _Wanted) -> dict[int, list[Box]]:
         """Return the boxes (trainer to boxes) that are prepared together for a request."""
         if request.box is not None:
             return {rank: [request.box]}
         pairs = ((other, t.boxes(self._layout, request.number)) for other, t in self._trainers.items())
         return {other: boxes for other, boxes in pairs if boxes}
 
-    def _start(self, request: _Request, needed: dict[int, list[Box]], pool: DecodePool) -> None:
+    def _start(self, request: _Wanted, needed: dict[int, list[Box]], pool: DecodePool) -> None:
         """Start preparing what the trainers (rank to boxes) need of a sample."""
         epoch, index = self._stream.at(request.number)
         counted = request.box is None or request.number not in self._samples_in_boxes
