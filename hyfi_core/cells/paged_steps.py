@@ -17,8 +17,9 @@ import torch
 
 from hyfi_core.cells.page import PLACES, Page
 from hyfi_core.cells.pager import Pager
-from hyfi_core.cells.recipe import DEEPEST, Made, Recipe, call_of, tensors_in
+from hyfi_core.cells.recipe import DEEPEST, Made, Recipe, call_of, convolved_by, form_of, tensors_in
 from hyfi_core.lowering.segments import OperatorStep, Segment, Step, Tape, made_by, taken_by
+from hyfi_core.ops.base import RemakesSaved
 from hyfi_core.rules.instructions import CollectiveCall
 
 Tensors = Mapping[str, torch.Tensor]
@@ -39,12 +40,17 @@ class StepMemory(Protocol):
         """Called before a step runs forward."""
         ...
 
-    def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which autograd saves a segment's tensors for backward."""
+    def saving(self, segment: Segment, made: Tensors) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which autograd saves a segment's tensors for backward.
+
+        Args:
+            segment: that runs.
+            made: what it has computed so far and still needs.
+        """
         ...
 
-    def end(self, step: Step, values: Tensors, saved: Any) -> None:
-        """Called after a step has run forward."""
+    def end(self, step: Step, values: Tensors, saved: Any) -> Any:
+        """Called after a step has run forward, with what its operator has saved; return what is kept of that."""
         ...
 
     def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:
@@ -68,12 +74,13 @@ class AllStays:
     def begin(self, step: Step, values: Tensors) -> None:
         """See ``StepMemory``."""
 
-    def saving(self) -> contextlib.AbstractContextManager[None]:
+    def saving(self, segment: Segment, made: Tensors) -> contextlib.AbstractContextManager[None]:
         """See ``StepMemory``."""
         return contextlib.nullcontext()
 
-    def end(self, step: Step, values: Tensors, saved: Any) -> None:
+    def end(self, step: Step, values: Tensors, saved: Any) -> Any:
         """See ``StepMemory``."""
+        return saved
 
     def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:
         """See ``StepMemory``."""
@@ -157,13 +164,18 @@ class PagedSteps:
         self._pager.begin(self._taken, self._room(step, back=False))
 
     @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self, segment: Segment, made: Tensors) -> Iterator[None]:
         """Register the tensors that autograd saves; see ``StepMemory``."""
         uses = [self._backward_use]
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             kept = tensor.detach()
-            self._pager.track(kept, uses)
+            page = self._pager.track(kept, uses)
+            if page is not None and page.recipe is None and self._recomputes:
+                name = convolved_by(segment, kept, {**self._taken, **made})
+                if name is not None:
+                    recipe = self._recipe(page, Made(segment, self._taken, name, kept, None))
+                    self._pager.note_recipe(page, recipe)
             return kept
 
         def unpack(kept: torch.Tensor) -> torch.Tensor:
@@ -173,7 +185,7 @@ class PagedSteps:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    def end(self, step: Step, values: Tensors, saved: Any) -> None:
+    def end(self, step: Step, values: Tensors, saved: Any) -> Any:
         """Register the outputs of a step; see ``StepMemory``."""
         place, made_bytes = self._order.steps[id(step)], 0
         for name in made_by(step):
@@ -181,6 +193,7 @@ class PagedSteps:
                 uses = self._order.of_value(name, place)
                 page = self._pager.track(values[name], uses)
                 made_bytes += 0 if page is None else page.size
+        saved = self._compacted(step, saved)
         for tensor in tensors_in(saved):
             self._pager.track(tensor, [self._order.at(step, back=True)])
         self._pager.allocated[self._room_key(step, back=False)] = made_bytes
@@ -188,6 +201,7 @@ class PagedSteps:
             self._note_recipe(step, values, saved)
         self._taken = {}
         self._pager.end(self._order.at(step))
+        return saved
 
     def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:
         """Load the inputs of a step; see ``StepMemory``."""
@@ -212,6 +226,23 @@ class PagedSteps:
 
     def _room_key(self, step: Step, back: bool) -> tuple[int, int, bool]:
         return len(self._order.steps), self._order.steps[id(step)], back
+
+    def _compacted(self, step: Step, saved: Any) -> Any:
+        """Return what an operator has saved, with a recipe for what its input gives again, or else in fewer bytes."""
+        if not isinstance(step, OperatorStep) or not isinstance(step.call.operator, RemakesSaved) or saved is None:
+            return saved
+        operator, own = step.call.operator, self._taken[str(step.call.inputs[0])]
+        remade, source = operator.remade(saved), self._pager.page_of(own)
+        # If the input is not recomputed, nothing else may need it: then it would be kept instead.
+        if remade is None or source is None or source.recipe is None or source.recipe.depth >= DEEPEST:
+            return operator.compact(saved)
+        page = self._pager.track(remade)
+        if page is None or not self._recomputes:
+            return operator.compact(saved)
+        depth, form = source.recipe.depth + 1, form_of(remade)
+        again = Recipe((lambda so_far: operator.remake(own),), (own,), form, remade.dtype, depth, self._context)
+        self._pager.note_recipe(page, again)
+        return saved
 
     def _note_recipe(self, step: Step, values: Tensors, saved: Any) -> None:
         """Attach a recipe to the output of a cheap step."""
@@ -239,6 +270,4 @@ class PagedSteps:
         depth = 1 + max(depths, default=0)
         if depth > DEEPEST or not sources:
             return None
-        tensor = made.result
-        form = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return Recipe(calls, sources, form, tensor.dtype, depth, self._context)
+        return Recipe(calls, sources, form_of(made.result), made.result.dtype, depth, self._context)

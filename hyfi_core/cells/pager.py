@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hyfi_core.cells.budget import EARLY, SMALLEST_BYTES
+from hyfi_core.cells.budget import EARLY
 from hyfi_core.cells.page import NEVER, PLACES, Page, PagerCounts, When
-from hyfi_core.cells.recipe import Recipe, tensors_in
+from hyfi_core.cells.page_forecast import SMALLEST_BYTES
+from hyfi_core.cells.recipe import Recipe, image_of, same_memory, tensors_in
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import SpillStore, queued
 from hyfi_core.ops.constants import is_constant
@@ -136,6 +137,15 @@ class Pager:
         self._enqueue(page)
         return page
 
+    def image(self, pixels: torch.Tensor, prepare: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return the image that ``prepare`` computes from pixels; it is never spilled, but computed again."""
+        self.track(pixels)
+        image = prepare(pixels)
+        page = self.track(image)
+        if page is not None and not same_memory(pixels, image):
+            self.note_recipe(page, image_of(pixels, image, prepare))
+        return image
+
     def note_recipe(self, page: Page, recipe: Recipe | None) -> None:
         """Set how a page is recomputed; None: it is not."""
         page.recipe = recipe
@@ -221,10 +231,13 @@ class Pager:
 
     def _missing(self, pages: Iterable[Page]) -> int:
         """Return the bytes needed to load pages."""
-        away = {id(page): page for page in pages if not page.in_memory}
-        for page in list(away.values()):
-            if page.recipe is not None:
-                away.update((id(found), found) for found in self._pages_of(page.recipe.sources) if not found.in_memory)
+        away: dict[int, Page] = {}
+        left = list(pages)
+        while left:
+            page = left.pop()
+            if not page.in_memory and id(page) not in away:
+                away[id(page)] = page
+                left += self._pages_of(page.recipe.sources) if page.recipe is not None else []
         return sum(page.size for page in away.values())
 
     def _update_ready(self, page: Page) -> None:
@@ -247,17 +260,24 @@ class Pager:
                 self._finish(page)
 
     def _compute(self, page: Page) -> None:
-        """Recompute a page, after loading the pages that it needs."""
+        """Recompute a page, after loading the pages that it needs; drop those that were recomputed for it if full."""
         storage, recipe = page.storage(), page.recipe
         if storage is None or recipe is None:
             return
-        self._load(self._pages_of(recipe.sources))
+        sources = self._pages_of(recipe.sources)
+        made_for_it = [source for source in sources if not source.in_memory and source.recipe is not None]
+        self._load(sources)
         storage.resize_(page.size)
         page.in_memory = True
         self._memory_bytes += page.size
         self.counts.recomputed_bytes += page.size
         recipe.fill(storage)
         self._enqueue(page)
+        if made_for_it and self._memory_bytes > self._limit_now():
+            pinned = {id(found) for found in self._pinned.get(self._cell(), [])}
+            for source in made_for_it:
+                if id(source) not in pinned and not source.stays:
+                    self._drop(source)
 
     def _drop(self, page: Page) -> None:
         storage = page.storage()

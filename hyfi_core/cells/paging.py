@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from hyfi_core.cells.budget import PagedForecast, page_limit, resident_limit, spilled_bytes
+from hyfi_core.cells.budget import page_limit, resident_limit, spilled_bytes
+from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.pager import Pager
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import SpillFile, SpillMemory

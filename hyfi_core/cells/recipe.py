@@ -11,6 +11,7 @@ time than reading a file. Saved results such as a batch norm's statistics are re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from math import prod
 from typing import Any
@@ -25,6 +26,8 @@ from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
 
 Shapes = Callable[[str], Sequence[int]]
 """Returns the shape of a value."""
+Form = tuple[tuple[int, ...], tuple[int, ...], int]
+"""(size, stride, offset) of a tensor in its storage."""
 Call = Callable[[torch.Tensor | None], torch.Tensor]
 """Computes a map; an in-place call takes the result of the previous call."""
 DEEPEST = 3
@@ -37,8 +40,8 @@ _CHEAP = frozenset(
         *("relu.default", "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "mul.Tensor", "mul.Scalar"),
         *("div.Tensor", "div.Scalar", "neg.default", "silu.default", "gelu.default", "sigmoid.default", "tanh.default"),
         *("hardtanh.default", "hardswish.default", "hardsigmoid.default", "leaky_relu.default", "elu.default"),
-        *("clamp.default", "cat.default", "batch_norm.default", "_native_batch_norm_legit_no_training.default"),
-        "_native_batch_norm_legit_functional.default",
+        *("clamp.default", "cat.default", "to.dtype", "_to_copy.default", "batch_norm.default"),
+        *("_native_batch_norm_legit_no_training.default", "_native_batch_norm_legit_functional.default"),
     )
 )
 
@@ -58,7 +61,7 @@ class Recipe:
 
     calls: tuple[Call, ...]
     sources: tuple[torch.Tensor, ...]
-    form: tuple[tuple[int, ...], tuple[int, ...], int]
+    form: Form
     dtype: torch.dtype
     depth: int
     context: Callable[[], Any]
@@ -97,8 +100,8 @@ class Made:
 
 def call_of(made: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
     """Return (recomputation, its input maps, whether it is in place); None if it is not cheap."""
-    over = [name for name, tensor in made.inputs.items() if _same_memory(tensor, made.result)]
-    sources = tuple(t for t in tensors_in([made.inputs, made.saved]) if not _same_memory(t, made.result))
+    over = [name for name, tensor in made.inputs.items() if same_memory(tensor, made.result)]
+    sources = tuple(t for t in tensors_in([made.inputs, made.saved]) if not same_memory(t, made.result))
     if len(over) > 1:
         return None
     call = _operator_call(made, over) if isinstance(made.step, OperatorStep) else _segment_call(made.step, made, over)
@@ -175,7 +178,45 @@ def _is_cheap_call(call: LocalCall, segment: Segment, shape_of: Shapes) -> bool:
     return call.source.text in _CHEAP
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def convolved_by(segment: Segment, saved: torch.Tensor, values: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the value of which a convolution of the segment has saved a copy of other memory; None if there is none.
+
+    Under autocast, the copy has another dtype. It is compared: other operators of the segment save maps, too.
+
+    Args:
+        segment: that runs.
+        saved: what autograd saves for the backward of one of its calls.
+        values: those of the segment so far.
+    """
+    for call in segment.calls:
+        given = values.get(call.inputs[0]) if call.source is not None and call.source.text in _CONVOLUTIONS else None
+        if given is None or given.shape != saved.shape or given.stride() != saved.stride():
+            continue
+        if same_memory(given, saved) or torch.equal(given.to(saved.dtype), saved):
+            return call.inputs[0]
+    return None
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """Return (size, stride, offset) of a tensor in its storage."""
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def image_of(pixels: torch.Tensor, image: torch.Tensor, prepare: Callable[[torch.Tensor], torch.Tensor]) -> Recipe:
+    """Return the recipe of an image.
+
+    Its depth is 0: it is computed faster than it could be read.
+
+    Args:
+        pixels: its source.
+        image: computed from them.
+        prepare: computes it, always the same.
+    """
+    return Recipe((lambda so_far: prepare(pixels),), (pixels,), form_of(image), image.dtype, 0, nullcontext)
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share their memory."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 

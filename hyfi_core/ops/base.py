@@ -88,6 +88,22 @@ class Recomputable(ABC):
         """
 
 
+class RemakesSaved(ABC):
+    """An operator that saves a tensor which its first input gives again, such as the indices of maxima."""
+
+    @abstractmethod
+    def remade(self, saved: Any) -> torch.Tensor | None:
+        """Return the part of what ``forward`` saved that ``remake`` returns; None if there is none."""
+
+    @abstractmethod
+    def remake(self, own: torch.Tensor) -> torch.Tensor:
+        """Return it again, bitwise equal and without messages, from the first input."""
+
+    @abstractmethod
+    def compact(self, saved: Any) -> Any:
+        """Return what ``forward`` saved in as few bytes as possible, to be kept."""
+
+
 class SplitBackward(ABC):
     """A collective with a split backward: first the cotangent of the map, later those of the weights.
 

@@ -15,7 +15,7 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops.bands import AT_ONCE, Banded
-from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, RemakesSaved, Tensors, Wanted
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.window_places import WindowPlaces
 from hyfi_core.plan.window import Window
@@ -35,17 +35,20 @@ class _Places:
 
 
 @dataclass(frozen=True)
-class MaxPool(Banded):
+class MaxPool(Banded, RemakesSaved):
     """``max_pool2d`` on a part; outside of the map its halo is -inf.
 
     Attributes:
         holds_map: whether the map's memory is kept for its cotangent; else only its shape, and indices in a byte.
+        leaves_wide: whether indices are left as the native call returns them, for a caller that recomputes them or
+            calls ``compact``.
         overwrites_map: whether the map's memory may be overwritten by its cotangent.
     """
 
     own_cotangents: ClassVar[bool] = True
 
     holds_map: bool = True
+    leaves_wide: bool = False
     overwrites_map: bool = False
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
@@ -56,7 +59,7 @@ class MaxPool(Banded):
             if self.output.empty:
                 return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas, None, ())
             result, indices = self._pool(canvas, self.canvas_padding)
-            return (result,), (back, self._held(canvas), self._narrow(canvas, indices, self.canvas_padding), ())
+            return (result,), (back, self._held(canvas), self._kept(canvas, indices, self.canvas_padding), ())
         pending_strips = self.halo.start(comm, own)
         with polled(pending_strips.pending):
             result, indices = self._pool(self.seen(own), self.own.padding)
@@ -64,9 +67,37 @@ class MaxPool(Banded):
         for band, canvas in self.canvases(own, pending_strips.wait()):
             found, where = self._pool(canvas, AT_ONCE)
             at(result, band, self.output).copy_(found)
-            places.append(_Places(canvas, where))
+            places.append(_Places(self._held(canvas), self._narrow(canvas, where, AT_ONCE)))
         self.halo.give_back(pending_strips.strips)
-        return (result,), (self._held(own), self._narrow(self.seen(own), indices, self.own.padding), tuple(places))
+        return (result,), (self._held(own), self._kept(self.seen(own), indices, self.own.padding), tuple(places))
+
+    @property
+    def remakes(self) -> bool:
+        """Whether the input gives the indices again: those of a canvas with strips need the strips, too."""
+        needs_strips = self.own is None and bool(self.halo.transfer.receives)
+        return self.leaves_wide and not needs_strips and not self.output.empty
+
+    def remade(self, saved: Any) -> torch.Tensor | None:
+        """Return the indices, except those of bands; see ``ops.base.RemakesSaved``."""
+        indices: torch.Tensor = saved[1 if self.own is not None else 2]
+        return indices if self.remakes else None
+
+    def remake(self, own: torch.Tensor) -> torch.Tensor:
+        """Return them again; see ``ops.base.RemakesSaved``."""
+        if self.own is None:
+            return self._pool(self.halo.placed(own), self.canvas_padding)[1]
+        return self._pool(self.seen(own), self.own.padding)[1]
+
+    def compact(self, saved: Any) -> Any:
+        """Return the same with indices in a byte where that is enough; see ``ops.base.RemakesSaved``."""
+        if self.holds_map or not self.leaves_wide or saved[2] is None:
+            return saved
+        if self.own is None:
+            back, canvas, indices, none = saved
+            return back, canvas, self._narrow(canvas, indices, self.canvas_padding), none
+        whole, indices, places = saved
+        shape_alone = whole.new_empty(whole.shape, device="meta")
+        return whole, self._narrow(self.seen(shape_alone), indices, self.own.padding), places
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (the cotangent of the map,): each output's cotangent goes to the position of its maximum."""
@@ -99,6 +130,9 @@ class MaxPool(Banded):
         shape_alone.untyped_storage().resize_(0)
         return shape_alone
 
+    def _kept(self, seen: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+        return indices if self.leaves_wide else self._narrow(seen, indices, padding)
+
     def _narrow(self, seen: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
         places = self._places(seen, padding)
         return indices if self.holds_map or not places.fits else places.narrow(indices)
@@ -119,8 +153,8 @@ class MaxPool(Banded):
         if self.own.start == (0, 0):
             return self._back(inner, whole, indices, self.own.padding, over)
         d_own = torch.zeros_like(whole)
-        seen = self.seen(whole)
-        self.seen(d_own).copy_(self._back(inner, seen, indices, self.own.padding))
+        seen = self.seen(d_own)  # of the map, only the shape may be left
+        seen.copy_(self._back(inner, seen, indices, self.own.padding))
         return d_own
 
     def _pool(self, tensor: torch.Tensor, padding: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,6 +50,25 @@ class ImageParts(Protocol):
         ...
 
 
+@runtime_checkable
+class PixelParts(ImageParts, Protocol):
+    """A batch that is computed from pixels, always the same: to save memory, only these are kept.
+
+    Attributes:
+        pixel_dtype: of the pixels.
+    """
+
+    pixel_dtype: torch.dtype
+
+    def pixels(self, box: Box, first: int, stop: int) -> torch.Tensor:
+        """Return ``(stop - first, …, h, w)``, of which ``prepare`` returns what ``read`` returns."""
+        ...
+
+    def prepare(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return ``(stop - first, C, h, w)``, computed from pixels in new memory."""
+        ...
+
+
 Images = torch.Tensor | Callable[[Box], torch.Tensor] | ImageParts
 Shape = tuple[int, int, int, int]
 _LEAST_USES = 500
@@ -161,9 +180,14 @@ def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype
     else:
         local, name = images(box), f"images({box})"
         local = local[part.first : part.stop] if isinstance(local, torch.Tensor) else local
+    return _checked_part(local, name, part, channels, dtype)
+
+
+def _checked_part(local: Any, name: str, part: InputPart, channels: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a batch has returned for a part; refuse anything but images of its shape."""
     if not isinstance(local, torch.Tensor):
         raise RequestError(f"{name} returned a {_type_name(local)}; it must return a tensor (B, C, h, w)")
-    wanted = (part.stop - part.first, channels, *box.shape)
+    wanted = (part.stop - part.first, channels, *part.box.shape)
     if tuple(local.shape) != wanted:
         raise RequestError(f"{name} returned shape {tuple(local.shape)}; {wanted} was requested")
     _check_images(local, f"what {name} returned", dtype)
@@ -254,6 +278,25 @@ class Reader:
                 self._groups.all.counts.count("input", 0, local.numel() * local.element_size())
                 found[part] = uploaded(local, self._device).to(dtype=self._dtype, memory_format=self._order)
         return {key: found[part] for key, part in parts.items()}
+
+    def read_pixels(
+        self, images: PixelParts, part: InputPart
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Return the pixels of a part, in new memory, and what computes the images from them."""
+        found = images.pixels(part.box, part.first, part.stop)
+        if not isinstance(found, torch.Tensor) or found.dtype != images.pixel_dtype:
+            given = found.dtype if isinstance(found, torch.Tensor) else _type_name(found)
+            raise RequestError(
+                f"images.pixels({part.box}, {part.first}, {part.stop}) returned {given}; images say "
+                f"that their pixel_dtype is {images.pixel_dtype}"
+            )
+        self._groups.all.counts.count("input", 0, found.nbytes)
+
+        def prepare(pixels: torch.Tensor) -> torch.Tensor:
+            local = _checked_part(images.prepare(pixels), "images.prepare", part, self._shape[1], self._dtype)
+            return local.to(self._device, self._dtype, memory_format=self._order)
+
+        return uploaded(found, self._device).clone(), prepare
 
     def as_given(self, images: Images, output: Any) -> Any:
         """Return an output in the memory format that contiguous images would give, unless images were channels-last."""

@@ -86,6 +86,11 @@ class Compiled:
         return tuple((*p, *b) for p, b in zip(self.parameters, self.buffers, strict=True))
 
     @property
+    def gathered(self) -> tuple[str, ...]:
+        """Descriptions of the maps that every rank gathers."""
+        return tuple(dict.fromkeys(line for stage in self.hosted.values() for line in stage.ranked.gathered))
+
+    @property
     def only(self) -> HostedStage:
         """The stage of a plan that has one."""
         assert len(self.parameters) == 1
@@ -206,7 +211,7 @@ class _Lowered:
         self._runs = runs
         self._plane = plane
         divided = False
-        self._cells = cells
+        self._cells, self._spills = cells, spills
         self._shares_memory = plan.ranks_per_replica == cells and not spills
         self._stages = stages
         self._placement = placement
@@ -271,7 +276,7 @@ class _Lowered:
             runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
             ranked = lower(program, target, stage.outputs, exits, runs)
         if self._cells > 1 and not (self._runs is not None and self._shares_memory):
-            ranked = replace(ranked, instructions=tuple(map(for_training, ranked.instructions)))
+            ranked = replace(ranked, instructions=tuple(for_training(one, self._spills) for one in ranked.instructions))
         if self._plan.recomputes(index):
             _refuse_drawn(ranked)
         if self._compiler is not None:

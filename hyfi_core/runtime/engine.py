@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hyfi_core.capture.autocast import dtypes_under_autocast
 from hyfi_core.capture.released import device_of
-from hyfi_core.cells.budget import PagedForecast, forecast_pages, with_cells
+from hyfi_core.cells.budget import with_cells
 from hyfi_core.cells.communicator import cell_communicators
 from hyfi_core.cells.page import PagerCounts
+from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.paging import Paging
 from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.activity import ACTIVITY
@@ -23,7 +23,6 @@ from hyfi_core.comm.counted import Span
 from hyfi_core.comm.same_weights import SameWeights
 from hyfi_core.comm.weight_watch import WeightWatch
 from hyfi_core.cost.cuts import with_cuts
-from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
 from hyfi_core.cost.model_flops import training_flops
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segment_compiler import SegmentCompiler
@@ -39,6 +38,7 @@ from hyfi_core.runtime.gradients import GradientsOfCells, ParameterHooks, StepGr
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror, trained_by_stage
 from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted, used_stages
+from hyfi_core.runtime.paged_call import PagedCall, pixels_of
 from hyfi_core.runtime.runner import StageRunner
 from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, Loss, RandomKey, Subject
 from hyfi_core.schedule.action import Action, Schedule
@@ -100,6 +100,7 @@ class Engine:
         self.random.first, self.random.share = self._groups.index * plan.microbatches, plan.share_of(self._groups.index)
         self.events: list[tuple[Action, float, float]] = []
         self._paging: Paging | None = None
+        self._trained = PagedCall(self._micro, trains=True)
         self._turns, self._runners = self._make_runners(comm)
         compiled = self._compiled()  # captures the model, or refuses it
         check(plan)
@@ -214,7 +215,7 @@ class Engine:
         hooks = ParameterHooks(self._subject.bindings.parameters_once, self.plan.microbatches * self.plan.replicas)
         with self._watch.changing(noticed=True), hooks:
             gradients.begin()
-            self.reserve(micro, trains=True)
+            self.reserve(micro, pixels=pixels_of(images))
             done = self._each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
             self._runners[0].publish()
             gradients.finish(hooks)
@@ -299,11 +300,9 @@ class Engine:
 
     def describe(self) -> str:
         """Return the plan as text, with the maps that every rank gathers."""
-        stages = self._compiled().hosted.values()  # in the model's current mode
-        gathered = dict.fromkeys(line for stage in stages for line in stage.ranked.gathered)
-        lines = [f"gathered on every rank: {line}" for line in gathered]
+        lines = [f"gathered on every rank: {line}" for line in self._compiled().gathered]  # in the model's current mode
         if self._paging is not None:
-            lines.append(self._paging.describe((self._micro, True), self._forecasts(self._micro, trains=True)))
+            lines.append(self._paging.describe(self._trained, self._forecasts(self._trained)))
         return "\n".join([self.plan.describe().rstrip("\n"), *lines])
 
     def schedule(self) -> Schedule:
@@ -328,25 +327,25 @@ class Engine:
         comms = cell_communicators(comm, turns, members)
         return turns, turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=pager))
 
-    def reserve(self, micro: tuple[int, int, int, int] | None = None, trains: bool = True) -> None:
-        """Reserve memory and disk for the maps of a call, a training step by default; refuse too little of either."""
-        shape = micro or self._micro
-        if self._paging is not None:
-            weights = sum(p.nbytes for p in self._model.parameters() if p.requires_grad and not p.is_meta)
-            new = STATE_COPIES if self._optimizer is not None and not self._optimizer.state else 1
-            self._paging.begin((shape, trains), lambda: self._forecasts(shape, trains), new * weights if trains else 0)
+    def reserve(
+        self, micro: tuple[int, int, int, int] | None = None, trains: bool = True, pixels: torch.dtype | None = None
+    ) -> None:
+        """Reserve memory and disk for the maps of a call, a training step by default; refuse too little of either.
 
-    def _forecasts(self, micro: tuple[int, int, int, int], trains: bool) -> list[PagedForecast]:
-        """Return what every stage needs in every cell, with all micro-batches in flight."""
-        subject, stages = self._subject, self._each(lambda r: list(r.compiled(micro).hosted.values()))
-        flights = max(microbatches_in_flight(self.plan, stage) for stage in range(self.plan.stages)) if trains else 1
-        found, dtypes = [], dict[str, torch.dtype]()
-        if subject.autocast is not None:
-            dtypes.update(dtypes_under_autocast(subject.program(micro), subject.autocast, self.device.type))
-        for stage in (stage for of_cell in stages for stage in of_cell):
-            one = forecast_pages(stage.ranked, stage.tape, stage.position, dtypes, trains)
-            found.append(replace(one, kept_bytes=one.kept_bytes * flights, stays_bytes=one.stays_bytes * flights))
-        return found
+        Args:
+            micro: shape of a micro-batch; None: that for which the engine was made.
+            trains: whether it is a training step.
+            pixels: ``pixel_dtype`` of the images, if they are ``PixelParts``.
+        """
+        if self._paging is not None:
+            call = PagedCall(micro or self._micro, trains, pixels)
+            self._trained = call if trains else self._trained
+            self._paging.begin(call, lambda: self._forecasts(call), call.new_bytes(self._model, self._optimizer))
+
+    def _forecasts(self, call: PagedCall) -> list[PagedForecast]:
+        """Return what every stage needs in every cell."""
+        of_cells = self._each(lambda runner: runner.compiled(call.micro))
+        return call.forecasts(self._subject, self.plan, of_cells)
 
     def _each(self, call: Callable[[StageRunner], T]) -> list[T]:
         """Call each runner of this process (one, or cells in turn) and return the results."""

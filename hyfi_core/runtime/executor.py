@@ -88,7 +88,10 @@ class Executor:
             kept = made if record else None
             if kept is not None:
                 records.append(kept)
-            self._memory.end(step, values, kept.saved if isinstance(kept, OperatorRecord) else None)
+            if isinstance(kept, OperatorRecord):
+                kept.saved = self._memory.end(step, values, kept.saved)
+            else:
+                self._memory.end(step, values, None)
         return records
 
     def do(self, step: Step, values: Values, record: bool = False) -> Record | None:
@@ -124,7 +127,7 @@ class Executor:
                 if name in self.tape.active and not tensor.requires_grad:  # parameters are used directly
                     made.entries[name] = []
                     local[name] = _Entry.apply(self._anchor, tensor, made.entries[name])  # type: ignore[no-untyped-call]
-            with self._memory.saving() if active else contextlib.nullcontext():
+            with self._memory.saving(segment, local) if active else contextlib.nullcontext():
                 for call, drops in zip(segment.calls, segment.drops, strict=True):
                     _call(call, local, values)
                     for name in drops:

@@ -19,7 +19,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.attribution import ExplainedPart, attribute, join_explanations
 from hyfi_core.runtime.backward import Values
-from hyfi_core.runtime.batch_reader import Images, InputPart, Reader, Shape, uploaded
+from hyfi_core.runtime.batch_reader import Images, InputPart, PixelParts, Reader, Shape, uploaded
 from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
@@ -277,7 +277,7 @@ class StageRunner:
             part = None
             if key in parts:
                 first = key[1] * count // plan.directions if labels is not None else 0
-                part = self._part(images, parts, local, key, (microbatch - first) * size, size)
+                part = self._part(images, parts, local, key, (microbatch - first) * size, size, labels is not None)
             return subject.bindings.begin(compiled.hosted[key], part, microbatch)
 
         def loss(output: Any, microbatch: int) -> torch.Tensor:
@@ -304,12 +304,16 @@ class StageRunner:
         key: Key,
         start: int,
         size: int,
+        trains: bool = False,
     ) -> torch.Tensor:
         """Return this runner's box of one micro-batch, from the data read earlier, or read now."""
         if key in local:
             return local[key][start : start + size]
         part = parts[key]
         chosen = InputPart(part.box, part.first + start, part.first + start + size)
+        if self._pager is not None and trains and isinstance(images, PixelParts):
+            pixels, prepare = self.reader.read_pixels(images, chosen)
+            return self._pager.image(pixels, prepare)
         found = self.reader.read(images, {key: chosen})[key]
         return found if self._pager is None else found.clone()  # memory owned by the caller cannot be spilled
 

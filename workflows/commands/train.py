@@ -170,6 +170,7 @@ def _trainer(
     import torch
 
     from hyfi_core.comm.agree import agree
+    from workflows.training.feeding import BatchImages
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.run_folder import RunFolder
@@ -188,7 +189,7 @@ def _trainer(
         model = model.to(where)
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica), drawn)
-    engine.reserve()  # refused before anything is written
+    engine.reserve(pixels=BatchImages.pixel_dtype)  # refused before anything is written
     throughput = None
     if first:
         height, width = job.config.data.size_px

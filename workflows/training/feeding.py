@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -77,9 +77,19 @@ class BatchImages:
     def __init__(self, pixels: BatchPixels, prepare: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._pixels, self._prepare = pixels, prepare
 
+    pixel_dtype: ClassVar[torch.dtype] = torch.uint8
+
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
         """Return ``(stop − first, 3, h, w)``: a box of the samples ``[first, stop)``, normalised."""
-        return self._prepare(self._pixels.read(box, first, stop))
+        return self.prepare(self.pixels(box, first, stop))
+
+    def pixels(self, box: Box, first: int, stop: int) -> torch.Tensor:
+        """Return the same before normalisation, uint8."""
+        return self._pixels.read(box, first, stop)
+
+    def prepare(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the normalised pixels."""
+        return self._prepare(pixels)
 
 
 def make_loader(job: TrainingJob, roles: Roles, watch: Callable[[], None]) -> LoaderService:

@@ -8,7 +8,7 @@ import torch
 import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.capture.export import capture
-from hyfi_core.cells import budget, paging
+from hyfi_core.cells import budget, page_forecast, paging
 from hyfi_core.cells.budget import with_cells
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.cost.memory import forecast_memory
@@ -23,8 +23,9 @@ SHAPE = (2, 3, 67, 53)
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a limit be about the maps of a small network, not about libraries and records."""
     monkeypatch.setattr(budget, "LIBRARY_BYTES", 0)
-    monkeypatch.setattr(budget, "STEP_BYTES", {True: 1, False: 1})
-    monkeypatch.setattr(budget, "SMALLEST_BYTES", 1)
+    for module in (budget, page_forecast):
+        monkeypatch.setattr(module, "STEP_BYTES", {True: 1, False: 1})
+    monkeypatch.setattr(page_forecast, "SMALLEST_BYTES", 1)
 
 
 def test_less_memory_means_more_cells() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,8 +47,11 @@ def check(size: Any, grid: Any, kernel: int, stride: int, padding: int, order: t
 
         def body(comm: Communicator, ops: list[MaxPool] = ops) -> Any:
             mine, theirs = have.parts[comm.rank].slices(), out.parts[comm.rank].slices()
-            (found,), saved = ops[comm.rank].forward(comm, (x[:, :, *mine].contiguous(memory_format=order),))
-            return found, ops[comm.rank].backward(comm, saved, (dy[:, :, *theirs],))[0]
+            own = x[:, :, *mine].contiguous(memory_format=order)
+            (found,), saved = ops[comm.rank].forward(comm, (own,))
+            back = ops[comm.rank].backward(comm, saved, (dy[:, :, *theirs],))[0]
+            check_remade(comm, ops[comm.rank], own, dy[:, :, *theirs], back)
+            return found, back
 
         for rank, (found, back) in enumerate(run_ranks(len(ops), body, strict=True)):
             assert torch.equal(found, wanted[:, :, *out.parts[rank].slices()])
@@ -55,6 +59,22 @@ def check(size: Any, grid: Any, kernel: int, stride: int, padding: int, order: t
             torch.testing.assert_close(back, leaf.grad[:, :, *have.parts[rank].slices()], rtol=0, atol=1e-13)
         count += sum(op.own is not None for op in ops)
     return count
+
+
+def check_remade(comm: Communicator, op: MaxPool, own: torch.Tensor, dy: torch.Tensor, wanted: Any) -> None:
+    """The input gives the indices again, and they give the same cotangent, in a byte or as PyTorch returns them."""
+    wide = replace(op, holds_map=False, leaves_wide=True)
+    _, saved = wide.forward(comm, (own,))
+    remade = wide.remade(saved)
+    needs_strips = op.own is None and bool(op.halo.transfer.receives)
+    assert (remade is None) == (needs_strips or op.output.empty)
+    if remade is not None:
+        assert remade.dtype == torch.int64 and torch.equal(remade, wide.remake(own.clone()))
+        assert torch.equal(saved[1 if op.own is not None else 2], remade)
+    for kept in (saved, wide.compact(saved)):
+        assert torch.equal(wide.backward(comm, kept, (dy,))[0], wanted)  # type: ignore[arg-type]
+    narrow = wide.compact(saved)[1 if op.own is not None else 2]
+    assert op.output.empty or narrow.dtype == torch.uint8 or own.shape[3] <= op.window.x.kernel
 
 
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])

@@ -1,0 +1,210 @@
+"""Forecast of what the maps of a cell take: its largest step, and what is kept for backward, in memory or spilled.
+
+It follows the rules of ``cells.recipe`` and ``cells.paged_steps``: what is recomputed is not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+import torch
+
+from hyfi_core.cells.recipe import DEEPEST, cheap_calls, is_cheap
+from hyfi_core.cells.spill_store import blocks_bytes
+from hyfi_core.cost.memory import STEP_BYTES
+from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
+from hyfi_core.ops.convolution import Convolution
+from hyfi_core.ops.max_pool import MaxPool
+from hyfi_core.ops.relu import Relu
+from hyfi_core.rules.instructions import CollectiveCall, RankProgram
+
+SMALLEST_BYTES = 1 << 16
+"""Smaller maps stay in memory: small reads and writes are slow."""
+
+
+@dataclass(frozen=True)
+class PagedForecast:
+    """What a cell needs for a stage and a micro-batch.
+
+    Attributes:
+        working_bytes: inputs and outputs of its largest step, without weights.
+        kept_bytes: peak of what it keeps while cells wait for each other, in memory or spilled, without recomputed
+            maps.
+        stays_bytes: what it keeps and cannot spill: small maps, and records of its steps.
+        weights_bytes: weights of the step that has most of them.
+    """
+
+    working_bytes: int
+    kept_bytes: int
+    stays_bytes: int = 0
+    weights_bytes: int = 0
+
+    def times(self, flights: int) -> PagedForecast:
+        """Return the same for several micro-batches, of which one computes at a time."""
+        return replace(self, kept_bytes=self.kept_bytes * flights, stays_bytes=self.stays_bytes * flights)
+
+
+def forecast_pages(
+    ranked: RankProgram,
+    tape: Tape,
+    position: int,
+    dtypes: Mapping[str, torch.dtype],
+    trains: bool,
+    pixels: torch.dtype | None = None,
+) -> PagedForecast:
+    """Return what a cell needs for a stage.
+
+    Args:
+        ranked: the cell's program.
+        tape: its steps.
+        position: of the cell in the stage's grid.
+        dtypes: types of values under autocast.
+        trains: whether backward follows.
+        pixels: type of the pixels from which the image is computed when it is needed; None: the image is kept.
+    """
+    sizes = _Sizes(ranked, position, dtypes, pixels)
+    working = max((sum(map(sizes.of, {*taken_by(s), *made_by(s)})) for s in tape.steps), default=0)
+    weights = max((sum(map(sizes.of_weight, taken_by(s))) for s in tape.steps), default=0)
+    kept = _Kept.of(tape, sizes) if trains else _Kept(frozenset(), (0,) * len(tape.steps))
+    small = sum(size for size in (*map(sizes.of_kept, kept.names), *kept.besides) if size < SMALLEST_BYTES)
+    records = len(tape.steps) * STEP_BYTES[trains]
+    return PagedForecast(working, _peak(tape, sizes, kept, trains), records + small, weights)
+
+
+class _Sizes:
+    """Bytes of a cell's parts; weights and values such as sums over whole maps are not counted."""
+
+    def __init__(
+        self, ranked: RankProgram, position: int, dtypes: Mapping[str, torch.dtype], pixels: torch.dtype | None
+    ) -> None:
+        self.ranked, self._position, self._dtypes, self._pixels = ranked, position, dtypes, pixels
+        self._fixed = {*ranked.program.parameters, *ranked.program.buffers, *ranked.program.constants}
+
+    def of(self, name: str) -> int:
+        """Return the bytes of a value."""
+        if name in self._fixed or not (name in self.ranked.splits or name in self.ranked.program.values):
+            return 0
+        dtype = self._dtypes.get(name.split("~")[0], self.ranked.values[name].dtype)
+        return self.values(name) * dtype.itemsize
+
+    def of_kept(self, name: str) -> int:
+        """Return the bytes of what is kept of a value: of the image its pixels."""
+        if self._pixels is not None and name == self.ranked.program.image:
+            return self.values(name) * self._pixels.itemsize
+        return self.of(name)
+
+    def of_weight(self, name: str) -> int:
+        """Return the bytes of a parameter, 0 for other values."""
+        if name not in self.ranked.program.parameters:
+            return 0
+        return prod(self.ranked.values[name].shape) * self.ranked.values[name].dtype.itemsize
+
+    def values(self, name: str) -> int:
+        """Return how many values it has."""
+        shape, split = self.ranked.values[name].shape, self.ranked.splits.get(name)
+        return prod(shape if split is None else split.local_shape(shape, self._position))
+
+    def saved_besides(self, step: Step, remade: bool) -> int:
+        """Return the bytes that an operator saves besides program values: strips, canvases, indices of maxima.
+
+        Args:
+            step: any.
+            remade: whether a max pool's input is recomputed, too, so that its indices can be.
+        """
+        if not isinstance(step, OperatorStep):
+            return 0
+        operator = step.call.operator
+        if isinstance(operator, MaxPool):
+            return 0 if remade and operator.remakes else sum(map(self.values, made_by(step)))
+        if not isinstance(operator, Convolution) or operator.halo.transfer.have.empty:
+            return 0
+        transfer = operator.halo.transfer
+        pixels = transfer.received_px if operator.own is not None else 0 if transfer.idle else transfer.need.area
+        return self.of(str(step.call.inputs[0])) * pixels // transfer.have.area
+
+
+def _peak(tape: Tape, sizes: _Sizes, kept: _Kept, trains: bool) -> int:
+    """Return the peak of kept bytes: values used after a wait and, in training, what backward needs.
+
+    saved          values kept for backward: they grow through the forward and are all there at its end
+    passing        in evaluation, values between the step that computes them and their last use
+    cotangents     in backward, the same for cotangents, whose steps run in reverse
+    """
+    maker: dict[str, int] = {}
+    last: dict[str, int] = {}
+    image = sizes.ranked.program.image
+    if image in sizes.ranked.splits:
+        maker[image] = -1
+    for at, step in enumerate(tape.steps):
+        last.update((name, at) for name in taken_by(step))
+        maker.update((name, at) for name in made_by(step))
+    waits = [
+        at for at, s in enumerate(tape.steps) if isinstance(s, OperatorStep) and isinstance(s.call, CollectiveCall)
+    ]
+    # Changes at each step; their running sums are the bytes alive.
+    saved, passing, cotangents = ([0] * (len(tape.steps) + 2) for _ in range(3))
+    for name, at in maker.items():
+        size, end = stored_bytes(sizes.of(name)), last.get(name, at)
+        if name in kept.names:
+            saved[at + 1] += stored_bytes(sizes.of_kept(name))
+        elif not trains:
+            passing[at + 1] += size
+            passing[end + 1] -= size
+        if trains and name in tape.active:
+            cotangents[at + 1] += size
+            cotangents[end + 1] -= size
+    for at, besides in enumerate(kept.besides):
+        saved[at + 1] += stored_bytes(besides)
+    saved, passing, cotangents = (list(accumulate(changes)) for changes in (saved, passing, cotangents))
+    end = saved[-1]
+    return max([end, *(saved[at] + passing[at] + cotangents[at] for at in waits)])
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a cell keeps for backward, and does not recompute; see ``cells.recipe``.
+
+    Attributes:
+        names: of values.
+        besides: for each step, the bytes that its operator saves besides values.
+    """
+
+    names: frozenset[str]
+    besides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tape: Tape, sizes: _Sizes) -> _Kept:
+        """Return it for a tape.
+
+        A cheap value is recomputed from others, some of them recomputed, too. Its depth is the length of this chain of
+        recipes, 0 for a kept value and for the image; a value that would be deeper than ``DEEPEST`` is kept.
+        """
+        image = sizes.ranked.program.image
+        kept = {image} if image in sizes.ranked.splits else set()
+        depth, besides = dict.fromkeys(kept, 0), []
+        for step in tape.steps:
+            sources = [depth[name] for name in taken_by(step) if name in depth and sizes.of(name)]
+            operator = step.call.operator if isinstance(step, OperatorStep) else None
+            in_place = isinstance(operator, Relu) and operator.overwrites_input
+            besides.append(sizes.saved_besides(step, remade=0 < max(sources, default=0) < DEEPEST))
+            for name in made_by(step):
+                cheap = _is_cheap(step, name, sizes)
+                depth[name] = max(sources, default=DEEPEST) + (not in_place) if cheap else 0
+                if depth[name] > DEEPEST or not cheap:
+                    kept.add(name)
+                    depth[name] = 0
+        return cls(frozenset(kept), tuple(besides))
+
+
+def _is_cheap(step: Step, name: str, sizes: _Sizes) -> bool:
+    if isinstance(step, OperatorStep):
+        return name == made_by(step)[0] and is_cheap(step.call, lambda n: sizes.ranked.values[n].shape)
+    return cheap_calls(step, name, lambda n: sizes.ranked.values[n].shape) is not None
+
+
+def stored_bytes(size: int) -> int:
+    """Return how many bytes of a store a map takes; a small one is not stored."""
+    return blocks_bytes(size) if size >= SMALLEST_BYTES else size
