@@ -16,7 +16,7 @@ from workflows.launch.log_summary import RankReport, first_failed, read_logs
 from workflows.launch.owner import describe_owner, owner_of
 from workflows.launch.rank_log import FOLDER
 from workflows.training.metrics_log import read_metrics
-from workflows.training.stragglers import describe_stragglers
+from workflows.training.stragglers import describe_fullest, describe_stragglers
 from workflows.training.throughput import describe_loading, describe_throughput
 
 _RATES = ("images_per_second", "gigapixels_per_second", "flops_per_second", "utilisation", "memory_bytes")
@@ -44,6 +44,8 @@ def run(folder: Path, as_json: bool) -> int:
     slow = describe_stragglers(found["stragglers"])
     if slow:
         say(f"{slow} (until step {found['stragglers_step']})")
+    if found["fullest"]:
+        say(f"{describe_fullest(found['fullest'])} (at step {found['stragglers_step']})")
     if found["validation"]:
         numbers = ", ".join(f"{k} {_number(v)}" for k, v in found["validation"].items() if k in ("loss", "auroc"))
         say(f"last validation, step {found['validation']['step']}: {numbers}")

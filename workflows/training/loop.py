@@ -23,6 +23,7 @@ from workflows.training.start import Roles, SavedRun
 from workflows.training.step_trace import StepTrace, traced_steps
 from workflows.training.stragglers import (
     INTERVAL_STEPS,
+    describe_fullest,
     describe_stragglers,
     gather_places,
     slowest,
@@ -74,6 +75,7 @@ class TrainingLoop:
         self._validating = Validating(job, roles, engine, model, self._average, recorder, stop, self._checkpoints)
         self._feed = make_feed(job, roles, engine, self._start, engine.device)
         self._time, self._late_s, self._compared_s = StepTime(), 0.0, 0.0
+        self._fullest: dict[str, Any] | None = None
         self._places = gather_places(roles.trainers, roles.launched)
         steps = traced_steps(self._start, job.steps, job.config.run.trace)
         self._trace = StepTrace(job.config.run.dir / "trace.json", engine, roles.trainers, steps)
@@ -160,17 +162,18 @@ class TrainingLoop:
             return {}
         spent, needed = [one for one, _ in gathered], [length for _, length in gathered]
         fullest = self._places[needed.index(max(needed))]
+        self._fullest = {"rank": fullest.rank, "host": fullest.host, "memory_bytes": max(needed)}
         return {
             "slowest": slowest(spent, self._places),
             "stragglers": stragglers(spent, self._places),
-            "fullest": {"rank": fullest.rank, "host": fullest.host, "memory_bytes": max(needed)},
+            "fullest": self._fullest,
         }
 
     def _ends_epoch(self, step: int) -> bool:
         return self._job.epoch_of(step + 1) != self._job.epoch_of(step) or step >= self._job.steps
 
     def _report_epoch(self, step: int) -> None:
-        """At the end of an epoch, print what bounded it, and which ranks are slow (collective)."""
+        """At the end of an epoch, print what bounded it, which ranks are slow, and which is fullest (collective)."""
         if not self._ends_epoch(step):
             return
         self._time.add({"validation": self._validating.new_seconds()})
@@ -178,7 +181,9 @@ class TrainingLoop:
         # An epoch of the first step alone has no computing: it is not counted, because it captures the model.
         if spent is not None and any(one["compute"] for one in spent):
             slow = describe_stragglers(stragglers(spent, self._places))
-            say(f"epoch {self._job.epoch_of(step)}: {bound_by(spent, self._setup)}{f'; {slow}' if slow else ''}")
+            full = describe_fullest(self._fullest)
+            text = "; ".join(filter(None, (bound_by(spent, self._setup), slow, full)))
+            say(f"epoch {self._job.epoch_of(step)}: {text}")
 
     def _close_feed(self, stopped: bool) -> None:
         self._feed.close(stopped)

@@ -99,7 +99,8 @@ class Recorder:
             **found,
         }
         self._log.write("train", step=step, **values)
-        speed = f"{plain_number(images_per_s, 3)} images/s, {describe_throughput(found)}"
+        of_many = " on rank 0" if self._job.plan.ranks > 1 else ""
+        speed = f"{plain_number(images_per_s, 3)} images/s, {describe_throughput(found)}{of_many}"
         self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {speed}"
         self._show("train", step, values)
 

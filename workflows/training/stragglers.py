@@ -90,6 +90,13 @@ def describe_stragglers(found: Sequence[Mapping[str, Any]]) -> str:
     return "slow: " + "; ".join(_describe(entry) for entry in found)
 
 
+def describe_fullest(found: Mapping[str, Any] | None) -> str:
+    """Return the rank with the most memory as text; empty without one, as of a single trainer."""
+    if not found:
+        return ""
+    return f"most memory: {plain_number(found['memory_bytes'] / 1e9, 2)} GB, rank {found['rank']} on {found['host']}"
+
+
 def _describe(entry: Mapping[str, Any]) -> str:
     over = entry["over_median"]
     by = f"{plain_number(entry['seconds'], 2)} s, most others not at all"

@@ -79,8 +79,13 @@ def test_a_slow_rank_of_a_run_is_named_everywhere(
     assert (event.step, event.value) == (4, 1)
     assert last["fullest"]["memory_bytes"] > 1e7 and last["fullest"]["rank"] in (0, 1)
     assert last["seconds"] > 0.25 and last["images_per_second"] < 8  # rank 0 waits for it, and says so
-    assert re.search(r"^epoch 0: .*slow: .*rank 1 on \S+, computing", capsys.readouterr().out, re.MULTILINE)
+    printed = capsys.readouterr()
+    epoch = re.search(r"^epoch 0: .*slow: .*rank 1 on \S+, computing.*; (most memory.*)$", printed.out, re.MULTILINE)
+    memory = f"most memory: [\\d.]+ GB, rank {last['fullest']['rank']} on {last['fullest']['host']}"
+    assert re.fullmatch(memory, epoch[1])
+    assert re.search(r"4/4 .*, [\d.]+ GB on rank 0", printed.err)
     assert status.run(tmp_path / "run", as_json=True) == 0
     *lines, result = capsys.readouterr().out.splitlines()
     assert any(re.fullmatch(r"slow: .*rank 1 on \S+, computing .*\(until step 4\)", line) for line in lines)
+    assert any(re.fullmatch(rf"{memory} \(at step 4\)", line) for line in lines)
     assert json.loads(result)["stragglers"] == last["stragglers"]
