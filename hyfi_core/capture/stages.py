@@ -62,9 +62,10 @@ def cut_program(program: Program, wanted: tuple[Any, ...], cuts: Sequence[str]) 
     pieces = [_operators_of(operators, free, owner, stage) for stage in range(len(ends))]
     travels = _travels(operators, wanted, owner, free, len(ends))
     _check_buffers(program, pieces)
+    ordinals = {op.name: at for at, op in enumerate(program.operators)}
     return tuple(
         Stage(
-            _part_of(program, pieces[stage]),
+            _part_of(program, pieces[stage], ordinals),
             {a: names for (a, b), names in travels.items() if b == stage},
             {b: names for (a, b), names in travels.items() if a == stage},
             wanted if stage == len(ends) - 1 else (),
@@ -202,13 +203,12 @@ def _check_buffers(program: Program, pieces: Sequence[Sequence[Operator]]) -> No
             )
 
 
-def _part_of(program: Program, operators: tuple[Operator, ...]) -> Program:
-    """Return the program of some operators only."""
+def _part_of(program: Program, operators: tuple[Operator, ...], ordinals: dict[str, int]) -> Program:
+    """Return the program of some operators only, with the ``ordinals`` of all."""
     made = {o for op in operators for o in op.outputs if o is not None}
     used = {name for op in operators for name in op.inputs}
     mutations = {name: value for name, value in program.mutations.items() if value in made}
     used.update(value for value, name in program.buffers.items() if name in mutations)
-    ordinals = {op.name: at for at, op in enumerate(program.operators)}
     return replace(
         program,
         operators=operators,

@@ -4,11 +4,13 @@
     best plans of 2 ranks      1.7 s   1.8 s   …     with branches=2     0.9 s   1.0 s   …
 
 Branches pay where a batch has fewer images than ranks and maps are too small to be divided. They are searched only if
-the model's parallel branches, packed onto planes, would save enough even if exchanging their values took no time.
+the model's parallel branches, packed onto planes, would save enough even if exchanging their values took no time; and
+only those plans for fewer ranks are looked for that would then be among the best.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from hyfi_core.cost.branch_packing import pack_branches
@@ -37,16 +39,30 @@ def best_of_all_plans(programs: Programs, request: PlanRequest, top: int = 1) ->
     """
     found = best_plans(programs, request, top)
     for planes in _PLANES:
-        if request.ranks % planes == 0 and _may_pay(programs, request, planes, found.plans[0]):
-            found = _with_planes(programs, request, top, planes, found)
+        share = _share(programs, request, planes, found.plans[0]) if request.ranks % planes == 0 else None
+        if share is not None:
+            found = _with_planes(programs, request, top, planes, found, share)
     return found
 
 
-def _with_planes(programs: Programs, request: PlanRequest, top: int, planes: int, found: PlanSearch) -> PlanSearch:
-    """Return the result of a search with the plans that have so many planes."""
+def _with_planes(
+    programs: Programs, request: PlanRequest, top: int, planes: int, found: PlanSearch, share: float
+) -> PlanSearch:
+    """Return the result of a search with the plans that have so many planes.
+
+    Args:
+        programs: captures the model.
+        request: ranks, batch, machine and limits.
+        top: number of plans.
+        planes: their number.
+        found: the result without them.
+        share: the least part of a step that is left with so many planes.
+    """
+    slowest_s = found.plans[-1].step_s if len(found.plans) == top else math.inf
+    fewer_ranks = replace(request, ranks=request.ranks // planes, spill=None)
     try:
-        fewer = best_plans(programs, replace(request, ranks=request.ranks // planes, spill=None), top)
-    except RequestError:  # fewer ranks have too little memory
+        fewer = best_plans(programs, fewer_ranks, top, slowest_s / share)
+    except RequestError:  # none can be run
         return found
     plans: list[StepForecast] = list(found.plans)
     for one in fewer.plans:
@@ -64,8 +80,11 @@ def _with_planes(programs: Programs, request: PlanRequest, top: int, planes: int
     )
 
 
-def _may_pay(programs: Programs, request: PlanRequest, planes: int, best: StepForecast) -> bool:
-    """Whether a plan with so many planes may be faster: operators divided over ranks, branches over planes."""
+def _share(programs: Programs, request: PlanRequest, planes: int, best: StepForecast) -> float | None:
+    """Return the part of the computation that is left with so many planes; None if they cannot pay.
+
+    Operators are divided over ranks, branches over planes.
+    """
     images = request.batch // best.plan.replicas // best.plan.microbatches  # a capture takes seconds: a known one
     program, crowded = programs(images), request.ranks > 1 and request.machine.devices_per_node > 1
     bare: MachineModel = replace(request.machine, kernel_s=0.0)
@@ -73,12 +92,15 @@ def _may_pay(programs: Programs, request: PlanRequest, planes: int, best: StepFo
     seconds = {op.name: cost.forward_s(bare, 1.0, crowded) + cost.backward_s(bare, 1.0, crowded) for op, cost in costs}
     branches = pack_branches(program, program.outputs, (), planes)
     if not branches.owners:
-        return False
-    least_s = 0.0
+        return None
+    least_s = whole_s = 0.0
     for region in branches.regions:
         loads = [0.0] * planes
         for name in region:
+            whole_s += seconds[name]
             for plane in (branches.owners[name],) if name in branches.owners else range(planes):
                 loads[plane] += seconds[name]
         least_s += max(loads)
-    return request.batch / images * least_s * planes / request.ranks < best.step_s
+    if request.batch / images * least_s * planes / request.ranks >= best.step_s:
+        return None
+    return least_s / whole_s

@@ -88,6 +88,7 @@ def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: Machine
     return total
 
 
+@lru_cache(maxsize=4096)  # networks repeat their blocks
 def _most_added(parts: Boxes, boxes: Boxes) -> int:
     """Return the largest number of pixels by which a rank's box is larger than its part."""
     rows = {(length(part), length(box)) for part, box in zip(parts.rows, boxes.rows, strict=True)}

@@ -56,15 +56,83 @@ class DividedStage:
     exchanges: tuple[PlaneExchange, ...]
 
 
-LoweredPlans = dict[Hashable, LoweredStages]
+class PartlyLowered:
+    """The stages of a plan, lowered one after the other: the first may show already that others are faster.
+
+    Args:
+        program: the captured model, of one micro-batch.
+        fine: the plan, with cells as ranks.
+        machine: by which lengths of fused runs are chosen.
+
+    Attributes:
+        active: values that carry gradients.
+
+    Raises:
+        RequestError: as ``cut_program``.
+    """
+
+    def __init__(self, program: Program, fine: ParallelPlan, machine: MachineModel) -> None:
+        assert fine.cuts != "auto" or fine.stages == 1, "cuts must be resolved first"
+        self._fine, self._machine = fine, machine
+        self._pieces = cut_program(program, program.outputs, () if fine.cuts == "auto" else fine.cuts)
+        self.active = active_values(program, program.outputs, program.parameters)
+        self._splits: list[Splits] = []
+        self._entries: list[Mapping[str, Any]] = []
+        self._each: list[tuple[Stage, RankProgram, list[Operator]]] = []
+        self._divided: list[DividedStage] = []
+        self._whole: LoweredStages | None = None
+
+    def stage(self, index: int) -> tuple[Stage, DividedStage, list[Operator]]:
+        """Return a stage, lowered, and its operators.
+
+        Raises:
+            RequestError: as ``lower``.
+        """
+        grids = self._fine.grids * self._fine.interleave
+        while len(self._each) <= index:
+            at = len(self._each)
+            piece, entries = self._pieces[at], entries_of(self._pieces[at], self._splits, grids[at])
+            stage, operators = _lower_stage(piece, grids[at], entries, self._fine, self._machine, self.active)
+            self._entries.append(entries)
+            self._splits.append(stage.planes[0].splits)
+            self._divided.append(stage)
+            self._each.append((piece, stage.planes[0], operators))
+        piece, _, operators = self._each[index]
+        return piece, self._divided[index], operators
+
+    def whole(self) -> LoweredStages:
+        """Return all stages, and what is sent between them.
+
+        Raises:
+            RequestError: as ``lower``; or planes have nothing to share.
+        """
+        if self._whole is None:
+            self.stage(len(self._pieces) - 1)
+            pieces, grids, splits = self._pieces, self._fine.grids * self._fine.interleave, self._splits
+            between = {
+                (a, b): boundary(
+                    pieces[a], b, splits[a], self._entries[b], (grids[a], grids[b]), self.active, {}, False
+                )
+                for a, b in edges(pieces)
+            }
+            carried = {edge: _carried(transfer) for edge, transfer in between.items()}
+            if self._fine.branches > 1 and not any(stage.branches.owners for stage in self._divided):
+                raise RequestError(
+                    f"plan.branches is {self._fine.branches}, but the model has no parallel branches that pay; use 1"
+                )
+            self._whole = LoweredStages(tuple(self._each), between, carried, tuple(self._divided))
+        return self._whole
+
+
+LoweredPlans = dict[Hashable, PartlyLowered]
 """Lowered plans, so that plans with the same stages are lowered once; owned by the caller."""
 _MOST_KNOWN = 64
 
 
 def lowered_stages(
     program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel, known: LoweredPlans
-) -> LoweredStages:
-    """Return the lowered stages of a plan.
+) -> PartlyLowered:
+    """Return the stages of a plan, none of them lowered yet if the plan is new.
 
     Args:
         program: the captured model, of one micro-batch.
@@ -74,39 +142,15 @@ def lowered_stages(
         known: lowered plans of earlier calls with the same programs and machine; this one is added.
 
     Raises:
-        RequestError: as ``cut_program`` and ``lower``.
+        RequestError: as ``cut_program``.
     """
     divided = plan.cells, plan.branches
     key = (id(program), plan.grids, plan.cuts, plan.interleave, plan.fused_halo, plan.gather_bytes, divided)
     if key not in known:
         while len(known) >= _MOST_KNOWN:
             known.pop(next(iter(known)))
-        known[key] = _lower_stages(program, fine, machine)
+        known[key] = PartlyLowered(program, fine, machine)
     return known[key]
-
-
-def _lower_stages(program: Program, fine: ParallelPlan, machine: MachineModel) -> LoweredStages:
-    assert fine.cuts != "auto" or fine.stages == 1, "cuts must be resolved first"
-    pieces = cut_program(program, program.outputs, () if fine.cuts == "auto" else fine.cuts)
-    active = active_values(program, program.outputs, program.parameters)
-    grids = fine.grids * fine.interleave
-    splits: list[Splits] = []
-    entries: list[Mapping[str, Any]] = []
-    each, divided = [], []
-    for index, piece in enumerate(pieces):
-        entries.append(entries_of(piece, splits, grids[index]))
-        stage, operators = _lower_stage(piece, grids[index], entries[-1], fine, machine, active)
-        splits.append(stage.planes[0].splits)
-        each.append((piece, stage.planes[0], operators))
-        divided.append(stage)
-    between = {
-        (a, b): boundary(pieces[a], b, splits[a], entries[b], (grids[a], grids[b]), active, {}, False)
-        for a, b in edges(pieces)
-    }
-    carried = {edge: _carried(transfer) for edge, transfer in between.items()}
-    if fine.branches > 1 and not any(stage.branches.owners for stage in divided):
-        raise RequestError(f"plan.branches is {fine.branches}, but the model has no parallel branches that pay; use 1")
-    return LoweredStages(tuple(each), between, carried, tuple(divided))
 
 
 def _lower_stage(

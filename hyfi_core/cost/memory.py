@@ -105,6 +105,7 @@ class StageMaps:
 
     Attributes:
         weights: of the stage.
+        all_weights: of all stages.
         largest_weight: of its parameters.
         saved: what backward needs again, of one micro-batch.
         taken: what it receives from other stages, and the image.
@@ -113,6 +114,7 @@ class StageMaps:
     """
 
     weights: int
+    all_weights: int
     largest_weight: int
     saved: int
     taken: int
@@ -127,6 +129,7 @@ class StageMaps:
         taken = {name for names in piece.entries.values() for name in names} or {program.image}
         return cls(
             sum(weights),
+            sum(value_bytes(program, name) for name in program.parameters),
             max(weights, default=0),
             sum(value_bytes(program, name) for name in _saved(program, operators)),
             sum(value_bytes(program, name) for name in taken),
@@ -149,7 +152,6 @@ def forecast_memory(
     if stages is None:
         pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
         stages = [StageMaps.of(program, piece) for piece in pieces]
-    weights = sum(value_bytes(program, name) for name in program.parameters)
     found = []
     for stage, (maps, (rows, columns)) in enumerate(zip(stages, Placement.of(plan).grids, strict=True)):
         ranks, in_flight = rows * columns, microbatches_in_flight(plan, stage)
@@ -157,7 +159,7 @@ def forecast_memory(
         saved = maps.saved + (in_flight - 1) * maps.taken if plan.recomputes(stage) else maps.saved * in_flight
         state = (1 + STATE_COPIES) * maps.weights
         parts = saved // ranks, maps.working // ranks
-        found.append(MemoryForecast(state, *parts, weights, maps.largest_weight, maps.operators))
+        found.append(MemoryForecast(state, *parts, maps.all_weights, maps.largest_weight, maps.operators))
     return tuple(found)
 
 

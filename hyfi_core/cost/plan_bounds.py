@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
+from typing import NamedTuple
 
-from hyfi_core.capture.program import Program, refs_in
+from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.capture.stages import Stage, cut_program
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import OperatorCost, operator_costs
-from hyfi_core.cost.stage_cost import update_s
+from hyfi_core.cost.stage_cost import has_live_statistics, update_s
 from hyfi_core.lowering.lower import lowered_operators
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -23,13 +24,28 @@ ONE_IN_FLIGHT = ("gems_mast", "gems_master")
 _NO_MAP = (1, 1)
 
 
+class _Mode(NamedTuple):
+    """How a stage computes.
+
+    Attributes:
+        shared: whether batch norms compute their statistics over several ranks or cells; None: whichever is faster.
+        forwards: of each micro-batch; two if the stage recomputes.
+    """
+
+    shared: bool | None = None
+    forwards: int = 1
+
+
+_LEAST = _Mode()
+
+
 @dataclass
 class _Work:
     """The least time of a micro-batch in some operators, forward and backward, on one rank.
 
     Attributes:
-        by_map: height and width of a map -> time of the convolutions that compute such; (1, 1) stands for all other
-            operators.
+        by_map: height and width of a map -> time of the operators that compute such; (1, 1) stands for those of
+            which this is not known.
         kernels_s: time of starting operators, which every rank of a stage does.
     """
 
@@ -49,11 +65,25 @@ class _Work:
     def ranks_s(self, grids: Iterable[tuple[int, int]]) -> float:
         """Return the time of all ranks of one of the grids together, without starting operators.
 
-        A convolution of a map of h x w on R x C ranks takes at least the time of the largest part, ceil(h/R) ceil(w/C),
-        so it counts R C ceil(h/R) ceil(w/C) / (h w) times: many ranks cannot divide a small map.
+        An operator that computes a map of h x w on R x C ranks takes at least the time of the largest part,
+        ceil(h/R) ceil(w/C), so it counts R C ceil(h/R) ceil(w/C) / (h w) times: many ranks cannot divide a small map.
         """
         grids = tuple(grids)
         return sum(seconds * min(_repeated(at, grid) for grid in grids) for at, seconds in self.by_map.items())
+
+
+class _PricedProgram(NamedTuple):
+    """What operators cost.
+
+    Attributes:
+        program: with the operators.
+        each: operator -> its cost.
+        sizes: map -> its height and width.
+    """
+
+    program: Program
+    each: dict[str, OperatorCost]
+    sizes: dict[str, tuple[int, ...]]
 
 
 class PlanBounds:
@@ -67,7 +97,7 @@ class PlanBounds:
 
     The step is at least (W + min(r) K) / Σ yₛ for any yₛ ≥ 0 with m yₛ + Σ(j > s) yⱼ ≥ rₛ. With GEMS schedules, each
     direction begins a micro-batch after the backward of the one before: at least W / max(r) + K for each. ``of_stages``
-    knows where stages end, so it has each tₛ.
+    knows where stages end, how many ranks share their norms, and which recompute, so it has each tₛ.
 
     Args:
         programs: captures the model.
@@ -83,11 +113,12 @@ class PlanBounds:
         self._programs, self._batch = programs, batch
         self._machine, self._dtype = machine, dtype
         self._crowded = ranks > 1 and machine.devices_per_node > 1
-        self._operators: dict[int, dict[str, _Work]] = {}
+        self._costs: dict[int, _PricedProgram] = {}
+        self._operators: dict[tuple[int, _Mode], dict[str, _Work]] = {}
         self._whole: dict[int, _Work] = {}
         self._totals: dict[tuple[int, frozenset[tuple[int, int]]], float] = {}
         self._pieces: dict[tuple[int, tuple[str, ...] | str], tuple[Stage, ...]] = {}
-        self._stages: dict[tuple[int, tuple[str, ...] | str], tuple[tuple[_Work, ...], float]] = {}
+        self._stages: dict[tuple[int, tuple[str, ...] | str, tuple[_Mode, ...]], tuple[tuple[_Work, ...], float]] = {}
 
     def of(self, plan: ParallelPlan) -> float:
         """Return the bound of a plan.
@@ -119,12 +150,13 @@ class PlanBounds:
         Raises:
             RequestError: as ``cut_program``.
         """
-        key = self._images(plan), plan.cuts
+        key = self._images(plan), plan.cuts, _modes(plan)
         if key not in self._stages:
-            pieces, known = self.pieces(plan), self._of_operators(key[0])
-            works = (
-                _Work.sum(known[op.name] for op in piece.program.operators if op.name in known) for piece in pieces
-            )
+            pieces = self.pieces(plan)
+            works = []
+            for piece, mode in zip(pieces, key[2], strict=True):
+                known = self._of_operators(key[0], mode)
+                works.append(_Work.sum(known[op.name] for op in piece.program.operators if op.name in known))
             self._stages[key] = tuple(works), max(update_s(piece.program, self._machine) for piece in pieces)
         stages, least_update_s = self._stages[key]
         each = zip(stages, plan.grids, _divided(plan), strict=True)
@@ -150,24 +182,62 @@ class PlanBounds:
             self._whole[images] = _Work.sum(self._of_operators(images).values())
         return self._whole[images]
 
-    def _of_operators(self, images: int) -> dict[str, _Work]:
+    def _of_operators(self, images: int, mode: _Mode = _LEAST) -> dict[str, _Work]:
         """Return the least work of each operator of a micro-batch."""
-        if images not in self._operators:
+        if (images, mode) not in self._operators:
+            costs = self._costs_of(images)
+            program = costs.program
+            self._operators[images, mode] = {
+                op.name: self._least(costs, op, mode) for op in lowered_operators(program, program.outputs, ())
+            }
+        return self._operators[images, mode]
+
+    def _costs_of(self, images: int) -> _PricedProgram:
+        if images not in self._costs:
             captured = self._programs(images)
             program = pool_before_relu(captured, refs_in(captured.outputs))  # as far as any plan has it
             found = operator_costs(program, self._machine, self._dtype)
-            costs = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
-            self._operators[images] = {
-                op.name: self._least(program, op.first_output, costs[op.name])
-                for op in lowered_operators(program, program.outputs, ())
-            }
-        return self._operators[images]
+            each = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
+            self._costs[images] = _PricedProgram(program, each, _map_sizes(program, each))
+        return self._costs[images]
 
-    def _least(self, program: Program, output: str, cost: OperatorCost) -> _Work:
-        """Return the least work of an operator: for norms, of the faster kind."""
-        seconds = _least_s(cost, replace(self._machine, kernel_s=0.0), self._crowded)
-        at = program.values[output].shape[-2:] if cost.kind.endswith("convolution") else _NO_MAP
-        return _Work({at: seconds}, _least_s(cost, self._machine, self._crowded) - seconds)
+    def _least(self, costs: _PricedProgram, op: Operator, mode: _Mode) -> _Work:
+        """Return the least work of an operator."""
+        cost = costs.each[op.name]
+        kinds: tuple[str, ...] = (cost.kind,)
+        if cost.kind == "norm" and has_live_statistics(op):
+            kinds = {None: ("norm", "shared_norm"), True: ("shared_norm",), False: ("norm",)}[mode.shared]
+        seconds = self._least_s(cost, replace(self._machine, kernel_s=0.0), kinds, mode.forwards)
+        at = costs.sizes.get(op.first_output, _NO_MAP)
+        return _Work({at: seconds}, self._least_s(cost, self._machine, kinds, mode.forwards) - seconds)
+
+    def _least_s(self, cost: OperatorCost, machine: MachineModel, kinds: Iterable[str], forwards: int) -> float:
+        """Return the shortest time of an operator: of the fastest kind."""
+        return min(
+            forwards * cost.forward_s(machine, 1.0, self._crowded, kind)
+            + cost.backward_s(machine, 1.0, self._crowded, kind)
+            for kind in kinds
+        )
+
+
+def _map_sizes(program: Program, costs: Mapping[str, OperatorCost]) -> dict[str, tuple[int, ...]]:
+    """Return map -> its height and width: results of convolutions, and what windows and pixels are computed to next."""
+    found: dict[str, tuple[int, ...]] = {}
+    for op in program.operators:
+        name, kind = op.first_output, costs[op.name].kind
+        if name not in program.values or len(program.values[name].shape) != 4:
+            continue
+        size, before = tuple(program.values[name].shape[-2:]), {found[taken] for taken in op.inputs if taken in found}
+        pooled = before and op.text.startswith(("aten.max_pool2d.", "aten.avg_pool2d."))
+        if kind.endswith("convolution") or pooled or (kind in ("norm", "elementwise", "view") and size in before):
+            found[name] = size
+    return found
+
+
+def _modes(plan: ParallelPlan) -> tuple[_Mode, ...]:
+    """Return how each stage of a plan computes."""
+    cells = prod(plan.cell_grid or (1, 1))
+    return tuple(_Mode(prod(grid) * cells > 1, 1 + plan.recomputes(stage)) for stage, grid in enumerate(plan.grids))
 
 
 def _divided(plan: ParallelPlan) -> tuple[tuple[int, int], ...]:
@@ -182,9 +252,3 @@ def _repeated(size: tuple[int, ...], grid: tuple[int, int]) -> float:
         return 1.0
     both = grid, grid[::-1]  # y and x of a map may have been exchanged
     return min(prod(ranks * -(-side // ranks) / side for side, ranks in zip(size, way, strict=True)) for way in both)
-
-
-def _least_s(cost: OperatorCost, machine: MachineModel, crowded: bool) -> float:
-    """Return the shortest time of an operator: for norms, of the faster kind."""
-    kinds = ("norm", "shared_norm") if cost.kind == "norm" else (cost.kind,)
-    return min(cost.forward_s(machine, 1.0, crowded, k) + cost.backward_s(machine, 1.0, crowded, k) for k in kinds)

@@ -1,12 +1,13 @@
 """Search for the fastest plans for a model, a batch and a machine, by branch and bound.
 
     bounds of all plans              1.0 s   1.1 s   1.3 s   2.0 s   3.0 s   …      nothing is cut or lowered
-    with the cuts between stages     1.5 s   1.1 s   1.4 s   │
-    with halos, by lowering          1.8 s   1.1 s   1.5 s   │
+    with the cuts between stages     1.4 s   1.1 s   1.3 s   │
+    recomputed if it must            1.5 s   1.1 s   1.4 s   │
+    with halos, stage after stage    1.8 s   1.1 s   1.5 s   │
     simulated                                1.2 s           │ stop: no other plan can be faster than 1.2 s
 
 Every bound is at least the one before it and at most the time of the step. The plan with the lowest bound is examined
-first: it gets its next bound, after the second one only if it fits, and goes back to its place. So the result is the
+first: it gets its next bound, the third one only if it fits, and goes back to its place. So the result is the
 same as that of simulating all plans, and only those are lowered and simulated that might be the best.
 Recomputation always costs time, so it is tried only if a plan needs too much memory.
 """
@@ -14,7 +15,8 @@ Recomputation always costs time, so it is tried only if a plan needs too much me
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -48,27 +50,28 @@ class PlanSearch:
     candidates: int
 
 
-def best_plans(programs: Programs, request: PlanRequest, top: int = 1) -> PlanSearch:
+def best_plans(programs: Programs, request: PlanRequest, top: int = 1, below_s: float = math.inf) -> PlanSearch:
     """Return the fastest plans that fit.
 
     Args:
         programs: captures the model.
         request: ranks, batch, machine and limits.
         top: number of plans.
+        below_s: only plans whose step is shorter are looked for, and alternatives are left out; there may be none.
 
     Raises:
         RequestError: no plan fits or works; the message says how much memory is needed, or what is not supported.
     """
     resized = ResizedPrograms(programs)
     try:
-        found = _searched(resized, request, top)
+        found = _searched(resized, request, top, below_s)
     except RequestError:
         if resized.as_captured(max(1, request.batch // request.ranks)):
             raise
-        return _searched(programs, request, top)
+        return _searched(programs, request, top, below_s)
     if all(resized.as_captured(images_of(request, one.plan)) for one in found.plans):
         return found
-    return _searched(programs, request, top)
+    return _searched(programs, request, top, below_s)
 
 
 def images_of(request: PlanRequest, plan: ParallelPlan) -> int:
@@ -76,13 +79,15 @@ def images_of(request: PlanRequest, plan: ParallelPlan) -> int:
     return request.batch // plan.replicas // plan.microbatches
 
 
-def _searched(programs: Programs, request: PlanRequest, top: int) -> PlanSearch:
+def _searched(programs: Programs, request: PlanRequest, top: int, below_s: float) -> PlanSearch:
     search = _PlanTrials(programs, request)
     plans = list(candidates(request))
-    found = search.best(plans, top)
+    found = search.best(plans, top, below_s)
     if not found and request.spill is not None:
         plans = list(by_cells(request))
-        found = search.best(plans, top)
+        found = search.best(plans, top, below_s)
+    if below_s < math.inf:
+        return PlanSearch(tuple(found), {}, search.simulated, len(plans))
     if not found:
         raise RequestError(search.why_none())
     return PlanSearch(tuple(found), search.alternatives(), search.simulated, len(plans))
@@ -96,15 +101,21 @@ class _Examined:
         bound_s: lower bound of the step.
         number: position in the family.
         plan: with cuts, except before the second bound.
-        costs: of its stages, for the last bound; None before.
-        known: number of bounds that were computed.
+        each_s: time of a forward and a backward of each stage; for the first ones with halos, for others less.
+        update_s: time of the optimizer step, or less.
+        fits: whether it is known to fit, with recomputation if it needs that.
+        known: number of stages of which the time with halos is known.
+        costs: of its stages, once all are known; None before.
     """
 
     bound_s: float
     number: int
     plan: ParallelPlan = field(compare=False)
+    each_s: list[float] = field(default_factory=list, compare=False)
+    update_s: float = field(default=0.0, compare=False)
+    fits: bool = field(default=False, compare=False)
+    known: int = field(default=0, compare=False)
     costs: StageCosts | None = field(default=None, compare=False)
-    known: int = field(default=1, compare=False)
 
 
 class _PlanTrials:
@@ -122,20 +133,22 @@ class _PlanTrials:
         self._lowered: LoweredPlans = {}
         self.simulated = 0
 
-    def best(self, plans: Iterable[ParallelPlan], top: int) -> list[StepForecast]:
-        """Return the ``top`` fastest of the plans that fit, fastest first."""
+    def best(self, plans: Iterable[ParallelPlan], top: int, below_s: float = math.inf) -> list[StepForecast]:
+        """Return the ``top`` fastest of the plans that fit and take less than ``below_s``, fastest first."""
         queue = self._queue(plans)
         found: list[tuple[float, int, ParallelPlan]] = []
         while queue:
             one = heapq.heappop(queue)
-            if len(found) == top and one.bound_s >= found[-1][0]:
+            if one.bound_s >= (found[-1][0] if len(found) == top else below_s):
                 break
             if one.costs is None:
                 if self._examine(one):
                     heapq.heappush(queue, one)
                 continue
             self.simulated += 1
-            found = sorted([*found, (step_s(one.plan, one.costs), one.number, one.plan)])[:top]
+            seconds = step_s(one.plan, one.costs)
+            if seconds < below_s:
+                found = sorted([*found, (seconds, one.number, one.plan)])[:top]
         return [self._forecast(plan) for _, _, plan in found]
 
     def _queue(self, plans: Iterable[ParallelPlan]) -> list[_Examined]:
@@ -151,21 +164,39 @@ class _PlanTrials:
     def _examine(self, one: _Examined) -> bool:
         """Compute the next bound of a plan; return whether it is still to be considered."""
         try:
-            if one.known == 1:
+            if not one.each_s:
                 one.plan = self._with_cuts(one.plan)
-                bound_s = self.cut_bound_s(one.plan)
-            else:
+                bound_s = self._bounded(one)
+            elif not one.fits:
                 if not self._made_to_fit(one):
                     return False
-                program = self._programs(images_of(self._request, one.plan))
-                one.costs = StageCosts(program, one.plan, self._request.machine, self._request.dtype, self._lowered)
-                bound_s = self.least_s(one.plan, one.costs)
+                one.fits, bound_s = True, self._bounded(one)
+            elif one.known + 1 < one.plan.stages:
+                (stage,) = self._costs(one.plan, one.known).stages
+                one.each_s[one.known] = stage.forward_s + stage.backward_s
+                one.update_s = max(one.update_s, stage.update_s)
+                bound_s = self.least_s(one.plan, one.each_s, one.update_s)
+                one.known += 1
+            else:
+                one.costs = self._costs(one.plan)
+                each_s = [stage.forward_s + stage.backward_s for stage in one.costs.stages]
+                bound_s = self.least_s(one.plan, each_s, max(stage.update_s for stage in one.costs.stages))
         except RequestError as error:
             self._refusal = str(error)
             return False
-        one.known += 1
         one.bound_s = max(one.bound_s, bound_s)
         return True
+
+    def _bounded(self, one: _Examined) -> float:
+        """Set the times of a plan's stages to lower bounds, and return one of its step."""
+        each_s, one.update_s = self._bounds.of_stages(one.plan)
+        one.each_s = list(each_s)
+        return self.cut_bound_s(one.plan)
+
+    def _costs(self, plan: ParallelPlan, only: int | None = None) -> StageCosts:
+        """Return the costs of a plan's stages, or of one of them; those before it are lowered, too."""
+        request, program = self._request, self._programs(images_of(self._request, plan))
+        return StageCosts(program, plan, request.machine, request.dtype, self._lowered, only)
 
     def bound_s(self, plan: ParallelPlan) -> float:
         """Return a lower bound of a plan's step."""
@@ -175,10 +206,9 @@ class _PlanTrials:
         """Return a higher bound of a plan's step, from the operators of its stages."""
         return least_step_s(plan, *self._bounds.of_stages(plan))
 
-    def least_s(self, plan: ParallelPlan, costs: StageCosts) -> float:
-        """Return a lower bound of a plan's step from the times of its stages."""
-        each_s = [stage.forward_s + stage.backward_s for stage in costs.stages]
-        return least_step_s(plan, each_s, max(stage.update_s for stage in costs.stages))
+    def least_s(self, plan: ParallelPlan, each_s: Sequence[float], update_s: float) -> float:
+        """Return a lower bound of a plan's step from the times of its stages; see ``least_step_s``."""
+        return least_step_s(plan, each_s, update_s)
 
     def alternatives(self) -> dict[str, StepForecast | str]:
         """Return the forecasts of simple strategies, or the reasons why they do not work."""

@@ -98,9 +98,10 @@ class StageCosts:
         machine: the machine model.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
         known: lowered plans of earlier calls, with the same programs and machine; this one is added.
+        only: the stage to compute, without lowering those after it; None: all stages, and what they exchange.
 
     Attributes:
-        stages: cost of each stage.
+        stages: cost of each stage, or of the one alone.
         edges: (from, to) of stages that exchange values -> time of a message.
         edge_bytes: (from, to) -> bytes that the rank with the most receives.
         machine: the machine model.
@@ -116,6 +117,7 @@ class StageCosts:
         machine: MachineModel,
         dtype: str | None = None,
         known: LoweredPlans | None = None,
+        only: int | None = None,
     ) -> None:
         self._plan, self.machine, self._links = plan, machine, NodeLinks(plan, machine)
         cells = plan.cell_grid or (1, 1)
@@ -123,18 +125,14 @@ class StageCosts:
         self._fine = plan.by_cells()
         self._turn_s = machine.turns_s(plan.ranks)
         self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
-        stages = lowered_stages(program, plan, self._fine, machine, {} if known is None else known)
-        active = active_values(program, program.outputs, program.parameters)
-        self.stages = tuple(
-            self._stage(index, piece, stages.divided[index], operators, dtype, active)
-            for index, (piece, _, operators) in enumerate(stages.each)
-        )
-        self.edges = {
-            edge: self._turn_s + self._links.edge_s(edge, incoming) for edge, incoming in stages.carried.items()
-        }
+        lowered = lowered_stages(program, plan, self._fine, machine, {} if known is None else known)
+        numbers = range(plan.stages * plan.interleave) if only is None else (only,)
+        self.stages = tuple(self._stage(number, *lowered.stage(number), dtype, lowered.active) for number in numbers)
+        carried = lowered.whole().carried if only is None else {}
+        self.edges = {edge: self._turn_s + self._links.edge_s(edge, incoming) for edge, incoming in carried.items()}
         self.edge_bytes = {
             edge: max(sum(length for _, length in messages) for messages in incoming)
-            for edge, incoming in stages.carried.items()
+            for edge, incoming in carried.items()
         }
 
     def _stage(
@@ -181,7 +179,7 @@ class StageCosts:
         backward: dict[str, float] = {}
         for op in operators:
             fraction, cost = self._fraction(ranked, op, ranks), costs[op.name]
-            synchronised = cost.kind == "norm" and ranks * self._cells > 1 and _has_live_statistics(op)
+            synchronised = cost.kind == "norm" and ranks * self._cells > 1 and has_live_statistics(op)
             kind = "shared_norm" if synchronised else None
             clock.each_s[op.first_output] = forward[op.name] = self._of_cells(cost, cost.forward_s, fraction, kind)
             backward[op.name] = self._of_cells(cost, cost.backward_s, fraction, kind)
@@ -301,7 +299,7 @@ def update_s(program: Program, machine: MachineModel) -> float:
     return machine.update_s(len(program.parameters), weights)
 
 
-def _has_live_statistics(op: Operator) -> bool:
+def has_live_statistics(op: Operator) -> bool:
     """Whether it is a batch norm of the statistics of its maps: in training and not frozen."""
     if op.text == "aten.batch_norm.default":
         return bool(op.args[5])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.plan.window import AxisWindow, Window
 
 Shape = Callable[[str], tuple[int, ...]]
+
+
+_Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,11 @@ def avg_pool2d(op: Operator, shape: Shape) -> Sliding:
 
 
 def _window(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Window:
+    return _known_window(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation))
+
+
+@lru_cache(maxsize=256)  # networks have few, and planning asks for each many times
+def _known_window(kernel: _Sizes, stride: _Sizes, padding: _Sizes, dilation: _Sizes) -> Window:
     return Window(*(AxisWindow(k, s, p, d) for k, s, p, d in zip(kernel, stride, padding, dilation, strict=True)))
 
 

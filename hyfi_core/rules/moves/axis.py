@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -39,8 +40,11 @@ class Axis:
     @classmethod
     def of_table(cls, table: Sequence[int]) -> Axis:
         """Return the axis on which output ``i`` reads only input ``table[i]``."""
+        ascending = all(a <= b for a, b in pairwise(table))  # slices are: large maps are asked about many times
 
         def interval(start: int, stop: int) -> tuple[int, int]:
+            if ascending:
+                return table[start], table[stop - 1] + 1
             return min(table[start:stop]), max(table[start:stop]) + 1
 
         return cls(len(table), interval)

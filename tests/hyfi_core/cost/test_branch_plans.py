@@ -39,6 +39,16 @@ def test_planes_take_the_ranks_for_which_there_is_no_image(ranks: int, batch: in
     assert "data parallel" in found.alternatives
 
 
+@pytest.mark.parametrize(("ranks", "batch", "machine"), [(2, 1, "h100"), (4, 2, "v100-lassen"), (2, 2, "cpu")])
+def test_plans_that_planes_cannot_make_fast_enough_are_not_missed(ranks: int, batch: int, machine: str) -> None:
+    asked = request(ranks, batch, machine)
+    found = best_of_all_plans(programs, asked, top=3)
+    with mock.patch.object(branch_plans, "_share", return_value=1e-9):
+        every = best_of_all_plans(programs, asked, top=3)
+    assert [one.step_s for one in found.plans] == [one.step_s for one in every.plans]
+    assert found.simulated <= every.simulated
+
+
 def test_images_for_all_ranks_need_no_branches() -> None:
     asked = request(2, 8, "cpu")
     found = best_of_all_plans(programs, asked)

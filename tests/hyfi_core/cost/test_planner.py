@@ -64,7 +64,7 @@ def test_the_search_finds_what_trying_every_plan_finds(ranks: int, batch: int, m
     with (
         mock.patch.object(planner._PlanTrials, "bound_s", lambda self, plan: 0.0),
         mock.patch.object(planner._PlanTrials, "cut_bound_s", lambda self, plan: 0.0),
-        mock.patch.object(planner._PlanTrials, "least_s", lambda self, plan, costs: 0.0),
+        mock.patch.object(planner._PlanTrials, "least_s", lambda self, plan, each_s, update_s: 0.0),
     ):
         if found is None:
             with pytest.raises(RequestError, match="fits into"):
@@ -87,9 +87,40 @@ def test_bounds_are_never_above_what_a_plan_takes(ranks: int, batch: int, machin
         each = programs(batch // plan.replicas // plan.microbatches)
         costs = StageCosts(each, forecast.plan, asked.machine)
         assert 0 < trials.bound_s(plan) <= forecast.step_s
-        least_s = trials.least_s(forecast.plan, costs) * (1 + 1e-9)
+        each_s = [stage.forward_s + stage.backward_s for stage in costs.stages]
+        least_s = trials.least_s(forecast.plan, each_s, max(one.update_s for one in costs.stages)) * (1 + 1e-9)
         assert trials.bound_s(plan) <= least_s <= forecast.step_s * (1 + 2e-9)
         assert 0 < trials.cut_bound_s(forecast.plan) <= least_s
+        again = replace(forecast.plan, recompute=True)
+        recomputed_s = [stage.forward_s + stage.backward_s for stage in StageCosts(each, again, asked.machine).stages]
+        bounds_s, _ = trials._bounds.of_stages(again)
+        assert all(bound_s <= own_s * (1 + 1e-9) for bound_s, own_s in zip(bounds_s, recomputed_s, strict=True))
+        assert sum(bounds_s) > sum(trials._bounds.of_stages(forecast.plan)[0])
+
+
+def test_bounds_rise_with_each_stage_that_is_lowered_and_end_at_those_of_all() -> None:
+    asked = request(4, 8, "v100-lassen")
+    trials = planner._PlanTrials(programs, asked)
+    for plan in (plan for plan in candidates(asked) if plan.stages == 3):
+        (one,) = trials._queue([plan])
+        known = []
+        while one.costs is None:
+            assert trials._examine(one)
+            known.append(one.bound_s)
+        assert known == sorted(known) and known[-1] <= planner.step_s(one.plan, one.costs) * (1 + 1e-9)
+        assert len(known) == 2 + 3
+        each = programs(8 // plan.replicas // plan.microbatches)
+        assert one.costs.stages == StageCosts(each, one.plan, asked.machine).stages
+
+
+def test_plans_below_a_limit_are_the_first_of_all() -> None:
+    asked = request(3, 4)
+    every = best_plans(programs, asked, top=4)
+    limit_s = every.plans[2].step_s
+    found = best_plans(programs, asked, 4, limit_s)
+    assert [one.step_s for one in found.plans] == [one.step_s for one in every.plans if one.step_s < limit_s]
+    assert found.simulated <= every.simulated
+    assert best_plans(programs, asked, 4, every.plans[0].step_s).plans == ()
 
 
 def test_less_memory_asks_for_recomputation_or_more_micro_batches_and_then_refuses() -> None:
