@@ -17,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import os
 import re
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +29,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from mpi4py import MPI
 
 from hyfi_core.comm.activity import named_ranks
 from hyfi_core.comm.base import Message, ReduceOp
 from hyfi_core.comm.progress import backed_off
 from hyfi_core.comm.wire import HostSlice, check_dense, decoded, encoded, from_wire, host_slices, to_wire
+
+if "PMI_FD" in os.environ and "SLURM_STEP_ID" in os.environ:
+    # MPICH tells the other ranks 4 KB of its memory, of which its address is a small part. Where they hold much else,
+    # Slurm's PMI-2 cuts off the lines and the ranks wait for ever. A new thread has memory of its own, full of zeros.
+    _beginner = threading.Thread(target=importlib.import_module, args=("mpi4py.MPI",))
+    _beginner.start()
+    _beginner.join()
+
+from mpi4py import MPI
 
 _MOST_BYTES = 1 << 30  # counts of MPI-3 are 32-bit
 _SLICE_BYTES = 16 << 20
