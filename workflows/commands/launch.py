@@ -9,9 +9,10 @@ from typing import Literal
 from hyfi_core.errors import RequestError
 from workflows.config.load import load_config
 from workflows.config.run import Config
-from workflows.console import emit_json, say
+from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE
-from workflows.launch.scripts import Resources, Site, script_of, submit
+from workflows.launch.scripts import Resources, Site, script_of
+from workflows.launch.submission import submit, why_it_cannot_start
 from workflows.paths import require_writable
 
 By = Literal["slurm", "local", "mpiexec", "torchrun"]
@@ -146,11 +147,27 @@ def run_array(words: list[str], parts: int, options: ScriptOptions) -> int:
 
 def _write(path: Path, text: str, options: ScriptOptions) -> int:
     require_writable(path)
+    before = path.read_bytes() if path.exists() else None
     path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
-    job = submit(path) if options.submit else None
+    job = _submitted(path, before) if options.submit else None
     slurm = path.suffix == ".sbatch"
     say(f"{path}: submitted as job {job}" if job else f"{path}: start it with {'sbatch' if slurm else 'bash'} {path}")
+    reason = why_it_cannot_start(job) if job else None
+    if reason is not None:
+        warn(f"hyfi: job {job} does not start as it is: {reason}; `scancel {job}` removes it")
     if options.as_json:
         emit_json({"script": path, "job": job})
     return DONE
+
+
+def _submitted(path: Path, before: bytes | None) -> str:
+    """Submit a script; if that is refused, leave the file as it was ``before``."""
+    try:
+        return submit(path)
+    except RequestError:
+        if before is None:
+            path.unlink()
+        else:
+            path.write_bytes(before)
+        raise

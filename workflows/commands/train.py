@@ -22,6 +22,7 @@ from workflows.exit_codes import DONE, STOPPED
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
     from hyfi_core.runtime.engine import Engine
+    from workflows.launch.owner import FolderOwner
     from workflows.launch.stop import StopFlag
     from workflows.training.job import TrainingJob
     from workflows.training.recorder import Recorder
@@ -106,7 +107,8 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     from hyfi_core.comm.agree import agree
     from workflows.interruption import RunInterruptedError, interruption
     from workflows.launch import rank_log
-    from workflows.launch.request import check_ranks, check_run, own_run
+    from workflows.launch.request import check_ranks, own_run
+    from workflows.launch.shared_disk import agree_everywhere
     from workflows.out_of_memory import remember_advice
     from workflows.training.feeding import share_chunks
     from workflows.training.job import prepare
@@ -119,9 +121,9 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         world
     ):  # requested while the ranks started; check before the engine is built, which may take long
         return _stopped_at_start(world, config)
-    start = agree(world, lambda: check_run(config, resume))
+    start = _agreed_start(world, config, resume)
     _say_once(world, agree(world, lambda: share_chunks(config.data)))
-    job = agree(world, lambda: prepare(config))
+    job = agree_everywhere(world, lambda: prepare(config))
     if world.rank == 0:
         say(job.labels.describe())
     coverage = agree(world, lambda: check_images(job) if world.rank == 0 else None)
@@ -137,7 +139,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     body = agree(world, lambda: make_body(job, roles, saved, coverage, stop, device))
     if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
-    owner = agree(world, lambda: own_run(config, resume, start) if world.rank == 0 else None)
+    owner = _own_shared(world, lambda: own_run(config, resume, start), config.run.dir)
     rank_log.open_in(config.run.dir, f"{roles.describe()} on {device}")
     try:
         return body(as_json)
@@ -149,6 +151,31 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     finally:
         if owner is not None:
             owner.release()
+
+
+def _agreed_start(world: Communicator, config: Config, resume: bool) -> int:
+    """Return the step after which the run continues, that of rank 0, after all ranks have found it (collective)."""
+    from workflows.launch.request import check_checkpoint, check_run
+    from workflows.launch.shared_disk import agree_everywhere
+
+    start: int = world.broadcast_object(agree_everywhere(world, lambda: check_run(config, resume)))
+    agree_everywhere(world, lambda: check_checkpoint(config, start))
+    return start
+
+
+def _own_shared(world: Communicator, own: Callable[[], FolderOwner], folder: Path) -> FolderOwner | None:
+    """Let rank 0 own the run's folder, and check that all ranks see the same one (collective); None on other ranks."""
+    from hyfi_core.comm.agree import agree
+    from workflows.launch.shared_disk import require_shared
+
+    owner = agree(world, lambda: own() if world.rank == 0 else None)
+    try:
+        require_shared(world, folder, "run.dir")
+    except RequestError:
+        if owner is not None:
+            owner.withdraw()
+        raise
+    return owner
 
 
 def _say_once(world: Communicator, note: str | None) -> None:

@@ -6,6 +6,7 @@ processes of other nodes, if the file system supports such locks.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -35,6 +36,7 @@ class FolderOwner:
 
     def __init__(self, folder: Path, other: str, part: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._names = folder, list[str]()
         self._files: list[IO[str]] = []
         try:
             self._own(folder, NAME, other, shared=bool(part))
@@ -49,9 +51,19 @@ class FolderOwner:
         for file in self._files:
             file.close()
 
+    def withdraw(self) -> None:
+        """Unlock the folder, and remove it if nothing else has been written there."""
+        if self._names and {entry.name for entry in self._folder.iterdir()} <= set(self._names):
+            for name in self._names:
+                (self._folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+        self.release()
+
     def _own(self, folder: Path, name: str, other: str, shared: bool) -> None:
         file = (folder / name).open("a+", encoding="utf-8")
         self._files.append(file)
+        self._names.append(name)
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:

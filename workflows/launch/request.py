@@ -33,6 +33,19 @@ def check_run(config: Config, resume: bool) -> int:
     return int(latest.resolve().name.removeprefix("step-"))
 
 
+def check_checkpoint(config: Config, start: int) -> None:
+    """Check that the checkpoint after which rank 0 continues is here; ``start``: its step, 0 for a new run.
+
+    Raises:
+        RequestError: It is not.
+    """
+    from hyfi_core.runtime.saving.kept_checkpoints import step_folder
+
+    folder = step_folder(config.run.dir / "checkpoints", start)
+    if start and not folder.is_dir():
+        raise RequestError(f"{folder}: not found, but the run continues after this step")
+
+
 def own_run(config: Config, resume: bool, start: int) -> FolderOwner:
     """Acquire exclusive ownership of the run's folder.
 
@@ -68,8 +81,10 @@ def check_ranks(config: Config, size: int) -> None:
             )
         return
     if size != config.ranks:
+        right = config.ranks
+        how = f"--ranks {right}" if inside_launcher() is None else f"`srun -n {right} …` or `mpiexec -n {right} …`"
         raise RequestError(
             f"{size} ranks were started, but the run needs {config.ranks}: {config.trainers} trainers (plan), "
             f"{roles.loaders} loaders and {roles.validators} validators (roles); "
-            f"use --ranks {config.ranks} or change these"
+            f"use {how}, or change these"
         )

@@ -7,9 +7,8 @@ Settings of a cluster (account, modules, container, MPI) are in one ``site.yaml`
 from __future__ import annotations
 
 import math
+import re
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,8 @@ from hyfi_core.errors import RequestError
 
 SIGNAL_S = 120
 """Seconds before the time limit at which a run saves and stops: enough for one step and a checkpoint."""
+SIGNAL_EARLY_S = 60
+"""Slurm may send the signal before the time limit earlier than it is told to, by this many seconds."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,12 @@ def script_of(
         more: Additional variables of the template.
 
     Raises:
-        RequestError: There are more nodes than ranks, or the template cannot be rendered.
+        RequestError: There are more nodes than ranks, the time limit is not one or too short, or the template cannot
+            be rendered.
     """
     if resources.nodes > ranks:
         raise RequestError(f"--nodes {resources.nodes}: the run has ranks for {ranks} at most; give fewer nodes")
+    _check_time(resources, site)
     requested = {key: value for key, value in asdict(resources).items() if value is not None}
     values: dict[str, Any] = {"gpus_per_node": None, "cpus_per_task": None, "time": None, **asdict(site), **requested}
     values |= {
@@ -153,20 +156,42 @@ def script_of(
     return _render(template, site, {**values, **more})
 
 
-def submit(path: Path) -> str:
-    """Submit a script to Slurm and return the job's id.
+def _check_time(resources: Resources, site: Site) -> None:
+    """Check the form of a time limit, and that it leaves time before the job is asked to stop.
 
     Raises:
-        RequestError: There is no ``sbatch``, or it refuses the job.
+        RequestError: Its form is not Slurm's, or a job would be asked to stop as soon as it starts.
     """
-    if shutil.which("sbatch") is None:
+    if resources.time is None:
+        return
+    limit_s = _seconds_of(resources.time)
+    if limit_s is None:
         raise RequestError(
-            f"--submit: sbatch not found; copy {path} to a login node of the cluster and submit it there"
+            f"--time {resources.time}: not a time limit; give HH:MM:SS, DAYS-HH:MM:SS, or a number of minutes"
         )
-    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RequestError(f"--submit: sbatch refused {path}: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]
+    if limit_s <= site.signal_s + SIGNAL_EARLY_S:
+        raise RequestError(
+            f"--time {resources.time}: the job is asked to save and stop {site.signal_s} s before the limit, and Slurm "
+            f"may do so {SIGNAL_EARLY_S} s earlier; give more time, or a shorter signal_s in site.yaml"
+        )
+
+
+def _seconds_of(time: str) -> float | None:
+    """Return a time limit of Slurm in seconds, infinity without a limit; None if it is not one."""
+    if time.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if found is None:
+        return None
+    days, *rest = found.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:  # days-hours, days-hours:minutes, days-hours:minutes:seconds
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:  # minutes, minutes:seconds
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 def _pmi_of_this_mpi() -> str:

@@ -32,6 +32,7 @@ from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.launch import gpus_seen
 from hyfi_core.runtime.ownership import load_optimizer_state
 from hyfi_core.runtime.parallelize import parallelize
+from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 from hyfi_core.stored_state import StoredState
 from workflows.config.load import Config
 from workflows.console import say
@@ -275,7 +276,8 @@ class SavedRun:
         """
         if start == 0:
             return None
-        latest, share = job.config.run.dir / "checkpoints" / "latest", (trainers.rank, trainers.size)
+        # By its step, not by the link ``latest``, of which a network disk may show a node an earlier state.
+        latest, share = step_folder(job.config.run.dir / "checkpoints", start), (trainers.rank, trainers.size)
         return cls(load_checkpoint(latest, share), load_training_state(latest, share))
 
     def restore(self, engine: Engine, model: torch.nn.Module, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:

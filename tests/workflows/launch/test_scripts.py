@@ -13,7 +13,7 @@ import pytest
 from hyfi_core.errors import RequestError
 from tests.conftest import Hyfi
 from tests.workflows.archive import make_config
-from workflows.launch.scripts import Resources, Site, script_of
+from workflows.launch.scripts import Resources, Site, _seconds_of, script_of
 
 
 def test_a_site_and_the_options_meet_in_the_script(tmp_path: Path) -> None:
@@ -90,6 +90,9 @@ def test_edited_templates_come_first(tmp_path: Path) -> None:
         (["slurm", "run.yaml", "--nodes", "9"], "--nodes 9: the run has ranks for 1 at most"),
         (["slurm", "run.yaml", "--ranks", "3"], "--ranks 3: the run needs 1"),
         (["slurm", "none.yaml"], "no such file"),
+        (["slurm", "run.yaml", "--time", "12h"], "--time 12h: not a time limit; give HH:MM:SS"),
+        (["slurm", "run.yaml", "--time", "3"], "--time 3: the job is asked to save and stop 120 s before the limit"),
+        (["slurm-array", "ingest", "x", "--out", "s", "--time", "1:00"], "--time 1:00: the job is asked to save"),
         (["slurm", "run.yaml", "--role-nodes", "1"], "roles given by number are spread over all nodes"),
         (["slurm", "run.yaml", "roles.loaders=cpu*", "--role-nodes", "1", "--ranks", "2"], "give --role-ranks"),
         (["slurm", "run.yaml", "roles.loaders=cpu*", "--role-nodes", "2", "--role-ranks", "1"], "give more with"),
@@ -172,3 +175,54 @@ def test_a_preempted_job_requeues_itself(tmp_path: Path, code: int, preempted: b
     done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=20, check=False)
     assert done.returncode == code
     assert (tmp_path / "requeued").exists() == requeued
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("30", 1800),
+        ("30:15", 1815),
+        ("2:00:00", 7200),
+        ("1-0", 86400),
+        ("1-6:30", 109_800),
+        ("2-00:00:01", 172_801),
+        ("UNLIMITED", float("inf")),
+        ("", None),
+        ("1d", None),
+        ("1-", None),
+        ("-5", None),
+        ("1:2:3:4", None),
+    ],
+)
+def test_time_limits_are_those_of_slurm(time: str, seconds: float | None) -> None:
+    assert _seconds_of(time) == seconds
+
+
+def programs(folder: Path, **scripts: str) -> dict[str, str]:
+    """Write programs that stand in for Slurm's, and return the environment in which they are found."""
+    for name, text in scripts.items():
+        (folder / "bin").mkdir(exist_ok=True)
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+
+
+def test_a_refused_job_leaves_no_script_and_names_the_partitions(hyfi_here: Hyfi, tmp_path: Path) -> None:
+    make_config(tmp_path, tmp_path / "store", model={"name": "resnet6"})
+    refusal = "sbatch: error: invalid partition specified: gpuu\nsbatch: error: Batch job submission failed"
+    path = programs(tmp_path, sbatch=f"echo '{refusal}' >&2; exit 1", sinfo="printf 'cpu\ngpu\ngpu\n'")
+    words = ["launch", "slurm", "run.yaml", "--partition", "gpuu", "--mpi", "pmi2", "--submit"]
+    told = hyfi_here(*words, **path)
+    assert told.returncode == 2 and not (tmp_path / "run.sbatch").exists()
+    assert "invalid partition specified: gpuu; Batch job submission failed; the partitions are cpu, gpu" in told.stderr
+    (tmp_path / "run.sbatch").write_text("mine")
+    assert hyfi_here(*words, **path).returncode == 2 and (tmp_path / "run.sbatch").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("reason", "warned"), [("PartitionNodeLimit", True), ("Priority", False)])
+def test_a_job_that_can_never_start_is_told_of(hyfi_here: Hyfi, tmp_path: Path, reason: str, warned: bool) -> None:
+    make_config(tmp_path, tmp_path / "store", model={"name": "resnet6"})
+    path = programs(tmp_path, sbatch="echo 77", squeue=f"echo {reason}")
+    told = hyfi_here("launch", "slurm", "run.yaml", "--mpi", "pmi2", "--submit", **path)
+    assert told.returncode == 0 and "submitted as job 77" in told.stdout
+    assert ("job 77 does not start as it is: the partition does not allow so many nodes" in told.stderr) == warned

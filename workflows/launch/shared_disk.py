@@ -1,0 +1,106 @@
+"""Checks of what all ranks must see: files on a disk that only one node has are noticed before they are relied on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from hyfi_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from hyfi_core.comm.base import Communicator
+
+T = TypeVar("T")
+
+SEEN_WITHIN_S = 5.0
+"""A network disk may show a new file to other nodes so much later."""
+
+
+def agree_everywhere(world: Communicator, check: Callable[[], T]) -> T:
+    """Return ``check()``, which every rank makes; if any refuses, all raise, and are told which if only some did.
+
+    Collective; ``check`` must not communicate.
+
+    Raises:
+        RequestError: On every rank, with the message of the first that refused.
+    """
+    refusal, result = None, None
+    try:
+        result = check()
+    except RequestError as raised:
+        refusal = str(raised)
+    found = world.gather_objects((refusal, socket.gethostname()))
+    text = world.broadcast_object(_first_of(found) if found is not None else None)
+    if text is not None:
+        raise RequestError(text)
+    return result  # type: ignore[return-value]
+
+
+def require_shared(world: Communicator, folder: Path, what: str) -> None:
+    """Check that a folder which rank 0 has made is the same on every rank (collective).
+
+    Args:
+        world: All ranks.
+        folder: The folder.
+        what: What it is, for the message: ``run.dir``.
+
+    Raises:
+        RequestError: On every rank, if one does not see what rank 0 writes there.
+    """
+    if world.size == 1:
+        return
+    mark = world.broadcast_object(f".seen-{secrets.token_hex(8)}" if world.rank == 0 else None)
+    if world.rank == 0:
+        (folder / mark).touch()  # a full disk is an error of this rank, told as such
+    world.barrier()
+    found = world.gather_objects((_is_seen(folder / mark), socket.gethostname()))
+    if world.rank == 0:
+        (folder / mark).unlink(missing_ok=True)
+    text = None
+    if found is not None:
+        blind = [(rank, host) for rank, (seen, host) in enumerate(found) if not seen]
+        if blind:
+            text = (
+                f"{what} {folder}: {_places(blind)} cannot see what rank 0 on {found[0][1]} writes there; "
+                "choose a folder on a disk that all nodes share"
+            )
+    text = world.broadcast_object(text)
+    if text is not None:
+        raise RequestError(text)
+
+
+def _is_seen(file: Path) -> bool:
+    """Whether a new file is there, on a network disk maybe a little later."""
+    deadline_s = time.monotonic() + SEEN_WITHIN_S
+    while not file.exists():
+        if time.monotonic() > deadline_s:
+            return False
+        for folder in reversed(file.parents):  # opening a folder makes NFS forget that something was not there
+            with contextlib.suppress(OSError):
+                os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        time.sleep(0.1)
+    return True
+
+
+def _first_of(found: list[tuple[str | None, str]]) -> str | None:
+    """Return the first refusal, with the ranks that refused if not all did; None if none did."""
+    refused = [(rank, host, text) for rank, (text, host) in enumerate(found) if text is not None]
+    if not refused:
+        return None
+    text = refused[0][2]
+    if len(refused) == len(found):
+        return text
+    places = [(rank, host) for rank, host, _ in refused]
+    return f"{text} (only {_places(places)} found this: do all nodes see the same files?)"
+
+
+def _places(ranks: list[tuple[int, str]]) -> str:
+    """Return ranks and their hosts as text, such as ``rank 3 on node2``."""
+    shown = ", ".join(f"rank {rank} on {host}" for rank, host in ranks[:4])
+    return f"{shown} and {len(ranks) - 4} more" if len(ranks) > 4 else shown

@@ -1,0 +1,61 @@
+"""Submission of a script to Slurm, and what Slurm says about the job."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from hyfi_core.errors import RequestError
+
+_NEVER = {
+    "PartitionNodeLimit": "the partition does not allow so many nodes",
+    "PartitionTimeLimit": "the partition does not allow so much time",
+    "PartitionConfig": "the partition does not have so many nodes, cores or so much memory",
+    "BadConstraints": "no node has what is asked for",
+    "AccountNotAllowed": "the partition does not allow this account",
+    "InvalidAccount": "there is no such account",
+    "InvalidQOS": "there is no such quality of service",
+    "QOSNotAllowed": "the partition does not allow this quality of service",
+}
+"""Slurm's reasons for which a job waits until somebody changes it or the cluster."""
+
+
+def submit(path: Path) -> str:
+    """Submit a script to Slurm and return the job's id.
+
+    Raises:
+        RequestError: There is no ``sbatch``, or it refuses the job.
+    """
+    if shutil.which("sbatch") is None:
+        raise RequestError(
+            "--submit: sbatch not found; without --submit the script is written, to be submitted on a login node"
+        )
+    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines()]
+        raise RequestError(f"--submit: sbatch refused {path}: {'; '.join(lines)}{_partitions_text(done.stderr)}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def why_it_cannot_start(job: str) -> str | None:
+    """Return why a submitted job will not start as it is; None if it waits for its turn, or nobody tells."""
+    for reason in _said("squeue", "--noheader", f"--jobs={job}", "--format=%r"):
+        if reason in _NEVER:
+            return f"{_NEVER[reason]} (Slurm's reason: {reason})"
+    return None
+
+
+def _partitions_text(refusal: str) -> str:
+    """Return a sentence with the partitions of the cluster if a refusal is about them, else nothing."""
+    names = list(dict.fromkeys(_said("sinfo", "--noheader", "--format=%R"))) if "partition" in refusal else []
+    return f"; the partitions are {', '.join(names)}" if names else ""
+
+
+def _said(*words: str) -> list[str]:
+    """Return the lines that a command of Slurm prints; none if it fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
