@@ -72,12 +72,15 @@ class BatchImages:
     Args:
         pixels: The feed's uint8 images.
         prepare: Normalises them, see `preparation`.
+
+    Attributes:
+        pixel_dtype: Of the images before normalisation, which a cell keeps instead of the normalised ones.
     """
+
+    pixel_dtype: ClassVar[torch.dtype] = torch.uint8
 
     def __init__(self, pixels: BatchPixels, prepare: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._pixels, self._prepare = pixels, prepare
-
-    pixel_dtype: ClassVar[torch.dtype] = torch.uint8
 
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
         """Return ``(stop − first, 3, h, w)``: a box of the samples ``[first, stop)``, normalised."""
