@@ -23,6 +23,8 @@ SIGNAL_S = 120
 """Seconds before the time limit at which a run saves and stops: enough for one step and a checkpoint."""
 SIGNAL_EARLY_S = 60
 """Slurm may send the signal before the time limit earlier than it is told to, by this many seconds."""
+_MOST_OF_LIMIT = 0.25
+"""Of a short time limit: how long before it a run saves and stops."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Site:
         role_sbatch: Additional ``#SBATCH`` options of these nodes (``--constraint=dpu``), without that word.
         scratch: Folder on a disk of each node, made by Slurm jobs for temporary files and the node's cache of images;
             may use the job's variables (``/scratch/$SLURM_JOB_ID``). None: the system's temporary folder.
-        signal_s: Seconds before the time limit at which a run saves and stops.
+        signal_s: Seconds before the time limit at which a run saves and stops; at most a quarter of the limit.
         templates: Folder with modified templates; others are the built-in ones.
     """
 
@@ -135,10 +137,10 @@ def script_of(
     """
     if resources.nodes > ranks:
         raise RequestError(f"--nodes {resources.nodes}: the run has ranks for {ranks} at most; give fewer nodes")
-    _check_time(resources, site)
     requested = {key: value for key, value in asdict(resources).items() if value is not None}
     values: dict[str, Any] = {"gpus_per_node": None, "cpus_per_task": None, "time": None, **asdict(site), **requested}
     values |= {
+        "signal_s": _signal_s(resources, site),
         "script": path.name,
         "name": path.stem,
         "folder": shlex.quote(str(Path.cwd())),
@@ -156,24 +158,26 @@ def script_of(
     return _render(template, site, {**values, **more})
 
 
-def _check_time(resources: Resources, site: Site) -> None:
-    """Check the form of a time limit, and that it leaves time before the job is asked to stop.
+def _signal_s(resources: Resources, site: Site) -> int:
+    """Return the seconds before the time limit at which a job is asked to stop: at most a quarter of the limit.
 
     Raises:
         RequestError: Its form is not Slurm's, or a job would be asked to stop as soon as it starts.
     """
     if resources.time is None:
-        return
+        return site.signal_s
     limit_s = _seconds_of(resources.time)
     if limit_s is None:
         raise RequestError(
             f"--time {resources.time}: not a time limit; give HH:MM:SS, DAYS-HH:MM:SS, or a number of minutes"
         )
-    if limit_s <= site.signal_s + SIGNAL_EARLY_S:
+    signal_s = int(min(site.signal_s, _MOST_OF_LIMIT * limit_s))
+    if limit_s <= signal_s + SIGNAL_EARLY_S:
         raise RequestError(
-            f"--time {resources.time}: the job is asked to save and stop {site.signal_s} s before the limit, and Slurm "
-            f"may do so {SIGNAL_EARLY_S} s earlier; give more time, or a shorter signal_s in site.yaml"
+            f"--time {resources.time}: the job is asked to save and stop before the limit, and Slurm may do so "
+            f"{SIGNAL_EARLY_S} s earlier than it is told to: give two minutes at least"
         )
+    return signal_s
 
 
 def _seconds_of(time: str) -> float | None:

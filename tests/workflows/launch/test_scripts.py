@@ -91,7 +91,7 @@ def test_edited_templates_come_first(tmp_path: Path) -> None:
         (["slurm", "run.yaml", "--ranks", "3"], "--ranks 3: the run needs 1"),
         (["slurm", "none.yaml"], "no such file"),
         (["slurm", "run.yaml", "--time", "12h"], "--time 12h: not a time limit; give HH:MM:SS"),
-        (["slurm", "run.yaml", "--time", "3"], "--time 3: the job is asked to save and stop 120 s before the limit"),
+        (["slurm", "run.yaml", "--time", "1"], "--time 1: the job is asked to save and stop before the limit"),
         (["slurm-array", "ingest", "x", "--out", "s", "--time", "1:00"], "--time 1:00: the job is asked to save"),
         (["slurm", "run.yaml", "--role-nodes", "1"], "roles given by number are spread over all nodes"),
         (["slurm", "run.yaml", "roles.loaders=cpu*", "--role-nodes", "1", "--ranks", "2"], "give --role-ranks"),
@@ -107,6 +107,14 @@ def test_wrong_requests_write_nothing(hyfi: Hyfi, tmp_path: Path, words: list[st
     done = hyfi("launch", *words)
     assert done.returncode == 2 and refusal in done.stderr
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("time", "signal_s"), [(None, 120), ("2", 30), ("0:06:00", 90), ("8:00:00", 120), ("UNLIMITED", 120)]
+)
+def test_a_short_time_limit_leaves_three_quarters_of_it(time: str | None, signal_s: int) -> None:
+    text = script_of("slurm", Path("x.sbatch"), ["train", "a"], 1, Resources(time=time, mpi="pmi2"), Site())
+    assert f"#SBATCH --signal=B:USR1@{signal_s}\n" in text
 
 
 @pytest.mark.parametrize("by", ["slurm", "local", "mpiexec", "torchrun", "slurm-array"])
