@@ -1,8 +1,9 @@
 """Forecasts of schedules against eight ranks (threads) that sleep instead of computing.
 
 A block sleeps in proportion to the pixels of a rank's part, in backward twice as long, so the seconds of every forward
-and backward are known exactly; the simulator is given these alone. What remains is what it knows of the order of
-actions: of waits for stages, for gangs and for the other direction.
+and backward are known exactly. Besides, it computes a small convolution, and on a grid exchanges halos: what that takes
+is measured on one stage alone, with short sleeps. The simulator is given these two. What remains is what it knows of
+the order of actions: of waits for stages, for gangs and for the other direction.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
 
@@ -20,12 +22,14 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.action import Verb
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.lower import lower
 from hyfi_core.schedule.simulate import Costs, simulate
 from workflows.benchmarks.reduction import SleepingNetwork
 
 BLOCKS, BLOCK_S, SIZE_PX, BATCH = 16, 0.03, 16, 8
+_SHORT_S, _SHORT_STEPS = 0.002, 15
 _ONE = (1, 1)
 _EIGHT = tuple(f"blocks.{block}" for block in range(1, BLOCKS - 1, 2))
 _UNEVEN = ("blocks.0", "blocks.2", "blocks.4", "blocks.7", "blocks.9", "blocks.11", "blocks.14")
@@ -51,8 +55,12 @@ def compare_sleeping(steps: int) -> None:
         steps: measured ones; their median counts.
     """
     errors = []
+    besides = {
+        grid: besides_sleeping_s(grid, steps) for grid in sorted({grid for plan in PLANS for grid in plan.grids})
+    }
+    print(json.dumps({"besides_sleeping_s": {"x".join(map(str, grid)): pair for grid, pair in besides.items()}}))
     for plan in PLANS:
-        predicted_s, measured_s = predicted_step_s(plan), measured_step_s(plan, steps)
+        predicted_s, measured_s = predicted_step_s(plan, besides=besides), measured_step_s(plan, steps)
         errors.append(abs(predicted_s / measured_s - 1))
         line = {"plan": _short(plan), "predicted_s": predicted_s, "measured_s": measured_s}
         print(json.dumps({**line, "ratio": round(predicted_s / measured_s, 3)}), flush=True)
@@ -60,20 +68,54 @@ def compare_sleeping(steps: int) -> None:
     print(json.dumps({name: round(value, 4) for name, value in found.items()}), flush=True)
 
 
-def predicted_step_s(plan: ParallelPlan, block_s: float = BLOCK_S) -> float:
-    """Return the simulated seconds of a step in which nothing but sleeping takes time.
+def besides_sleeping_s(grid: tuple[int, int], steps: int = _SHORT_STEPS) -> tuple[float, float]:
+    """Return what the (forward, backward) of a block takes besides sleeping, on a grid of threads with one image.
+
+    Args:
+        grid: rows and columns of ranks.
+        steps: measured ones; their median counts.
+    """
+    ranks = prod(grid)
+
+    def body(comm: Communicator) -> tuple[float, float]:
+        torch.manual_seed(0)
+        model = SleepingNetwork(BLOCKS, _SHORT_S * ranks, SIZE_PX)
+        engine = hyfi_core.parallelize(model, (1, 3, SIZE_PX, SIZE_PX), ParallelPlan((grid,)), comm, verify=False)
+        spans: dict[Verb, list[float]] = {Verb.F: [], Verb.B: []}
+        for _ in range(steps + 2):
+            engine.accumulate(torch.zeros(1, 3, SIZE_PX, SIZE_PX), torch.zeros(1, dtype=torch.long))
+            for action, begin_s, end_s in engine.events:
+                if action.verb in spans:
+                    spans[action.verb].append(end_s - begin_s)
+        forward_s, backward_s = (statistics.median(spans[verb][2:]) / BLOCKS for verb in (Verb.F, Verb.B))
+        return forward_s - _SHORT_S, backward_s - 2 * _SHORT_S
+
+    found = run_ranks(ranks, body)
+    return max(0.0, *(forward_s for forward_s, _ in found)), max(0.0, *(backward_s for _, backward_s in found))
+
+
+def predicted_step_s(
+    plan: ParallelPlan,
+    block_s: float = BLOCK_S,
+    besides: Mapping[tuple[int, int], tuple[float, float]] | None = None,
+) -> float:
+    """Return the simulated seconds of a step in which nothing takes time but sleeping, and what is given besides.
 
     Args:
         plan: with named cuts.
         block_s: seconds of one block's forward for one image.
+        besides: grid -> what the (forward, backward) of a block takes besides; None: nothing.
     """
+    more = {grid: (0.0, 0.0) for grid in plan.grids} | dict(besides or {})
     ends = [-1, *(int(str(cut).removeprefix("blocks.")) for cut in plan.cuts), BLOCKS - 1]
     blocks = [last - before for before, last in pairwise(ends)]
     images = BATCH // plan.replicas // plan.microbatches
-    forward_s = [images * block_s * n / prod(grid) for n, grid in zip(blocks, plan.grids, strict=True)]
+    slept_s = [images * block_s * n / prod(grid) for n, grid in zip(blocks, plan.grids, strict=True)]
+    forward_s = [s + n * more[grid][0] for s, n, grid in zip(slept_s, blocks, plan.grids, strict=True)]
+    backward_s = [2 * s + n * more[grid][1] for s, n, grid in zip(slept_s, blocks, plan.grids, strict=True)]
     durations = Costs(
         forward_s=lambda stage: forward_s[stage],
-        backward_s=lambda stage: (2 + plan.recomputes(stage)) * forward_s[stage],
+        backward_s=lambda stage: backward_s[stage] + plan.recomputes(stage) * forward_s[stage],
     )
     placement, edges = Placement.of(plan), [(stage, stage + 1) for stage in range(plan.stages - 1)]
     schedule = lower(generate(plan, placement), placement, edges, mirror=plan.mirror)

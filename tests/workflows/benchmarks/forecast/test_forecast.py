@@ -14,7 +14,7 @@ from tests.hyfi_core.cost.test_simulator import Network
 from workflows.benchmarks.forecast.__main__ import Comparison
 from workflows.benchmarks.forecast.cases import NETWORKS, PLANS, label
 from workflows.benchmarks.forecast.sleeping import PLANS as SLEEPING
-from workflows.benchmarks.forecast.sleeping import measured_step_s, predicted_step_s
+from workflows.benchmarks.forecast.sleeping import besides_sleeping_s, measured_step_s, predicted_step_s
 
 
 def test_the_plans_are_of_three_networks_and_use_what_plans_can() -> None:
@@ -40,3 +40,11 @@ def test_ranks_that_sleep_take_as_long_as_was_simulated() -> None:
     plan = SLEEPING[-1]
     predicted_s = predicted_step_s(plan, block_s=0.005)
     assert predicted_s <= measured_step_s(plan, 1, block_s=0.005) < predicted_s + 3.0
+
+
+def test_what_blocks_take_besides_sleeping_counts_for_the_grid_on_which_it_was_measured() -> None:
+    plan = next(plan for plan in SLEEPING if plan.grids[0] == (2, 2))
+    alone_s, taken = predicted_step_s(plan), besides_sleeping_s((1, 2), 1)
+    assert predicted_step_s(plan, besides={(1, 2): taken}) == alone_s and all(0 <= seconds < 1 for seconds in taken)
+    longer_s = predicted_step_s(plan, besides={(2, 2): (0.001, 0.002)}) - alone_s
+    assert longer_s == pytest.approx(8 * 8 * 0.003, rel=0.3)  # eight blocks on the grid, eight micro-batches
