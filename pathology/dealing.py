@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from data.files import remove_leftovers, temporary_path
-from data.location import create_exclusively, location, remove_tree
+from data.location import create_exclusively, is_remote, location, remove_tree
+from hyfi_core.comm.shared_disk import require_shared
 from hyfi_core.errors import RequestError
 
 if TYPE_CHECKING:  # without torch, for processes that only read slides
@@ -144,11 +145,13 @@ def shared_folder(path: Path, comm: Communicator) -> Iterator[Path]:
     those of ended runs.
 
     Raises:
-        RequestError: on every rank: it cannot be created.
+        RequestError: on every rank: it cannot be created, or only some ranks see it.
     """
     folder = location(comm.broadcast_object(str(temporary_path(path))))
     on_first_rank(comm, lambda: _make_empty(path, folder))
     try:
+        if not is_remote(folder):
+            require_shared(comm, folder, f"--out {path.parent}")
         yield folder
     finally:
         if comm.rank == 0:

@@ -105,10 +105,10 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         RequestError: On all ranks if one of them refuses; nothing was written.
     """
     from hyfi_core.comm.agree import agree
+    from hyfi_core.comm.shared_disk import agree_everywhere
     from workflows.interruption import RunInterruptedError, interruption
     from workflows.launch import rank_log
     from workflows.launch.request import check_ranks, own_run
-    from workflows.launch.shared_disk import agree_everywhere
     from workflows.out_of_memory import remember_advice
     from workflows.training.feeding import share_chunks
     from workflows.training.job import prepare
@@ -155,8 +155,8 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
 
 def _agreed_start(world: Communicator, config: Config, resume: bool) -> int:
     """Return the step after which the run continues, that of rank 0, after all ranks have found it (collective)."""
+    from hyfi_core.comm.shared_disk import agree_everywhere
     from workflows.launch.request import check_checkpoint, check_run
-    from workflows.launch.shared_disk import agree_everywhere
 
     start: int = world.broadcast_object(agree_everywhere(world, lambda: check_run(config, resume)))
     agree_everywhere(world, lambda: check_checkpoint(config, start))
@@ -166,11 +166,11 @@ def _agreed_start(world: Communicator, config: Config, resume: bool) -> int:
 def _own_shared(world: Communicator, own: Callable[[], FolderOwner], folder: Path) -> FolderOwner | None:
     """Let rank 0 own the run's folder, and check that all ranks see the same one (collective); None on other ranks."""
     from hyfi_core.comm.agree import agree
-    from workflows.launch.shared_disk import require_shared
+    from hyfi_core.comm.shared_disk import require_shared
 
     owner = agree(world, lambda: own() if world.rank == 0 else None)
     try:
-        require_shared(world, folder, "run.dir")
+        require_shared(world, folder, f"run.dir {folder}")
     except RequestError:
         if owner is not None:
             owner.withdraw()

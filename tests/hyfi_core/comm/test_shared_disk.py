@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from hyfi_core.comm import shared_disk
 from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.shared_disk import agree_everywhere, require_shared
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
-from workflows.launch import shared_disk
-from workflows.launch.shared_disk import agree_everywhere, require_shared
 
 
 def refusals(ranks: int, act: object) -> list[str]:

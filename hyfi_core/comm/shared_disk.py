@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hyfi_core.errors import RequestError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # without torch, for processes that only read slides
     from hyfi_core.comm.base import Communicator
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def require_shared(world: Communicator, folder: Path, what: str) -> None:
     Args:
         world: All ranks.
         folder: The folder.
-        what: What it is, for the message: ``run.dir``.
+        what: What it is, for the message, such as ``run.dir runs/mine``.
 
     Raises:
         RequestError: On every rank, if one does not see what rank 0 writes there.
@@ -67,7 +67,7 @@ def require_shared(world: Communicator, folder: Path, what: str) -> None:
         blind = [(rank, host) for rank, (seen, host) in enumerate(found) if not seen]
         if blind:
             text = (
-                f"{what} {folder}: {_places(blind)} cannot see what rank 0 on {found[0][1]} writes there; "
+                f"{what}: {_places(blind)} cannot see what rank 0 on {found[0][1]} writes there; "
                 "choose a folder on a disk that all nodes share"
             )
     text = world.broadcast_object(text)
