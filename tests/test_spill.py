@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import hyfi_core
 from hyfi_core import ParallelPlan
-from hyfi_core.cells import pager, paging, resident
+from hyfi_core.cells import page_forecast, pager, paging, resident
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.models.amoebanet import amoebanet_d
@@ -211,6 +211,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, monke
     with pytest.raises(RequestError, match=r"plan\.memory_bytes is 10,000, .* a rank needs at least [\d,]{9,}"):
         step("dense", plan)
     monkeypatch.setattr(paging, "page_limit", lambda *given: 30_000)
+    monkeypatch.setattr(page_forecast, "SMALLEST_BYTES", 1)
     monkeypatch.setattr(os, "posix_fallocate", _full)
     monkeypatch.setattr("hyfi_core.cells.spill_store.shutil.disk_usage", lambda path: _Usage(1000))
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path))

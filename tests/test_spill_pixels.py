@@ -162,6 +162,18 @@ def test_a_model_that_takes_bytes_spills_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.usefixtures("small_pages")
+def test_no_map_outlives_the_backward_that_needs_it() -> None:
+    torch.manual_seed(7)
+    plan = ParallelPlan(((1, 1),), cells=(2, 2), spill="memory")
+    engine = hyfi_core.parallelize(resnet10(2, width=4), SHAPE, plan, AloneCommunicator())
+    engine.accumulate(Pixels(torch.float32), torch.tensor([0, 1]))
+    assert engine._paging is not None
+    engine._paging.pager._forget_freed()
+    held = [page.size for page in engine._paging.pager._pages.values()]
+    assert sum(held) < 1000, held
+
+
 def test_pixels_of_another_type_than_told_are_refused() -> None:
     images = Pixels(torch.float32)
     assert isinstance(images, PixelParts)

@@ -32,19 +32,22 @@ class PagedForecast:
     Attributes:
         working_bytes: inputs and outputs of its largest step, without weights.
         kept_bytes: peak of what it keeps while cells wait for each other, in memory or spilled, without recomputed
-            maps.
+            and small maps.
         stays_bytes: what it keeps and cannot spill: small maps, and records of its steps.
         weights_bytes: weights of the step that has most of them.
+        recomputed_bytes: maps that are computed again instead of being kept.
     """
 
     working_bytes: int
     kept_bytes: int
     stays_bytes: int = 0
     weights_bytes: int = 0
+    recomputed_bytes: int = 0
 
     def times(self, flights: int) -> PagedForecast:
         """Return the same for several micro-batches, of which one computes at a time."""
-        return replace(self, kept_bytes=self.kept_bytes * flights, stays_bytes=self.stays_bytes * flights)
+        many = {name: getattr(self, name) * flights for name in ("kept_bytes", "stays_bytes", "recomputed_bytes")}
+        return replace(self, **many)
 
 
 def forecast_pages(
@@ -68,10 +71,12 @@ def forecast_pages(
     sizes = _Sizes(ranked, position, dtypes, pixels)
     working = max((sum(map(sizes.of, {*taken_by(s), *made_by(s)})) for s in tape.steps), default=0)
     weights = max((sum(map(sizes.of_weight, taken_by(s))) for s in tape.steps), default=0)
-    kept = _Kept.of(tape, sizes) if trains else _Kept(frozenset(), (0,) * len(tape.steps))
-    small = sum(size for size in (*map(sizes.of_kept, kept.names), *kept.besides) if size < SMALLEST_BYTES)
+    kept = _Kept.of(tape, sizes) if trains else _Kept(frozenset(), ((),) * len(tape.steps))
+    every = (*map(sizes.of_kept, kept.names), *(size for of_step in kept.besides for size in of_step))
+    small = sum(size for size in every if size < SMALLEST_BYTES)
     records = len(tape.steps) * STEP_BYTES[trains]
-    return PagedForecast(working, _peak(tape, sizes, kept, trains), records + small, weights)
+    again = sum(stored_bytes(sizes.of(name)) for name in kept.recomputed)
+    return PagedForecast(working, _peak(tape, sizes, kept, trains), records + small, weights, again)
 
 
 class _Sizes:
@@ -107,23 +112,26 @@ class _Sizes:
         shape, split = self.ranked.values[name].shape, self.ranked.splits.get(name)
         return prod(shape if split is None else split.local_shape(shape, self._position))
 
-    def saved_besides(self, step: Step, remade: bool) -> int:
-        """Return the bytes that an operator saves besides program values: strips, canvases, indices of maxima.
+    def saved_besides(self, step: Step, remade: bool) -> tuple[int, ...]:
+        """Return the bytes of each tensor that an operator saves besides values: strips, canvases, indices of maxima.
 
         Args:
             step: any.
             remade: whether a max pool's input is recomputed, too, so that its indices can be.
         """
         if not isinstance(step, OperatorStep):
-            return 0
+            return ()
         operator = step.call.operator
         if isinstance(operator, MaxPool):
-            return 0 if remade and operator.remakes else sum(map(self.values, made_by(step)))
+            return () if remade and operator.remakes else tuple(map(self.values, made_by(step)))
         if not isinstance(operator, Convolution) or operator.halo.transfer.have.empty:
-            return 0
+            return ()
         transfer = operator.halo.transfer
-        pixels = transfer.received_px if operator.own is not None else 0 if transfer.idle else transfer.need.area
-        return self.of(str(step.call.inputs[0])) * pixels // transfer.have.area
+        if operator.own is not None:
+            pixels = tuple(strip.box.area for strip in transfer.receives)
+        else:
+            pixels = () if transfer.idle else (transfer.need.area,)
+        return tuple(self.of(str(step.call.inputs[0])) * count // transfer.have.area for count in pixels)
 
 
 def _peak(tape: Tape, sizes: _Sizes, kept: _Kept, trains: bool) -> int:
@@ -151,13 +159,13 @@ def _peak(tape: Tape, sizes: _Sizes, kept: _Kept, trains: bool) -> int:
         if name in kept.names:
             saved[at + 1] += stored_bytes(sizes.of_kept(name))
         elif not trains:
-            passing[at + 1] += size
-            passing[end + 1] -= size
+            passing[at + 1] += size or sizes.of(name)
+            passing[end + 1] -= size or sizes.of(name)
         if trains and name in tape.active:
             cotangents[at + 1] += size
             cotangents[end + 1] -= size
     for at, besides in enumerate(kept.besides):
-        saved[at + 1] += stored_bytes(besides)
+        saved[at + 1] += sum(map(stored_bytes, besides))
     saved, passing, cotangents = (list(accumulate(changes)) for changes in (saved, passing, cotangents))
     end = saved[-1]
     return max([end, *(saved[at] + passing[at] + cotangents[at] for at in waits)])
@@ -169,11 +177,13 @@ class _Kept:
 
     Attributes:
         names: of values.
-        besides: for each step, the bytes that its operator saves besides values.
+        besides: for each step, the bytes of each tensor that its operator saves besides values.
+        recomputed: values that are computed again.
     """
 
     names: frozenset[str]
-    besides: tuple[int, ...]
+    besides: tuple[tuple[int, ...], ...]
+    recomputed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tape: Tape, sizes: _Sizes) -> _Kept:
@@ -184,7 +194,7 @@ class _Kept:
         """
         image = sizes.ranked.program.image
         kept = {image} if image in sizes.ranked.splits else set()
-        depth, besides = dict.fromkeys(kept, 0), []
+        depth, besides, again = dict.fromkeys(kept, 0), [], list[str]()
         for step in tape.steps:
             sources = [depth[name] for name in taken_by(step) if name in depth and sizes.of(name)]
             operator = step.call.operator if isinstance(step, OperatorStep) else None
@@ -196,7 +206,9 @@ class _Kept:
                 if depth[name] > DEEPEST or not cheap:
                     kept.add(name)
                     depth[name] = 0
-        return cls(frozenset(kept), tuple(besides))
+                elif not in_place:
+                    again.append(name)
+        return cls(frozenset(kept), tuple(besides), tuple(again))
 
 
 def _is_cheap(step: Step, name: str, sizes: _Sizes) -> bool:
@@ -207,4 +219,4 @@ def _is_cheap(step: Step, name: str, sizes: _Sizes) -> bool:
 
 def stored_bytes(size: int) -> int:
     """Return how many bytes of a store a map takes; a small one is not stored."""
-    return blocks_bytes(size) if size >= SMALLEST_BYTES else size
+    return blocks_bytes(size) if size >= SMALLEST_BYTES else 0

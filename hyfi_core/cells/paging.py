@@ -7,7 +7,9 @@ store      maps that all cells keep at the peak, except those that are only in m
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -17,6 +19,34 @@ from hyfi_core.cells.pager import Pager
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import SpillFile, SpillMemory
 from hyfi_core.process_memory import resident_bytes, return_freed_now, return_what_is_freed
+
+
+class PagedKey(Hashable, Protocol):
+    """The shape and mode of a call: equal ones need the same memory.
+
+    Attributes:
+        trains: whether it is a training step.
+    """
+
+    @property
+    def trains(self) -> bool:
+        """See above."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """The limits of a call.
+
+    Attributes:
+        pages_bytes: of maps in memory.
+        resident: of the process; None: it is not measured.
+        stored_bytes: that the store will have.
+    """
+
+    pages_bytes: int
+    resident: ResidentLimit | None
+    stored_bytes: int
 
 
 class Paging:
@@ -40,16 +70,19 @@ class Paging:
         store = SpillMemory() if spill == "memory" else SpillFile(Path(spill))
         self.pager = Pager(store, 0, cell)
         self._spill, self._memory_bytes, self._device = spill, memory_bytes, device
-        self._limits: dict[Hashable, tuple[int, ResidentLimit | None]] = {}
+        self._limits: dict[PagedKey, _Limits] = {}
         self._held_bytes: int | None = None
 
-    def begin(self, key: Hashable, forecasts: Callable[[], Sequence[PagedForecast]], new_bytes: int) -> None:
+    def begin(self, key: PagedKey, forecasts: Callable[[], Sequence[PagedForecast]], new_bytes: int) -> int:
         """Prepare the pager for a step or an evaluation.
 
         Args:
             key: of its shape and mode; the limit is chosen once for each.
             forecasts: returns the forecasts of all stages in all cells, with all micro-batches in flight.
             new_bytes: gradients and optimizer state that do not exist yet.
+
+        Returns:
+            The bytes that the store will have.
 
         Raises:
             RequestError: memory or store are too small; the message says how much is needed.
@@ -61,14 +94,31 @@ class Paging:
                 return_freed_now()
                 self._held_bytes = resident_bytes()
             limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, found, self._device)
-            self.pager.store.require(spilled_bytes(sum(one.kept_bytes for one in found), limit))
-            self._limits[key] = limit, resident_limit(self._memory_bytes, found, self._device)
-        self.pager.limit_bytes, self.pager.resident = self._limits[key]
+            needed = _stored_bytes(found, limit, key.trains)
+            self.pager.store.require(needed)
+            self._limits[key] = _Limits(limit, resident_limit(self._memory_bytes, found, self._device), needed)
+        limits = self._limits[key]
+        self.pager.limit_bytes, self.pager.resident = limits.pages_bytes, limits.resident
+        return limits.stored_bytes
 
-    def describe(self, key: Hashable, forecasts: Sequence[PagedForecast]) -> str:
-        """Return the bytes that are kept and spilled, as text for people."""
+    def stored_bytes(self, key: PagedKey) -> int | None:
+        """Return the bytes that the store will have; None if ``begin`` has not been called."""
+        return self._limits[key].stored_bytes if key in self._limits else None
+
+    def describe(self, key: PagedKey, forecasts: Sequence[PagedForecast]) -> str:
+        """Return the bytes that a training step keeps and spills, as text for people."""
         kept, largest = sum(one.kept_bytes for one in forecasts), max(one.working_bytes for one in forecasts)
-        text = f"kept for backward: up to {kept:,} bytes; the largest step of a cell needs {largest:,}"
+        again = sum(one.recomputed_bytes for one in forecasts)
+        text = (
+            f"kept for backward: up to {kept:,} bytes; the largest step of a cell needs {largest:,}; maps of {again:,} "
+            f"are computed again"
+        )
         if key not in self._limits:
             return text
-        return f"{text}; {spilled_bytes(kept, self._limits[key][0]):,} are spilled to {self._spill}"
+        return f"{text}; {self._limits[key].stored_bytes:,} are spilled to {self._spill}"
+
+
+def _stored_bytes(forecasts: Sequence[PagedForecast], limit_bytes: int, trains: bool) -> int:
+    """Return how many bytes the store will have."""
+    kept, working = sum(one.kept_bytes for one in forecasts), max(one.working_bytes for one in forecasts)
+    return spilled_bytes(kept, limit_bytes, working, trains)

@@ -210,9 +210,8 @@ class _PredictionTrials:
             starts_s = (count - 1) * len(self._program.operators) * machine.kernel_s
             parts["cells"] = (cost.work - 1) * parts["compute"] + starts_s
             if spills:
-                together = min(needs.ranks, machine.devices_per_node)  # they share the disk
                 out_bytes = spilled_bytes(int(cost.peak_bytes) // prod(grid), needs.memory_bytes)
-                parts["spill"] = 2 * out_bytes * together / machine.disk_bytes_per_s
+                parts["spill"] = machine.spill_s(out_bytes, needs.ranks)
         return PredictionForecast(grid, cells, spills, plan.replicas, memory_bytes, parts)
 
 

@@ -130,6 +130,7 @@ def _segment_call(segment: Segment, made: Made, over: Sequence[str]) -> Call | N
     if calls is None:
         return None
     kept = {name: tensor.detach() for name, tensor in made.inputs.items() if name not in over}
+    wanted = made.name  # a reference to ``made`` would keep the map itself alive, and with it all that it is made of
 
     def call(so_far: torch.Tensor | None) -> torch.Tensor:
         values = dict(kept)
@@ -139,7 +140,7 @@ def _segment_call(segment: Segment, made: Made, over: Sequence[str]) -> Call | N
             results = step.function(*(values[name] for name in step.inputs))
             results = (results,) if isinstance(results, torch.Tensor) else results
             values.update((n, r) for n, r in zip(step.outputs, results, strict=False) if n is not None)
-        return values[made.name]
+        return values[wanted]
 
     return call
 

@@ -191,7 +191,19 @@ class MachineModel:
 
     def recomputes(self, flops: float, map_bytes: float) -> bool:
         """Whether computing a map by a convolution takes less time than writing it to disk and reading it back."""
-        return self.operator_s(flops, map_bytes, "thin_convolution") <= 2 * map_bytes / self.disk_bytes_per_s
+        return self.operator_s(flops, map_bytes, "thin_convolution") <= self.spill_s(map_bytes)
+
+    def spill_s(self, moved_bytes: float, ranks: int = 1, to_disk: bool = True) -> float:
+        """Return the time to move maps out of memory and back, once each.
+
+        Args:
+            moved_bytes: of each rank.
+            ranks: that move as many at the same time; those of a node share its disk.
+            to_disk: whether to the disk; else to the memory of the host.
+        """
+        if not to_disk:
+            return 2 * moved_bytes / self.memory_bytes_per_s
+        return 2 * moved_bytes * min(ranks, self.devices_per_node) / self.disk_bytes_per_s
 
     def link(self, ranks: int) -> DeviceLink:
         """Return the slowest link among this number of neighbouring ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from hyfi_core.comm.counted import Span
 from hyfi_core.comm.same_weights import SameWeights
 from hyfi_core.comm.weight_watch import WeightWatch
 from hyfi_core.cost.cuts import with_cuts
+from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.model_flops import training_flops
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segment_compiler import SegmentCompiler
@@ -102,6 +103,7 @@ class Engine:
         self._paging: Paging | None = None
         self._trained = PagedCall(self._micro, trains=True)
         self._turns, self._runners = self._make_runners(comm)
+        self._cell_groups = [] if self._turns is None else [runner.groups for runner in self._runners]
         compiled = self._compiled()  # captures the model, or refuses it
         check(plan)
         bindings.share(used_stages(model, compiled), self._groups, release, source, self.device)
@@ -151,7 +153,7 @@ class Engine:
                 object with ``read(box, first, stop)``. Each cell reads its own box in its turn.
         """
         with evaluating(self._model, self.device):
-            self._groups.reset_traffic(*self._cell_groups())
+            self._groups.reset_traffic(*self._cell_groups)
             self.reserve(self._check_evaluation("predict", images), trains=False)
             return self._each(lambda runner: runner.predict(images))[0]
 
@@ -199,7 +201,7 @@ class Engine:
 
     def accumulate_unread(self, images: Images, labels: torch.Tensor) -> torch.Tensor:
         """Like ``accumulate``; the loss stays on the device, float64 without dims, and the host does not wait."""
-        self._groups.reset_traffic(*self._cell_groups())
+        self._groups.reset_traffic(*self._cell_groups)
         reader = self._runners[0].reader
         shape = reader.batch_shape(images)
         micro = reader.micro_shape(shape, strict=True)
@@ -274,7 +276,7 @@ class Engine:
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return messages and bytes sent by this rank in the last step, by kind; including those between its cells."""
-        return self._groups.traffic(*self._cell_groups())
+        return self._groups.traffic(*self._cell_groups)
 
     def seconds(self) -> dict[str, float]:
         """Return how long this rank waited in the last step: for ``halo``, ``stage``, ``reduce``, and to ``spill``."""
@@ -298,11 +300,12 @@ class Engine:
             with self._watch.changing():
                 self._mirror.settle()
 
-    def describe(self) -> str:
-        """Return the plan as text, with the maps that every rank gathers."""
+    def describe(self, machine: MachineModel | None = None) -> str:
+        """Return the plan as text, with maps that ranks gather, what is spilled and, on a machine, the seconds."""
         lines = [f"gathered on every rank: {line}" for line in self._compiled().gathered]  # in the model's current mode
         if self._paging is not None:
-            lines.append(self._paging.describe(self._trained, self._forecasts(self._trained)))
+            call = self._trained
+            lines += call.described(self._paging, self._forecasts(call), self._subject, self.plan, machine)
         return "\n".join([self.plan.describe().rstrip("\n"), *lines])
 
     def schedule(self) -> Schedule:
@@ -329,18 +332,19 @@ class Engine:
 
     def reserve(
         self, micro: tuple[int, int, int, int] | None = None, trains: bool = True, pixels: torch.dtype | None = None
-    ) -> None:
+    ) -> int | None:
         """Reserve memory and disk for the maps of a call, a training step by default; refuse too little of either.
 
-        Args:
-            micro: shape of a micro-batch; None: that for which the engine was made.
-            trains: whether it is a training step.
-            pixels: ``pixel_dtype`` of the images, if they are ``PixelParts``.
+        The arguments are those of ``PagedCall``.
+
+        Returns:
+            The bytes that will be spilled; None without ``plan.spill``.
         """
-        if self._paging is not None:
-            call = PagedCall(micro or self._micro, trains, pixels)
-            self._trained = call if trains else self._trained
-            self._paging.begin(call, lambda: self._forecasts(call), call.new_bytes(self._model, self._optimizer))
+        if self._paging is None:
+            return None
+        call = PagedCall(micro or self._micro, trains, pixels)
+        self._trained = call if trains else self._trained
+        return self._paging.begin(call, lambda: self._forecasts(call), call.new_bytes(self._model, self._optimizer))
 
     def _forecasts(self, call: PagedCall) -> list[PagedForecast]:
         """Return what every stage needs in every cell."""
@@ -394,6 +398,3 @@ class Engine:
         """Wait for the weights of a direction."""
         if direction == 1 and self._mirror is not None:
             self._mirror.settle()
-
-    def _cell_groups(self) -> Sequence[Groups]:
-        return [] if self._turns is None else [runner.groups for runner in self._runners]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,10 @@ from torch import nn
 
 from hyfi_core.capture.autocast import dtypes_under_autocast
 from hyfi_core.cells.page_forecast import PagedForecast, forecast_pages
+from hyfi_core.cells.paging import Paging
+from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
+from hyfi_core.cost.simulator import forecast_step
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.batch_reader import Images, PixelParts, Shape
 from hyfi_core.runtime.compiled import Compiled
@@ -51,11 +54,43 @@ class PagedCall:
         ]
 
     def new_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-        """Return the bytes of gradients and optimizer state that do not exist yet, and will afterwards."""
-        if not self.trains:
-            return 0
+        """Return the bytes of gradients and optimizer state that do not exist yet, and will during the call.
+
+        An evaluation between training steps has the optimizer's state beside it.
+        """
         weights = sum(p.nbytes for p in model.parameters() if p.requires_grad and not p.is_meta)
-        return weights * (STATE_COPIES if optimizer is not None and not optimizer.state else 1)
+        state = STATE_COPIES - 1 if optimizer is not None and not optimizer.state else 0
+        return weights * (state + self.trains)
+
+    def described(
+        self,
+        paging: Paging,
+        forecasts: Sequence[PagedForecast],
+        subject: Subject,
+        plan: ParallelPlan,
+        machine: MachineModel | None,
+    ) -> list[str]:
+        """Return what a training step keeps and spills and, on a machine, how long it takes, as lines for people.
+
+        Args:
+            paging: of the process.
+            forecasts: of all its cells.
+            subject: the model.
+            plan: of the run.
+            machine: the machine model; None: no times.
+        """
+        lines, stored = [paging.describe(self, forecasts)], paging.stored_bytes(self)
+        if machine is None or stored is None:
+            return lines
+        dtype = None if subject.autocast is None else str(subject.autocast).removeprefix("torch.")
+        computing_s = forecast_step(subject.program(self.micro), plan, machine, dtype).step_s
+        moving_s = machine.spill_s(stored, plan.ranks, to_disk=plan.spill != "memory")
+        bound = "compute" if computing_s >= moving_s else "spill"
+        lines.append(
+            f"expected of a step on {machine.name}: {max(computing_s, moving_s):.3g} s, bound by {bound} (compute "
+            f"{computing_s:.3g} s; spilled maps are written and read in {moving_s:.3g} s at the same time)"
+        )
+        return lines
 
 
 def pixels_of(images: Images) -> torch.dtype | None:

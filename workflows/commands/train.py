@@ -20,6 +20,8 @@ from workflows.console import counted, emit_json, progress, say, warn
 from workflows.exit_codes import DONE, STOPPED
 
 if TYPE_CHECKING:
+    import torch
+
     from hyfi_core.comm.base import Communicator
     from hyfi_core.runtime.engine import Engine
     from workflows.launch.owner import FolderOwner
@@ -217,6 +219,8 @@ def _trainer(
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica), drawn)
     engine.reserve(pixels=BatchImages.pixel_dtype)  # refused before anything is written
+    if not roles.validator_ranks:
+        _reserve_validation(job, engine, model)
     throughput = None
     if first:
         height, width = job.config.data.size_px
@@ -240,6 +244,21 @@ def _trainer(
         return STOPPED if stopped else DONE
 
     return body
+
+
+def _reserve_validation(job: TrainingJob, engine: Engine, model: torch.nn.Module) -> None:
+    """Reserve memory and disk for a validation by the trainers.
+
+    Raises:
+        RequestError: There is too little of either.
+    """
+    from hyfi_core.runtime.executor import evaluating
+
+    try:
+        with evaluating(model, engine.device):
+            engine.reserve((1, 3, *job.config.data.size_px), trains=False)
+    except RequestError as error:
+        raise RequestError(f"validation between training steps (roles.validators=0): {error}") from error
 
 
 def _loader(
@@ -269,16 +288,19 @@ def _validator(
 
 
 def _start_text(job: TrainingJob, engine: Engine, start: int) -> str:
+    from hyfi_core.cost.machine import load_machine
     from workflows.training.optimisation import describe_updates
     from workflows.training.pace import describe_pace
 
+    chosen = job.config.run.machine or ("h100" if engine.device.type == "cuda" else "cpu")
+    machine = load_machine(chosen) if engine.plan.spill is not None else None
     action = f"continues after step {start}" if start else "starts"
     return (
         f"run {job.config.run.dir} {action}: {counted(len(job.train), 'slide')} to train on, {len(job.val):,} to "
         f"validate on, classes {', '.join(job.classes)}, {counted(job.steps, 'step')} of "
         f"{counted(job.step_samples, 'slide')}\n"
         f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
-        f"{describe_pace(job)}{engine.describe()}"
+        f"{describe_pace(job)}{engine.describe(machine)}"
     )
 
 

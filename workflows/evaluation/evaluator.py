@@ -113,7 +113,9 @@ class Evaluator:
         else:
             return_what_is_freed()  # otherwise the heap would keep as much memory again as a cell needs
             one_rank = ParallelPlan(((1, 1),), cells=cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
-            engine = parallelize(module.eval(), shape, one_rank, AloneCommunicator(), autocast=autocast)
+            in_cells = parallelize(module.eval(), shape, one_rank, AloneCommunicator(), autocast=autocast)
+            in_cells.reserve(trains=False)  # refused now, not with the first weights
+            engine = in_cells
         slides = evaluation_set_of(model, dataset)
         if not whole:
             return cls(slides, engine, module, plan, group)

@@ -15,6 +15,7 @@ import hyfi_core
 from hyfi_core.cells import pager as pager_module
 from hyfi_core.cells import spill_store
 from hyfi_core.cells.pager import Pager
+from hyfi_core.cells.paging import _Limits
 from hyfi_core.cells.spill_store import SpillFile, SpillMemory, SpillStore
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.runtime.paged_call import PagedCall
@@ -104,7 +105,7 @@ def test_a_step_that_spills_equals_one_that_does_not(tmp_path: Path) -> None:
         plan = hyfi_core.ParallelPlan(grids=((1, 1),), cells=(2, 1), spill=str(tmp_path), memory_bytes=1 << 40)
         engine = hyfi_core.parallelize(model.to("cuda"), shape, plan, AloneCommunicator(), verify=False)
         assert engine._paging is not None
-        engine._paging._limits[PagedCall(shape, True)] = 1 << 20, None  # less than its maps
+        engine._paging._limits[PagedCall(shape, True)] = _Limits(1 << 20, None, 0)  # less than its maps
         engine.accumulate(images, labels)
         counts = engine.spilled()
         gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}

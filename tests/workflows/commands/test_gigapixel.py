@@ -17,9 +17,13 @@ import pytest
 
 import workflows
 from hyfi_core.cells import pager, paging, spill_store
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.engine import Engine
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import assert_same_run, in_this_process, run_here
+from workflows.evaluation.evaluator import Evaluator
 
 RECIPE = Path(workflows.__file__).parent / "recipes" / "gigapixel.yaml"
 _SMALL = (
@@ -59,6 +63,29 @@ def test_too_little_memory_or_disk_is_refused_before_anything_is_written(
         assert run_here(RECIPE, *given) == 2
     assert re.search(r"a step spills up to [\d,]{6,} bytes to .*, which has 1,000 bytes", capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
+
+
+def test_too_little_disk_for_a_validation_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"data.store={make_store(tmp_path)}", f"run.dir={tmp_path / 'run'}", f"plan.spill={tmp_path / 'disk'}"]
+    stored = paging._stored_bytes
+    more = lambda found, limit, trains: stored(found, limit, trains) + (0 if trains else 10**15)  # noqa: E731
+    monkeypatch.setattr(paging, "_stored_bytes", more)
+    monkeypatch.setattr(paging, "page_limit", lambda *given: 100_000)
+    with in_this_process(monkeypatch):
+        assert run_here(RECIPE, *given, *_SMALL, "plan.cells=[2, 2]") == 2
+    told = capsys.readouterr().err
+    assert re.search(r"validation between training steps \(roles\.validators=0\): a step spills up to 1,000,000,", told)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_validator_that_spills_is_refused_before_it_has_weights(tmp_path: Path) -> None:
+    images: Any = SimpleNamespace(size_px=(128, 128))
+    model = {"model": {"name": "resnet6", "classes": 2, "width": 4}, "size_px": [128, 128]}
+    plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path / "disk"), memory_bytes=1000)
+    with pytest.raises(RequestError, match=r"plan\.memory_bytes is 1,000, but with these cells a rank needs at least"):
+        Evaluator.of(model, images, plan, AloneCommunicator(), (2, 2))
 
 
 def test_a_checkpoint_is_published_before_the_next_step(
