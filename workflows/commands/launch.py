@@ -74,7 +74,12 @@ def run(
             )
         nodes = options.resources.nodes
         more["rendezvous"] = ' --rdzv-backend=c10d --rdzv-endpoint="$HEAD_NODE:29400"' if nodes > 1 else " --standalone"
-    return _write(path, script_of(by, path, words, count, options.resources, site, **more), options)
+    start = f"start it with {'sbatch' if by == 'slurm' else 'bash'} {path}"
+    if by == "torchrun" and options.resources.nodes > 1:
+        start = (
+            f"start it on each of the {options.resources.nodes} nodes with HEAD_NODE=NODE bash {path}, NODE being one"
+        )
+    return _write(path, script_of(by, path, words, count, options.resources, site, **more), options, start)
 
 
 def _ranks(by: By, settings: Config, ranks: int | None, resources: Resources) -> int:
@@ -142,17 +147,16 @@ def run_array(words: list[str], parts: int, options: ScriptOptions) -> int:
         parts=parts,
         log=f"{path.stem}-%A_%a.log",
     )
-    return _write(path, text, options)
+    return _write(path, text, options, f"start it with sbatch {path}")
 
 
-def _write(path: Path, text: str, options: ScriptOptions) -> int:
+def _write(path: Path, text: str, options: ScriptOptions, start: str) -> int:
     require_writable(path)
     before = path.read_bytes() if path.exists() else None
     path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
     job = _submitted(path, before) if options.submit else None
-    slurm = path.suffix == ".sbatch"
-    say(f"{path}: submitted as job {job}" if job else f"{path}: start it with {'sbatch' if slurm else 'bash'} {path}")
+    say(f"{path}: submitted as job {job}" if job else f"{path}: {start}")
     reason = why_it_cannot_start(job) if job else None
     if reason is not None:
         warn(f"hyfi: job {job} does not start as it is: {reason}; `scancel {job}` removes it")

@@ -234,3 +234,29 @@ def test_a_job_that_can_never_start_is_told_of(hyfi_here: Hyfi, tmp_path: Path, 
     told = hyfi_here("launch", "slurm", "run.yaml", "--mpi", "pmi2", "--submit", **path)
     assert told.returncode == 0 and "submitted as job 77" in told.stdout
     assert ("job 77 does not start as it is: the partition does not allow so many nodes" in told.stderr) == warned
+
+
+@pytest.mark.parametrize(("state", "asked", "requeued"), [("RUNNING", True, True), ("CANCELLED", False, False)])
+def test_nodes_are_asked_only_while_the_job_goes_on(tmp_path: Path, state: str, asked: bool, requeued: bool) -> None:
+    """A job that was cancelled while srun started its ranks stayed until Slurm killed it, half a minute later."""
+    path = programs(
+        tmp_path,
+        srun="if [[ $* == *--overlap* ]]; then touch asked; exit 1; fi; exit 137",
+        scontrol=f"if [[ $* == *show* ]]; then echo 'JobId=7 JobState={state} X=1'; else touch requeued; fi",
+    )
+    resources = Resources(mpi="pmi2")
+    text = script_of("slurm", Path("job.sh"), ["train", "run.yaml"], 2, resources, Site(setup=[f"cd {tmp_path}"]))
+    (tmp_path / "job.sh").write_text(text.replace(f"cd {Path.cwd()}", f"cd {tmp_path}"))
+    environment = os.environ | path | {"SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=20, check=False)
+    assert done.returncode == 137
+    assert ((tmp_path / "asked").exists(), (tmp_path / "requeued").exists()) == (asked, requeued)
+
+
+def test_torchrun_on_several_nodes_asks_for_the_node_that_all_meet_on(hyfi_here: Hyfi, tmp_path: Path) -> None:
+    make_config(tmp_path, tmp_path / "store", model={"name": "resnet6"}, plan={"grids": [[1, 2]]})
+    told = hyfi_here("launch", "torchrun", "run.yaml", "--nodes", "2")
+    assert "on each of the 2 nodes with HEAD_NODE=NODE bash run.sh" in told.stdout
+    environment = {name: value for name, value in os.environ.items() if name != "HEAD_NODE"}
+    done = subprocess.run(["bash", "run.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2 and "HEAD_NODE is not set" in done.stderr

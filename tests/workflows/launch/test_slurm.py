@@ -345,7 +345,9 @@ def test_a_run_that_loses_a_node_starts_again_by_itself(tmp_path: Path, store: P
             assert time.monotonic() < deadline_s, (slurm.state(job), log.read_text())
             time.sleep(0.5)
         assert slurm.state(job)[0] == "COMPLETED", log.read_text()
-    assert log.read_text().count("a node does not answer any more") == 1
+    # The script finds it out, unless srun waits for the lost rank until Slurm does.
+    found = [log.read_text().count(text) for text in ("a node does not answer any more", "DUE TO NODE FAILURE")]
+    assert sum(found) == 1
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
 
 
