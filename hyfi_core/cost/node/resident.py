@@ -1,7 +1,7 @@
 """Forecast of how far the resident memory of each rank grows in training, on a CPU: what it needs, and what it keeps.
 
     needed    weights, gradients, moments, saved maps, the largest operator        ``cost.memory``
-    kept      holes of the heap, weights in the kernels' order, indices of pools, messages, the captured program
+    kept      holes of the heap, weights in the kernels' order, indices of pools, buffers of messages, the program
 
 glibc's heap keeps freed blocks of up to 32 MB; between gradients and maps that live for different times holes remain.
 Returning every block at once would take 1.1 to 1.6 times as long a step (measured at 256 px).
@@ -51,12 +51,27 @@ def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) 
         small = max((value_bytes(program, name) for name in program.values), default=0) < ranks * HEAP_BLOCK_BYTES
         holes = _HOLES * sum(maps_bytes[stage] for stage in hosted) if small else 0.0
         messages = 2 * max(BUCKET_BYTES, largest) if plan.ranks > plan.stages else 0
+        messages += sum(_between_bytes(pieces[s]) // prod(placement.grids[s]) for s in hosted)
         found.append(int(whole + _WEIGHT_COPIES * largest + messages + (pools + holes) / plan.branches))
     return tuple(found)
 
 
 def _in_flight(plan: ParallelPlan, stage: int) -> int:
     return 1 if plan.recomputes(stage) else microbatches_in_flight(plan, stage)
+
+
+def _between_bytes(piece: Stage) -> int:
+    """Return the buffers of messages to and from other stages, which persist; each is of one micro-batch.
+
+    Several values that leave together are packed, and the receive of their cotangents is posted before they have been
+    sent: two buffers. What arrives is copied out of its buffer, into which its cotangents are packed later: one.
+    """
+    sent = sum((1 + (len(names) > 1)) * _bytes_of(piece, names) for names in piece.exits.values())
+    return sent + sum(_bytes_of(piece, names) for names in piece.entries.values())
+
+
+def _bytes_of(piece: Stage, names: Sequence[str]) -> int:
+    return sum(value_bytes(piece.program, name) for name in names)
 
 
 def _pool_bytes(piece: Stage) -> int:
