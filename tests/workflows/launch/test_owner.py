@@ -57,3 +57,13 @@ def test_a_released_folder_is_free(tmp_path: Path) -> None:
         FolderOwner(tmp_path, "")
     owner.release()
     FolderOwner(tmp_path, "").release()
+
+
+def test_a_withdrawn_owner_leaves_nothing_of_its_own(tmp_path: Path) -> None:
+    FolderOwner(tmp_path / "new", "").withdraw()
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").touch()
+    FolderOwner(tmp_path / "old", "").withdraw()
+    assert (tmp_path / "old" / "config.yaml").exists()
+    FolderOwner(tmp_path / "old", "").release()
