@@ -219,7 +219,7 @@ def _trainer(
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica), drawn)
     engine.reserve(pixels=BatchImages.pixel_dtype)  # refused before anything is written
-    if not roles.validator_ranks:
+    if len(job.val) and not roles.validator_ranks:
         _reserve_validation(job, engine, model)
     throughput = None
     if first:
