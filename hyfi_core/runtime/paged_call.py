@@ -85,10 +85,11 @@ class PagedCall:
         dtype = None if subject.autocast is None else str(subject.autocast).removeprefix("torch.")
         computing_s = forecast_step(subject.program(self.micro), plan, machine, dtype).step_s
         moving_s = machine.spill_s(stored, plan.ranks, to_disk=plan.spill != "memory")
-        bound = "compute" if computing_s >= moving_s else "spill"
+        bound, least_s = ("compute" if computing_s >= moving_s else "spill"), max(computing_s, moving_s)
         lines.append(
-            f"expected of a step on {machine.name}: {max(computing_s, moving_s):.3g} s, bound by {bound} (compute "
-            f"{computing_s:.3g} s; spilled maps are written and read in {moving_s:.3g} s at the same time)"
+            f"expected of a step on {machine.name}: at least {least_s:.3g} s, bound by {bound} (compute "
+            f"{computing_s:.3g} s, without what is computed again; spilled maps are written and read in "
+            f"{moving_s:.3g} s at the same time)"
         )
         return lines
 

@@ -155,18 +155,18 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     model = build_model({"name": given.model, "classes": 2}).train()
     cells = None if given.way == "one piece" else parse_cells(given.way)
-    labels, pattern = torch.zeros(1, dtype=torch.long), torch.randn(1, 3, _PATTERN_PX, _PATTERN_PX)
+    labels, images = torch.zeros(1, dtype=torch.long), PatternImages()
     autocast = torch.bfloat16 if given.precision == "bfloat16" else None
     engine = None
     if cells is not None:
         plan = _plan(given, cells)
         shape = (1, 3, given.size, given.size)
         engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator(), autocast=autocast)
-    whole = None if engine is not None else read(pattern, Box.of_size(given.size, given.size))
+    whole = None if engine is not None else images.read(Box.of_size(given.size, given.size), 0, 1)
 
     def step() -> float:
         if engine is not None:
-            return engine.accumulate(lambda box: read(pattern, box), labels)
+            return engine.accumulate(images, labels)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
             loss = torch.nn.functional.cross_entropy(model(whole).float(), labels)
         torch.autograd.backward(loss)
@@ -186,6 +186,28 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "logits": [loss],
         **({} if engine is None else _spilled(engine)),
     }
+
+
+class PatternImages:
+    """A batch of one image that repeats a pattern of random bytes, as images of slides are given in training."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.pixel_dtype = torch.uint8
+        self._pattern = torch.randint(0, 256, (1, 3, _PATTERN_PX, _PATTERN_PX), dtype=torch.uint8)
+
+    def pixels(self, box: Box, first: int, stop: int) -> torch.Tensor:
+        """Return a box of the image, uint8."""
+        return read(self._pattern, box)[first:stop]
+
+    def prepare(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the pixels as floats of about mean 0 and variance 1."""
+        return pixels.float().sub_(127.5).div_(74.0)
+
+    def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
+        """Return a box of the image for the model."""
+        return self.prepare(self.pixels(box, first, stop))
 
 
 def read(pattern: torch.Tensor, box: Box) -> torch.Tensor:
