@@ -19,7 +19,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 
 Programs = Callable[[int], Program]
 """Returns the captured model for micro-batches of this number of images."""
-ONE_IN_FLIGHT = ("gems_mast", "gems_master")
+ONE_IN_FLIGHT = ("sequential", "gems_mast", "gems_master")
 """Schedules in which each direction has one micro-batch at a time."""
 _NO_MAP = (1, 1)
 
@@ -95,9 +95,9 @@ class PlanBounds:
         m tₛ + Σ(j < s) tⱼ ≤ step        for every stage s, in one direction: it begins after those before it
         Σ rₛ tₛ ≥ W + min(r) K           the stages do all the work
 
-    The step is at least (W + min(r) K) / Σ yₛ for any yₛ ≥ 0 with m yₛ + Σ(j > s) yⱼ ≥ rₛ. With GEMS schedules, each
-    direction begins a micro-batch after the backward of the one before: at least W / max(r) + K for each. ``of_stages``
-    knows where stages end, how many ranks share their norms, and which recompute, so it has each tₛ.
+    The step is at least (W + min(r) K) / Σ yₛ for any yₛ ≥ 0 with m yₛ + Σ(j > s) yⱼ ≥ rₛ. In the sequential schedule
+    and with GEMS, each direction begins a micro-batch after the backward of the one before: at least W / max(r) + K for
+    each. ``of_stages`` knows where stages end, how many ranks share their norms, and which recompute: it has each tₛ.
 
     Args:
         programs: captures the model.

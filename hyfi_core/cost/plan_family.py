@@ -62,6 +62,8 @@ def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
                 for schedule in _schedules(grids):
                     if schedule == "1f1b" or rounds % 2 == 0:
                         yield plan_of(request, grids, rounds, replicas, schedule)
+                if rounds > 1 and len(grids) > 1:  # slow, but with one micro-batch in memory
+                    yield plan_of(request, grids, rounds, replicas, "sequential")
 
 
 def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[Schedule, ...]:

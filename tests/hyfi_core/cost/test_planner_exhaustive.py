@@ -142,7 +142,10 @@ def check(case: Case, ends: tuple[str, ...]) -> float:
     return found / wanted
 
 
-@pytest.mark.parametrize("case", [case for case in cases(40) if case.ranks in (2, 3) and case.batch == 2][:3])
+_FEW = [*[case for case in cases(40) if case.ranks in (2, 3) and case.batch == 2][:3], cases(40)[25]]
+
+
+@pytest.mark.parametrize("case", _FEW)  # where 1F1B does not fit, the last one needs the sequential schedule
 def test_the_best_plan_is_as_fast_as_the_best_of_all(case: Case) -> None:
     check(case, ("",))
 
