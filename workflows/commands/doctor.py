@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from data.children import child_environment
 from data.cores import describe_excess_threads, usable_cores
 from workflows.console import emit_json, say
 
@@ -99,9 +100,12 @@ def _mpiexec() -> str:
 
 
 def _halo() -> str:
-    """Run the probe in another process, because MPI must not be initialised in this one."""
-    probe = [sys.executable, "-m", "workflows.commands.halo_probe"]
-    done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    """Run the probe in another process, because MPI must not be initialised in this one.
+
+    It starts ranks of its own, also if this process is a task of ``srun`` or ``mpiexec``.
+    """
+    probe, alone = [sys.executable, "-m", "workflows.commands.halo_probe"], child_environment()
+    done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env=alone)
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip() or f"ended with code {done.returncode}")
     result = json.loads(done.stdout.splitlines()[-1])

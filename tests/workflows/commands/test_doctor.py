@@ -26,6 +26,15 @@ def test_here_everything_works(hyfi: Hyfi, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.mpi
+def test_a_task_of_srun_starts_two_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `srun -n 2 bash -c "hyfi doctor"` the probe took itself for a rank of srun without a connection to it."""
+    variables = {"PMI_FD": "77", "PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert doctor._halo().startswith("two ranks agree with one process")
+
+
 def test_what_is_missing_comes_with_what_mends_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
