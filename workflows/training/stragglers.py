@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # `hyfi status` needs no torch
 MIN_OVER_MEDIAN = 1.2
 MIN_DELAY = 0.05
 """A rank is no straggler if it is later than the median by a smaller fraction of the time."""
+_WRITES_FOR_ALL = 20
+"""A rank that saves for more than so many times the median writes what others have, too: it is not slow."""
 INTERVAL_STEPS = 100
 """Steps after which ranks are compared, if the epoch is not over before."""
 
@@ -78,7 +80,8 @@ def stragglers(spent: Sequence[Mapping[str, float]], places: Sequence[TrainerPla
         over = entry["over_median"]
         delay_s = entry["seconds"] * (1 - 1 / over) if over is not None else entry["seconds"]
         late = delay_s >= MIN_DELAY * whole_s and (over is None or over >= MIN_OVER_MEDIAN)
-        if late and kind not in MESSAGES:
+        writes_for_all = kind == "save" and (over is None or over > _WRITES_FOR_ALL)
+        if late and kind not in MESSAGES and not writes_for_all:
             found.append((delay_s, {"kind": kind, **entry, "delay_seconds": delay_s}))
     return [entry for _, entry in sorted(found, key=lambda pair: -pair[0])]
 

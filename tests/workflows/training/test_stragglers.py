@@ -43,6 +43,8 @@ def test_the_slowest_of_every_kind_over_the_median() -> None:
         ({"compute": [10, 10, 14, 10], "halo": [4, 4, 0, 4]}, "slow: rank 2 on node1, computing 1.4 × the median"),
         ({"compute": [10, 10, 11.9, 10]}, ""),  # less than 1.2 times
         ({"compute": [10] * 4, "save": [0.1, 0.3, 0.1, 0.1]}, ""),  # three times nothing
+        ({"compute": [10] * 4, "save": [5, 0.01, 0.01, 0]}, ""),  # rank 0 writes for all
+        ({"compute": [10] * 4, "save": [2, 2, 5, 2]}, "slow: rank 2 on node1, saving 2.5 × the median"),
         ({"compute": [10] * 4, "halo": [1, 9, 1, 1]}, ""),  # rank 1 is delayed, and delays nobody
         (
             {"compute": [10, 15, 10, 10], "wait": [0, 0, 8, 0]},
