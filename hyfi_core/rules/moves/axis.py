@@ -151,7 +151,13 @@ class Selection:
         self._first = int(indices[0]) if consecutive else None
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return ``tensor`` at these indices along ``dim``; a view if they are consecutive."""
+        """Return ``tensor`` at these indices along ``dim``; a view if they are consecutive, itself if they are all.
+
+        The derivative of a view would be a copy of the map, and not in its memory format: everything before it in
+        the model would compute with two formats, which takes several times as long.
+        """
+        if self._first == 0 and self._count == tensor.shape[dim]:
+            return tensor
         if self._first is not None:
             return tensor.narrow(dim, self._first, self._count)
         return tensor.index_select(dim, self._indices.on(tensor.device, torch.int64))
