@@ -14,6 +14,8 @@ from typing import Any
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h of glibc
 _LARGE_BYTES = 2**20
 _KEPT_BYTES = 2**23
+_HEAP_BLOCK_BYTES = 2**25
+"""The largest block that glibc's heap can have (``DEFAULT_MMAP_THRESHOLD_MAX``)."""
 
 
 def resident_bytes() -> int:
@@ -55,6 +57,17 @@ def return_what_is_freed() -> None:
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         library.mallopt(_M_ARENA_MAX, 2)
+
+
+def keep_what_is_freed() -> None:
+    """Configure glibc to keep all freed blocks of up to 32 MB, as a heap does that has settled after a few steps.
+
+    Otherwise short measurements include the time in which the system maps the same pages again and again.
+    """
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _HEAP_BLOCK_BYTES)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**30)
 
 
 def return_freed_now() -> None:

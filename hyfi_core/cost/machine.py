@@ -24,7 +24,8 @@ Pointwise convolutions have a 1 x 1 kernel, thin ones fewer than 16 input channe
 """
 KINDS = (*PRODUCTS, "norm", "shared_norm", "pool", "elementwise")
 """Kinds of operators; the last four are bound by memory. A shared norm computes statistics over several ranks."""
-_OPTIONAL = ("crowding", "rail_bytes_per_s", "cores", "strip_s", "overhead_s", "weight_bytes_per_s", "update")
+_PAIRS = ("overhead_s", "weight_bytes_per_s", "half_channels")
+_OPTIONAL = ("crowding", "rail_bytes_per_s", "cores", "strip_s", *_PAIRS, "update")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 UPDATE_PASSES = 7
 """Memory passes of an update, each over the size of the weights: four are read and three written back."""
@@ -112,6 +113,8 @@ class MachineModel:
             ``kernel_s``.
         weight_bytes_per_s: kind of operator -> bytes of weights per second that (forward, backward) rearrange for the
             library's kernels, in addition to the arithmetic; for other kinds this takes no time.
+        half_channels: kind of convolution -> channels with which (forward, backward) reach half of the efficiency: with
+            few channels, vector lanes and caches are used badly. For other kinds, any number of channels is enough.
         update: of the optimizer; None: ``UPDATE_PASSES`` over the weights.
     """
 
@@ -133,6 +136,7 @@ class MachineModel:
     strip_s: tuple[float, float] = (0.0, 0.0)
     overhead_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     weight_bytes_per_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    half_channels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     update: UpdateCost | None = None
 
     def shared(self, ranks: int) -> bool:
@@ -171,6 +175,7 @@ class MachineModel:
         dtype: str = "float32",
         backward: bool = False,
         crowded: bool = False,
+        channels: int = 0,
     ) -> float:
         """Return the time of an operator, bound by either arithmetic or memory (the roofline model).
 
@@ -181,8 +186,11 @@ class MachineModel:
             dtype: of the computation.
             backward: whether it is the operator's backward.
             crowded: whether all devices of its node compute.
+            channels: the fewest on either side of a convolution; 0: enough of them.
         """
         efficiency = self.efficiency[kind][backward]
+        if channels and kind in self.half_channels:
+            efficiency *= channels / (channels + self.half_channels[kind][backward])
         compute, memory = (self.crowding.compute, self.crowding.memory) if crowded else (1.0, 1.0)
         if kind in PRODUCTS:
             moved_s = memory * touched_bytes / (self.efficiency["elementwise"][backward] * self.memory_bytes_per_s)
@@ -245,9 +253,8 @@ class MachineModel:
         tree = asdict(self)
         tree["efficiency"] = {kind: list(pair) for kind, pair in self.efficiency.items()}
         tree["peak_flops_per_s"] = dict(self.peak_flops_per_s)
-        tree["overhead_s"], tree["weight_bytes_per_s"] = (
-            {kind: list(pair) for kind, pair in pairs.items()} for pairs in (self.overhead_s, self.weight_bytes_per_s)
-        )
+        for key in _PAIRS:
+            tree[key] = {kind: list(pair) for kind, pair in tree[key].items()}
         tree["strip_s"] = list(self.strip_s) if any(self.strip_s) else None
         for key in _OPTIONAL:
             if not tree[key]:
@@ -310,8 +317,7 @@ def _parse(tree: Any, source: str) -> MachineModel:
         rail_bytes_per_s=_number(tree, "rail_bytes_per_s", source) if "rail_bytes_per_s" in tree else None,
         cores=_cores(tree, source) if "cores" in tree else None,
         strip_s=_forward_backward(tree, "strip_s", source) if "strip_s" in tree else (0.0, 0.0),
-        overhead_s=_pairs(tree, "overhead_s", tree.get("overhead_s", ()), source),
-        weight_bytes_per_s=_pairs(tree, "weight_bytes_per_s", tree.get("weight_bytes_per_s", ()), source),
+        **{key: _pairs(tree, key, tree.get(key, ()), source) for key in _PAIRS},
         update=_update(tree, source) if "update" in tree else None,
     )
 

@@ -37,6 +37,7 @@ class OperatorCost:
         seconds: time of its forward on the given machine.
         weight_bytes: bytes of its weights, which are not divided with the map.
         forks: cotangents of its results that are added to others, because several operators use them.
+        channels: of a convolution, the fewest on either side, if they are few enough to matter; else 0.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class OperatorCost:
     seconds: float
     weight_bytes: int = 0
     forks: int = 0
+    channels: int = 0
 
     def forward_s(self, machine: MachineModel, fraction: float, crowded: bool, kind: str | None = None) -> float:
         """Return the seconds of the forward on a part of the map.
@@ -62,7 +64,8 @@ class OperatorCost:
             return 0.0
         work, name = (self.flops * fraction, self.touched_bytes * fraction), kind or self.kind
         weights_s = machine.weights_s(self.weight_bytes, name, crowded=crowded)
-        return machine.call_s(name) + machine.operator_s(*work, name, self.dtype, crowded=crowded) + weights_s
+        seconds = machine.operator_s(*work, name, self.dtype, crowded=crowded, channels=self.channels)
+        return machine.call_s(name) + seconds + weights_s
 
     def backward_s(self, machine: MachineModel, fraction: float, crowded: bool, kind: str | None = None) -> float:
         """Return the seconds of the backward on a part of the map; see ``forward_s``."""
@@ -71,7 +74,7 @@ class OperatorCost:
         count = self.gradients if self.kind in PRODUCTS else 1
         work = count * self.flops * fraction, count * self.touched_bytes * fraction
         name = kind or self.kind
-        seconds = machine.operator_s(*work, name, self.dtype, backward=True, crowded=crowded)
+        seconds = machine.operator_s(*work, name, self.dtype, True, crowded, self.channels)
         weights_s = machine.weights_s(self.weight_bytes, name, backward=True, crowded=crowded)
         added_s = machine.call_s("elementwise", backward=True) + machine.operator_s(
             0.0, 3 * self.output_bytes * fraction, "elementwise", self.dtype, backward=True, crowded=crowded
@@ -127,10 +130,11 @@ def _cost(
     carried = {name for name in taken if name in active}
     maps, weights = carried - set(program.parameters), carried & set(program.parameters)
     gradients = bool(maps) + bool(weights) if any(name in active for name in made) else 0
-    seconds = 0.0 if kind == "view" else machine.operator_s(flops, touched, kind, computed)
+    channels = _channels(program, op, kind)
+    seconds = 0.0 if kind == "view" else machine.operator_s(flops, touched, kind, computed, channels=channels)
     forks = sum(max(0, users.get(name, 0) - 1) for name in made if name in active)
     weight_bytes = sum(value_bytes(program, name) for name in taken if name in program.parameters)
-    return OperatorCost(kind, computed, flops, touched, made_bytes, gradients, seconds, weight_bytes, forks)
+    return OperatorCost(kind, computed, flops, touched, made_bytes, gradients, seconds, weight_bytes, forks, channels)
 
 
 def _kind(program: Program, op: Operator) -> str:
@@ -147,6 +151,14 @@ def _kind(program: Program, op: Operator) -> str:
     if op.text.startswith(_PRODUCTS):
         return "product"
     return next((kind for kind in ("norm", "pool") if kind in op.text), "elementwise")
+
+
+def _channels(program: Program, op: Operator, kind: str) -> int:
+    """Return the fewest channels on either side of a convolution; of a thin one, those of its output."""
+    if kind not in ("convolution", "pointwise_convolution", "thin_convolution"):
+        return 0
+    inputs, outputs = (program.values[name].shape[1] for name in (op.args[0].name, op.first_output))
+    return int(outputs if kind == "thin_convolution" else min(inputs, outputs))
 
 
 def _flops(program: Program, op: Operator, output: str) -> float:

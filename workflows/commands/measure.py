@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from hyfi_core.comm.base import Communicator
     from hyfi_core.cost.machine import DeviceLink, MachineModel, SharedCores
-    from workflows.commands.bench.measured_layers import LayerBench, MeasuredKind
-    from workflows.commands.bench.measured_operators import OperatorBench
+    from workflows.commands.bench.measured_rates import AloneRates, TogetherRates
 
 RANKS = 2
 _CHANNELS = 64
@@ -70,9 +69,11 @@ def _ranks_here() -> int:
 def measure_rank(target: Path, as_json: bool) -> int:
     """Measure as one rank; rank 0 writes the file."""
     from data.files import write_atomically
+    from hyfi_core.process_memory import keep_what_is_freed
     from workflows.launch.peer_watch import join
 
     comm = join()
+    keep_what_is_freed()
     machine, notes = measure(comm, target.parent)
     if comm.rank == 0:
         head = "".join(f"# {line}\n" for line in notes)
@@ -98,10 +99,12 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     import torch
 
     from data.cores import usable_cores
-    from hyfi_core.cost.machine import DEFAULT_MACHINE
+    from hyfi_core.cost.machine import DEFAULT_MACHINE, SharedCores
     from hyfi_core.runtime.launch import made_current
+    from workflows.commands.bench.calibration import calibrated
     from workflows.commands.bench.measured_layers import LayerBench
     from workflows.commands.bench.measured_operators import OperatorBench
+    from workflows.commands.bench.measured_rates import measured_alone, measured_together
 
     hosts = comm.broadcast_object(comm.gather_objects(socket.gethostname()))
     local_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
@@ -110,18 +113,20 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     bench = OperatorBench(device)
     cores = comm.size if gpus else max(1, usable_cores() // torch.get_num_threads())
     layers = LayerBench(device)
-    alone = _alone(bench, layers) if comm.rank == 0 else None
+    alone = measured_alone(bench, layers) if comm.rank == 0 else None
     comm.barrier()
     group = comm.split(0 if comm.rank in local_ranks[:cores] else None)
-    together = _together(bench, layers, group) if group is not None else None
+    together = measured_together(bench, layers, group) if group is not None else None
     comm.barrier()
-    shared = bench.shared_cores(comm, cores) if cores < len(local_ranks) == comm.size else None
+    shared = None
+    if cores < len(local_ranks) == comm.size:
+        shared = SharedCores(cores, layers.turn_s(comm, cores), bench.waiting(comm, cores))
     near, far = _links(comm, device, hosts, True), _links(comm, device, hosts, False)
     disk = _disk_bytes_per_s(folder) if comm.rank == 0 else 1.0
     if alone is None or together is None:
         return DEFAULT_MACHINE, []
     here = gpus or len(local_ranks)
-    machine = _machine(device, here, alone, together, shared, near, far, disk)
+    machine = calibrated(_machine(device, here, alone, together, shared, near, far, disk), alone.block, together.block)
     notes = [f"Measured by `hyfi doctor --measure` with {comm.size} rank(s) on {len(set(hosts))} node(s)."]
     if near is None:
         notes.append("node: not measured, because no two ranks share a node; taken from the cpu machine.")
@@ -133,8 +138,8 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
 def _machine(
     device: torch.device,
     here: int,
-    alone: _AloneRates,
-    together: _TogetherRates,
+    alone: AloneRates,
+    together: TogetherRates,
     shared: SharedCores | None,
     near: tuple[float, DeviceLink] | None,
     far: tuple[float, DeviceLink] | None,
@@ -172,89 +177,9 @@ def _machine(
         strip_s=strip_s,
         overhead_s={kind: _rounded_pair(pair) for kind, pair in overheads.items()},
         weight_bytes_per_s={kind: _rounded_pair(pair) for kind, pair in alone.weight_bytes_per_s.items()},
+        half_channels={kind: _rounded_pair(pair) for kind, pair in alone.half_channels.items()},
         update=UpdateCost(_rounded(alone.tensor_update_s), _rounded(1 / alone.update_s_per_byte)),
     )
-
-
-@dataclass(frozen=True)
-class _AloneRates:
-    """What one rank measures while the others wait.
-
-    Attributes:
-        rates: Kind -> rates.
-        kinds: Kind -> what its operators take, of those measured in the engine.
-        weight_bytes_per_s: As in ``MachineModel``.
-        crowded_s: Seconds of layers bound by (arithmetic, memory).
-        dtype_shares: Dtype -> its rate, relative to float32.
-        copied_bytes_per_s: Memory bandwidth.
-        kernel_s: Mean overhead of one operator.
-        tensor_update_s: Seconds of the update of a small tensor.
-        update_s_per_byte: Seconds of the update of a byte of weights.
-    """
-
-    rates: dict[str, tuple[float, float]]
-    kinds: dict[str, MeasuredKind]
-    weight_bytes_per_s: dict[str, tuple[float, float]]
-    crowded_s: tuple[float, float]
-    dtype_shares: dict[str, float]
-    copied_bytes_per_s: float
-    kernel_s: float
-    tensor_update_s: float
-    update_s_per_byte: float
-
-
-def _alone(bench: OperatorBench, layers: LayerBench) -> _AloneRates:
-    import torch
-
-    from hyfi_core.cost.machine import DTYPES
-    from workflows.commands.bench.measured_layers import HEAVY, LAYERS
-    from workflows.commands.bench.measured_operators import CASES
-
-    kinds = {kind: layers.kind(kind) for kind in LAYERS}
-    heavy = {kind: layers.heavy(kind, kinds[kind]) for kind in HEAVY}
-    dtype_rates = {dtype: bench.dtype_rate(getattr(torch, dtype)) for dtype in DTYPES}
-    updates = [found.tensor_update_s for found in kinds.values() if found.tensor_update_s is not None]
-    return _AloneRates(
-        rates={kind: kinds[kind].rates if kind in kinds else bench.rates(kind) for kind in {**CASES, **kinds}},
-        kinds=kinds,
-        weight_bytes_per_s={kind: rates for kind, (rates, _) in heavy.items()},
-        crowded_s=layers.crowded(),
-        dtype_shares={dtype: rate / dtype_rates["float32"] for dtype, rate in dtype_rates.items()},
-        copied_bytes_per_s=bench.copied_bytes_per_s(),
-        kernel_s=bench.kernel_s(),
-        tensor_update_s=min(updates),
-        update_s_per_byte=max(seconds for _, seconds in heavy.values()),
-    )
-
-
-@dataclass(frozen=True)
-class _TogetherRates:
-    """What ranks measure at the same time, one on each core.
-
-    Attributes:
-        crowded_s: As of ``_AloneRates``, of the slowest.
-        norm: Rates of a shared norm.
-        tiny_norm_s: (Forward, backward) of one of a tiny map.
-        strip_s: Work on a neighbour's strip, with its message; None if there is one rank only.
-    """
-
-    crowded_s: tuple[float, float]
-    norm: tuple[float, float]
-    tiny_norm_s: tuple[float, float]
-    strip_s: tuple[float, float] | None
-
-
-def _together(bench: OperatorBench, layers: LayerBench, group: Communicator) -> _TogetherRates:
-    import torch
-
-    group.barrier()
-    slowest = torch.tensor(layers.crowded(), dtype=torch.float64)
-    group.all_reduce(slowest, "max")
-    pair = group.split(0 if group.rank < RANKS <= group.size else None)
-    strip_s = None if pair is None else layers.strip_s(pair)
-    group.barrier()
-    tiny_norm_s = bench.shared_norm_s(group)
-    return _TogetherRates((float(slowest[0]), float(slowest[1])), bench.shared_norm(group), tiny_norm_s, strip_s)
 
 
 def _less(pair: tuple[float, float], seconds: float) -> tuple[float, float]:

@@ -5,6 +5,7 @@ t(8 layers) - t(2 layers)  =  6 (overhead + work / rate)         tiny maps: the 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,9 +21,10 @@ from hyfi_core.schedule.action import Verb
 from workflows.evaluation.models import convert_model
 
 LENGTHS = (2, 8)
-STEPS = 6
+TINY_LENGTHS = (4, 28)
+STEPS, TINY_STEPS = 6, 12
 TINY_CHANNELS, TINY_PX = 32, 4
-STRIP_PX = 32
+STRIP_PX, TURN_PX, BLOCK_PX = 32, 48, 16
 _BYTES = 4  # of a value in float32
 
 
@@ -60,11 +62,28 @@ class ReluAndSum(nn.Module):
         return torch.relu(x) + x
 
 
-def _square(channels: int, side_px: int, groups: int = 1) -> LayerCase:
-    def make(width: int) -> nn.Module:
-        return nn.Conv2d(width, width, 3, padding=1, groups=min(width, groups), bias=False)
+class MixedBlock(nn.Module):
+    """Operators of all kinds in turn, two batch norms among them.
 
-    return LayerCase(make, channels, side_px, flops=18.0 * channels * channels / groups * side_px**2)
+    Args:
+        width: Channels.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.narrow = nn.Sequential(nn.ReLU(), nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width))
+        self.square = nn.Sequential(nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a map of the same size."""
+        return torch.max_pool2d(self.square(self.narrow(x)), 3, 1, 1) + x
+
+
+def _square(channels: int, side_px: int, groups: int = 1, kernel: int = 3) -> LayerCase:
+    def make(width: int) -> nn.Module:
+        return nn.Conv2d(width, width, kernel, padding=kernel // 2, groups=min(width, groups), bias=False)
+
+    return LayerCase(make, channels, side_px, flops=2.0 * (kernel * channels * side_px) ** 2 / groups)
 
 
 def _bottleneck(channels: int, inner: int, side_px: int) -> LayerCase:
@@ -94,6 +113,17 @@ LAYERS: dict[str, tuple[LayerCase, ...]] = {
 """Typical layers of residual networks and of AmoebaNet, by kind."""
 HEAVY: dict[str, LayerCase] = {"convolution": _square(512, 8), "pointwise_convolution": _bottleneck(2048, 512, 8)}
 """Convolutions of small maps with large weights: 9.4 and 8.4 MB in a layer."""
+NARROW: dict[str, tuple[LayerCase, int]] = {
+    "convolution": (_square(16, 128), 85),
+    "pointwise_convolution": (_square(16, 128, kernel=1), 102),
+    "thin_convolution": (_square(8, 128), 43),
+}
+"""Convolutions of few channels, and the channels of those that are measured otherwise (their harmonic mean)."""
+
+
+BLOCK = LayerCase(MixedBlock, TINY_CHANNELS, BLOCK_PX)
+"""A block of a network: in it, operators of one kind do not follow each other, so that each has a larger overhead."""
+NORMS_OF_BLOCK = 2
 
 
 @dataclass(frozen=True)
@@ -112,6 +142,10 @@ class LayerTimes:
             max(1e-9, self.update_s - other.update_s),
         )
 
+    def divided(self, count: int) -> LayerTimes:
+        """Return each of them divided by a number."""
+        return LayerTimes(self.forward_s / count, self.backward_s / count, self.update_s / count)
+
 
 @dataclass(frozen=True)
 class MeasuredKind:
@@ -128,8 +162,23 @@ class MeasuredKind:
     tensor_update_s: float | None
 
 
+def half_channels(narrow_rate: float, narrow: int, wide_rate: float, wide: int) -> float:
+    """Return h of a rate that is proportional to c / (c + h) for c channels, from two rates; at most ``wide``."""
+    if wide_rate <= narrow_rate:
+        return 1e-3
+    left = narrow_rate * wide - wide_rate * narrow
+    return min(float(wide), narrow * wide * (wide_rate - narrow_rate) / left) if left > 0 else float(wide)
+
+
 def _weight_bytes(case: LayerCase) -> int:
     return sum(parameter.numel() * _BYTES for parameter in case.make(case.channels).parameters())
+
+
+def chain(case: LayerCase, length: int) -> nn.Module:
+    """Return a network of so many layers, in training mode."""
+    layers = (case.make(case.channels) for _ in range(length))
+    ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(case.channels, 2)
+    return nn.Sequential(nn.Conv2d(3, case.channels, 1), *layers, *ends).train()
 
 
 class LayerBench:
@@ -144,9 +193,9 @@ class LayerBench:
 
     def times(self, case: LayerCase, tiny: bool = False) -> LayerTimes:
         """Return the times of one layer, from chains of two lengths; ``tiny``: with few channels and small maps."""
-        few, many = (self._chain(case, length, tiny) for length in LENGTHS)
-        found, count = many.less(few), LENGTHS[1] - LENGTHS[0]
-        return LayerTimes(found.forward_s / count, found.backward_s / count, found.update_s / count)
+        lengths = TINY_LENGTHS if tiny else LENGTHS
+        few, many = (self._chain(case, length, tiny) for length in lengths)
+        return many.less(few).divided(lengths[1] - lengths[0])
 
     def kind(self, kind: str) -> MeasuredKind:
         """Return what one operator of a kind takes."""
@@ -178,6 +227,48 @@ class LayerBench:
         left, weight_bytes = times.less(known), _weight_bytes(case)
         return (weight_bytes / left.forward_s, weight_bytes / left.backward_s), left.update_s / weight_bytes
 
+    def half_channels(
+        self, kind: str, rates: tuple[float, float], overhead_s: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Return the channels with which (forward, backward) of a kind reach half of the efficiency.
+
+        Args:
+            kind: One of ``NARROW``.
+            rates: Of convolutions with many channels.
+            overhead_s: Of its operators.
+        """
+        case, wide = NARROW[kind]
+        times = self.times(case)
+        left_s = max(1e-9, times.forward_s - overhead_s[0]), max(1e-9, times.backward_s / 2 - overhead_s[1])
+        forward, backward = (
+            half_channels(case.flops / seconds, case.channels, rate, wide)
+            for rate, seconds in zip(rates, left_s, strict=True)
+        )
+        return forward, backward
+
+    def block(self, comm: Communicator | None = None) -> LayerTimes:
+        """Return the times of a block; on each of several ranks typical ones (collective)."""
+        few, many = (self._chain(BLOCK, length, comm=comm, typical=True) for length in LENGTHS)
+        return many.less(few).divided(LENGTHS[1] - LENGTHS[0])
+
+    def turn_s(self, comm: Communicator, cores: int) -> float:
+        """Return what an exchange waits for the turns of other ranks, of more ranks than cores (collective).
+
+        A chain of convolutions takes so many times longer than on as many ranks as cores; what it takes beyond that is
+        waiting, half of it in forward and half in backward.
+        """
+        case = replace(LAYERS["convolution"][0], side_px=TURN_PX)
+        one_each = comm.split(0 if comm.rank < cores else None)
+        alone_s = 0.0 if one_each is None else self._both_s(case, one_each)
+        comm.barrier()
+        return max(1e-9, (self._both_s(case, comm) - alone_s * comm.size / cores) / 2)
+
+    def _both_s(self, case: LayerCase, comm: Communicator) -> float:
+        """Return the seconds of the forward and backward of a layer on each of several ranks, typical ones."""
+        few, many = (self._chain(case, length, comm=comm, typical=True) for length in LENGTHS)
+        found = many.less(few).divided(LENGTHS[1] - LENGTHS[0])
+        return found.forward_s + found.backward_s
+
     def crowded(self) -> tuple[float, float]:
         """Return the seconds of layers that are bound by (arithmetic, memory), forward and backward."""
         heavy, light = self.times(HEAVY["convolution"]), self.times(LAYERS["elementwise"][0])
@@ -192,21 +283,27 @@ class LayerBench:
             comm: Two ranks (collective).
         """
         case = replace(LAYERS["convolution"][0], side_px=STRIP_PX)
-        halves = [self._chain(case, length, comm=comm) for length in LENGTHS]
-        alone = [self._chain(case, length) for length in LENGTHS]
-        count = LENGTHS[1] - LENGTHS[0]
-        found = halves[1].less(halves[0]).less(alone[1].less(alone[0]))
-        return found.forward_s / count, found.backward_s / count
+        halves = [self._chain(case, length, comm=comm, typical=True) for length in LENGTHS]
+        alone = [self._chain(case, length, typical=True) for length in LENGTHS]
+        found = halves[1].less(halves[0]).less(alone[1].less(alone[0])).divided(LENGTHS[1] - LENGTHS[0])
+        return found.forward_s, found.backward_s
 
-    def _chain(self, case: LayerCase, length: int, tiny: bool = False, comm: Communicator | None = None) -> LayerTimes:
-        """Return the times of a chain; with two ranks, each of them has a map of the case's size."""
+    def _chain(
+        self,
+        case: LayerCase,
+        length: int,
+        tiny: bool = False,
+        comm: Communicator | None = None,
+        typical: bool = False,
+    ) -> LayerTimes:
+        """Return the times of a chain; with several ranks, each of them has a map of the case's size.
+
+        The shortest times, because other processes only add; typical ones (medians) of what waits for other ranks.
+        """
         torch.manual_seed(0)
-        channels, side_px = (TINY_CHANNELS, TINY_PX) if tiny else (case.channels, case.side_px)
-        layers = (case.make(channels) for _ in range(length))
-        model = nn.Sequential(
-            nn.Conv2d(3, channels, 1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 2)
-        )
-        convert_model(model.to(self._device).train(), "float32", "channels_last")
+        case = replace(case, channels=TINY_CHANNELS, side_px=TINY_PX) if tiny else case
+        side_px, model = case.side_px, chain(case, length)
+        convert_model(model.to(self._device), "float32", "channels_last")
         ranks = 1 if comm is None else comm.size
         shape, plan = (1, 3, side_px, ranks * side_px), ParallelPlan(grids=((1, ranks),), fused_halo=1)
         engine = hyfi_core.parallelize(
@@ -221,13 +318,14 @@ class LayerBench:
         images, labels = torch.rand(shape, device=self._device), torch.zeros(1, dtype=torch.long, device=self._device)
         spans: dict[Verb, list[float]] = {Verb.F: [], Verb.B: []}
         updates = []
-        for _ in range(STEPS + 1):
+        for _ in range((TINY_STEPS if tiny or typical else STEPS) + 1):
             engine.accumulate(images, labels)
             for action, begin_s, end_s in engine.events:
                 if action.verb in spans:
                     spans[action.verb].append(end_s - begin_s)
             updates.append(self._seconds(engine.update))
-        return LayerTimes(min(spans[Verb.F][1:]), min(spans[Verb.B][1:]), min(updates[1:]))
+        of = statistics.median if typical else min
+        return LayerTimes(of(spans[Verb.F][1:]), of(spans[Verb.B][1:]), of(updates[1:]))
 
     def _seconds(self, call: Callable[[], object]) -> float:
         begin_s = self._now()

@@ -13,11 +13,11 @@ from torch import nn
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
-from hyfi_core.cost.machine import SharedCores
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.plan.parallel_plan import ParallelPlan
 
 ROUNDS = 7
+SHARED_ROUNDS = 31
 _LAYERS = (4, 24)
 _TINY_PX = 4
 _TURNS = 25
@@ -91,21 +91,21 @@ class OperatorBench:
         """Return the rates of a batch norm over all ranks of ``comm`` (collective)."""
         (case,) = CASES["norm"]
         touched = 2 * case.channels * case.side_px**2 * 4
-        seconds, tiny_s = self._shared_norm_s(comm, case), self.shared_norm_s(comm)
+        seconds, tiny_s = self._shared_norm_s(comm, case, self._rounds), self.shared_norm_s(comm)
         forward_s, backward_s = (max(1e-9, s - t) for s, t in zip(seconds, tiny_s, strict=True))
         return touched / forward_s, touched / backward_s
 
     def shared_norm_s(self, comm: Communicator) -> Rates:
         """Return the seconds of forward and backward of such a norm of a tiny map, its sums included (collective)."""
         (case,) = CASES["norm"]
-        return self._shared_norm_s(comm, replace(case, side_px=_TINY_PX))
+        return self._shared_norm_s(comm, replace(case, side_px=_TINY_PX), SHARED_ROUNDS)
 
-    def _shared_norm_s(self, comm: Communicator, case: OperatorCase) -> Rates:
+    def _shared_norm_s(self, comm: Communicator, case: OperatorCase, rounds: int) -> Rates:
         own = self._map(case, torch.float32)
         pixels = own.numel() // case.channels * comm.size
         norm, weight = BatchNorm(pixels, 1e-5), torch.ones(case.channels, device=self._device)
         forward, backward = [], []
-        for _ in range(self._rounds + 1):
+        for _ in range(rounds + 1):
             cotangent = torch.ones_like(own)
             comm.barrier()
             begin = self._now()
@@ -114,38 +114,29 @@ class OperatorBench:
             norm.backward(comm, saved, (cotangent, None, None))
             forward.append(middle - begin)
             backward.append(self._now() - middle)
-        return min(forward[1:]), min(backward[1:])
+        return statistics.median(forward[1:]), statistics.median(backward[1:])
 
-    def shared_cores(self, comm: Communicator, count: int) -> SharedCores:
-        """Return what ranks wait for that share so many cores, fewer than there are ranks (collective).
+    def waiting(self, comm: Communicator, count: int) -> float:
+        """Return the part of a core that a waiting rank takes, of more ranks than so many cores (collective).
 
-        For ``turn_s``, all ranks compute for about a millisecond between two sums, as between the halos of a network.
-        For ``waiting``, only as many ranks compute as there are cores, for longer, and the others wait for their sum.
+        Only as many ranks compute as there are cores, for a quarter of a second; the others wait for their sum.
         """
         case = CASES["convolution"][1]
         module, own = case.make().to(self._device), self._map(case, torch.float32)
         total = torch.zeros(1, device=self._device)
-
-        def computed_s(calls: int, sums: int) -> float:
-            begin = self._now()
-            for _ in range(sums):
-                for _ in range(calls):
-                    module(own)
-                comm.all_reduce(total)
-            return (self._now() - begin) / max(1, calls) / sums
-
         with torch.no_grad():
             if comm.rank:
                 time.sleep(_APART_S)  # one that waits for a message would not leave its core at once
             alone_s = torch.tensor(0.0 if comm.rank else self._shortest_s(lambda: module(own)))
             comm.broadcast(alone_s, 0)
-            each_s = statistics.median(computed_s(1, _TURNS) for _ in range(self._rounds))
-            long_s = torch.tensor(computed_s(_TURNS if comm.rank < count else 0, self._rounds))
+            begin = self._now()
+            for _ in range(self._rounds):
+                for _ in range(_TURNS if comm.rank < count else 0):
+                    module(own)
+                comm.all_reduce(total)
+            long_s = torch.tensor((self._now() - begin) / self._rounds / _TURNS)
             comm.broadcast(long_s, 0)
-        slower = float(long_s / alone_s)
-        waiting = (slower - 1) * count / (comm.size - count)
-        turn_s = each_s - float(alone_s) * comm.size / count
-        return SharedCores(count, max(1e-9, turn_s), min(1.0, max(1e-9, waiting)))
+        return min(1.0, max(1e-9, (float(long_s / alone_s) - 1) * count / (comm.size - count)))
 
     def copied_bytes_per_s(self) -> float:
         """Return the memory bandwidth in bytes/s, of adding two tensors that are larger than caches into a new one."""

@@ -1,0 +1,79 @@
+"""Overheads of operators in a network: what a measured block takes beyond what a machine model says.
+
+In a chain of one kind, an operator finds its code and its tensors in the caches, and other ranks where it left them. In
+a network it does not: overheads are 1.5 to 2 times as large. So they are scaled until the model agrees with a block
+of all kinds on one rank; and that of a shared norm is what is left of the block on two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from hyfi_core.capture.export import capture
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.stage_cost import StageCosts
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from workflows.commands.bench.measured_layers import BLOCK, LENGTHS, NORMS_OF_BLOCK, LayerTimes, chain
+
+_SHARED = "shared_norm"
+_LEAST_S = 1e-9
+Pair = tuple[float, float]
+
+
+def calibrated(machine: MachineModel, alone: LayerTimes, together: LayerTimes | None) -> MachineModel:
+    """Return a machine whose overheads are those of operators in a network.
+
+    Args:
+        machine: With the overheads of chains.
+        alone: A block on one rank.
+        together: On each of two ranks; None if there are no two.
+    """
+    forward_s, backward_s = _modelled(machine, 1)
+    scaled = _with_overheads(
+        machine,
+        lambda kind, pair: (
+            pair[0] * max(1.0, 1 + (alone.forward_s - forward_s) / _overhead_s(machine, 1, False)),
+            pair[1] * max(1.0, 1 + (alone.backward_s - backward_s) / _overhead_s(machine, 1, True)),
+        ),
+    )
+    if together is None:
+        return scaled
+    free = _with_overheads(scaled, lambda kind, pair: (_LEAST_S, _LEAST_S) if kind == _SHARED else pair)
+    forward_s, backward_s = _modelled(free, 2)
+    left = (together.forward_s - forward_s) / NORMS_OF_BLOCK, (together.backward_s - backward_s) / NORMS_OF_BLOCK
+    own = scaled.overhead_s["norm"]
+    return _with_overheads(
+        scaled, lambda kind, pair: (max(own[0], left[0]), max(own[1], left[1])) if kind == _SHARED else pair
+    )
+
+
+def _modelled(machine: MachineModel, ranks: int) -> Pair:
+    """Return the modelled (forward, backward) of a block on each of so many ranks."""
+    each = []
+    for length in LENGTHS:
+        shape = (1, 3, BLOCK.side_px, ranks * BLOCK.side_px)
+        program = capture(chain(BLOCK, length), shape, torch.float32)
+        (stage,) = StageCosts(program, ParallelPlan(grids=((1, ranks),), fused_halo=1), machine).stages
+        each.append((stage.forward_s, stage.backward_s))
+    (few, few_back), (many, many_back) = each
+    count = LENGTHS[1] - LENGTHS[0]
+    return (many - few) / count, (many_back - few_back) / count
+
+
+def _overhead_s(machine: MachineModel, ranks: int, backward: bool) -> float:
+    """Return the part of a block's time that is overhead of operators."""
+    free = _with_overheads(machine, lambda kind, pair: (_LEAST_S, _LEAST_S))
+    return max(_LEAST_S, _modelled(machine, ranks)[backward] - _modelled(free, ranks)[backward])
+
+
+def _with_overheads(machine: MachineModel, changed: Callable[[str, Pair], Pair]) -> MachineModel:
+    return replace(
+        machine, overhead_s={kind: _rounded(changed(kind, pair)) for kind, pair in machine.overhead_s.items()}
+    )
+
+
+def _rounded(pair: Pair) -> Pair:
+    return float(f"{pair[0]:.3g}"), float(f"{pair[1]:.3g}")

@@ -1,0 +1,105 @@
+"""What ``hyfi doctor --measure`` measures on one rank while others wait, and on one rank for each core together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.cost.machine import DTYPES
+from workflows.commands.bench.measured_layers import HEAVY, LAYERS, NARROW, LayerBench, LayerTimes, MeasuredKind
+from workflows.commands.bench.measured_operators import CASES, OperatorBench
+
+_PAIR = 2
+Pair = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class AloneRates:
+    """What one rank measures while the others wait.
+
+    Attributes:
+        rates: Kind -> rates.
+        kinds: Kind -> what its operators take, of those measured in the engine.
+        weight_bytes_per_s: As in ``MachineModel``.
+        half_channels: Likewise.
+        crowded_s: Seconds of layers bound by (arithmetic, memory).
+        block: A block of all kinds of operators.
+        dtype_shares: Dtype -> its rate, relative to float32.
+        copied_bytes_per_s: Memory bandwidth.
+        kernel_s: Mean overhead of one operator.
+        tensor_update_s: Seconds of the update of a small tensor.
+        update_s_per_byte: Seconds of the update of a byte of weights.
+    """
+
+    rates: dict[str, Pair]
+    kinds: dict[str, MeasuredKind]
+    weight_bytes_per_s: dict[str, Pair]
+    half_channels: dict[str, Pair]
+    crowded_s: Pair
+    block: LayerTimes
+    dtype_shares: dict[str, float]
+    copied_bytes_per_s: float
+    kernel_s: float
+    tensor_update_s: float
+    update_s_per_byte: float
+
+
+def measured_alone(bench: OperatorBench, layers: LayerBench) -> AloneRates:
+    """Measure on one rank while others wait."""
+    kinds = {kind: layers.kind(kind) for kind in LAYERS}
+    heavy = {kind: layers.heavy(kind, kinds[kind]) for kind in HEAVY}
+    dtype_rates = {dtype: bench.dtype_rate(getattr(torch, dtype)) for dtype in DTYPES}
+    rates = {kind: kinds[kind].rates if kind in kinds else bench.rates(kind) for kind in {**CASES, **kinds}}
+    half: dict[str, Pair] = {}
+    for kind, (_, wide) in NARROW.items():
+        overhead_s = kinds.get(kind, kinds["convolution"]).overhead_s
+        half[kind] = found = layers.half_channels(kind, rates[kind], overhead_s)
+        rates[kind] = rates[kind][0] * (1 + found[0] / wide), rates[kind][1] * (1 + found[1] / wide)
+    updates = [found.tensor_update_s for found in kinds.values() if found.tensor_update_s is not None]
+    return AloneRates(
+        rates=rates,
+        kinds=kinds,
+        weight_bytes_per_s={kind: pair for kind, (pair, _) in heavy.items()},
+        half_channels=half,
+        crowded_s=layers.crowded(),
+        block=layers.block(),
+        dtype_shares={dtype: rate / dtype_rates["float32"] for dtype, rate in dtype_rates.items()},
+        copied_bytes_per_s=bench.copied_bytes_per_s(),
+        kernel_s=bench.kernel_s(),
+        tensor_update_s=min(updates),
+        update_s_per_byte=max(seconds for _, seconds in heavy.values()),
+    )
+
+
+@dataclass(frozen=True)
+class TogetherRates:
+    """What ranks measure at the same time, one on each core.
+
+    Attributes:
+        crowded_s: As of ``AloneRates``, of the slowest.
+        norm: Rates of a shared norm.
+        tiny_norm_s: (Forward, backward) of one of a tiny map.
+        strip_s: Work on a neighbour's strip, with its message; None if there is one rank only.
+        block: A block of all kinds of operators on each of two ranks; likewise.
+    """
+
+    crowded_s: Pair
+    norm: Pair
+    tiny_norm_s: Pair
+    strip_s: Pair | None
+    block: LayerTimes | None
+
+
+def measured_together(bench: OperatorBench, layers: LayerBench, group: Communicator) -> TogetherRates:
+    """Measure on all ranks of a group at the same time (collective)."""
+    group.barrier()
+    slowest = torch.tensor(layers.crowded(), dtype=torch.float64)
+    group.all_reduce(slowest, "max")
+    pair = group.split(0 if group.rank < _PAIR <= group.size else None)
+    strip_s = None if pair is None else layers.strip_s(pair)
+    block = None if pair is None else layers.block(pair)
+    group.barrier()
+    tiny_norm_s, norm = bench.shared_norm_s(group), bench.shared_norm(group)
+    return TogetherRates((float(slowest[0]), float(slowest[1])), norm, tiny_norm_s, strip_s, block)
