@@ -19,6 +19,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Box, plan_transfer
+from hyfi_core.rules.moves.axis import Selection
 from hyfi_core.runtime import executor
 from hyfi_core.runtime.mirror import finish_all
 from tests.harness import OffsetImages, assert_equal_to_one_process, run_copies
@@ -31,6 +32,16 @@ def test_channels_last_is_still_recognised_behind_the_entry_of_a_segment() -> No
     entered = executor._Entry.apply(anchor, image, [])
     assert entered.stride() == image.stride()
     assert F.max_pool2d(entered, 2).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_slice_of_everything_keeps_the_memory_format_of_cotangents() -> None:
+    """Of ``x[:, :, 1:]`` it was a view along x; its derivative copied the map to the plain layout."""
+    selection = Selection(torch.arange(6))
+    image = torch.randn(2, 8, 6, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
+    kept = selection.of(selection.of(image * 2, 2), 3)
+    (found,) = torch.autograd.grad(kept, image, torch.ones_like(image))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert Selection(torch.arange(5)).of(image, 2).shape[2] == 5
 
 
 def test_a_part_that_owns_nothing_keeps_the_shape_of_what_it_owns() -> None:
