@@ -45,6 +45,8 @@ class GradientHolders:
     def exposed_s(self, gradients: Iterable[tuple[float, float]], backward_s: float, machine: MachineModel) -> float:
         """Return the time from the end of the backward to the end of the reductions.
 
+        Within a node of CPUs nothing is hidden: the cores that compute copy and add.
+
         Args:
             gradients: (time at which they are complete, bytes), in order.
             backward_s: time at which the backward ends.
@@ -52,8 +54,11 @@ class GradientHolders:
         """
         if self.nodes * self.together == 1:
             return 0.0
+        left = list(gradients)
+        if machine.device == "cpu" and self.nodes == 1:
+            return self._levels_s(sum(length for _, length in left), machine)[0]
         free_s = [0.0] * 3
-        ready_s, bucket, end_s, left = 0.0, 0.0, 0.0, list(gradients)
+        ready_s, bucket, end_s = 0.0, 0.0, 0.0
         for number, (complete_s, length) in enumerate(left, 1):
             ready_s, bucket = complete_s, bucket + length
             if bucket >= BUCKET_BYTES or number == len(left):

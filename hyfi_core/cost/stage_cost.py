@@ -252,6 +252,8 @@ class StageCosts:
         pixel_bytes = prod(info.shape) * info.dtype.itemsize / area
         sent_px = sum(strip.box.area for strip in transfer.sends)
         length = pixel_bytes * max(transfer.received_px, sent_px)
+        if hasattr(call.operator, "halo"):
+            waits.strips_s += self._cells * len(transfer.receives) * sum(self.machine.strip_s) / 2
         if self._cells > 1:  # a copy within the process
             waits.halo_s += self._cells * (self.machine.kernel_s + 2 * length / self.machine.memory_bytes_per_s)
             return
@@ -259,8 +261,6 @@ class StageCosts:
         ways = self._ways(ranked.splits[name].held.grid, transfer.receives, pixel_bytes)
         back = self._ways(ranked.splits[name].held.grid, transfer.sends, pixel_bytes)
         kinds = (*self._links.halo_s(stage, ways), *self._links.halo_s(stage, back))
-        if hasattr(call.operator, "halo"):
-            waits.strips_s += len(transfer.receives) * sum(self.machine.strip_s) / 2
         waits.halo_s += self._turn_s + max(software_s + max(0.0, wire_s - overlapped_s) for software_s, wire_s in kinds)
         waits.halo_bytes += length
 

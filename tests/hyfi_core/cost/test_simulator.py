@@ -162,11 +162,18 @@ def test_cells_need_less_memory_and_a_little_more_time() -> None:
 
 def test_gradients_are_reduced_while_the_backward_goes_on() -> None:
     plan, weights = ParallelPlan(grids=((1, 1),), replicas=2), sum(p.numel() * 4 for p in Network().parameters())
+    machine = load_machine("v100-lassen")
     with mock.patch("hyfi_core.cost.reduction.BUCKET_BYTES", 1):
-        (overlapped,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
-    (at_once,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
+        (overlapped,) = StageCosts(program(), plan, machine).stages
+    (at_once,) = StageCosts(program(), plan, machine).stages
     assert 0 < overlapped.reduce_s < at_once.reduce_s
-    assert at_once.reduce_s == pytest.approx(DEFAULT_MACHINE.all_reduce_s(2, weights))
+    assert at_once.reduce_s == pytest.approx(machine.all_reduce_s(2, weights))
+
+
+def test_cores_that_compute_reduce_gradients_afterwards() -> None:
+    plan, weights = ParallelPlan(grids=((1, 1),), replicas=2), sum(p.numel() * 4 for p in Network().parameters())
+    (stage,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
+    assert stage.reduce_s == pytest.approx(DEFAULT_MACHINE.all_reduce_s(2, weights))
 
 
 def test_measured_overheads_of_weights_forks_and_updates_are_part_of_a_step() -> None:

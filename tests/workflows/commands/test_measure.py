@@ -15,8 +15,8 @@ from hyfi_core.cost.machine import DEFAULT_MACHINE, KINDS, load_machine
 from tests.conftest import Hyfi
 from workflows.benchmarks.reduction import sleep
 from workflows.commands import measure
-from workflows.commands.bench import measured_layers, measured_operators
-from workflows.commands.bench.measured_layers import HEAVY, LAYERS, LayerBench, LayerTimes
+from workflows.commands.bench import calibration, measured_layers, measured_operators
+from workflows.commands.bench.measured_layers import HEAVY, LAYERS, LayerBench, LayerTimes, half_channels
 from workflows.commands.bench.measured_operators import CASES, OperatorBench
 
 
@@ -32,7 +32,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
             shrunk = tuple(replace(c, channels=c.channels // 4, side_px=max(8, c.side_px // factor)) for c in layers)
             monkeypatch.setitem(table, name, shrunk if isinstance(found, tuple) else shrunk[0])
     monkeypatch.setattr(measured_layers, "STEPS", 1)
-    monkeypatch.setattr(measured_layers, "LENGTHS", (1, 2))
+    for module in (measured_layers, calibration):
+        monkeypatch.setattr(module, "LENGTHS", (1, 2))
+    monkeypatch.setattr(measured_layers, "TINY_STEPS", 2)
     monkeypatch.setattr(measured_operators, "ROUNDS", 1)
     monkeypatch.setattr(measured_operators, "_LAYERS", (1, 2))
     monkeypatch.setattr(measured_operators, "_COPIED_VALUES", 2**20)
@@ -87,8 +89,27 @@ def test_a_slow_operator_has_a_low_rate(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_more_ranks_than_cores_measure_how_they_take_turns(small: None) -> None:
-    found = run_ranks(3, lambda comm: OperatorBench(torch.device("cpu"), rounds=1).shared_cores(comm, 2))
-    assert found[0].count == 2 and found[0].turn_s > 0 and 0 < found[0].waiting <= 1
+    found = run_ranks(3, lambda comm: OperatorBench(torch.device("cpu"), rounds=1).waiting(comm, 2))
+    assert 0 < found[0] <= 1
+    turns = run_ranks(3, lambda comm: LayerBench(torch.device("cpu")).turn_s(comm, 2))
+    assert all(0 < turn_s < 1 for turn_s in turns)
+
+
+def test_half_channels_are_those_of_two_rates() -> None:
+    rate = {channels: 100.0 * channels / (channels + 12) for channels in (16, 128)}
+    assert half_channels(rate[16], 16, rate[128], 128) == pytest.approx(12.0)
+    assert half_channels(100.0, 16, 90.0, 128) == pytest.approx(0.0, abs=0.01)
+    assert half_channels(1.0, 16, 90.0, 128) == 128
+
+
+def test_overheads_are_scaled_until_the_model_agrees_with_a_block(small: None) -> None:
+    kinds = {kind: (1e-5, 2e-5) for kind in KINDS if kind != "product"}
+    machine = replace(DEFAULT_MACHINE, overhead_s=kinds, strip_s=(1e-5, 1e-5))
+    alone, together = LayerTimes(2e-3, 5e-3, 0.0), LayerTimes(4e-3, 9e-3, 0.0)
+    found = calibration.calibrated(machine, alone, together)
+    assert calibration._modelled(found, 1) == pytest.approx((2e-3, 5e-3), rel=0.02)
+    assert calibration._modelled(found, 2) == pytest.approx((4e-3, 9e-3), rel=0.02)
+    assert calibration.calibrated(machine, LayerTimes(0.0, 0.0, 0.0), None).overhead_s == kinds
 
 
 def test_layers_that_rest_take_their_time(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
