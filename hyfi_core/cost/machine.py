@@ -25,10 +25,12 @@ Pointwise convolutions have a 1 x 1 kernel, thin ones fewer than 16 input channe
 KINDS = (*PRODUCTS, "norm", "shared_norm", "pool", "elementwise")
 """Kinds of operators; the last four are bound by memory. A shared norm computes statistics over several ranks."""
 _PAIRS = ("overhead_s", "weight_bytes_per_s", "half_channels")
-_OPTIONAL = ("crowding", "rail_bytes_per_s", "cores", "strip_s", *_PAIRS, "update")
+_OPTIONAL = ("crowding", "rail_bytes_per_s", "cores", "strip_s", *_PAIRS, "update", "host_bytes_per_s")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 UPDATE_PASSES = 7
 """Memory passes of an update, each over the size of the weights: four are read and three written back."""
+_PCIE_3_BYTES_PER_S = 12e9
+"""Of a GPU of which ``host_bytes_per_s`` is not known: copies over the slowest link in use, PCIe 3 x16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class MachineModel:
         half_channels: kind of convolution -> channels with which (forward, backward) reach half of the efficiency: with
             few channels, vector lanes and caches are used badly. For other kinds, any number of channels is enough.
         update: of the optimizer; None: ``UPDATE_PASSES`` over the weights.
+        host_bytes_per_s: of copies between one GPU and pinned memory of its host, in one direction; None on CPUs, whose
+            memory is the host's.
     """
 
     name: str
@@ -138,6 +142,7 @@ class MachineModel:
     weight_bytes_per_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     half_channels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     update: UpdateCost | None = None
+    host_bytes_per_s: float | None = None
 
     def shared(self, ranks: int) -> bool:
         """Whether so many ranks must share cores."""
@@ -209,9 +214,18 @@ class MachineModel:
             ranks: that move as many at the same time; those of a node share its disk.
             to_disk: whether to the disk; else to the memory of the host.
         """
-        if not to_disk:
-            return 2 * moved_bytes / self.memory_bytes_per_s
-        return 2 * moved_bytes * min(ranks, self.devices_per_node) / self.disk_bytes_per_s
+        return 2 * self.move_s(moved_bytes, ranks, to_disk)
+
+    def move_s(self, moved_bytes: float, ranks: int = 1, to_disk: bool = True) -> float:
+        """Return the time to move maps out of memory, or back; the arguments are those of ``spill_s``.
+
+        Maps of a GPU reach the disk through the memory of its host; both ways are used at the same time. Each device
+        has its link for itself. On a CPU, a copy in memory is read and written.
+        """
+        disk_s = moved_bytes * min(ranks, self.devices_per_node) / self.disk_bytes_per_s if to_disk else 0.0
+        if self.device == "cpu":
+            return disk_s if to_disk else 2 * moved_bytes / self.memory_bytes_per_s
+        return max(disk_s, moved_bytes / (self.host_bytes_per_s or _PCIE_3_BYTES_PER_S))
 
     def link(self, ranks: int) -> DeviceLink:
         """Return the slowest link among this number of neighbouring ranks."""
@@ -319,6 +333,7 @@ def _parse(tree: Any, source: str) -> MachineModel:
         strip_s=_forward_backward(tree, "strip_s", source) if "strip_s" in tree else (0.0, 0.0),
         **{key: _pairs(tree, key, tree.get(key, ()), source) for key in _PAIRS},
         update=_update(tree, source) if "update" in tree else None,
+        host_bytes_per_s=_number(tree, "host_bytes_per_s", source) if "host_bytes_per_s" in tree else None,
     )
 
 

@@ -36,6 +36,8 @@ _ROW_PX = 2**12
 _ROUNDS = 103
 _LATENCY_S = 1e-6  # latency of shared memory; the cost in software is a separate parameter
 _DISK_BYTES = 128 << 20
+_HOST_BYTES = 256 << 20
+_COPIES = 5
 
 
 def run(target: Path, as_json: bool = False) -> int:
@@ -123,10 +125,12 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
         shared = SharedCores(cores, layers.turn_s(comm, cores), bench.waiting(comm, cores))
     near, far = _links(comm, device, hosts, True), _links(comm, device, hosts, False)
     disk = _disk_bytes_per_s(folder) if comm.rank == 0 else 1.0
+    host = _host_bytes_per_s(device) if comm.rank == 0 else None
     if alone is None or together is None:
         return DEFAULT_MACHINE, []
     here = gpus or len(local_ranks)
-    machine = calibrated(_machine(device, here, alone, together, shared, near, far, disk), alone.block, together.block)
+    machine = _machine(device, here, alone, together, shared, near, far, disk, host)
+    machine = calibrated(machine, alone.block, together.block)
     notes = [f"Measured by `hyfi doctor --measure` with {comm.size} rank(s) on {len(set(hosts))} node(s)."]
     if near is None:
         notes.append("node: not measured, because no two ranks share a node; taken from the cpu machine.")
@@ -144,6 +148,7 @@ def _machine(
     near: tuple[float, DeviceLink] | None,
     far: tuple[float, DeviceLink] | None,
     disk: float,
+    host: float | None,
 ) -> MachineModel:
     """Return the machine model with these rates; ``here`` ranks or devices are on a node."""
     from hyfi_core.cost.machine import DEFAULT_MACHINE, KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
@@ -179,6 +184,7 @@ def _machine(
         weight_bytes_per_s={kind: _rounded_pair(pair) for kind, pair in alone.weight_bytes_per_s.items()},
         half_channels={kind: _rounded_pair(pair) for kind, pair in alone.half_channels.items()},
         update=UpdateCost(_rounded(alone.tensor_update_s), _rounded(1 / alone.update_s_per_byte)),
+        host_bytes_per_s=None if host is None else _rounded(host),
     )
 
 
@@ -240,6 +246,36 @@ def _disk_bytes_per_s(folder: Path) -> float:
         file.flush()
         os.fsync(file.fileno())
         return _DISK_BYTES / (time.perf_counter() - begin)
+
+
+def _host_bytes_per_s(device: torch.device) -> float | None:
+    """Return the rate of copies between a GPU and pinned memory of its host, in the slower direction; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    here, there = _host_buffers(device)
+    return min(_copied_bytes_per_s(here, there), _copied_bytes_per_s(there, here))
+
+
+def _host_buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return pinned memory of the host, and as much of a GPU."""
+    import torch
+
+    here = torch.zeros(_HOST_BYTES, dtype=torch.uint8, pin_memory=True)
+    return here, torch.zeros(_HOST_BYTES, dtype=torch.uint8, device=device)
+
+
+def _copied_bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Return the highest rate of a few copies, on the stream on which a pager would copy."""
+    import torch
+
+    times = []
+    for _ in range(_COPIES):
+        begin = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return source.nbytes / min(times)
 
 
 def _memory_bytes(device: torch.device, ranks: int) -> int:

@@ -29,11 +29,14 @@ def test_machines_of_the_package_are_whole(name: str, tmp_path: Path) -> None:
     assert load_machine(copy) == machine
 
 
+_SOURCED = ("memory_bytes_per_s", "host_bytes_per_s", "disk_bytes_per_s")
+
+
 def test_every_number_of_a_machine_of_the_package_says_where_it_is_from() -> None:
     for path in MACHINES.glob("*.yaml"):
         for line in path.read_text().splitlines():
             key = line.strip().partition(":")[0]
-            if key in ("memory_bytes", "memory_bytes_per_s", "kernel_s", "message_s", "node", "network", "float32"):
+            if key in (*_SOURCED, "memory_bytes", "kernel_s", "message_s", "node", "network", "float32"):
                 assert "#" in line, f"{path.name}: {line}"
 
 
@@ -69,6 +72,25 @@ def test_what_a_measured_machine_knows_more_is_added_and_written(tmp_path: Path)
     path = tmp_path / "machine.yaml"
     path.write_text(machine.to_yaml())
     assert load_machine(path) == machine
+
+
+def test_maps_of_a_gpu_leave_over_its_link_to_the_host() -> None:
+    """Not over its own memory, which is 60 times as fast; a link is slower than what its name says, and never faster."""
+    gpus = [load_machine(name) for name in machine_names() if load_machine(name).device == "cuda"]
+    assert all(gpu.host_bytes_per_s is not None and gpu.host_bytes_per_s < gpu.memory_bytes_per_s / 10 for gpu in gpus)
+    assert all(load_machine(name).host_bytes_per_s is None for name in machine_names() if load_machine(name) not in gpus)
+    h100 = load_machine("h100")
+    assert h100.spill_s(55e9, to_disk=False) == pytest.approx(2.0) == 2 * h100.move_s(55e9, 8, to_disk=False)
+    assert h100.move_s(10e9) == pytest.approx(1.0) and h100.move_s(10e9, 16) == pytest.approx(8.0)  # the node's disk
+    fast_disk = replace(h100, disk_bytes_per_s=1e15)
+    assert fast_disk.move_s(55e9) == pytest.approx(1.0)  # maps reach it through the host's memory
+    unknown = replace(h100, host_bytes_per_s=None)
+    assert unknown.move_s(12e9, to_disk=False) == pytest.approx(1.0)
+
+
+def test_host_memory_is_a_processors_own() -> None:
+    assert DEFAULT_MACHINE.move_s(8e9, to_disk=False) == pytest.approx(1.0)  # 16 GB/s, of reading and writing
+    assert DEFAULT_MACHINE.spill_s(5e8, 2) == pytest.approx(4.0)
 
 
 def test_messages_leave_the_node_when_the_ranks_do() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_operators, "_COPIED_VALUES", 2**20)
     monkeypatch.setattr(measure, "_ROUNDS", 8)
     monkeypatch.setattr(measure, "_DISK_BYTES", 1 << 20)
+    monkeypatch.setattr(measure, "_HOST_BYTES", 1 << 20)
 
 
 def test_a_measured_machine_is_one_that_can_be_read(
@@ -52,6 +54,7 @@ def test_a_measured_machine_is_one_that_can_be_read(
     assert machine.device == ("cuda" if torch.cuda.is_available() else "cpu")
     assert set(machine.efficiency) == set(KINDS)
     assert max(forward for kind, (forward, _) in machine.efficiency.items() if "convolution" in kind) <= 1.0
+    assert (machine.host_bytes_per_s is None) == (machine.device == "cpu")
     assert machine.node == DEFAULT_MACHINE.node and "node: not measured" in target.read_text()
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kernel_s"] == machine.kernel_s
     assert [path.name for path in tmp_path.iterdir()] == ["machine.yaml"]
@@ -65,6 +68,23 @@ def test_two_ranks_measure_what_is_between_them(small: None, tmp_path: Path) -> 
     assert first is not None and second is not None
     message_s, link = first
     assert 0 < message_s < 1 and link.bytes_per_s > 0
+
+
+def test_the_link_to_the_host_is_as_fast_as_its_slower_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, other memory stands for its memory, and copies into it take longer."""
+    here, there = torch.ones(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    monkeypatch.setattr(measure, "_host_buffers", lambda device: (here, there))
+    copy, taken_s = torch.Tensor.copy_, {here.data_ptr(): 0.002, there.data_ptr(): 0.01}
+
+    def slow(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        time.sleep(taken_s[target.data_ptr()])
+        return copy(target, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", slow)
+    rate = measure._host_bytes_per_s(torch.device("cuda"))
+    assert rate is not None and 0.5 * (1 << 20) / 0.01 < rate <= (1 << 20) / 0.01
+    assert there.sum() == 1 << 20
+    assert measure._host_bytes_per_s(torch.device("cpu")) is None
 
 
 def test_ranks_on_two_hosts_share_no_node(small: None) -> None:
