@@ -35,7 +35,8 @@ EARLY = 0.75
 _ONLY_IN_MEMORY = {True: 0.41, False: 0.2}
 """Of the limit less the largest step, with and without backward: kept maps that are never in the store; recomputed ones
 are not counted. Measured with backward, ResNet-18: 0.39 to 0.60."""
-_OF_FREE_MEMORY = 0.5  # used for pages, if no limit is given
+OF_FREE_MEMORY = 0.5
+"""Used for pages, if no limit is given."""
 
 SIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows (and columns) of cells to try."""
@@ -128,7 +129,7 @@ def page_limit(
         MemoryLimitError: the limit is too small for one step; the message says how much is needed.
     """
     if memory_bytes is None:
-        return int(_OF_FREE_MEMORY * free_bytes(device))
+        return int(OF_FREE_MEMORY * free_bytes(device))
     largest = largest_step(forecasts)
     records = LIBRARY_BYTES + sum(one.stays_bytes for one in forecasts)
     least = least_bytes(held_bytes + records, largest)

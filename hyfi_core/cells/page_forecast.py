@@ -36,6 +36,8 @@ class PagedForecast:
         stays_bytes: what it keeps and cannot spill: small maps, and records of its steps.
         weights_bytes: weights of the step that has most of them.
         recomputed_bytes: maps that are computed again instead of being kept.
+        recomputed: their names in the captured model.
+        waits: for each step that waits for other cells, the bytes of its inputs and of the cotangents of its outputs.
     """
 
     working_bytes: int
@@ -43,6 +45,8 @@ class PagedForecast:
     stays_bytes: int = 0
     weights_bytes: int = 0
     recomputed_bytes: int = 0
+    recomputed: tuple[str, ...] = ()
+    waits: tuple[tuple[int, int], ...] = ()
 
     def times(self, flights: int) -> PagedForecast:
         """Return the same for several micro-batches, of which one computes at a time."""
@@ -76,7 +80,20 @@ def forecast_pages(
     small = sum(size for size in every if size < SMALLEST_BYTES)
     records = len(tape.steps) * STEP_BYTES[trains]
     again = sum(stored_bytes(sizes.of(name)) for name in kept.recomputed)
-    return PagedForecast(working, _peak(tape, sizes, kept, trains), records + small, weights, again)
+    names = tuple(dict.fromkeys(name.split("~")[0] for name in kept.recomputed))
+    waits = tuple(
+        (
+            sum(stored_bytes(sizes.of(name)) for name in taken_by(step)),
+            sum(stored_bytes(sizes.of(name)) for name in made_by(step) if name in tape.active),
+        )
+        for step in tape.steps
+        if _waits(step)
+    )
+    return PagedForecast(working, _peak(tape, sizes, kept, trains), records + small, weights, again, names, waits)
+
+
+def _waits(step: Step) -> bool:
+    return isinstance(step, OperatorStep) and isinstance(step.call, CollectiveCall)
 
 
 class _Sizes:
@@ -149,9 +166,7 @@ def _peak(tape: Tape, sizes: _Sizes, kept: _Kept, trains: bool) -> int:
     for at, step in enumerate(tape.steps):
         last.update((name, at) for name in taken_by(step))
         maker.update((name, at) for name in made_by(step))
-    waits = [
-        at for at, s in enumerate(tape.steps) if isinstance(s, OperatorStep) and isinstance(s.call, CollectiveCall)
-    ]
+    waits = [at for at, step in enumerate(tape.steps) if _waits(step)]
     # Changes at each step; their running sums are the bytes alive.
     saved, passing, cotangents = ([0] * (len(tape.steps) + 2) for _ in range(3))
     for name, at in maker.items():

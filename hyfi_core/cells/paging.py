@@ -101,9 +101,9 @@ class Paging:
         self.pager.limit_bytes, self.pager.resident = limits.pages_bytes, limits.resident
         return limits.stored_bytes
 
-    def stored_bytes(self, key: PagedKey) -> int | None:
-        """Return the bytes that the store will have; None if ``begin`` has not been called."""
-        return self._limits[key].stored_bytes if key in self._limits else None
+    def pages_bytes(self, key: PagedKey) -> int | None:
+        """Return the limit of maps in memory; None if ``begin`` has not been called."""
+        return self._limits[key].pages_bytes if key in self._limits else None
 
     def describe(self, key: PagedKey, forecasts: Sequence[PagedForecast]) -> str:
         """Return the bytes that a training step keeps and spills, as text for people."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.node.spilling import SpillRule
 from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
 from hyfi_core.plan.strategy import squarest
 
@@ -38,6 +39,7 @@ class PlanRequest:
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
         base: plan with the fields that the search does not choose.
         spill: ``plan.spill`` to try if no plan fits otherwise; None: none.
+        spills: what leaves memory in such plans; None: the time of moving is not counted.
     """
 
     ranks: int
@@ -48,6 +50,7 @@ class PlanRequest:
     dtype: str | None = None
     base: ParallelPlan = field(default_factory=lambda: ParallelPlan(grids=((1, 1),)))
     spill: str | None = None
+    spills: SpillRule | None = None
 
 
 def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:

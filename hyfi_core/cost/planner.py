@@ -196,7 +196,7 @@ class _PlanTrials:
     def _costs(self, plan: ParallelPlan, only: int | None = None) -> StageCosts:
         """Return the costs of a plan's stages, or of one of them; those before it are lowered, too."""
         request, program = self._request, self._programs(images_of(self._request, plan))
-        return StageCosts(program, plan, request.machine, request.dtype, self._lowered, only)
+        return StageCosts(program, plan, request.machine, request.dtype, self._lowered, only, request.spills)
 
     def bound_s(self, plan: ParallelPlan) -> float:
         """Return a lower bound of a plan's step."""
@@ -261,7 +261,7 @@ class _PlanTrials:
 
     def _forecast(self, plan: ParallelPlan) -> StepForecast:
         request, program = self._request, self._programs(images_of(self._request, plan))
-        return forecast_step(program, plan, request.machine, request.dtype, self._lowered)
+        return forecast_step(program, plan, request.machine, request.dtype, self._lowered, request.spills)
 
     def _with_cuts(self, plan: ParallelPlan) -> ParallelPlan:
         """Return the plan with cuts; they depend on the sizes of its stages, and hardly on the images."""

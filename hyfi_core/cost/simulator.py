@@ -19,6 +19,7 @@ from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import MemoryForecast, StageMaps, forecast_memory
 from hyfi_core.cost.node.resident import kept_bytes
 from hyfi_core.cost.node.shared_cores import on_shared_cores
+from hyfi_core.cost.node.spilling import SpillRule
 from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -39,12 +40,16 @@ class StepForecast:
         step_s: duration, including the optimizer step.
         busy: average fraction of the step in which a rank runs a forward or a backward.
         bubble: fraction of all ranks' time, until the last backward ends, in which they run neither.
-        exposed_s: kind of communication (halo, sums, branches, stage, reduce) -> time that it adds to the slowest
-            stage.
+        exposed_s: kind of communication (halo, sums, branches, spill, stage, reduce) -> time that it adds to the
+            slowest stage.
         memory_bytes: memory that each rank of a replica needs at the peak, in addition to the process.
         resident_bytes: growth of its process to the peak: on a CPU also what its heap and kernels keep.
         compute_s: for each stage, time of all forwards and backwards, without waits within the stage.
         simulation: the dry run.
+        moving_s: time that the maps of the slowest stage take to leave memory and come back, most of it while others
+            are computed.
+        moved_bytes: of one of its ranks, out of memory and back.
+        recomputing_s: time of maps that are computed again instead of leaving memory; in ``compute_s``.
     """
 
     plan: ParallelPlan
@@ -56,11 +61,18 @@ class StepForecast:
     resident_bytes: tuple[int, ...]
     compute_s: tuple[float, ...]
     simulation: Simulation
+    moving_s: float = 0.0
+    moved_bytes: float = 0.0
+    recomputing_s: float = 0.0
 
     @property
     def bound_by(self) -> str:
-        """What takes the largest part of the step: ``compute``, ``bubble``, or a kind of communication."""
+        """What takes the largest part of the step: ``compute``, ``bubble``, or a kind of communication.
+
+        If computing waits for maps to be moved, all of their moving counts, not only what is exposed.
+        """
         parts = {"compute": max(self.compute_s), "bubble": self.bubble * self.step_s, **self.exposed_s}
+        parts["spill"] = self.moving_s if self.exposed_s["spill"] else 0.0
         return max(parts, key=lambda name: parts[name])
 
     def images_per_s(self, batch: int) -> float:
@@ -78,6 +90,7 @@ def forecast_step(
     machine: MachineModel,
     dtype: str | None = None,
     known: LoweredPlans | None = None,
+    spills: SpillRule | None = None,
 ) -> StepForecast:
     """Return the forecast of a training step.
 
@@ -87,12 +100,13 @@ def forecast_step(
         machine: the machine model.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
         known: as for ``StageCosts``.
+        spills: likewise.
 
     Raises:
         RequestError: the plan does not work for this model.
         ScheduleError: its schedule deadlocks.
     """
-    costs = StageCosts(program, plan, machine, dtype, known)
+    costs = StageCosts(program, plan, machine, dtype, known, spills=spills)
     found = _dry_run(plan, costs)
     quick = _dry_run(plan, costs, free_messages=True) if any(costs.edges.values()) else found
     step_s = found.makespan_s + _update_s(plan, costs)
@@ -103,6 +117,7 @@ def forecast_step(
         "halo": rounds * slowest.halo_s,
         "sums": rounds * slowest.sums_s,
         "branches": rounds * slowest.branch_s,
+        "spill": rounds * slowest.spilled.exposed_s,
         "stage": max(0.0, found.makespan_s - quick.makespan_s),
         "reduce": max(0.0, found.makespan_s - computed_s),
     }
@@ -114,8 +129,11 @@ def forecast_step(
         exposed_s,
         rank_bytes(program, plan),
         rank_bytes(program, plan) if machine.device != "cpu" else _resident_bytes(program, plan),
-        tuple(rounds * (s.forward_s + s.backward_s - s.halo_s - s.sums_s - s.branch_s) for s in costs.stages),
+        tuple(rounds * stage.computing_s for stage in costs.stages),
         found,
+        rounds * slowest.spilled.moving_s,
+        rounds * slowest.spilled.moved_bytes,
+        rounds * slowest.spilled.again_s,
     )
 
 

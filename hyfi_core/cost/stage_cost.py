@@ -19,6 +19,7 @@ from hyfi_core.capture.program import Operator, Program, Ref
 from hyfi_core.capture.stages import Stage, active_values
 from hyfi_core.cost.lowered_stages import DividedStage, LoweredPlans, lowered_stages
 from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.node.spilling import NOTHING_SPILLED, SpilledMaps, SpillRule, SpillTimes
 from hyfi_core.cost.node_links import NodeLinks, Way
 from hyfi_core.cost.operators import OperatorCost, operator_costs, value_bytes
 from hyfi_core.cost.reduction import GradientHolders
@@ -37,13 +38,15 @@ class StageCost:
 
     Attributes:
         forward_s: time of a forward, including waits within the stage.
-        backward_s: time of a backward, including waits and, with recomputation, a forward.
+        backward_s: time of a backward, including waits and, with recomputation, a forward; with ``plan.spill``, both
+            with the time that moving maps adds.
         halo_s: the part of both that is spent waiting for halos.
         sums_s: the part of both that is spent waiting for sums over the ranks of the stage.
         branch_s: the part of both that is spent waiting for values of other planes.
         halo_bytes: bytes received in the halos of a forward.
         reduce_s: time of the gradient reduction after the last backward.
         update_s: time of the optimizer step.
+        spilled: times of maps that leave memory.
     """
 
     forward_s: float
@@ -54,6 +57,13 @@ class StageCost:
     halo_bytes: float
     reduce_s: float
     update_s: float
+    spilled: SpillTimes = NOTHING_SPILLED
+
+    @property
+    def computing_s(self) -> float:
+        """Time of a forward and a backward without waits within the stage."""
+        waits_s = self.halo_s + self.sums_s + self.branch_s + self.spilled.exposed_s
+        return self.forward_s + self.backward_s - waits_s
 
 
 @dataclass
@@ -99,6 +109,7 @@ class StageCosts:
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
         known: lowered plans of earlier calls, with the same programs and machine; this one is added.
         only: the stage to compute, without lowering those after it; None: all stages, and what they exchange.
+        spills: what leaves memory with ``plan.spill``; None: the time of moving is not counted, nor with ``only``.
 
     Attributes:
         stages: cost of each stage, or of the one alone.
@@ -118,6 +129,7 @@ class StageCosts:
         dtype: str | None = None,
         known: LoweredPlans | None = None,
         only: int | None = None,
+        spills: SpillRule | None = None,
     ) -> None:
         self._plan, self.machine, self._links = plan, machine, NodeLinks(plan, machine)
         cells = plan.cell_grid or (1, 1)
@@ -125,7 +137,10 @@ class StageCosts:
         self._fine = plan.by_cells()
         self._turn_s = machine.turns_s(plan.ranks)
         self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
-        lowered = lowered_stages(program, plan, self._fine, machine, {} if known is None else known)
+        known = {} if known is None else known
+        lowered = lowered_stages(program, plan, self._fine, machine, known)
+        counted = spills if plan.spill is not None and only is None else None
+        self._spilled: tuple[SpilledMaps, ...] = () if counted is None else counted(program, plan, known)
         numbers = range(plan.stages * plan.interleave) if only is None else (only,)
         self.stages = tuple(self._stage(number, *lowered.stage(number), dtype, lowered.active) for number in numbers)
         carried = lowered.whole().carried if only is None else {}
@@ -159,15 +174,21 @@ class StageCosts:
         scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
         gradients = [(ready_s, scale * length) for ready_s, length in clock.gradients]
         group = GradientHolders.of(self._plan, index, self.machine.devices_per_node)
+        forward_s, backward_s = clock.forward_s + waits.total_s, clock.backward_s + recompute_s + waits.total_s
+        spilled = NOTHING_SPILLED
+        if self._spilled:
+            times_s = forward_s, backward_s
+            spilled = SpillTimes.of(self._spilled[index], self._plan, self.machine, clock.each_s, times_s)
         return StageCost(
-            forward_s=clock.forward_s + waits.total_s,
-            backward_s=clock.backward_s + recompute_s + waits.total_s,
+            forward_s=forward_s + spilled.forward_s,
+            backward_s=backward_s + spilled.again_s + spilled.backward_s,
             halo_s=2 * waits.halo_s,
             sums_s=2 * waits.sums_s,
             branch_s=2 * waits.branch_s,
             halo_bytes=waits.halo_bytes,
             reduce_s=group.exposed_s(gradients, clock.backward_s, self.machine),
             update_s=update_s(piece.program, self.machine),
+            spilled=spilled,
         )
 
     def _computed(

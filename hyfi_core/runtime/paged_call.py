@@ -11,6 +11,7 @@ from torch import nn
 from hyfi_core.capture.autocast import dtypes_under_autocast
 from hyfi_core.cells.page_forecast import PagedForecast, forecast_pages
 from hyfi_core.cells.paging import Paging
+from hyfi_core.cells.spill_forecast import SpillForecast
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
 from hyfi_core.cost.simulator import forecast_step
@@ -79,17 +80,16 @@ class PagedCall:
             plan: of the run.
             machine: the machine model; None: no times.
         """
-        lines, stored = [paging.describe(self, forecasts)], paging.stored_bytes(self)
-        if machine is None or stored is None:
+        lines, limit = [paging.describe(self, forecasts)], paging.pages_bytes(self)
+        if machine is None or limit is None:
             return lines
         dtype = None if subject.autocast is None else str(subject.autocast).removeprefix("torch.")
-        computing_s = forecast_step(subject.program(self.micro), plan, machine, dtype).step_s
-        moving_s = machine.spill_s(stored, plan.ranks, to_disk=plan.spill != "memory")
-        bound, least_s = ("compute" if computing_s >= moving_s else "spill"), max(computing_s, moving_s)
+        spills = SpillForecast(machine, dtype=dtype, pixels=self.pixels, pages_bytes=limit)
+        found = forecast_step(subject.program(self.micro), plan, machine, dtype, spills=spills)
         lines.append(
-            f"expected of a step on {machine.name}: at least {least_s:.3g} s, bound by {bound} (compute "
-            f"{computing_s:.3g} s, without what is computed again; spilled maps are written and read in "
-            f"{moving_s:.3g} s at the same time)"
+            f"expected of a step on {machine.name}: at least {found.step_s:.3g} s, bound by {found.bound_by} (compute "
+            f"{found.step_s - found.exposed_s['spill']:.3g} s, {found.recomputing_s:.3g} s of it for what is computed "
+            f"again; spilled maps are written and read in {found.moving_s:.3g} s at the same time)"
         )
         return lines
 

@@ -131,6 +131,7 @@ def _plan_predictions(
 
 
 def _search(settings: Config, machine: MachineModel, ranks: int, images: int, top: int) -> PlanSearch:
+    from hyfi_core.cells.spill_forecast import SpillForecast
     from hyfi_core.cost.branch_plans import best_of_all_plans
     from hyfi_core.cost.plan_family import PlanRequest
     from workflows.evaluation.programs import ModelPrograms
@@ -146,6 +147,7 @@ def _search(settings: Config, machine: MachineModel, ranks: int, images: int, to
         dtype=programs.autocast_dtype,
         base=replace(settings.plan.build(), grids=((1, 1),), cuts="auto", interleave=1, recompute=False),
         spill="memory" if machine.device == "cuda" else ".",
+        spills=SpillForecast(machine, PROCESS_BYTES, programs.autocast_dtype),
     )
     return best_of_all_plans(programs.of, request, top)
 

@@ -34,10 +34,12 @@ def run(
         RequestError: The request is not valid; nothing was written.
     """
     from data.files import write_atomically
+    from hyfi_core.cells.spill_forecast import SpillForecast
     from hyfi_core.cost.simulator import forecast_step
     from hyfi_core.schedule.trace import to_json
     from workflows.evaluation.programs import ModelPrograms
     from workflows.paths import require_writable
+    from workflows.training.memory import PROCESS_BYTES
 
     settings = load_config(config, overrides)
     model = machine_of(settings, machine)
@@ -47,7 +49,8 @@ def run(
     programs = ModelPrograms(settings, classes_of(settings))
     program = programs.of(batch // plan.replicas // plan.microbatches)
     plan = resolved(plan, program, model)
-    forecast = forecast_step(program, plan, model, programs.autocast_dtype)
+    spills = SpillForecast(model, PROCESS_BYTES, programs.autocast_dtype)
+    forecast = forecast_step(program, plan, model, programs.autocast_dtype, spills=spills)
     say(plan_text(plan))
     say(f"machine: {model.name}")
     for line in describe(forecast, batch, model):
@@ -137,8 +140,18 @@ def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[
         f"memory: {smallest}{most / 1e9:.2g} GB for each trainer, of {machine.memory_bytes / 1e9:.2g} GB",
     ]
     if forecast.plan.spill is not None:
-        lines.append("not counted: feature maps being moved to and from the disk (plan.spill)")
+        lines.append(_spilling(forecast))
     return lines
+
+
+def _spilling(forecast: StepForecast) -> str:
+    """Return what leaves memory and what that takes, as a line of text."""
+    place = "the host's memory" if forecast.plan.spill == "memory" else "the disk"
+    return (
+        f"spilled maps: {forecast.moved_bytes / 1e9:.3g} GB of each trainer go to {place} and back in "
+        f"{forecast.moving_s:.3g} s, {forecast.exposed_s['spill']:.3g} s of them not while it computes; others are "
+        f"computed again in {forecast.recomputing_s:.3g} s"
+    )
 
 
 def needed_bytes(forecast: StepForecast) -> list[int]:
@@ -162,6 +175,9 @@ def forecast_json(forecast: StepForecast, batch: int) -> dict[str, Any]:
         "bubble": forecast.bubble,
         "bound_by": forecast.bound_by,
         "exposed_s": dict(forecast.exposed_s),
+        "moving_s": forecast.moving_s,
+        "moved_bytes": round(forecast.moved_bytes),
+        "recomputing_s": forecast.recomputing_s,
         "memory_bytes": max(needed),
         "rank_memory_bytes": needed,
     }

@@ -75,10 +75,12 @@ def test_what_a_measured_machine_knows_more_is_added_and_written(tmp_path: Path)
 
 
 def test_maps_of_a_gpu_leave_over_its_link_to_the_host() -> None:
-    """Not over its own memory, which is 60 times as fast; a link is slower than what its name says, and never faster."""
+    """Not over its own memory, which is 60 times as fast."""
     gpus = [load_machine(name) for name in machine_names() if load_machine(name).device == "cuda"]
     assert all(gpu.host_bytes_per_s is not None and gpu.host_bytes_per_s < gpu.memory_bytes_per_s / 10 for gpu in gpus)
-    assert all(load_machine(name).host_bytes_per_s is None for name in machine_names() if load_machine(name) not in gpus)
+    assert all(
+        load_machine(name).host_bytes_per_s is None for name in machine_names() if load_machine(name) not in gpus
+    )
     h100 = load_machine("h100")
     assert h100.spill_s(55e9, to_disk=False) == pytest.approx(2.0) == 2 * h100.move_s(55e9, 8, to_disk=False)
     assert h100.move_s(10e9) == pytest.approx(1.0) and h100.move_s(10e9, 16) == pytest.approx(8.0)  # the node's disk
