@@ -138,7 +138,8 @@ def page_limit(
             f"plan.memory_bytes is {memory_bytes:,}, but with these cells a rank needs at least {least:,}: "
             f"{held_bytes:,} for libraries, weights and optimizer state, {records:,} for what cells keep, "
             f"{least - held_bytes - records:,} for the largest step of a cell; raise plan.memory_bytes (or "
-            f"--memory), or use another number of cells (plan.cells, or --cells)"
+            f"--memory), or use another number of cells (plan.cells, or --cells)",
+            least,
         )
     return memory_bytes - held_bytes - records - workspace_bytes(largest)
 

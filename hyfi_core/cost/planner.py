@@ -28,7 +28,7 @@ from hyfi_core.cost.plan_family import PlanRequest, by_cells, candidates, plan_o
 from hyfi_core.cost.resized import ResizedPrograms
 from hyfi_core.cost.simulator import StepForecast, forecast_step, least_step_s, rank_bytes, step_s
 from hyfi_core.cost.stage_cost import StageCosts
-from hyfi_core.errors import RequestError
+from hyfi_core.errors import MemoryLimitError, RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
 from hyfi_core.plan.strategy import Strategy, plan_for
 
@@ -183,6 +183,8 @@ class _PlanTrials:
                 bound_s = self.least_s(one.plan, each_s, max(stage.update_s for stage in one.costs.stages))
         except RequestError as error:
             self._refusal = str(error)
+            if isinstance(error, MemoryLimitError):
+                self._least_bytes = min(error.least_bytes, self._least_bytes or error.least_bytes)
             return False
         one.bound_s = max(one.bound_s, bound_s)
         return True
