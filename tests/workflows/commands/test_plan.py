@@ -57,6 +57,16 @@ def test_nothing_is_written_where_nothing_is_asked_or_nothing_fits(config: Path)
     assert config.read_text() == before
 
 
+def test_cells_are_chosen_with_the_time_of_what_they_spill(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.size_px=2048", "model.options.width=64"]
+    assert plan.run(config, words, "cpu", 1, "900MB", 1, 2, False, True) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text.splitlines()[-1])["plans"]
+    assert all(one["plan"]["spill"] == "." and one["moved_bytes"] > 0 for one in found)
+    assert all(one["moving_s"] == pytest.approx(one["moved_bytes"] / 500e6) for one in found)
+    assert found[0]["step_s"] <= found[1]["step_s"] and "go to the disk and back in" in text
+
+
 def test_a_configuration_without_a_plan_gets_one(config: Path) -> None:
     config.write_text("\n".join(line for line in config.read_text().splitlines() if line[:2] not in ("pl", "  ")))
     wanted = ParallelPlan(grids=((1, 1), (1, 1)), cuts=("layer1",), microbatches=2)

@@ -66,6 +66,29 @@ def test_overrides_and_machines_count(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "H100" in str(fast["machine"]) and fast["step_s"] < slow["step_s"]  # type: ignore[operator]
 
 
+def test_spilled_maps_take_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path, plan={"grids": [[1, 1]], "cells": [2, 2], "spill": "memory"})
+    large = ["data.size_px=2048", "data.batch_size=1", "model.options.width=64"]
+    found = {}
+    for least, memory in {"little": 1200, "much": 100_000}.items():
+        simulate.run(path, [*large, f"plan.memory_bytes={memory}000000"], "p40", None, None, as_json=True)
+        text = capsys.readouterr().out
+        found[least] = json.loads(text.splitlines()[-1])
+        assert "not counted" not in text and "go to the host's memory and back in" in text
+    little, much = found["little"], found["much"]
+    assert much["moved_bytes"] == much["moving_s"] == much["exposed_s"]["spill"] == 0
+    assert little["moving_s"] == pytest.approx(little["moved_bytes"] / 12e9) and little["moved_bytes"] > 10**8
+    assert little["recomputing_s"] == pytest.approx(much["recomputing_s"]) and much["recomputing_s"] > 0
+    assert little["step_s"] == pytest.approx(much["step_s"] + little["exposed_s"]["spill"])
+    simulate.run(
+        path, [*large, "plan.memory_bytes=1200000000", f"plan.spill={tmp_path}"], "p40", None, None, as_json=True
+    )
+    disk = said(capsys)
+    assert disk["bound_by"] == "spill" and disk["step_s"] > little["step_s"]
+    with pytest.raises(RequestError, match="a rank needs at least"):
+        simulate.run(path, [*large, "plan.memory_bytes=500000000"], "p40", None, None, as_json=True)
+
+
 def test_classes_come_from_the_labels_where_the_configuration_has_none(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="store"):
         simulate.run(config(tmp_path, model={"name": "resnet6"}), [], None, None, None, as_json=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
+from hyfi_core.cells.spill_forecast import SpillForecast
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel, load_machine
@@ -18,6 +19,7 @@ from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.blocks import Bottleneck
 from hyfi_core.models.resnet import ResNet, resnet50, resnet_v2
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from workflows.training.memory import PROCESS_BYTES
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "AmoebaNet-D (18, 208)": lambda: amoebanet_d(1000, 18, 208),
@@ -47,9 +49,8 @@ class Forecasts:
             machine: one of ``machine_names()``.
         """
         program, model = self._program(network, size, images // plan.microbatches), load_machine(machine)
-        return forecast_step(
-            program, with_cuts(plan, program, model), model, known=self._lowered.setdefault(machine, {})
-        )
+        known, spills = self._lowered.setdefault(machine, {}), SpillForecast(model, PROCESS_BYTES)
+        return forecast_step(program, with_cuts(plan, program, model), model, known=known, spills=spills)
 
     def step_s(self, network: str, size: int, images: int, plan: ParallelPlan, machine: str) -> float:
         """Return the seconds of a step; see ``step``."""
