@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.machine import MachineModel, load_machine
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from workflows.benchmarks.headlines import ahead
 from workflows.benchmarks.headlines.forecasts import NETWORKS, Forecasts
 from workflows.benchmarks.headlines.points import Point, points
 
@@ -42,6 +43,33 @@ def test_without_a_recomputed_micro_batch_a_step_takes_as_long_as_without_recomp
     assert forecasts.early_recompute_s("small", 64, 2, plan, "p40", but_last=True) == pytest.approx(kept_s)
     last_only_s = forecasts.early_recompute_s("small", 64, 2, plan, "p40", but_last=False)
     assert kept_s < last_only_s < forecasts.step_s("small", 64, 2, plan, "p40")
+
+
+class _SmallDevices(Forecasts):
+    """Machines of which a device has little memory."""
+
+    def machine(self, name: str) -> MachineModel:
+        machine = load_machine(name)
+        return machine if name == "h100" else replace(machine, memory_bytes=1_800_000_000)
+
+
+def test_each_headline_says_what_it_assumes_and_whether_it_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(NETWORKS, ahead.SMALL, _small)
+    monkeypatch.setitem(NETWORKS, "ResNet-50", _small)
+    layer = ParallelPlan(grids=((1, 1), (1, 1)), schedule="sequential")
+    case = ahead._Case(ahead.SMALL, 8192, "layer parallelism", layer, "two stages")
+    monkeypatch.setattr(ahead, "_CASES", (case,))
+    monkeypatch.setattr(ahead, "CANDIDATES", ahead.CANDIDATES[:3])
+    ahead.print_ahead(_SmallDevices())
+    text = capsys.readouterr().out
+    assert (
+        "(a V100 has 2)" in text and "fits with spilling: 2x4, " in text and "assumed: two stages; efficiencies" in text
+    )
+    assert "68 GB/s between a GPU and its host" in text and "scaling to 2,048 V100s" in text
+    (one,) = [line for line in text.splitlines() if " 1 H100, " in line]
+    assert "GB of maps a rank to the host and back" in one and "55 GB/s between a GPU and its host" in text
 
 
 def _small() -> nn.Module:

@@ -48,7 +48,7 @@ class Forecasts:
             plan: with automatic or named cuts.
             machine: one of ``machine_names()``.
         """
-        program, model = self._program(network, size, images // plan.microbatches), load_machine(machine)
+        program, model = self._program(network, size, images // plan.microbatches), self.machine(machine)
         known, spills = self._lowered.setdefault(machine, {}), SpillForecast(model, PROCESS_BYTES)
         return forecast_step(program, with_cuts(plan, program, model), model, known=known, spills=spills)
 
