@@ -58,7 +58,7 @@ def cut_program(program: Program, wanted: tuple[Any, ...], cuts: Sequence[str]) 
     operators = tuple(op for op in program.operators if any(o in alive for o in op.outputs if o is not None))
     ends = _ends(operators, cuts)
     owner = {op.name: stage for stage, (a, b) in enumerate(ends) for op in operators[a:b]}
-    free = _free_values(program, operators)
+    free = free_values(program, operators)
     pieces = [_operators_of(operators, free, owner, stage) for stage in range(len(ends))]
     travels = _travels(operators, wanted, owner, free, len(ends))
     _check_buffers(program, pieces)
@@ -133,7 +133,7 @@ def _nearest(operators: Sequence[Operator], cut: str) -> str:
     return f"but the model has no such module, or it computes nothing; available: {', '.join(close[:8])} …"
 
 
-def _free_values(program: Program, operators: Sequence[Operator]) -> set[str]:
+def free_values(program: Program, operators: Sequence[Operator]) -> set[str]:
     """Return values that depend on neither image nor parameters nor buffers."""
     bound = {program.image, *program.parameters, *program.buffers}
     free: set[str] = set()

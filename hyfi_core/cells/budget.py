@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from hyfi_core.capture.program import Program
-from hyfi_core.cells.fused_memory import runs_for_cells
+from hyfi_core.cells.fused_memory import CellCosts
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cost.memory import (
@@ -44,7 +44,12 @@ _ROOM = 2  # times the minimum, so that a cell is read while another is computed
 
 
 def with_cells(
-    plan: ParallelPlan, program: Program, held_bytes: int, device: torch.device, trains: bool = True
+    plan: ParallelPlan,
+    program: Program,
+    held_bytes: int,
+    device: torch.device,
+    trains: bool = True,
+    costs: CellCosts | None = None,
 ) -> ParallelPlan:
     """Return the plan with ``cells="auto"`` resolved; without cells and spilling if everything fits in memory.
 
@@ -54,6 +59,7 @@ def with_cells(
         held_bytes: what the rank uses before the first step.
         device: of the maps.
         trains: whether there is backward; in evaluation mode a rank keeps far less.
+        costs: of the program without backward, from earlier calls; None: none are known.
 
     Raises:
         MemoryLimitError: the memory is too small for any number of cells; the message says how much is needed.
@@ -64,23 +70,27 @@ def with_cells(
     whole = replace(plan, cells=None, spill=None)
     forecasts = forecast_memory(program, whole)
     weights = max(one.largest_weight_bytes for one in forecasts)
+    costs = CellCosts(program) if costs is None else costs
     if trains:
         peak, state = (max(getattr(one, name) for one in forecasts) for name in ("total_bytes", "state_bytes"))
         maps = max(one.working_bytes for one in forecasts)
-        steps = {side: int(BORDERS * maps / side**2) for side in SIDES}
+        steps = ((side, int(BORDERS * maps / side**2)) for side in SIDES)
     else:
         state, (rows, columns) = 0, plan.grids[0]
-        peak = int(runs_for_cells(program, (1, 1))[1].peak_bytes) // (rows * columns)
-        steps = {n: int(runs_for_cells(program, (rows * n, columns * n))[1].step_bytes) for n in SIDES if n > 1}
+        peak = int(costs.of((1, 1)).peak_bytes) // (rows * columns)
+        steps = ((n, int(costs.of((rows * n, columns * n)).step_bytes)) for n in SIDES if n > 1)
     if held_bytes + FORECAST_OFF * peak <= memory_bytes:
         return whole
     held_bytes += state
     records = len(program.operators) * STEP_BYTES[trains]
-    needed = {side: _of_cells(held_bytes, side, of, weights, records) for side, of in steps.items()}
-    for room in (_ROOM, 1):
-        for side, (held, least) in needed.items():
-            if held + room * (least - held) <= memory_bytes:
-                return replace(plan, cells=(side, side))
+    needed: dict[int, tuple[int, int]] = {}
+    for side, of in steps:  # the costs of many cells take long: up to those that have room
+        held, least = needed[side] = _of_cells(held_bytes, side, of, weights, records)
+        if held + _ROOM * (least - held) <= memory_bytes:
+            return replace(plan, cells=(side, side))
+    for side, (_, least) in needed.items():
+        if least <= memory_bytes:
+            return replace(plan, cells=(side, side))
     smallest = min(least for _, least in needed.values())
     raise MemoryLimitError(
         f"plan.memory_bytes is {memory_bytes:,}, but with any number of cells a rank needs at least "
@@ -96,20 +106,20 @@ def _of_cells(held_bytes: int, side: int, maps_bytes: int, weights_bytes: int, r
     return held, least_bytes(held, PagedForecast(maps_bytes, 0, 0, weights_bytes))
 
 
-def evaluation_bytes(program: Program, grid: tuple[int, int], cells: tuple[int, int], held_bytes: int) -> int:
+def evaluation_bytes(costs: CellCosts, grid: tuple[int, int], cells: tuple[int, int], held_bytes: int) -> int:
     """Return the memory of a rank that evaluates its part of a map, in cells and without spilling.
 
     Args:
-        program: in evaluation mode.
+        costs: of the program in evaluation mode.
         grid: of the ranks that share the image.
         cells: of each rank's part; (1, 1) for none.
         held_bytes: what the rank uses before the first step.
     """
     ranks = prod(grid)
     if prod(cells) == 1:
-        return held_bytes + int(FORECAST_OFF * runs_for_cells(program, (1, 1))[1].peak_bytes / ranks)
-    cost = runs_for_cells(program, (grid[0] * cells[0], grid[1] * cells[1]))[1]
-    records = len(program.operators) * STEP_BYTES[False]
+        return held_bytes + int(FORECAST_OFF * costs.of((1, 1)).peak_bytes / ranks)
+    cost = costs.of((grid[0] * cells[0], grid[1] * cells[1]))
+    records = len(costs.program.operators) * STEP_BYTES[False]
     held = held_bytes + LIBRARY_BYTES + prod(cells) * records
     return held + int(FORECAST_OFF * max(cost.peak_bytes / ranks, cost.step_bytes) + WORKSPACE * cost.step_bytes)
 

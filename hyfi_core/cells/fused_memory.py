@@ -75,6 +75,28 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
     return choices[best].runs(sketch), costs[best]
 
 
+class CellCosts:
+    """What a program costs in cells, by their grid; its runs are chosen once for each.
+
+    Args:
+        program: in evaluation mode.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._known: dict[tuple[int, int], RunCost] = {}
+
+    def of(self, grid: tuple[int, int]) -> RunCost:
+        """Return the cost with so many rows and columns of cells.
+
+        Raises:
+            RequestError: as ``runs_for_cells``.
+        """
+        if grid not in self._known:
+            self._known[grid] = runs_for_cells(self.program, grid)[1]
+        return self._known[grid]
+
+
 def cost_of(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], margins: Margins) -> RunCost:
     """Return the cost of a choice of runs.
 
@@ -86,10 +108,16 @@ def cost_of(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str]
     """
     sizes = _cell_bytes(sketch, margins)
     step = max((sum(sizes.get(str(name), 0.0) for name in (*op.inputs, *op.outputs)) for op in operators), default=0.0)
-    return RunCost(_peak_bytes(sketch, operators, maps, margins), _work(sketch, margins), step)
+    return RunCost(_peak_bytes(sketch, operators, maps, margins, sizes), _work(sketch, margins), step)
 
 
-def _peak_bytes(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], margins: Margins) -> float:
+def _peak_bytes(
+    sketch: Sketch,
+    operators: Sequence[Operator],
+    maps: Collection[str],
+    margins: Margins,
+    cell_bytes: Mapping[str, float],
+) -> float:
     """Return the peak of live maps: of one cell, or of all cells for maps that live across a point where cells wait.
 
     An operator that exchanges keeps its input until all cells have reached it; a reduction does not.
@@ -97,7 +125,7 @@ def _peak_bytes(sketch: Sketch, operators: Sequence[Operator], maps: Collection[
     known = _lives(sketch.image, sketch.layouts, operators)
     lives = {value: life for value, life in known.items() if value in sketch.layouts}  # the image may be in no run
     waits = sorted(_waits(sketch, operators, maps, margins))
-    sizes = dict(_cell_bytes(sketch, margins))
+    sizes = dict(cell_bytes)
     for value, (made, last) in lives.items():
         if any(2 * made + 1 < at <= 2 * last for at in waits):
             sizes[value] = sketch.layouts[value].map.area * sketch.pixel_bytes[value]
@@ -157,10 +185,15 @@ def _cell_bytes(sketch: Sketch, margins: Margins) -> Mapping[str, float]:
         if sketch.image in flow.takes:
             read.append(flow.need(boxes, sketch.layouts[sketch.image].map))
     if read:
-        found[sketch.image] = (
-            max(hull(needs).area for needs in zip(*read, strict=True)) * sketch.pixel_bytes[sketch.image]
-        )
+        found[sketch.image] = _largest_read(read) * sketch.pixel_bytes[sketch.image]
     return found
+
+
+def _largest_read(read: Sequence[Boxes]) -> int:
+    """Return the most pixels of the image that a cell reads for all operators together; mostly it is one operator."""
+    if len(read) == 1:
+        return read[0].largest  # of rows and columns: there may be tens of thousands of cells
+    return max(hull(needs).area for needs in zip(*read, strict=True))
 
 
 def _work(sketch: Sketch, margins: Margins) -> float:

@@ -19,7 +19,7 @@ import torch
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.budget import evaluation_bytes, spilled_bytes, with_cells
-from hyfi_core.cells.fused_memory import runs_for_cells
+from hyfi_core.cells.fused_memory import CellCosts
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import value_bytes
@@ -131,7 +131,7 @@ def _grids(needs: PredictionNeeds) -> list[tuple[int, int]]:
 
 
 class _PredictionTrials:
-    """Forecasts ways to predict a slide; the model is lowered once for each grid."""
+    """Forecasts ways to predict a slide; the model is lowered once for each grid, of ranks and of cells."""
 
     def __init__(self, program: Program, needs: PredictionNeeds) -> None:
         self._program, self._needs = program, needs
@@ -139,6 +139,7 @@ class _PredictionTrials:
         self._held = needs.held_bytes + weights
         self._least_bytes: int | None = None
         self._lowered: LoweredPlans = {}
+        self._costs = CellCosts(program)
         self.refused: dict[str, str] = {}
 
     def fitting(self, grid: tuple[int, int]) -> Iterator[PredictionForecast]:
@@ -146,7 +147,7 @@ class _PredictionTrials:
         for side in _CELLS if self._may_have_cells(grid) else (1,):
             cells = None if side == 1 and not self._own_slides(grid) else (side, side)
             try:
-                needed = evaluation_bytes(self._program, grid, cells or (1, 1), self._held)
+                needed = evaluation_bytes(self._costs, grid, cells or (1, 1), self._held)
                 if needed > self._needs.memory_bytes:
                     self._least(needed)
                     self.refused[_named(grid, cells)] = f"needs {needed / 1e9:.3g} GB a rank"
@@ -164,7 +165,7 @@ class _PredictionTrials:
         limit = self._needs.memory_bytes
         plan = ParallelPlan((grid,), cells="auto", spill="memory", memory_bytes=limit)
         try:
-            found = with_cells(plan, self._program, self._held, torch.device("cpu"), trains=False)
+            found = with_cells(plan, self._program, self._held, torch.device("cpu"), False, self._costs)
             yield self._forecast(grid, found.cell_grid, limit, spills=True)
         except MemoryLimitError as error:
             self._least(error.least_bytes)
@@ -206,7 +207,7 @@ class _PredictionTrials:
         count = prod(cells or (1, 1))
         if count > 1:
             assert cells is not None
-            cost = runs_for_cells(self._program, (grid[0] * cells[0], grid[1] * cells[1]))[1]
+            cost = self._costs.of((grid[0] * cells[0], grid[1] * cells[1]))
             starts_s = (count - 1) * len(self._program.operators) * machine.kernel_s
             parts["cells"] = (cost.work - 1) * parts["compute"] + starts_s
             if spills:

@@ -25,8 +25,14 @@ MOST_CANDIDATES = 300
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A place to cut: after this many operators, which is the end of this module."""
+class CutCandidate:
+    """A place to cut: after ``index`` operators, which is the end of this module.
+
+    Attributes:
+        index: number of operators before it.
+        module: that ends there; of several, the outermost.
+        crossing_bytes: of the values that are made before and used after.
+    """
 
     index: int
     module: str
@@ -56,7 +62,7 @@ class _Measured:
     @classmethod
     def of(cls, program: Program, machine: MachineModel) -> _Measured:
         """Return those of a captured model."""
-        candidates, costs = _candidates(program), operator_costs(program, machine)
+        candidates, costs = cut_candidates(program), operator_costs(program, machine)
         return cls(
             tuple(candidate.module for candidate in candidates),
             (0, *(candidate.index for candidate in candidates), len(program.operators)),
@@ -102,7 +108,8 @@ def with_cuts(
     return replace(plan, cuts=_Search(plan, measured, machine).best())
 
 
-def _candidates(program: Program) -> list[_Candidate]:
+def cut_candidates(program: Program) -> list[CutCandidate]:
+    """Return the places where a program can be cut, in order."""
     last: dict[str, int] = {}
     for index, op in enumerate(program.operators):
         parts = op.module.split(".")
@@ -116,7 +123,7 @@ def _candidates(program: Program) -> list[_Candidate]:
         depth -= 1
         ends = {index: module for index, module in ends.items() if module.count(".") <= depth}
     crossing = _crossing_bytes(program)
-    return [_Candidate(index, module, crossing[index]) for index, module in sorted(ends.items())]
+    return [CutCandidate(index, module, crossing[index]) for index, module in sorted(ends.items())]
 
 
 def _crossing_bytes(program: Program) -> list[int]:

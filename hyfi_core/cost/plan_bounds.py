@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -119,6 +120,7 @@ class PlanBounds:
         self._totals: dict[tuple[int, frozenset[tuple[int, int]]], float] = {}
         self._pieces: dict[tuple[int, tuple[str, ...] | str], tuple[Stage, ...]] = {}
         self._stages: dict[tuple[int, tuple[str, ...] | str, tuple[_Mode, ...]], tuple[tuple[_Work, ...], float]] = {}
+        self._parts: dict[tuple[int, _Mode], list[_Work]] = {}
 
     def of(self, plan: ParallelPlan) -> float:
         """Return the bound of a plan.
@@ -161,6 +163,24 @@ class PlanBounds:
         stages, least_update_s = self._stages[key]
         each = zip(stages, plan.grids, _divided(plan), strict=True)
         return tuple(work.ranks_s([parts]) / prod(grid) + work.kernels_s for work, grid, parts in each), least_update_s
+
+    def before(self, plan: ParallelPlan, places: Sequence[int]) -> list[list[float]]:
+        """Return, for each stage of a plan, the least time of all operators before each place if they were in it.
+
+        Args:
+            plan: any; its cuts do not matter.
+            places: positions between operators, from the first to the last; always the same ones of a program.
+        """
+        found, images = [], self._images(plan)
+        for mode, grid, divided in zip(_modes(plan), plan.grids, _divided(plan), strict=True):
+            if (images, mode) not in self._parts:
+                known, names = self._of_operators(images, mode), [op.name for op in self._programs(images).operators]
+                each = [_Work.sum(known[name] for name in names[a:b] if name in known) for a, b in pairwise(places)]
+                self._parts[images, mode] = each
+            parts = self._parts[images, mode]
+            seconds = (part.ranks_s([divided]) / prod(grid) + part.kernels_s for part in parts)
+            found.append(list(accumulate(seconds, initial=0.0)))
+        return found
 
     def pieces(self, plan: ParallelPlan) -> tuple[Stage, ...]:
         """Return the stages of a plan with named cuts.

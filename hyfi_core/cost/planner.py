@@ -1,32 +1,32 @@
 """Search for the fastest plans for a model, a batch and a machine, by branch and bound.
 
-    bounds of all plans              1.0 s   1.1 s   1.3 s   2.0 s   3.0 s   …      nothing is cut or lowered
-    with the cuts between stages     1.4 s   1.1 s   1.3 s   │
-    recomputed if it must            1.5 s   1.1 s   1.4 s   │
-    with halos, stage after stage    1.8 s   1.1 s   1.5 s   │
-    simulated                                1.2 s           │ stop: no other plan can be faster than 1.2 s
+    bounds of all plans              1.0 s         1.1 s   1.3 s   2.0 s   3.0 s   …      nothing is cut or lowered
+    with cuts that fit               1.5 s         1.1 s   1.4 s   │
+    recomputing                      1.4 s                         │
+    with halos, stage after stage    1.8 s 1.6 s   1.1 s   1.5 s   │
+    simulated                                      1.2 s           │ stop: no other plan can be faster than 1.2 s
 
 Every bound is at least the one before it and at most the time of the step. The plan with the lowest bound is examined
-first: it gets its next bound, the third one only if it fits, and goes back to its place. So the result is the
-same as that of simulating all plans, and only those are lowered and simulated that might be the best.
-Recomputation always costs time, so it is tried only if a plan needs too much memory.
+first: it gets its next bound and goes back to its place. So the result is the same as that of simulating all plans, and
+only those are lowered and simulated that might be the best. Recomputation and cuts at other places than the fastest
+cost time, so they are tried only if a plan needs too much memory, each as a plan of its own.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hyfi_core.cost.cuts import MeasuredPrograms, with_cuts
+from hyfi_core.cost.fit.plan_memory import PlanMemory
 from hyfi_core.cost.lowered_stages import LoweredPlans
-from hyfi_core.cost.memory import FORECAST_OFF, StageMaps
 from hyfi_core.cost.plan_bounds import PlanBounds, Programs
 from hyfi_core.cost.plan_family import PlanRequest, by_cells, candidates, plan_of
 from hyfi_core.cost.resized import ResizedPrograms
-from hyfi_core.cost.simulator import StepForecast, forecast_step, least_step_s, rank_bytes, step_s
+from hyfi_core.cost.simulator import StepForecast, forecast_step, least_step_s, step_s
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.errors import MemoryLimitError, RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
@@ -41,7 +41,7 @@ class PlanSearch:
         plans: the fastest plans, in order; each has been lowered and its schedule simulated.
         alternatives: name of a simple strategy -> its forecast, or the reason why it does not work.
         simulated: number of simulated plans.
-        candidates: number of plans in the family.
+        candidates: number of plans in the family, and of further ways in which those examined fit.
     """
 
     plans: tuple[StepForecast, ...]
@@ -87,10 +87,10 @@ def _searched(programs: Programs, request: PlanRequest, top: int, below_s: float
         plans = list(by_cells(request))
         found = search.best(plans, top, below_s)
     if below_s < math.inf:
-        return PlanSearch(tuple(found), {}, search.simulated, len(plans))
+        return PlanSearch(tuple(found), {}, search.simulated, len(plans) + search.further)
     if not found:
         raise RequestError(search.why_none())
-    return PlanSearch(tuple(found), search.alternatives(), search.simulated, len(plans))
+    return PlanSearch(tuple(found), search.alternatives(), search.simulated, len(plans) + search.further)
 
 
 @dataclass(order=True)
@@ -99,21 +99,19 @@ class _Examined:
 
     Attributes:
         bound_s: lower bound of the step.
-        number: position in the family.
-        plan: with cuts, except before the second bound.
+        number: position in the family, and among the ways in which that plan fits.
+        plan: with cuts and as it fits, except before the second bound.
         each_s: time of a forward and a backward of each stage; for the first ones with halos, for others less.
         update_s: time of the optimizer step, or less.
-        fits: whether it is known to fit, with recomputation if it needs that.
         known: number of stages of which the time with halos is known.
         costs: of its stages, once all are known; None before.
     """
 
     bound_s: float
-    number: int
+    number: tuple[int, int]
     plan: ParallelPlan = field(compare=False)
     each_s: list[float] = field(default_factory=list, compare=False)
     update_s: float = field(default=0.0, compare=False)
-    fits: bool = field(default=False, compare=False)
     known: int = field(default=0, compare=False)
     costs: StageCosts | None = field(default=None, compare=False)
 
@@ -124,26 +122,25 @@ class _PlanTrials:
     def __init__(self, programs: Programs, request: PlanRequest) -> None:
         self._programs = programs
         self._request = request
-        self._least_bytes: int | None = None
         self._refusal = ""
         self._bounds = PlanBounds(programs, request.batch, request.ranks, request.machine, request.dtype)
         self._cut: dict[tuple[int, ...], tuple[str, ...] | Literal["auto"] | RequestError] = {}
         self._measured: MeasuredPrograms = {}
-        self._maps: dict[tuple[int, tuple[str, ...] | Literal["auto"]], list[StageMaps]] = {}
+        self._memory = PlanMemory(programs, request, self._bounds)
         self._lowered: LoweredPlans = {}
-        self.simulated = 0
+        self.simulated = self.further = 0
 
     def best(self, plans: Iterable[ParallelPlan], top: int, below_s: float = math.inf) -> list[StepForecast]:
         """Return the ``top`` fastest of the plans that fit and take less than ``below_s``, fastest first."""
         queue = self._queue(plans)
-        found: list[tuple[float, int, ParallelPlan]] = []
+        found: list[tuple[float, tuple[int, int], ParallelPlan]] = []
         while queue:
             one = heapq.heappop(queue)
             if one.bound_s >= (found[-1][0] if len(found) == top else below_s):
                 break
             if one.costs is None:
-                if self._examine(one):
-                    heapq.heappush(queue, one)
+                for each in self._examined(one):
+                    heapq.heappush(queue, each)
                 continue
             self.simulated += 1
             seconds = step_s(one.plan, one.costs)
@@ -155,23 +152,20 @@ class _PlanTrials:
         queue: list[_Examined] = []
         for number, plan in enumerate(plans):
             try:
-                queue.append(_Examined(self.bound_s(plan), number, plan))
+                queue.append(_Examined(self.bound_s(plan), (number, 0), plan))
             except RequestError as error:  # this micro-batch size cannot be captured
                 self._refusal = str(error)
         heapq.heapify(queue)
         return queue
 
-    def _examine(self, one: _Examined) -> bool:
-        """Compute the next bound of a plan; return whether it is still to be considered."""
+    def _examined(self, one: _Examined) -> list[_Examined]:
+        """Return what is still to be considered of a plan, with the next bound: it, or each way in which it fits."""
         try:
             if not one.each_s:
-                one.plan = self._with_cuts(one.plan)
-                bound_s = self._bounded(one)
-            elif not one.fits:
-                if not self._made_to_fit(one):
-                    return False
-                one.fits, bound_s = True, self._bounded(one)
-            elif one.known + 1 < one.plan.stages:
+                return list(self._that_fit(one))
+            if not one.known and not self._memory.fits(one.plan):
+                return []
+            if one.known + 1 < one.plan.stages:
                 (stage,) = self._costs(one.plan, one.known).stages
                 one.each_s[one.known] = stage.forward_s + stage.backward_s
                 one.update_s = max(one.update_s, stage.update_s)
@@ -184,16 +178,22 @@ class _PlanTrials:
         except RequestError as error:
             self._refusal = str(error)
             if isinstance(error, MemoryLimitError):
-                self._least_bytes = min(error.least_bytes, self._least_bytes or error.least_bytes)
-            return False
+                self._memory.counted(error.least_bytes)
+            return []
         one.bound_s = max(one.bound_s, bound_s)
-        return True
+        return [one]
 
-    def _bounded(self, one: _Examined) -> float:
-        """Set the times of a plan's stages to lower bounds, and return one of its step."""
-        each_s, one.update_s = self._bounds.of_stages(one.plan)
-        one.each_s = list(each_s)
-        return self.cut_bound_s(one.plan)
+    def _that_fit(self, one: _Examined) -> Iterator[_Examined]:
+        """Yield each way in which a plan fits, with a bound from the operators of its stages."""
+        for way, plan in enumerate(self._memory.ways(self._with_cuts(one.plan))):
+            try:
+                each_s, update_s = self._bounds.of_stages(plan)
+                bound_s = max(one.bound_s, self.cut_bound_s(plan))
+            except RequestError as error:  # a buffer would be used in two stages
+                self._refusal = str(error)
+                continue
+            self.further += way > 0
+            yield _Examined(bound_s, (one.number[0], way), plan, list(each_s), update_s)
 
     def _costs(self, plan: ParallelPlan, only: int | None = None) -> StageCosts:
         """Return the costs of a plan's stages, or of one of them; those before it are lowered, too."""
@@ -233,33 +233,24 @@ class _PlanTrials:
 
     def why_none(self) -> str:
         """Return the message if no plan was found."""
-        if self._least_bytes is None:
+        least_bytes = self._memory.least_bytes()
+        if least_bytes is None:
             return f"no plan can be run: {self._refusal}"
         return (
             f"no plan of {self._request.ranks} rank(s) fits into {self._request.memory_bytes / 1e9:.3g} GB a rank; the "
-            f"smallest needs {self._least_bytes / 1e9:.3g} GB: give more memory (--memory), more ranks (--ranks), or "
+            f"smallest needs {least_bytes / 1e9:.3g} GB: give more memory (--memory), more ranks (--ranks), or "
             "smaller images"
         )
 
     def _tried(self, plan: ParallelPlan) -> StepForecast | str:
         try:
             cut = self._with_cuts(plan)
-            needed = self._needed_bytes(cut)
+            needed = self._memory.needed_bytes(cut)
             if needed > self._request.memory_bytes:
                 return f"needs {needed / 1e9:.3g} GB a rank"
             return self._forecast(cut)
         except RequestError as error:
             return f"refused: {error}"
-
-    def _made_to_fit(self, one: _Examined) -> bool:
-        """Let a plan recompute if it does not fit without; return whether it fits."""
-        for plan in (one.plan, replace(one.plan, recompute=True)):
-            needed = self._needed_bytes(plan)
-            if needed <= self._request.memory_bytes:
-                one.plan = plan
-                return True
-            self._least_bytes = min(needed, self._least_bytes or needed)
-        return False
 
     def _forecast(self, plan: ParallelPlan) -> StepForecast:
         request, program = self._request, self._programs(images_of(self._request, plan))
@@ -279,11 +270,3 @@ class _PlanTrials:
         if isinstance(known, RequestError):
             raise known
         return replace(plan, cuts=known)
-
-    def _needed_bytes(self, plan: ParallelPlan) -> int:
-        program = self._programs(images_of(self._request, plan))
-        key = images_of(self._request, plan), plan.cuts
-        if key not in self._maps:
-            self._maps[key] = [StageMaps.of(program, piece) for piece in self._bounds.pieces(plan)]
-        most = max(rank_bytes(program, plan, self._maps[key]))
-        return self._request.held_bytes + int(FORECAST_OFF * most)

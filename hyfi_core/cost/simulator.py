@@ -155,7 +155,7 @@ def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -
         update_s: time of the optimizer step.
     """
     rounds = plan.microbatches // plan.directions
-    busy_s = max(sum(rounds * each_s[stage] for stage in held) for held in _held_stages(plan))
+    busy_s = max(sum(rounds * each_s[stage] for stage in held) for held in held_stages(plan))
     if plan.directions == 1 and plan.interleave == 1:
         before = accumulate(each_s, initial=0.0)
         busy_s = max(first_s + rounds * own_s for first_s, own_s in zip(before, each_s, strict=False))
@@ -164,7 +164,7 @@ def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -
     return busy_s + update_s
 
 
-def _held_stages(plan: ParallelPlan) -> set[tuple[int, ...]]:
+def held_stages(plan: ParallelPlan) -> set[tuple[int, ...]]:
     """Return the stages that ranks of one replica hold, for each rank that differs."""
     placement = Placement.of(_collapsed(plan))
     return {tuple(stage for stage, _ in placement.hosted(rank)) for rank in range(placement.size)}

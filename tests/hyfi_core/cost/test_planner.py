@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from itertools import combinations, pairwise
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,12 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cells.budget import with_cells
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost import planner
+from hyfi_core.cost.cuts import cut_candidates
 from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.memory import FORECAST_OFF
 from hyfi_core.cost.plan_family import PlanRequest, candidates
 from hyfi_core.cost.planner import best_plans
-from hyfi_core.cost.simulator import StepForecast
+from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -105,10 +108,10 @@ def test_bounds_rise_with_each_stage_that_is_lowered_and_end_at_those_of_all() -
         (one,) = trials._queue([plan])
         known = []
         while one.costs is None:
-            assert trials._examine(one)
+            (one,) = trials._examined(one)
             known.append(one.bound_s)
         assert known == sorted(known) and known[-1] <= planner.step_s(one.plan, one.costs) * (1 + 1e-9)
-        assert len(known) == 2 + 3
+        assert len(known) == 1 + 3
         each = programs(8 // plan.replicas // plan.microbatches)
         assert one.costs.stages == StageCosts(each, one.plan, asked.machine).stages
 
@@ -131,6 +134,65 @@ def test_less_memory_asks_for_recomputation_or_more_micro_batches_and_then_refus
     assert tight.plan.recompute is True or tight.plan.microbatches > ample.plan.microbatches
     with pytest.raises(RequestError, match=r"the smallest needs .* GB: give more memory"):
         best_plans(programs, request(1, 2, memory_bytes=1000))
+
+
+def forecasts_of_all_cuts(plan: ParallelPlan, each: Program, asked: PlanRequest) -> list[StepForecast]:
+    """Return those that fit, fastest first."""
+    names = [candidate.module for candidate in cut_candidates(each)]
+    every = [replace(plan, cuts=cuts) for cuts in combinations(names, plan.stages - 1)]
+    found = [forecast_step(each, one, asked.machine) for one in every]
+    fitting = [one for one in found if int(FORECAST_OFF * max(one.memory_bytes)) <= asked.memory_bytes]
+    return sorted(fitting, key=lambda one: one.step_s)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "machine", "share"),
+    [(2, 2, "v100-lassen", 0.9), (3, 2, "cpu", 0.9), (3, 4, "h100", 0.8), (3, 4, "bluefield2", 0.6)],
+)
+def test_where_the_fastest_cuts_do_not_fit_others_are_found(ranks: int, batch: int, machine: str, share: float) -> None:
+    (free,) = best_plans(programs, request(ranks, batch, machine)).plans
+    asked = request(ranks, batch, machine, memory_bytes=int(share * FORECAST_OFF * max(free.memory_bytes)))
+    (found,) = best_plans(programs, asked).plans
+    trials = planner._PlanTrials(programs, asked)
+    fast = trials._with_cuts(replace(found.plan, cuts="auto"))
+    assert fast.cuts != found.plan.cuts and not found.plan.recompute
+    assert trials._memory.needed_bytes(found.plan) <= asked.memory_bytes < trials._memory.needed_bytes(fast)
+    each = programs(batch // found.plan.replicas // found.plan.microbatches)
+    assert found.step_s <= 1.02 * forecasts_of_all_cuts(found.plan, each, asked)[0].step_s
+    again = forecasts_of_all_cuts(replace(found.plan, recompute=True), each, asked)
+    assert found.step_s < again[0].step_s
+
+
+class Lump(nn.Module):
+    """Convolutions of one module, between which a plan cannot cut."""
+
+    def __init__(self, taken: int, channels: int, count: int, stride: int = 1) -> None:
+        super().__init__()
+        sizes = (taken, *(channels,) * count)
+        self.weights = nn.ParameterList(torch.randn(b, a, 3, 3) / 30 for a, b in pairwise(sizes))
+        self.stride = stride
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for index, weight in enumerate(self.weights):
+            images = nn.functional.conv2d(images, weight, None, 1 if index else self.stride, 1).relu()
+        return images
+
+
+def test_recomputation_with_the_fastest_cuts_may_be_faster_than_other_cuts() -> None:
+    """The only cut that fits without leaves nearly everything in the second stage."""
+    stages = Lump(3, 8, 1), Lump(8, 8, 10), Lump(8, 64, 5, 4)
+    model = nn.Sequential(*stages, nn.Flatten(2), nn.Linear(24**2, 2))
+
+    def lumps(images: int) -> Program:
+        return captured_once(model.train(), (images, 3, 96, 96), torch.float32)
+
+    plan = ParallelPlan(((1, 1), (1, 1)), microbatches=8)
+    (free,) = planner._PlanTrials(lumps, request(2, 8)).best([plan], top=1)
+    asked = request(2, 8, memory_bytes=int(0.99 * FORECAST_OFF * max(free.memory_bytes)))
+    again, other = planner._PlanTrials(lumps, asked).best([plan], top=3)
+    assert again.plan == replace(free.plan, recompute=True)
+    assert other.plan.cuts != free.plan.cuts and other.plan.recompute is False
+    assert free.step_s < again.step_s < other.step_s
 
 
 def test_where_nothing_fits_maps_may_leave_memory() -> None:

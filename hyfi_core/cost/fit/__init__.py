@@ -1,0 +1,1 @@
+"""How plans are made to fit into memory: by recomputation, and by cuts at other places."""

@@ -1,0 +1,204 @@
+"""The fastest cuts with which a plan fits into memory.
+
+    cuts              0.2 | 0.5 | 0.9     seconds    bytes of the rank that needs most
+    fastest           a     c     f       1.0        9 GB      does not fit into 8 GB
+    fastest that fit  a     b     e       1.1        7 GB
+
+In one direction, dynamic programming over stages finds those with the shortest slowest stage and those with the
+shortest sum; the better one is taken. In two directions a rank holds several stages, so that no stage fits or fails on
+its own: all cuts are rated, or if they are too many, a coarse choice of them and then what is near the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from itertools import combinations, product
+from math import comb, prod
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyfi_core.capture.program import Program
+from hyfi_core.cost.fit.stage_table import StageTable, Table
+from hyfi_core.cost.memory import FORECAST_OFF, forecast_memory
+from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
+from hyfi_core.cost.simulator import held_stages
+from hyfi_core.plan.parallel_plan import ParallelPlan
+
+Seconds = NDArray[np.float64]
+"""Times of the stage from each place (row) to each other (column)."""
+Rows = NDArray[np.int64]
+"""Cuts, a row for each choice: indices of places."""
+_Number = TypeVar("_Number", np.int64, np.float64)
+_MOST_ROWS = 5_000
+"""Of cuts that are rated, before those near the best."""
+
+
+@dataclass(frozen=True)
+class StagesAnywhere:
+    """Memory of each stage of a plan, wherever it begins and ends.
+
+    Attributes:
+        plan: whose stages these are; its cuts do not matter.
+        names: the module that ends at each place but the first and the last.
+        bytes: of each stage on one of its ranks.
+        start_bytes: that every rank needs at least.
+        held: the stages that a rank holds, for each rank that differs.
+    """
+
+    plan: ParallelPlan
+    names: tuple[str, ...]
+    bytes: tuple[Table, ...]
+    start_bytes: int
+    held: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, program: Program, table: StageTable) -> StagesAnywhere:
+        """Return those of a plan.
+
+        Args:
+            plan: any.
+            program: the captured model, of one micro-batch.
+            table: of the same program.
+        """
+        anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
+        stages = forecast_memory(program, anywhere, [table.maps] * plan.stages)
+        needed = tuple(np.asarray(stage.total_bytes) for stage in stages)
+        return cls(plan, table.names, needed, stages[0].start_bytes, tuple(sorted(held_stages(plan))))
+
+    def least_bytes(self) -> int:
+        """Return the least that the rank with most needs, by the forecast; in two directions that or less."""
+        least, _ = shortest([table.astype(np.float64) for table in self.bytes], np.maximum)
+        return int(_forecast(np.array([max(int(least), self.start_bytes)]))[0])
+
+    def needed(self, rows: Rows) -> Table:
+        """Return the bytes of the rank that needs most, for each choice of cuts, by the forecast."""
+        return _forecast(np.maximum(self.most_held(self.at(self.bytes, rows)), self.start_bytes))
+
+    def most_held(self, each: NDArray[_Number]) -> NDArray[_Number]:
+        """Return the sum over the stages that a rank holds, of the rank with most; stages are the first axis."""
+        sums: NDArray[_Number] = np.max([each[list(held)].sum(0) for held in self.held], axis=0)
+        return sums
+
+    def at(self, tables: Sequence[NDArray[_Number]], rows: Rows) -> NDArray[_Number]:
+        """Return the numbers of all stages (first axis) for each choice of cuts (second axis)."""
+        ends = np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, len(self.names) + 1)))
+        found: NDArray[_Number] = np.array([t[ends[:, s], ends[:, s + 1]] for s, t in enumerate(tables)])
+        return found
+
+
+def average_bytes(plan: ParallelPlan, program: Program, table: StageTable) -> int:
+    """Return what ranks need on average wherever the plan is cut, or less, by the forecast: all weights and maps once.
+
+    Args:
+        plan: any; its cuts do not matter.
+        program: the captured model, of one micro-batch.
+        table: of the same program.
+    """
+    anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
+    stages, sizes = forecast_memory(program, anywhere, table.stages(()) * plan.stages), [prod(g) for g in plan.grids]
+    parts = [(stage.state_bytes, stage.saved_bytes, stage.working_bytes) for stage in stages]
+    together = zip(*([size * part for part in each] for size, each in zip(sizes, parts, strict=True)), strict=True)
+    return int(FORECAST_OFF * (plan.directions * sum(map(min, together)) // sum(sizes)))
+
+
+@dataclass(frozen=True)
+class FittingCuts:
+    """A search for the fastest cuts that fit.
+
+    Attributes:
+        stages: of the plan.
+        seconds: of each stage, forward and backward of a micro-batch, with the messages at its end.
+        room_bytes: that a rank has.
+    """
+
+    stages: StagesAnywhere
+    seconds: tuple[Seconds, ...]
+    room_bytes: int
+
+    def fastest(self) -> tuple[tuple[str, ...] | None, int]:
+        """Return the modules after which to cut, and the bytes that the rank with most then needs, by the forecast.
+
+        Without cuts that fit, the first is None, and the second the least that was found.
+        """
+        rows = self._by_stages() if self.stages.plan.directions == 1 else self._near_best()
+        best = rows[self._order(rows)[:1]]
+        needed = int(self.stages.needed(best)[0])
+        fits = needed <= self.room_bytes
+        return tuple(self.stages.names[place - 1] for place in best[0]) if fits else None, needed
+
+    def _order(self, rows: Rows) -> NDArray[np.intp]:
+        """Return the rows in order: those that fit first, or nearly do, then the faster ones; see ``least_step_s``."""
+        plan, each_s = self.stages.plan, self.stages.at(self.seconds, rows)
+        rounds = plan.microbatches // plan.directions
+        seconds = rounds * self.stages.most_held(each_s)
+        if plan.schedule in ONE_IN_FLIGHT:
+            seconds = np.maximum(seconds, rounds * each_s.sum(0))
+        elif plan.directions == 1:  # every stage waits for those before it
+            seconds = (rounds - 1) * each_s.max(0) + each_s.sum(0)
+        return np.lexsort((seconds, np.maximum(0, self.stages.needed(rows) - self.room_bytes)))
+
+    def _by_stages(self) -> Rows:
+        """Return the cuts that fit and have the shortest slowest stage, and the shortest sum; else the smallest."""
+        both = zip(self.seconds, self.stages.bytes, strict=True)
+        seconds = [np.where(_forecast(needed) <= self.room_bytes, table, np.inf) for table, needed in both]
+        slowest_s, row = shortest(seconds, np.maximum)
+        if slowest_s == np.inf:
+            return shortest([table.astype(np.float64) for table in self.stages.bytes], np.maximum)[1][None]
+        even = [np.where(table <= slowest_s, table, np.inf) for table in seconds]
+        return np.array([row, shortest(even, np.add)[1], shortest(seconds, np.add)[1]])
+
+    def _near_best(self) -> Rows:
+        """Return the best of all cuts, or if they are too many, of a coarse choice and what is near."""
+        cuts, places = self.stages.plan.stages - 1, len(self.stages.names)
+        few = next(count for count in range(places, cuts - 1, -1) if comb(count, cuts) <= _MOST_ROWS)
+        spread = np.unique(np.linspace(1, places, few).round().astype(np.int64))
+        rows = spread[_combinations(few, cuts)]
+        best, step = rows[self._order(rows)[0]], 0 if few == places else places // few
+        while step:
+            rows = best + step * _neighbours(cuts)
+            ends = np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, places + 1)))
+            rows = rows[(np.diff(ends) > 0).all(1)]
+            first = self._order(rows)[0]
+            best, step = rows[first], step if first else step // 2
+        return np.array(best)[None]
+
+
+@lru_cache(maxsize=64)
+def _combinations(places: int, cuts: int) -> Rows:
+    return np.array(list(combinations(range(places), cuts)), dtype=np.int64)
+
+
+@cache
+def _neighbours(cuts: int) -> Rows:
+    """Return all steps by at most one place, first none."""
+    return np.array(list(product((0, -1, 1), repeat=cuts)), dtype=np.int64)
+
+
+def shortest(costs: Sequence[Seconds], together: Callable[[Seconds, Seconds], Seconds]) -> tuple[float, Rows]:
+    """Return the least cost of all stages together, and the cuts, by dynamic programming; infinite if there are none.
+
+    Args:
+        costs: of each stage, from any place to any other.
+        together: the maximum or the sum of two costs.
+    """
+    count = costs[0].shape[0]
+    after = np.triu(np.ones((count, count), dtype=bool), 1)  # a stage ends after it begins
+    before, choices = np.where(np.arange(count) == 0, 0.0, np.inf), []
+    for table in costs:
+        total = together(before[:, None], np.where(after, table, np.inf))
+        choices.append(total.argmin(0))
+        before = total.min(0)
+    at, row = count - 1, []
+    for choice in reversed(choices[1:]):
+        at = int(choice[at])
+        row.append(at)
+    return float(before[-1]), np.array(row[::-1], dtype=np.int64)
+
+
+def _forecast(sums: Table) -> Table:
+    """Return the bytes that a plan is expected to need at most."""
+    return (FORECAST_OFF * sums).astype(np.int64)

@@ -1,0 +1,158 @@
+"""The ways in which a plan fits into memory: as it is, recomputing, or with cuts at other places."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from hyfi_core.cost.fit.fitting_cuts import FittingCuts, Seconds, StagesAnywhere, average_bytes
+from hyfi_core.cost.fit.stage_table import StageTable
+from hyfi_core.cost.memory import FORECAST_OFF, StageMaps, microbatches_in_flight
+from hyfi_core.cost.plan_bounds import PlanBounds, Programs
+from hyfi_core.cost.plan_family import PlanRequest
+from hyfi_core.cost.simulator import rank_bytes
+from hyfi_core.plan.parallel_plan import ParallelPlan
+
+_Cuts = tuple[str, ...] | None
+
+
+class PlanMemory:
+    """Knows what plans need, and makes them fit.
+
+    Many plans are asked for and few are cut: ``ways`` takes the tables of all stages, ``fits`` and ``needed_bytes`` the
+    stages themselves.
+
+    Args:
+        programs: captures the model.
+        request: batch, machine and limits.
+        bounds: of the same model and request.
+    """
+
+    def __init__(self, programs: Programs, request: PlanRequest, bounds: PlanBounds) -> None:
+        self._programs, self._request, self._bounds = programs, request, bounds
+        self._maps: dict[tuple[int, tuple[str, ...] | str], list[StageMaps]] = {}
+        self._tables: dict[int, StageTable] = {}
+        self._bounds_of: dict[Hashable, int] = {}
+        self._chosen: dict[Hashable, _Cuts] = {}
+        self._refused: dict[Hashable, tuple[int, ParallelPlan]] = {}
+        self._smallest: int | None = None
+
+    def needed_bytes(self, plan: ParallelPlan) -> int:
+        """Return the bytes of the rank that needs most, its process included.
+
+        Args:
+            plan: with named cuts.
+
+        Raises:
+            RequestError: the model cannot be cut so.
+        """
+        program, key = self._programs(self._images(plan)), (self._images(plan), plan.cuts)
+        if key not in self._maps:
+            self._maps[key] = [StageMaps.of(program, piece) for piece in self._bounds.pieces(plan)]
+        return self._forecast(plan, self._maps[key])
+
+    def fits(self, plan: ParallelPlan) -> bool:
+        """Whether a plan with named cuts fits, from the stages themselves.
+
+        Raises:
+            RequestError: the model cannot be cut so.
+        """
+        return self.counted(self.needed_bytes(plan)) <= self._request.memory_bytes
+
+    def ways(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
+        """Yield each way in which a plan fits that may be the fastest.
+
+        Recomputation and other cuts only cost time, so both are left out where the plan fits without. Where it does
+        not, either may be faster; the fastest cuts are kept if recomputation alone is enough.
+
+        Args:
+            plan: with its fastest cuts, without recomputation.
+        """
+        again = replace(plan, recompute=True)
+        if self._may_fit(plan):
+            if self._fits(plan):
+                yield plan
+                return
+            yield from self._with_other_cuts(plan)
+        if self._may_fit(again):
+            if self._fits(again):
+                yield again
+            else:
+                yield from self._with_other_cuts(again)
+
+    def least_bytes(self) -> int | None:
+        """Return the least that any of the plans needs that did not fit, with any cuts; None: all did."""
+        for bound, plan in sorted(self._refused.values(), key=lambda one: one[0]):
+            if self._smallest is not None and bound >= self._smallest:
+                break
+            _, needed = FittingCuts(self._anywhere(plan), self._seconds(plan), room_bytes=0).fastest()
+            self.counted(self._request.held_bytes + needed)
+        return self._smallest
+
+    def _may_fit(self, plan: ParallelPlan) -> bool:
+        """Whether some cuts may fit: a quick answer for most plans that do not."""
+        if plan.stages == 1:
+            return True
+        flight = tuple(microbatches_in_flight(plan, stage) for stage in range(plan.stages))
+        alike = self._images(plan), tuple(map(prod, plan.grids)), flight, plan.directions, plan.recompute
+        if alike not in self._bounds_of:
+            room = self._request.memory_bytes - self._request.held_bytes
+            least = average_bytes(plan, self._programs(self._images(plan)), self._table(plan))
+            least = least if least > room else max(least, self._anywhere(plan).least_bytes())
+            self._bounds_of[alike] = self._request.held_bytes + least
+            if least > room:
+                self._refused[alike] = self._bounds_of[alike], plan
+        return self._bounds_of[alike] <= self._request.memory_bytes
+
+    def _fits(self, plan: ParallelPlan) -> bool:
+        """Whether a plan with named cuts fits, from the tables of all stages: cuts take no time."""
+        cuts, table = () if plan.cuts == "auto" else plan.cuts, self._table(plan)
+        if not set(cuts) <= set(table.names):
+            return self.fits(plan)
+        return self.counted(self._forecast(plan, table.stages(cuts))) <= self._request.memory_bytes
+
+    def _forecast(self, plan: ParallelPlan, stages: list[StageMaps]) -> int:
+        most = max(rank_bytes(self._programs(self._images(plan)), plan, stages))
+        return self._request.held_bytes + int(FORECAST_OFF * most)
+
+    def counted(self, needed: int) -> int:
+        """Return what a plan needs; of those that do not fit, the least is remembered."""
+        if needed > self._request.memory_bytes:
+            self._smallest = min(needed, self._smallest or needed)
+        return needed
+
+    def _with_other_cuts(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
+        """Yield the plan with the fastest cuts that fit, if there are any."""
+        if plan.stages == 1:
+            return
+        key = self._images(plan), plan.grids, plan.schedule, plan.microbatches, plan.recompute
+        if key not in self._chosen:
+            room = self._request.memory_bytes - self._request.held_bytes
+            self._chosen[key], needed = FittingCuts(self._anywhere(plan), self._seconds(plan), room).fastest()
+            self.counted(self._request.held_bytes + needed)
+        cuts = self._chosen[key]
+        if cuts is not None:
+            yield replace(plan, cuts=cuts)
+
+    def _anywhere(self, plan: ParallelPlan) -> StagesAnywhere:
+        return StagesAnywhere.of(plan, self._programs(self._images(plan)), self._table(plan))
+
+    def _seconds(self, plan: ParallelPlan) -> tuple[Seconds, ...]:
+        """Return the time of each stage from any place to any other, and of what it sends, forward and backward."""
+        table = self._table(plan)
+        travels_s = 2 * np.asarray(table.maps.taken)[:, -1] / self._request.machine.node.bytes_per_s
+        travels_s[[0, -1]] = 0.0  # nothing is sent after the last stage
+        each = zip(map(np.asarray, self._bounds.before(plan, table.places)), plan.grids, strict=True)
+        return tuple(times - times[:, None] + travels_s / prod(grid) for times, grid in each)
+
+    def _table(self, plan: ParallelPlan) -> StageTable:
+        images = self._images(plan)
+        if images not in self._tables:
+            self._tables[images] = StageTable.of(self._programs(images))
+        return self._tables[images]
+
+    def _images(self, plan: ParallelPlan) -> int:
+        return self._request.batch // plan.replicas // plan.microbatches

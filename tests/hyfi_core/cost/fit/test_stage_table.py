@@ -1,0 +1,71 @@
+"""The tables of all stages against the stages themselves, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hyfi_core.capture.program import Program
+from hyfi_core.capture.stages import cut_program
+from hyfi_core.cost.fit.stage_table import StageTable
+from hyfi_core.cost.memory import StageMaps
+from hyfi_core.models.amoebanet import amoebanet_d
+from hyfi_core.models.resnet import resnet18
+from tests.harness import captured_once
+
+
+class Skips(nn.Module):
+    """A value that is used late, a weight that is used twice, and a module that computes nothing needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.unused = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(2, 2)
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.second.weight = self.first.weight
+        self.gate, self.head = nn.Sigmoid(), nn.Linear(4, 2)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.unused(images[0, 0, :2, :2])
+        early = self.enter(images)
+        late = self.gate(self.second(torch.relu(self.first(early)))) * early
+        return self.head(late.mean((2, 3))), early.mean()
+
+
+MODELS = {
+    "resnet18": lambda: resnet18(2),
+    "amoebanet": lambda: amoebanet_d(2, layers=3, filters=32),
+    "skips": Skips,
+}
+
+
+def captured(name: str) -> Program:
+    torch.manual_seed(0)
+    return captured_once(MODELS[name]().train(), (2, 3, 64, 64), torch.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tables_have_what_single_stages_have(name: str) -> None:
+    program = captured(name)
+    table, last = StageTable.of(program), len(StageTable.of(program).places) - 1
+    pairs = list(combinations(range(last + 1), 2))
+    for begin, end in pairs if len(pairs) < 500 else pairs[::97]:
+        cuts = [table.names[place - 1] for place in (begin, end) if 0 < place < last]
+        piece = cut_program(program, program.outputs, cuts)[1 if begin else 0]
+        wanted = StageMaps.of(program, piece)
+        for field in fields(StageMaps):
+            found = np.asarray(getattr(table.maps, field.name))
+            assert (found[begin, end] if found.ndim else found) == getattr(wanted, field.name), (cuts, field.name)
+
+
+def test_stages_between_cuts_are_read_from_the_tables() -> None:
+    program = captured("resnet18")
+    cuts = ("layer1", "layer2.0.bn1", "layer4.0")
+    wanted = [StageMaps.of(program, piece) for piece in cut_program(program, program.outputs, cuts)]
+    assert StageTable.of(program).stages(cuts) == wanted
+    whole = [StageMaps.of(program, piece) for piece in cut_program(program, program.outputs, ())]
+    assert StageTable.of(program).stages(()) == whole
