@@ -64,7 +64,7 @@ class UpdateCost:
     """Time of the optimizer's update.
 
     Attributes:
-        tensor_s: overhead of one tensor of weights.
+        tensor_s: overhead of one tensor of weights; a measured one includes all that a step does once for a layer.
         bytes_per_s: bytes of weights that are updated in a second.
     """
 

@@ -128,7 +128,7 @@ NORMS_OF_BLOCK = 2
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer: of its forward, of its backward, and of the optimizer's update of its weights."""
+    """Seconds of one layer: of its forward, its backward, and the rest of a step, which is mostly the update."""
 
     forward_s: float
     backward_s: float
@@ -191,10 +191,10 @@ class LayerBench:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def times(self, case: LayerCase, tiny: bool = False) -> LayerTimes:
+    def times(self, case: LayerCase, tiny: bool = False, typical: bool = False) -> LayerTimes:
         """Return the times of one layer, from chains of two lengths; ``tiny``: with few channels and small maps."""
         lengths = TINY_LENGTHS if tiny else LENGTHS
-        few, many = (self._chain(case, length, tiny) for length in lengths)
+        few, many = (self._chain(case, length, tiny, typical=typical) for length in lengths)
         return many.less(few).divided(lengths[1] - lengths[0])
 
     def kind(self, kind: str) -> MeasuredKind:
@@ -269,10 +269,14 @@ class LayerBench:
         found = many.less(few).divided(LENGTHS[1] - LENGTHS[0])
         return found.forward_s + found.backward_s
 
-    def crowded(self) -> tuple[float, float]:
-        """Return the seconds of layers that are bound by (arithmetic, memory), forward and backward."""
-        heavy, light = self.times(HEAVY["convolution"]), self.times(LAYERS["elementwise"][0])
-        bound = self.times(LAYERS["convolution"][0])
+    def crowded(self, typical: bool = False) -> tuple[float, float]:
+        """Return the seconds of layers that are bound by (arithmetic, memory), forward and backward.
+
+        Args:
+            typical: Whether other ranks compute at the same time.
+        """
+        cases = HEAVY["convolution"], LAYERS["elementwise"][0], LAYERS["convolution"][0]
+        heavy, light, bound = (self.times(case, typical=typical) for case in cases)
         moved_s = light.forward_s + light.backward_s + heavy.forward_s + heavy.backward_s
         return bound.forward_s + bound.backward_s, moved_s
 
@@ -317,15 +321,15 @@ class LayerBench:
         )
         images, labels = torch.rand(shape, device=self._device), torch.zeros(1, dtype=torch.long, device=self._device)
         spans: dict[Verb, list[float]] = {Verb.F: [], Verb.B: []}
-        updates = []
+        rest = []
         for _ in range((TINY_STEPS if tiny or typical else STEPS) + 1):
-            engine.accumulate(images, labels)
+            step_s = self._seconds(lambda: engine.train_step(images, labels))
             for action, begin_s, end_s in engine.events:
                 if action.verb in spans:
                     spans[action.verb].append(end_s - begin_s)
-            updates.append(self._seconds(engine.update))
+            rest.append(step_s - spans[Verb.F][-1] - spans[Verb.B][-1])
         of = statistics.median if typical else min
-        return LayerTimes(of(spans[Verb.F][1:]), of(spans[Verb.B][1:]), of(updates[1:]))
+        return LayerTimes(of(spans[Verb.F][1:]), of(spans[Verb.B][1:]), of(rest[1:]))
 
     def _seconds(self, call: Callable[[], object]) -> float:
         begin_s = self._now()

@@ -29,7 +29,7 @@ class AloneRates:
         dtype_shares: Dtype -> its rate, relative to float32.
         copied_bytes_per_s: Memory bandwidth.
         kernel_s: Mean overhead of one operator.
-        tensor_update_s: Seconds of the update of a small tensor.
+        tensor_update_s: Seconds of the update of a small tensor, with what else a step does for a layer.
         update_s_per_byte: Seconds of the update of a byte of weights.
     """
 
@@ -95,7 +95,7 @@ class TogetherRates:
 def measured_together(bench: OperatorBench, layers: LayerBench, group: Communicator) -> TogetherRates:
     """Measure on all ranks of a group at the same time (collective)."""
     group.barrier()
-    slowest = torch.tensor(layers.crowded(), dtype=torch.float64)
+    slowest = torch.tensor(layers.crowded(typical=True), dtype=torch.float64)
     group.all_reduce(slowest, "max")
     pair = group.split(0 if group.rank < _PAIR <= group.size else None)
     strip_s = None if pair is None else layers.strip_s(pair)
