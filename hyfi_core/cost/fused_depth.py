@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from hyfi_core.capture.program import Program
@@ -140,8 +142,12 @@ class _AxisNeed:
 @lru_cache(maxsize=4096)  # networks repeat their blocks
 def _reached(parts: tuple[Interval, ...], need: tuple[Interval, ...]) -> frozenset[_AxisNeed]:
     """Return what the rows need that differ: the ranks of most rows need the same."""
+    starts, stops = [start for start, _ in parts], [stop for _, stop in parts]
+    ordered = all(a <= b for ends in (starts, stops) for a, b in pairwise(ends))
     found = set()
     for at, wanted in enumerate(need):
-        from_parts = {other: length(both) for other, both in meeting(parts, wanted)}
+        # Of many rows, those that meet an interval are next to each other.
+        first, last = (bisect_right(stops, wanted[0]), bisect_left(starts, wanted[1])) if ordered else (0, len(parts))
+        from_parts = {first + other: length(both) for other, both in meeting(parts[first:last], wanted)}
         found.add(_AxisNeed(len(from_parts), sum(from_parts.values()), from_parts.get(at, 0)))
     return frozenset(found)
