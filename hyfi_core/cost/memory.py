@@ -131,9 +131,9 @@ class StageMaps:
             sum(weights),
             sum(value_bytes(program, name) for name in program.parameters),
             max(weights, default=0),
-            sum(value_bytes(program, name) for name in _saved(program, operators)),
+            sum(value_bytes(program, name) for name in saved_values(program, operators)),
             sum(value_bytes(program, name) for name in taken),
-            max((_touched(program, op) for op in operators), default=0),
+            max((touched_bytes(program, op) for op in operators), default=0),
             len(operators),
         )
 
@@ -163,7 +163,7 @@ def forecast_memory(
     return tuple(found)
 
 
-def _saved(program: Program, operators: Iterable[Operator]) -> set[str]:
+def saved_values(program: Program, operators: Iterable[Operator]) -> set[str]:
     """Return the values that backward needs again, each once."""
     kept = {*program.parameters, *program.buffers, *program.constants}
     found: set[str] = set()
@@ -175,7 +175,7 @@ def _saved(program: Program, operators: Iterable[Operator]) -> set[str]:
     return found
 
 
-def _touched(program: Program, op: Operator) -> int:
+def touched_bytes(program: Program, op: Operator) -> int:
     """Return the bytes of an operator's input and output activations."""
     names = {*op.inputs, *(name for name in op.outputs if name is not None)}
     return sum(

@@ -45,7 +45,7 @@ class GradientHolders:
     def exposed_s(self, gradients: Iterable[tuple[float, float]], backward_s: float, machine: MachineModel) -> float:
         """Return the time from the end of the backward to the end of the reductions.
 
-        Within a node of CPUs nothing is hidden: the cores that compute copy and add.
+        What CPUs do within a node is never hidden: the cores that compute copy and add.
 
         Args:
             gradients: (time at which they are complete, bytes), in order.
@@ -54,11 +54,8 @@ class GradientHolders:
         """
         if self.nodes * self.together == 1:
             return 0.0
-        left = list(gradients)
-        if machine.device == "cpu" and self.nodes == 1:
-            return self._levels_s(sum(length for _, length in left), machine)[0]
         free_s = [0.0] * 3
-        ready_s, bucket, end_s = 0.0, 0.0, 0.0
+        ready_s, bucket, end_s, left = 0.0, 0.0, 0.0, list(gradients)
         for number, (complete_s, length) in enumerate(left, 1):
             ready_s, bucket = complete_s, bucket + length
             if bucket >= BUCKET_BYTES or number == len(left):
@@ -66,7 +63,15 @@ class GradientHolders:
                 for level, seconds in enumerate(self._levels_s(bucket, machine)):
                     end_s = free_s[level] = max(end_s, free_s[level]) + seconds
                 bucket = 0.0
-        return max(0.0, end_s - backward_s)
+        on_cores_s = self._on_cores_s(sum(length for _, length in left), machine) if machine.device == "cpu" else 0.0
+        return max(on_cores_s, end_s - backward_s)
+
+    def _on_cores_s(self, length: float, machine: MachineModel) -> float:
+        """Return the time that reducing gradients of this length takes within nodes, which is computing on CPUs."""
+        if self.together == 1:
+            return 0.0
+        levels = self._levels_s(length, machine)
+        return levels[0] + sum(levels[2:])
 
     def _levels_s(self, length: float, machine: MachineModel) -> tuple[float, ...]:
         """Return the time of one bucket within nodes, between them, and back."""

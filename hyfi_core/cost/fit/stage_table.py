@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.capture.stages import free_values
 from hyfi_core.cost.cuts import cut_candidates
-from hyfi_core.cost.memory import StageMaps, _saved, _touched
+from hyfi_core.cost.memory import StageMaps, saved_values, touched_bytes
 from hyfi_core.cost.operators import value_bytes
 
 Table = NDArray[np.int64]
@@ -68,7 +68,7 @@ class StageTable:
             "largest_weight": count.largest([max((sizes[name] for name in names), default=0) for names in weights]),
             "saved": count.distinct(_saved_by(program, each)),
             "taken": _taken(program, each, made, count),
-            "working": count.largest([_touched(program, op) if op else 0 for op in each]),
+            "working": count.largest([touched_bytes(program, op) if op else 0 for op in each]),
             "operators": np.subtract.outer(places, places).T,
         }
         return cls(tuple(candidate.module for candidate in candidates), places, StageMaps(**maps))
@@ -130,7 +130,7 @@ def _saved_by(program: Program, each: Sequence[Operator | None]) -> list[set[str
     """Return what backward needs again of the inputs and outputs of each operator."""
     bare = replace(program, parameters={}, buffers={}, constants={})  # they are looked up here, once
     kept = {*program.parameters, *program.buffers, *program.constants}
-    return [_saved(bare, [op]) - kept if op else set() for op in each]
+    return [saved_values(bare, [op]) - kept if op else set() for op in each]
 
 
 def _taken(program: Program, each: Sequence[Operator | None], made: Mapping[str, int], count: _Counter) -> Table:

@@ -56,3 +56,13 @@ def test_levels_work_on_different_buckets_at_once() -> None:
         inside + across + back, rel=1e-3
     )  # a bucket begins when it is full
     assert GradientHolders(1, 1).exposed_s([(1.0, LENGTH)], 1.0, machine()) == 0.0
+
+
+def test_what_cores_do_within_nodes_is_never_hidden() -> None:
+    gradients, early_s = [(0.0, 10**8)], 10**6  # long before the backward ends
+    gpu = replace(load_machine("cpu"), device="cuda")
+    for holders in (GradientHolders(1, 2), GradientHolders(2, 2)):
+        assert holders.exposed_s(gradients, early_s, gpu) == 0.0
+        exposed_s = holders.exposed_s(gradients, early_s, load_machine("cpu"))
+        assert exposed_s >= load_machine("cpu").all_reduce_s(2, 10**8)
+    assert GradientHolders(2, 1).exposed_s(gradients, early_s, load_machine("cpu")) == 0.0

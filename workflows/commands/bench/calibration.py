@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Program
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -31,14 +33,10 @@ def calibrated(machine: MachineModel, alone: LayerTimes, together: LayerTimes | 
         alone: A block on one rank.
         together: On each of two ranks; None if there are no two.
     """
-    forward_s, backward_s = _modelled(machine, 1)
-    scaled = _with_overheads(
-        machine,
-        lambda kind, pair: (
-            pair[0] * max(1.0, 1 + (alone.forward_s - forward_s) / _overhead_s(machine, 1, False)),
-            pair[1] * max(1.0, 1 + (alone.backward_s - backward_s) / _overhead_s(machine, 1, True)),
-        ),
-    )
+    modelled, overheads = _modelled(machine, 1), _overheads_s(machine)
+    measured = alone.forward_s, alone.backward_s
+    more = [max(1.0, 1 + (m - s) / o) for m, s, o in zip(measured, modelled, overheads, strict=True)]
+    scaled = _with_overheads(machine, lambda kind, pair: (pair[0] * more[0], pair[1] * more[1]))
     if together is None:
         return scaled
     free = _with_overheads(scaled, lambda kind, pair: (_LEAST_S, _LEAST_S) if kind == _SHARED else pair)
@@ -52,21 +50,22 @@ def calibrated(machine: MachineModel, alone: LayerTimes, together: LayerTimes | 
 
 def _modelled(machine: MachineModel, ranks: int) -> Pair:
     """Return the modelled (forward, backward) of a block on each of so many ranks."""
-    each = []
-    for length in LENGTHS:
-        shape = (1, 3, BLOCK.side_px, ranks * BLOCK.side_px)
-        program = capture(chain(BLOCK, length), shape, torch.float32)
-        (stage,) = StageCosts(program, ParallelPlan(grids=((1, ranks),), fused_halo=1), machine).stages
-        each.append((stage.forward_s, stage.backward_s))
-    (few, few_back), (many, many_back) = each
+    plan = ParallelPlan(grids=((1, ranks),), fused_halo=1)
+    few, many = (StageCosts(_program(length, ranks), plan, machine).stages[0] for length in LENGTHS)
     count = LENGTHS[1] - LENGTHS[0]
-    return (many - few) / count, (many_back - few_back) / count
+    return (many.forward_s - few.forward_s) / count, (many.backward_s - few.backward_s) / count
 
 
-def _overhead_s(machine: MachineModel, ranks: int, backward: bool) -> float:
-    """Return the part of a block's time that is overhead of operators."""
+@cache
+def _program(length: int, ranks: int) -> Program:
+    return capture(chain(BLOCK, length), (1, 3, BLOCK.side_px, ranks * BLOCK.side_px), torch.float32)
+
+
+def _overheads_s(machine: MachineModel) -> Pair:
+    """Return the part of a block's (forward, backward) on one rank that is overhead of operators."""
     free = _with_overheads(machine, lambda kind, pair: (_LEAST_S, _LEAST_S))
-    return max(_LEAST_S, _modelled(machine, ranks)[backward] - _modelled(free, ranks)[backward])
+    forward, backward = zip(_modelled(machine, 1), _modelled(free, 1), strict=True)
+    return max(_LEAST_S, forward[0] - forward[1]), max(_LEAST_S, backward[0] - backward[1])
 
 
 def _with_overheads(machine: MachineModel, changed: Callable[[str, Pair], Pair]) -> MachineModel:

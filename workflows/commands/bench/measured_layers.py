@@ -119,8 +119,6 @@ NARROW: dict[str, tuple[LayerCase, int]] = {
     "thin_convolution": (_square(8, 128), 43),
 }
 """Convolutions of few channels, and the channels of those that are measured otherwise (their harmonic mean)."""
-
-
 BLOCK = LayerCase(MixedBlock, TINY_CHANNELS, BLOCK_PX)
 """A block of a network: in it, operators of one kind do not follow each other, so that each has a larger overhead."""
 NORMS_OF_BLOCK = 2
