@@ -22,6 +22,7 @@ from hyfi_core.cells.budget import evaluation_bytes, spilled_bytes, with_cells
 from hyfi_core.cells.fused_memory import CellCosts
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.memory import enough_gb
 from hyfi_core.cost.operators import value_bytes
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.errors import MemoryLimitError, RequestError
@@ -180,7 +181,7 @@ class _PredictionTrials:
             return f"nothing can be run: {next(iter(self.refused.values()), 'no way is known')}"
         return (
             f"no way to {needs.command} with {needs.ranks} rank(s) fits into {needs.memory_bytes / 1e9:.3g} GB a rank; "
-            f"the smallest needs {self._least_bytes / 1e9:.3g} GB: give more memory (--memory), "
+            f"the smallest needs {enough_gb(self._least_bytes)} GB: give more memory (--memory), "
             f"{'' if needs.spills else 'a folder for maps (--spill), '}more ranks (--ranks), or smaller images"
         )
 

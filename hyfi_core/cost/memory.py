@@ -90,6 +90,12 @@ class MemoryForecast:
         return self.state_bytes + records + (PAGES + WORKSPACE) * working + WEIGHT_COPIES * self.largest_weight_bytes
 
 
+def enough_gb(needed_bytes: int) -> str:
+    """Return an amount in GB, rounded up to four digits, so that whoever gives as much gives enough."""
+    unit = 10 ** max(0, len(str(needed_bytes)) - 4)
+    return f"{-(-needed_bytes // unit) * unit / 1e9:.4g}"
+
+
 def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
     """Return the most micro-batches of a stage and direction between forward and backward, as published."""
     if plan.schedule == "gpipe":

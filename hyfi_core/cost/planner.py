@@ -23,6 +23,7 @@ from typing import Literal
 from hyfi_core.cost.cuts import MeasuredPrograms, with_cuts
 from hyfi_core.cost.fit.plan_memory import PlanMemory
 from hyfi_core.cost.lowered_stages import LoweredPlans
+from hyfi_core.cost.memory import enough_gb
 from hyfi_core.cost.plan_bounds import PlanBounds, Programs
 from hyfi_core.cost.plan_family import PlanRequest, by_cells, candidates, plan_of
 from hyfi_core.cost.resized import ResizedPrograms
@@ -238,7 +239,7 @@ class _PlanTrials:
             return f"no plan can be run: {self._refusal}"
         return (
             f"no plan of {self._request.ranks} rank(s) fits into {self._request.memory_bytes / 1e9:.3g} GB a rank; the "
-            f"smallest needs {least_bytes / 1e9:.3g} GB: give more memory (--memory), more ranks (--ranks), or "
+            f"smallest needs {enough_gb(least_bytes)} GB: give more memory (--memory), more ranks (--ranks), or "
             "smaller images"
         )
 

@@ -279,7 +279,8 @@ def _comparison(other: StepForecast, best: StepForecast) -> str:
     shares = {f"{kind} takes": seconds / other.step_s for kind, seconds in other.exposed_s.items()}
     shares["ranks wait"] = other.bubble
     why = max(shares, key=lambda name: shares[name])
-    return f"{ratio:.1f}× slower" + (f", {why} {shares[why]:.0%}" if shares[why] >= 0.05 else "")
+    digits = 2 if ratio < 1.1 else 1  # "1.0×" would say that it is as fast
+    return f"{ratio:.{digits}f}× slower" + (f", {why} {shares[why]:.0%}" if shares[why] >= 0.05 else "")
 
 
 def _alternatives(found: PlanSearch) -> dict[str, Any]:

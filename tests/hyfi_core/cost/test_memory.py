@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.export import capture
-from hyfi_core.cost.memory import MemoryForecast, forecast_memory
+from hyfi_core.cost.memory import MemoryForecast, enough_gb, forecast_memory
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.launch.launch import RANK_SETTINGS
 
@@ -95,3 +95,8 @@ def test_a_real_step_takes_about_what_was_forecast() -> None:
     assert done.returncode == 0, done.stderr
     real, least = map(float, done.stdout.splitlines()[-1].split())
     assert 0.7 < real < 1.3 and least < real
+
+
+def test_an_amount_that_is_named_is_enough() -> None:
+    assert [enough_gb(n) for n in (1_000_000_001, 590_412_345, 45_000_000_000, 7)] == ["1.001", "0.5905", "45", "7e-09"]
+    assert all(float(enough_gb(n)) * 1e9 >= n * (1 - 1e-12) for n in range(1, 10**12, 10**10 + 12_345_677))

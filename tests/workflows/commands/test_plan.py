@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -191,3 +193,12 @@ def test_a_configuration_is_planned_for_evaluation(config: Path, capsys: pytest.
     shared = ["hyfi", "validate", "CHECKPOINT", "--store", "STORE", "--ranks", "2"]
     assert shared in commands and [*shared, "--cells", "1,1"] in commands
     assert found["plans"][0]["seconds_per_slide"] <= found["plans"][1]["seconds_per_slide"]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "words"), [(1.0, "as fast as"), (1.02, "1.02× slower"), (2.94, "2.9× slower"), (1.004, "as fast as")]
+)
+def test_how_much_slower_an_alternative_is(step_s: float, words: str) -> None:
+    best = SimpleNamespace(step_s=1.0)
+    other = SimpleNamespace(step_s=step_s, exposed_s={}, bubble=0.0)
+    assert plan._comparison(cast(Any, other), cast(Any, best)).startswith(words)
