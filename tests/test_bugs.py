@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyfi_core
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.ops.redistribute import Redistribute
@@ -42,6 +44,47 @@ def test_a_slice_of_everything_keeps_the_memory_format_of_cotangents() -> None:
     (found,) = torch.autograd.grad(kept, image, torch.ones_like(image))
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert Selection(torch.arange(5)).of(image, 2).shape[2] == 5
+
+
+class _Shifted(nn.Module):
+    """AmoebaNet's reduction: every other pixel of a map that is shifted by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.odd, self.last = (
+            nn.Conv2d(*c, 1, stride=s) for c, s in (((3, 8), 1), ((8, 8), 2), ((8, 2), 1))
+        )
+        self.shift, self.kept = nn.ZeroPad2d((0, 1, 0, 1)), nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return two logits of an image."""
+        odd = self.odd(self.shift(self.first(x)[:, :, 1:, 1:]))
+        return self.last(F.max_pool2d(self.kept(odd), 2)).mean((2, 3))
+
+
+class _Formats(TorchDispatchMode):
+    """Notes convolutions and pools that return the plain layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        made = found[0] if isinstance(found, tuple) else found
+        if func.__name__.startswith(("convolution.", "max_pool2d")):
+            self.plain += [func.__name__] * (not made.is_contiguous(memory_format=torch.channels_last))
+        return found
+
+
+def test_a_padded_map_of_one_image_is_still_recognised_as_channels_last() -> None:
+    """Padding by nothing was a view with another stride: a step of AmoebaNet with one image took 1.3 times as long."""
+    plan, alone = hyfi_core.ParallelPlan(grids=((1, 1),)), AloneCommunicator()
+    engine = hyfi_core.parallelize(_Shifted(), (1, 3, 16, 16), plan, alone, memory_format="channels_last", verify=False)
+    images = torch.randn(1, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+    with _Formats() as formats:
+        engine.accumulate(images, torch.zeros(1, dtype=torch.long))
+    assert formats.plain == []
 
 
 def test_a_part_that_owns_nothing_keeps_the_shape_of_what_it_owns() -> None:

@@ -50,7 +50,7 @@ def dropout(builder: Builder, op: Operator) -> None:
         builder.refuse(op, "returns its mask", "dropout whose mask is used by nothing else")
     name, split = _laid_out(builder, op)
     if not train or probability == 0.0:
-        builder.compute(lambda tensor: tensor.view_as(tensor), (name,), op.outputs[:1], split)
+        builder.compute(lambda tensor: tensor, (name,), op.outputs[:1], split)
         return
     numbers = _Numbers(builder, op, builder.shape(x.name), split)
     scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)

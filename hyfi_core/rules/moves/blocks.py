@@ -133,7 +133,7 @@ def _ungridded(builder: Builder, name: str, output: str) -> None:
         held = _reshaped(builder, whole, (*shape[: dim - 1], size, *shape[dim + 1 :]), cuts, dims)
     assert builder.shape(held) == sizes
     laid = Split(Layout.even(*split.sides, builder.grid), split.dims)
-    builder.compute(lambda tensor: tensor.view_as(tensor), (builder.part(held, laid),), (output,), laid)
+    builder.compute(lambda tensor: tensor, (builder.part(held, laid),), (output,), laid)
 
 
 def _reshaped(

@@ -64,7 +64,7 @@ def _pad_constant(
     widths = [width for pair in rest for width in pair]
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        return F.pad(tensor, widths, value=value) if any(widths) else tensor.view_as(tensor)
+        return F.pad(tensor, widths, value=value) if any(widths) else tensor
 
     builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 
