@@ -32,7 +32,7 @@ import torch
 
 from hyfi_core.comm.activity import named_ranks
 from hyfi_core.comm.base import Message, ReduceOp
-from hyfi_core.comm.progress import backed_off
+from hyfi_core.comm.progress import OWN_CORE, SHARED_CORE, backed_off, set_patience
 from hyfi_core.comm.wire import HostSlice, check_dense, decoded, encoded, from_wire, host_slices, to_wire
 
 if "PMI_FD" in os.environ and "SLURM_STEP_ID" in os.environ:
@@ -346,10 +346,21 @@ _GATHER_TAG = 32_000
 def world() -> MpiCommunicator:
     """Return all ranks of the job, on a duplicate of MPI's world, so that users' messages cannot interfere."""
     duplicate = MPI.COMM_WORLD.Dup()
+    set_patience(SHARED_CORE if _shares_cores() else OWN_CORE)
     if MPI.get_vendor()[0] == "MPICH":
         duplicate.Barrier()  # every rank of the node has mapped it
         _remove_names_of_shared_memory()
     return MpiCommunicator(duplicate)
+
+
+def _shares_cores() -> bool:
+    """Return whether the ranks of this node are more than the cores that they may use together (collective)."""
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    together = set().union(*node.allgather(set(usable)))
+    ranks = node.Get_size()
+    node.Free()
+    return len(together) < ranks
 
 
 def _remove_names_of_shared_memory() -> None:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Pending
@@ -19,11 +20,35 @@ from hyfi_core.comm.base import Pending
 _FIRST_S = 100e-6
 _MOST_S = 2e-3
 _SPIN_S = 100e-6
+_SLEEP_FIRST_S = 50e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a waiting rank keeps its core.
+
+    Attributes:
+        yield_s: time for which it yields the core again and again, before it sleeps.
+        sleep_most_s: its longest sleep between two calls of MPI.
+    """
+
+    yield_s: float
+    sleep_most_s: float
+
+
 # If MPI sends a message in pieces, both ends must call it for each piece: with earlier sleeps, a step took twenty times
 # as long (shared memory without cross-memory attach).
-_YIELD_S = 0.1
-_SLEEP_FIRST_S = 50e-6
-_SLEEP_MOST_S = 2e-3
+OWN_CORE = Patience(yield_s=0.1, sleep_most_s=2e-3)
+"""Of a rank that has a core for itself."""
+SHARED_CORE = Patience(yield_s=1e-3, sleep_most_s=100e-6)
+"""Of ranks that are more than the cores of their node: yielding takes time from those that compute."""
+_patience = OWN_CORE
+
+
+def set_patience(patience: Patience) -> None:
+    """Set how long the waits of this process keep their core."""
+    global _patience
+    _patience = patience
 
 
 class _ProgressThread:
@@ -98,7 +123,7 @@ def backed_off(ready: Callable[[], bool], what: Callable[[], str], nbytes: Calla
         waited_s = time.perf_counter() - start
         if waited_s < _SPIN_S:
             continue
-        if waited_s >= _YIELD_S:
+        if waited_s >= _patience.yield_s:
             break
         os.sched_yield()
     else:
@@ -107,4 +132,4 @@ def backed_off(ready: Callable[[], bool], what: Callable[[], str], nbytes: Calla
     with ACTIVITY.waiting(what, nbytes()):
         while not ready():
             time.sleep(sleep_s)
-            sleep_s = min(_SLEEP_MOST_S, sleep_s * 1.5)
+            sleep_s = min(_patience.sleep_most_s, sleep_s * 1.5)

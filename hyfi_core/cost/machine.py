@@ -79,7 +79,7 @@ class SharedCores:
     Attributes:
         count: cores of a node; ranks that compute at the same time have equal parts of them.
         turn_s: time for which an exchange waits for the turns of other ranks.
-        waiting: part of a core that a waiting rank takes, relative to one that computes, before it sleeps.
+        waiting: part of a core that a waiting rank takes, relative to one that computes.
     """
 
     count: int

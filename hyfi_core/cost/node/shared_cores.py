@@ -1,7 +1,8 @@
 """Time of a step whose ranks are more than the cores of their node.
 
-Ranks that compute at the same time have equal parts of the cores; ranks that wait take a smaller part, until they
-sleep. So a dry run in which each has a core of its own is stretched wherever there are too few; the order remains::
+Ranks that compute at the same time have equal parts of the cores; ranks that wait ask MPI again and again, for which
+they take a smaller part. So a dry run in which each has a core of its own is stretched wherever there are too few; the
+order remains::
 
     each a core      rank 0  ███████        shared, 1 core      ██████████
                      rank 1  ···████████                        ···███████████████
@@ -18,8 +19,6 @@ from itertools import pairwise
 from hyfi_core.cost.machine import SharedCores
 from hyfi_core.schedule.simulate import Simulation
 
-_AWAKE_S = 0.1
-"""Time for which a waiting rank yields its core again and again, before it sleeps; see ``comm.progress``."""
 _COMPUTES = ("F", "B", "REDUCE")
 """What takes a core; a reduction on one node copies and adds in memory."""
 
@@ -63,7 +62,7 @@ def _taken(
     """Yield (start, end, part of a core that a rank takes), from the intervals in which it computes."""
     free_s = 0.0
     for start_s, end_s in (*busy, (makespan_s, makespan_s)):
-        yield free_s, min(start_s, free_s + _AWAKE_S), waiting
+        yield free_s, start_s, waiting
         yield start_s, end_s, 1.0
         free_s = end_s
 
