@@ -21,8 +21,9 @@ from hyfi_core.plan.placement import Placement
 
 HEAP_BLOCK_BYTES = 32 << 20
 """Larger blocks are returned at once (``M_MMAP_THRESHOLD`` of mallopt(3), which grows up to this)."""
-_HOLES = 0.3
-"""Holes of the heap, relative to the maps in it: measured 0.2 to 0.4 with ResNets and AmoebaNet."""
+_HOLES, _HOLES_OF_ONE_PASS = 0.3, 0.17
+"""Holes of the heap, relative to the maps in it: measured 0.25 to 0.4 with ResNets and AmoebaNet, and 0.1 to 0.3 if a
+step is a single forward and backward of the whole model, after which everything is free."""
 _WEIGHT_COPIES = 4
 """Of the operator with the largest weights: these and their gradient, in the kernels' order and in the plain one."""
 _OPERATOR_BYTES = 80_000
@@ -49,11 +50,17 @@ def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) 
         pools = sum(_pool_bytes(pieces[s]) * _in_flight(plan, s) // prod(placement.grids[s]) for s in hosted)
         ranks = min(prod(placement.grids[stage]) for stage in hosted) * cells
         small = max((value_bytes(program, name) for name in program.values), default=0) < ranks * HEAP_BLOCK_BYTES
-        holes = _HOLES * sum(maps_bytes[stage] for stage in hosted) if small else 0.0
-        messages = 2 * max(BUCKET_BYTES, largest) if plan.ranks > plan.stages else 0
+        share = _HOLES_OF_ONE_PASS if _is_one_pass(plan) else _HOLES
+        holes = share * sum(maps_bytes[stage] for stage in hosted) if small else 0.0
+        messages = 2 * max(BUCKET_BYTES, largest) if plan.ranks > 1 else 0  # as much was measured without reductions
         messages += sum(_between_bytes(pieces[s]) // prod(placement.grids[s]) for s in hosted)
         found.append(int(whole + _WEIGHT_COPIES * largest + messages + (pools + holes) / plan.branches))
     return tuple(found)
+
+
+def _is_one_pass(plan: ParallelPlan) -> bool:
+    """Whether a rank computes one forward and one backward in a step, of the whole model."""
+    return plan.stages * plan.microbatches == 1 and plan.cell_grid is None and not plan.recomputes(0)
 
 
 def _in_flight(plan: ParallelPlan, stage: int) -> int:
