@@ -235,13 +235,18 @@ def rank_bytes(program: Program, plan: ParallelPlan, stages: Sequence[StageMaps]
 
 
 def _resident_bytes(program: Program, plan: ParallelPlan) -> tuple[int, ...]:
-    """Return how far the resident memory of each rank grows; planes have equal parts of the maps."""
+    """Return how far the resident memory of each rank grows; planes have equal parts of the maps.
+
+    Of the stages that a rank holds, one computes at a time; with cells, they are counted as if all did.
+    """
     stages, placement = forecast_memory(program, plan), Placement.of(plan)
     maps = [_stage_bytes(plan, stage) - stage.state_bytes for stage in stages]
     found = []
     for rank, kept in enumerate(kept_bytes(program, plan, maps)):
         hosted = [stage for stage, _ in placement.hosted(rank)]
+        working = [stages[stage].working_bytes for stage in hosted if plan.cell_grid is None]
         needed = sum(stages[stage].state_bytes + maps[stage] // plan.branches for stage in hosted)
+        needed -= (sum(working) - max(working, default=0)) // plan.branches
         found.append(kept + max(stages[0].start_bytes, needed))
     return tuple(found) * plan.branches
 

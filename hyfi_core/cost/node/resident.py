@@ -22,11 +22,11 @@ from hyfi_core.plan.placement import Placement
 HEAP_BLOCK_BYTES = 32 << 20
 """Larger blocks are returned at once (``M_MMAP_THRESHOLD`` of mallopt(3), which grows up to this)."""
 _HOLES, _HOLES_OF_ONE_PASS = 0.3, 0.17
-"""Holes of the heap, relative to the maps in it: measured 0.25 to 0.4 with ResNets and AmoebaNet, and 0.1 to 0.3 if a
-step is a single forward and backward of the whole model, after which everything is free."""
+"""Holes of the heap, relative to the maps in it: measured 0.25 to 0.4 with ResNets and AmoebaNet, and 0 to 0.3 if a
+step of a rank is a single forward and backward of the whole model, after which everything is free."""
 _WEIGHT_COPIES = 4
 """Of the operator with the largest weights: these and their gradient, in the kernels' order and in the plain one."""
-_OPERATOR_BYTES = 80_000
+_OPERATOR_BYTES = 75_000
 """Captured program and its instructions, for each operator."""
 _INDEX_BYTES = 8
 
@@ -50,7 +50,7 @@ def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) 
         pools = sum(_pool_bytes(pieces[s]) * _in_flight(plan, s) // prod(placement.grids[s]) for s in hosted)
         ranks = min(prod(placement.grids[stage]) for stage in hosted) * cells
         small = max((value_bytes(program, name) for name in program.values), default=0) < ranks * HEAP_BLOCK_BYTES
-        share = _HOLES_OF_ONE_PASS if _is_one_pass(plan) else _HOLES
+        share = _HOLES_OF_ONE_PASS if _is_one_pass(plan, hosted) else _HOLES
         holes = share * sum(maps_bytes[stage] for stage in hosted) if small else 0.0
         messages = 2 * max(BUCKET_BYTES, largest) if plan.ranks > 1 else 0  # as much was measured without reductions
         messages += sum(_between_bytes(pieces[s]) // prod(placement.grids[s]) for s in hosted)
@@ -58,9 +58,10 @@ def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) 
     return tuple(found)
 
 
-def _is_one_pass(plan: ParallelPlan) -> bool:
-    """Whether a rank computes one forward and one backward in a step, of the whole model."""
-    return plan.stages * plan.microbatches == 1 and plan.cell_grid is None and not plan.recomputes(0)
+def _is_one_pass(plan: ParallelPlan, hosted: Sequence[int]) -> bool:
+    """Whether a rank computes one forward and one backward of each stage in a step, and has all stages."""
+    whole = len({*hosted}) == plan.stages * plan.interleave and plan.microbatches == plan.directions
+    return whole and plan.cell_grid is None and not any(map(plan.recomputes, hosted))
 
 
 def _in_flight(plan: ParallelPlan, stage: int) -> int:

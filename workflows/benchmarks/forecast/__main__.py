@@ -1,12 +1,15 @@
 """Benchmark of forecasts: ``hyfi simulate`` against measured steps, on one to four ranks with one thread each.
 
-    python -m workflows.benchmarks.forecast [--size 256] [--steps 4] [--models resnet18 …] [--machine machine.yaml]
+    python -m workflows.benchmarks.forecast [--size 256] [--steps 4] [--rounds 2] [--models resnet18 …] [--machine FILE]
     python -m workflows.benchmarks.forecast --sleeping        eight ranks that sleep instead of computing
 
 Prints a JSON line for each plan (grids, stages, schedules, replicas, branches, recomputation, cells): predicted and
 measured seconds of a step and their ratio, the same for the memory of the rank that needs most, and whether the planner
 chose the plan. A line for each network compares the measured step of the planner's choice with the shortest of all
 measured steps; the last line has the median and the worst errors, and the rank correlation of the steps.
+
+All plans of a network are measured in each round, and the shortest step counts, because other work of the machine only
+adds; of the memory, the median counts.
 
 Without ``--machine``, the machine is measured first, as by ``hyfi doctor --measure`` with four ranks.
 """
@@ -51,14 +54,14 @@ class Comparison:
         model: name of the network.
         forecast: of the plan.
         step_s: measured.
-        grown_bytes: measured, of each rank.
+        grown_bytes: measured, of the rank that needs most.
         chosen: whether the planner chose this plan.
     """
 
     model: str
     forecast: StepForecast
     step_s: float
-    grown_bytes: tuple[int, ...]
+    grown_bytes: int
     chosen: bool
 
     @property
@@ -69,11 +72,11 @@ class Comparison:
     @property
     def memory_error(self) -> float:
         """Relative error of the predicted memory of the rank that needs most."""
-        return abs(max(self.forecast.resident_bytes) / max(self.grown_bytes) - 1)
+        return abs(max(self.forecast.resident_bytes) / self.grown_bytes - 1)
 
     def to_json(self) -> str:
         """Return one line."""
-        predicted, grown = max(self.forecast.resident_bytes), max(self.grown_bytes)
+        predicted, grown = max(self.forecast.resident_bytes), self.grown_bytes
         return json.dumps(
             {
                 "model": self.model,
@@ -95,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--models", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), choices=RANKS)
     parser.add_argument("--machine", help="name or file of a machine; without it, this one is measured")
@@ -142,12 +146,14 @@ def _compare(name: str, given: argparse.Namespace, machine: MachineModel) -> lis
 
     requests = [PlanRequest(ranks, BATCH, machine, machine.memory_bytes) for ranks in given.ranks]
     best = min((best_plans(program, request).plans[0] for request in requests), key=lambda found: found.step_s)
-    plans = [resolved(plan) for plan in PLANS[name] if plan.ranks in given.ranks]
+    listed = [resolved(plan) for plan in PLANS[name] if plan.ranks in given.ranks]
+    plans = list(dict.fromkeys([*listed, best.plan]))
+    rounds = [[_measured(name, plan, given) for plan in plans] for _ in range(given.rounds)]
     cases = []
-    for plan in dict.fromkeys([*plans, best.plan]):
+    for plan, found in zip(plans, zip(*rounds, strict=True), strict=True):
         forecast = forecast_step(program(BATCH // plan.replicas // plan.microbatches), plan, machine)
-        step_s, grown = _measured(name, plan, given)
-        cases.append(Comparison(name, forecast, step_s, grown, plan == best.plan))
+        grown = statistics.median(max(grown) for _, grown in found)
+        cases.append(Comparison(name, forecast, min(step_s for step_s, _ in found), int(grown), plan == best.plan))
         print(cases[-1].to_json(), flush=True)
     shortest_s, choice_s = min(case.step_s for case in cases), next(case.step_s for case in cases if case.chosen)
     line = {
