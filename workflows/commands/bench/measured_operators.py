@@ -21,7 +21,7 @@ SHARED_ROUNDS = 31
 _LAYERS = (4, 24)
 _TINY_PX = 4
 _TURNS = 25
-_APART_S = 0.3
+_APART_S = 0.4
 _COPIED_VALUES = 16 * 2**20
 Rates = tuple[float, float]
 """(Forward, backward) in flops/s for convolutions and products, else in bytes/s of inputs and outputs."""
@@ -119,24 +119,31 @@ class OperatorBench:
     def waiting(self, comm: Communicator, count: int) -> float:
         """Return the part of a core that a waiting rank takes, of more ranks than so many cores (collective).
 
-        Only as many ranks compute as there are cores, for a quarter of a second; the others wait for their sum.
+        Only as many ranks compute as there are cores, for a quarter of a second: first the others sleep, then they wait
+        for a sum.
         """
         case = CASES["convolution"][1]
         module, own = case.make().to(self._device), self._map(case, torch.float32)
-        total = torch.zeros(1, device=self._device)
-        with torch.no_grad():
-            if comm.rank:
-                time.sleep(_APART_S)  # one that waits for a message would not leave its core at once
-            alone_s = torch.tensor(0.0 if comm.rank else self._shortest_s(lambda: module(own)))
-            comm.broadcast(alone_s, 0)
-            begin = self._now()
+
+        def turns_s(wait: bool) -> float:
+            begin, total = self._now(), torch.zeros(1, device=self._device)
             for _ in range(self._rounds):
                 for _ in range(_TURNS if comm.rank < count else 0):
                     module(own)
-                comm.all_reduce(total)
-            long_s = torch.tensor((self._now() - begin) / self._rounds / _TURNS)
-            comm.broadcast(long_s, 0)
-        return min(1.0, max(1e-9, (float(long_s / alone_s) - 1) * count / (comm.size - count)))
+                if wait:
+                    comm.all_reduce(total)
+            return self._now() - begin
+
+        with torch.no_grad():
+            comm.barrier()
+            if comm.rank >= count:
+                time.sleep(_APART_S)
+            seconds = torch.tensor([turns_s(wait=False), 0.0])
+            comm.barrier()
+            seconds[1] = turns_s(wait=True)
+        comm.all_reduce(seconds, "max")
+        asleep_s, waiting_s = seconds.tolist()
+        return float(min(1.0, max(1e-9, (waiting_s / asleep_s - 1) * count / (comm.size - count))))
 
     def copied_bytes_per_s(self) -> float:
         """Return the memory bandwidth in bytes/s, of adding two tensors that are larger than caches into a new one."""
