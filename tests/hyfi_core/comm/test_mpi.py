@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,7 +96,19 @@ comm.barrier()
 """
 
 
-def mpiexec(program: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+SHARES = """
+import hyfi_core
+from hyfi_core.comm import progress
+comm = hyfi_core.init()
+found = comm.gather_objects("shared" if progress._patience == progress.SHARED_CORE else "own")
+if found:
+    print(*found)
+"""
+
+
+def mpiexec(
+    program: str, timeout: float = 120, before: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
     assert MPIEXEC is not None
     return subprocess.run(
         [MPIEXEC, "-n", "2", sys.executable, "-c", program],
@@ -102,6 +116,7 @@ def mpiexec(program: str, timeout: float = 120) -> subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
         timeout=timeout,
+        preexec_fn=before,
     )
 
 
@@ -112,6 +127,13 @@ def test_two_processes_equal_one() -> None:
     assert "equal [0, 1] {'a': [1, None]}" in done.stdout
     assert done.stdout.count("maxima") == 2
     assert done.stdout.count("whole") == 2
+
+
+def test_ranks_that_are_more_than_their_cores_know_it() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    found = [mpiexec(SHARES, before=partial(os.sched_setaffinity, 0, some)).stdout for some in (cores[:1], cores[:2])]
+    assert found[0].split() == ["shared"] * 2
+    assert found[1].split() == ["own"] * 2 or len(cores) == 1
 
 
 def test_killed_ranks_leave_no_shared_memory() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from hyfi_core.comm import progress
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.counted import CountedCommunicator
-from hyfi_core.comm.progress import polled
+from hyfi_core.comm.progress import OWN_CORE, SHARED_CORE, Patience, backed_off, polled, set_patience
 from hyfi_core.comm.replay import RecordingCommunicator
 
 
@@ -66,6 +67,20 @@ def test_an_error_is_left_to_whoever_waits() -> None:
     assert len(pending.callers) == 2
     with pytest.raises(OSError, match="the network"):
         pending.wait()
+
+
+@pytest.mark.parametrize("patience", [OWN_CORE, SHARED_CORE])
+def test_a_rank_that_shares_its_core_sleeps_sooner_and_wakes_more_often(
+    patience: Patience, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(progress, "_patience", OWN_CORE)  # restored afterwards
+    set_patience(patience)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    begin_s = time.perf_counter()
+    backed_off(lambda: len(slept) >= 30, lambda: "a message")
+    assert time.perf_counter() - begin_s >= patience.yield_s
+    assert max(slept) == patience.sleep_most_s and min(slept) < max(slept)
 
 
 @pytest.mark.parametrize(

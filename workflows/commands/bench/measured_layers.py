@@ -267,14 +267,13 @@ class LayerBench:
         found = many.less(few).divided(LENGTHS[1] - LENGTHS[0])
         return found.forward_s + found.backward_s
 
-    def crowded(self, typical: bool = False) -> tuple[float, float]:
-        """Return the seconds of layers that are bound by (arithmetic, memory), forward and backward.
+    def crowded(self) -> tuple[float, float]:
+        """Return the typical seconds of layers that are bound by (arithmetic, memory), forward and backward.
 
-        Args:
-            typical: Whether other ranks compute at the same time.
+        The shortest would be those in which no other rank computed at the same time.
         """
         cases = HEAVY["convolution"], LAYERS["elementwise"][0], LAYERS["convolution"][0]
-        heavy, light, bound = (self.times(case, typical=typical) for case in cases)
+        heavy, light, bound = (self.times(case, typical=True) for case in cases)
         moved_s = light.forward_s + light.backward_s + heavy.forward_s + heavy.backward_s
         return bound.forward_s + bound.backward_s, moved_s
 

@@ -95,7 +95,7 @@ class TogetherRates:
 def measured_together(bench: OperatorBench, layers: LayerBench, group: Communicator) -> TogetherRates:
     """Measure on all ranks of a group at the same time (collective)."""
     group.barrier()
-    slowest = torch.tensor(layers.crowded(typical=True), dtype=torch.float64)
+    slowest = torch.tensor(layers.crowded(), dtype=torch.float64)
     group.all_reduce(slowest, "max")
     pair = group.split(0 if group.rank < _PAIR <= group.size else None)
     strip_s = None if pair is None else layers.strip_s(pair)
