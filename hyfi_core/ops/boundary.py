@@ -20,6 +20,7 @@ from functools import cached_property
 import torch
 
 from hyfi_core.ops.buffers import Buffers
+from hyfi_core.ops.message_layout import as_sent, laid_out
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.boxes import Boxes
 
@@ -108,7 +109,7 @@ class BoundaryTransfer:
         values: in the order of the message.
         sources: number of ranks of the first stage.
         targets: number of ranks of the second stage.
-        channels_last: whether four-dimensional values are received in this format.
+        channels_last: whether four-dimensional values are sent and received in this format.
     """
 
     values: tuple[BoundaryValue, ...]
@@ -143,7 +144,7 @@ class BoundaryTransfer:
 
     def arrived(self, target: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the values of the rank at ``target`` from all its received messages, in new memory."""
-        found, result = _unpacked(self.incoming(target), buffers), {}
+        found, result = _unpacked(self, self.incoming(target), buffers), {}
         for value in self.values:
             box, parts = self.origin(value, target, at_source=False), found.get(value.name, [])
             whole = self._only(value, box, parts)
@@ -156,7 +157,7 @@ class BoundaryTransfer:
 
     def returned(self, source: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the sums of the cotangents received by the rank at ``source``, in new memory."""
-        found, result = _unpacked(self.outgoing(source, back=True), buffers), {}
+        found, result = _unpacked(self, self.outgoing(source, back=True), buffers), {}
         for value in self.values:
             box, parts = self.origin(value, source, at_source=True), found.get(value.name, [])
             if not value.gradient or (box is None and not parts):
@@ -228,11 +229,8 @@ def pack(
             part = torch.zeros(piece.shape, dtype=piece.value.dtype, device=device)
         else:
             origin = boundary.origin(piece.value, position, at_source)
-            part = (
-                piece.value.cut(piece.value.opened(tensor, origin), piece.box, origin)
-                .to(piece.value.dtype)
-                .contiguous()
-            )
+            held = piece.value.cut(piece.value.opened(tensor, origin), piece.box, origin)
+            part = laid_out(held.to(piece.value.dtype), boundary.channels_last)
         parts.append(part.reshape(-1).view(torch.uint8))
     if len(parts) == 1:
         return parts[0]
@@ -242,19 +240,21 @@ def pack(
     return buffer
 
 
-def unpack(buffer: torch.Tensor, pieces: tuple[BoundaryPiece, ...]) -> list[torch.Tensor]:
+def unpack(boundary: BoundaryTransfer, buffer: torch.Tensor, pieces: tuple[BoundaryPiece, ...]) -> list[torch.Tensor]:
     """Return the pieces of a message, as views of it."""
     return [
-        buffer[start:stop].view(piece.value.dtype).view(piece.shape)
+        as_sent(buffer[start:stop].view(piece.value.dtype), piece.shape, boundary.channels_last)
         for (start, stop), piece in zip(_places(pieces), pieces, strict=True)
     ]
 
 
-def _unpacked(expected: Pieces, buffers: Mapping[int, torch.Tensor]) -> dict[str, list[_Part]]:
+def _unpacked(
+    boundary: BoundaryTransfer, expected: Pieces, buffers: Mapping[int, torch.Tensor]
+) -> dict[str, list[_Part]]:
     """Return value -> (piece, received tensor), over all messages."""
     found: dict[str, list[_Part]] = {}
     for position, pieces in expected.items():
-        for piece, part in zip(pieces, unpack(buffers[position], pieces), strict=True):
+        for piece, part in zip(pieces, unpack(boundary, buffers[position], pieces), strict=True):
             found.setdefault(piece.value.name, []).append((piece, part))
     return found
 

@@ -17,6 +17,7 @@ import torch
 
 from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.message_layout import as_sent, laid_out
 
 SMALL_BYTES = 1 << 16
 """Values of at most so many bytes, such as running statistics, share a message; larger ones are not copied for it."""
@@ -130,22 +131,12 @@ class PlaneExchange:
         return found
 
     def _packed(self, bundle: Sequence[PlaneValue], given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        flat = [self._laid_out(given[value.name].to(value.dtype)).reshape(-1) for value in bundle]
+        flat = [laid_out(given[value.name].to(value.dtype), self.channels_last).reshape(-1) for value in bundle]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
-    def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor with the elements in the order of messages."""
-        return (tensor.permute(0, 2, 3, 1) if self.channels_last and tensor.dim() == 4 else tensor).contiguous()
-
     def _unpacked(self, bundle: Sequence[PlaneValue], buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        found = []
-        for value, flat in zip(bundle, buffer.split([prod(value.shape) for value in bundle]), strict=True):
-            if self.channels_last and len(value.shape) == 4:
-                count, channels, height, width = value.shape
-                found.append((value.name, flat.view(count, height, width, channels).permute(0, 3, 1, 2)))
-            else:
-                found.append((value.name, flat.view(value.shape)))
-        return found
+        parts = zip(bundle, buffer.split([prod(value.shape) for value in bundle]), strict=True)
+        return [(value.name, as_sent(flat, value.shape, self.channels_last)) for value, flat in parts]
 
     def _zeros(self, value: PlaneValue) -> torch.Tensor:
         return torch.zeros(value.shape, dtype=value.dtype, device=self.device)

@@ -79,6 +79,18 @@ def test_the_way_back_is_the_adjoint(
     assert abs(inner(there, y) - inner(x, backward(boundary, y))) <= 1e-12 * max(1.0, abs(inner(there, y)))
 
 
+def test_maps_in_channels_last_are_sent_and_received_as_they_are() -> None:
+    """Without being rearranged at either end: a whole map is its own message."""
+    whole = Layout.even(4, 6, (1, 1))
+    value = split_value("map", (4, 6), whole, whole)
+    boundary = BoundaryTransfer((value,), 1, 1, channels_last=True)
+    held = torch.randn(value.shape, dtype=F64).contiguous(memory_format=torch.channels_last)
+    (pieces,) = boundary.outgoing(0).values()
+    assert pack(boundary, 0, pieces, {"map": held}, at_source=True).data_ptr() == held.data_ptr()
+    (there,) = forward(boundary, [{"map": held}])
+    assert torch.equal(there["map"], held) and there["map"].is_contiguous(memory_format=torch.channels_last)
+
+
 def test_what_carries_no_gradient_does_not_come_back_and_types_are_kept() -> None:
     side, a, b = (4, 6), Layout.even(4, 6, (1, 2)), Layout.even(4, 6, (2, 1))
     mask = BoundaryValue("mask", (2, 3, 4, 6), torch.bool, False, (2, 3), a.parts, b.parts)
