@@ -109,8 +109,7 @@ class FoldedStatistics:
         self._swap()
         names = {name for stage in self._hosted.values() for name in stage.ranked.program.mutations}
         with torch.no_grad():
-            for path in dict.fromkeys(name.rpartition(".")[0] for name in sorted(names)):
-                self._fold(path, names)
+            self._fold(names)
         self._added.clear()
 
     def publish(self) -> None:
@@ -160,19 +159,28 @@ class FoldedStatistics:
         dtypes = sorted({self._buffers[name].dtype for name in names}, key=str)
         return [(dtype, [name for name in names if self._buffers[name].dtype == dtype]) for dtype in dtypes]
 
-    def _fold(self, path: str, names: set[str]) -> None:
-        """Fold one batch norm's contributions, counter first: cumulative averages depend on it."""
-        module = self._modules[path]
-        count = f"{path}.num_batches_tracked" if path else "num_batches_tracked"
+    def _fold(self, names: set[str]) -> None:
+        """Fold the contributions of all batch norms, counters first: cumulative averages depend on them."""
+        counters = [name for name in sorted(names) if name.endswith("num_batches_tracked")]
+        averages = [name for name in sorted(names) if name not in counters]
+        modules = {name: self._modules[name.rpartition(".")[0]] for name in averages}
         for microbatch in range(self._microbatches):
-            if count in names:
-                self._buffers[count].add_(self._added[count, microbatch])
-            factor = 1.0 / float(self._buffers[count]) if module.momentum is None else module.momentum
-            for key in ("running_mean", "running_var"):
-                name = f"{path}.{key}" if path else key
-                if name in names:
-                    added = self._added[name, microbatch]
-                    self._buffers[name].mul_(1.0 - factor).add_(added * factor if module.momentum is None else added)
+            if counters:
+                torch._foreach_add_(*self._pairs(counters, microbatch))
+            for momentum in dict.fromkeys(module.momentum for module in modules.values()):
+                of = [name for name, module in modules.items() if module.momentum == momentum]
+                if momentum is not None:
+                    kept, added = self._pairs(of, microbatch)
+                    torch._foreach_mul_(kept, 1.0 - momentum)
+                    torch._foreach_add_(kept, added)
+                    continue
+                for name in of:
+                    factor = 1.0 / float(self._buffers[f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")])
+                    self._buffers[name].mul_(1.0 - factor).add_(self._added[name, microbatch] * factor)
+
+    def _pairs(self, names: Sequence[str], microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the buffers of these names, and a micro-batch's contributions to them."""
+        return [self._buffers[name] for name in names], [self._added[name, microbatch] for name in names]
 
 
 def _buffers(model: nn.Module, apart: bool) -> dict[str, torch.Tensor]:
