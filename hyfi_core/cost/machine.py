@@ -64,12 +64,15 @@ class UpdateCost:
     """Time of the optimizer's update.
 
     Attributes:
-        tensor_s: overhead of one tensor of weights; a measured one includes all that a step does once for a layer.
+        tensor_s: overhead of one tensor of weights.
         bytes_per_s: bytes of weights that are updated in a second.
+        watch_s: for each tensor of weights of the whole model, what every rank does in a step besides: it looks for
+            what has changed outside of the engine, and compares it with other ranks.
     """
 
     tensor_s: float
     bytes_per_s: float
+    watch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,10 @@ class MachineModel:
             return slower * UPDATE_PASSES * weight_bytes / self.memory_bytes_per_s
         return tensors * self.update.tensor_s + slower * weight_bytes / self.update.bytes_per_s
 
+    def watch_s(self, tensors: int) -> float:
+        """Return what every rank does in a step for the tensors of weights of the whole model; see ``UpdateCost``."""
+        return 0.0 if self.update is None else tensors * self.update.watch_s
+
     def operator_s(
         self,
         flops: float,
@@ -270,6 +277,8 @@ class MachineModel:
         for key in _PAIRS:
             tree[key] = {kind: list(pair) for kind, pair in tree[key].items()}
         tree["strip_s"] = list(self.strip_s) if any(self.strip_s) else None
+        if self.update is not None and not self.update.watch_s:
+            del tree["update"]["watch_s"]
         for key in _OPTIONAL:
             if not tree[key]:
                 del tree[key]
@@ -381,7 +390,8 @@ def _cores(tree: Mapping[str, Any], source: str) -> SharedCores:
 
 def _update(tree: Mapping[str, Any], source: str) -> UpdateCost:
     section = _section(tree, "update", source)
-    return UpdateCost(_number(section, "tensor_s", source), _number(section, "bytes_per_s", source))
+    watch_s = _number(section, "watch_s", source) if "watch_s" in section else 0.0
+    return UpdateCost(_number(section, "tensor_s", source), _number(section, "bytes_per_s", source), watch_s)
 
 
 def _crowding(tree: Mapping[str, Any], source: str) -> Crowding:

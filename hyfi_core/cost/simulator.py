@@ -171,13 +171,13 @@ def held_stages(plan: ParallelPlan) -> set[tuple[int, ...]]:
 
 
 def _update_s(plan: ParallelPlan, costs: StageCosts) -> float:
-    """Return the time of the update of all weights that a rank owns, of the rank with most of them."""
+    """Return the time of the end of a step on the rank with the most weights to update."""
     placement = Placement.of(_collapsed(plan))
     held = [
         {stage for stage, direction in placement.hosted(rank) if direction == 0 or plan.mirror == "all_reduce"}
         for rank in range(placement.size)
     ]
-    longest_s = max(sum(costs.stages[stage].update_s for stage in stages) for stages in held)
+    longest_s = costs.watch_s + max(sum(costs.stages[stage].update_s for stage in stages) for stages in held)
     cores, nodes = costs.machine.cores, -(-plan.ranks // costs.machine.devices_per_node)
     return longest_s if cores is None else longest_s * max(1.0, plan.ranks / nodes / cores.count)
 
@@ -198,11 +198,18 @@ def _collapsed(plan: ParallelPlan) -> ParallelPlan:
 
 def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False) -> Simulation:
     small, edges = _collapsed(plan), tuple(costs.edges)
+    edge_s = dict.fromkeys(edges, 0.0) if free_messages else dict(costs.edges)
+    copied_s = dict.fromkeys(edges, 0.0)
+    if costs.machine.shared(plan.ranks):  # the receiver copies a message, for which it needs a core
+        turn_s = costs.machine.turns_s(plan.ranks)
+        copied_s = {edge: max(0.0, found_s - turn_s) for edge, found_s in edge_s.items()}
+        edge_s = {edge: found_s - copied_s[edge] for edge, found_s in edge_s.items()}
+    received_s = _sums(copied_s, 1), _sums(copied_s, 0)
     durations = Costs(
-        forward_s=lambda stage: costs.stages[stage].forward_s,
-        backward_s=lambda stage: costs.stages[stage].backward_s,
+        forward_s=lambda stage: costs.stages[stage].forward_s + received_s[0].get(stage, 0.0),
+        backward_s=lambda stage: costs.stages[stage].backward_s + received_s[1].get(stage, 0.0),
         reduce_s=lambda stage: costs.stages[stage].reduce_s,
-        edge_s=dict.fromkeys(edges, 0.0) if free_messages else costs.edges,
+        edge_s=edge_s,
     )
     rounds, placement = small.microbatches, Placement.of(small)
     found = simulate(
@@ -215,6 +222,14 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
     nodes = -(-plan.ranks // costs.machine.devices_per_node)
     weights = [plan.replicas * plan.branches * size / nodes for size in sizes]  # ranks that each stands for
     return on_shared_cores(found, weights, cores)
+
+
+def _sums(edges: Mapping[tuple[int, int], float], end: int) -> dict[int, float]:
+    """Return stage -> sum over its edges, of those that begin (``end`` 0) or end (1) there."""
+    found: dict[int, float] = {}
+    for edge, seconds in edges.items():
+        found[edge[end]] = found.get(edge[end], 0.0) + seconds
+    return found
 
 
 @lru_cache(maxsize=64)  # plans with other cuts, grids and replicas have the same

@@ -115,6 +115,7 @@ class StageCosts:
         stages: cost of each stage, or of the one alone.
         edges: (from, to) of stages that exchange values -> time of a message.
         edge_bytes: (from, to) -> bytes that the rank with the most receives.
+        watch_s: what every rank does once in a step for the weights of the whole model.
         machine: the machine model.
 
     Raises:
@@ -132,6 +133,7 @@ class StageCosts:
         spills: SpillRule | None = None,
     ) -> None:
         self._plan, self.machine, self._links = plan, machine, NodeLinks(plan, machine)
+        self.watch_s = machine.watch_s(len(program.parameters))
         cells = plan.cell_grid or (1, 1)
         self._cells = cells[0] * cells[1]
         self._fine = plan.by_cells()

@@ -152,6 +152,7 @@ def _machine(
 ) -> MachineModel:
     """Return the machine model with these rates; ``here`` ranks or devices are on a node."""
     from hyfi_core.cost.machine import DEFAULT_MACHINE, KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
+    from workflows.commands.bench.measured_layers import WEIGHTS_OF_BLOCK
 
     rates, kinds = alone.rates, alone.kinds
     peak = max(rates[kind][0] for kind in PRODUCTS)
@@ -183,7 +184,11 @@ def _machine(
         overhead_s={kind: _rounded_pair(pair) for kind, pair in overheads.items()},
         weight_bytes_per_s={kind: _rounded_pair(pair) for kind, pair in alone.weight_bytes_per_s.items()},
         half_channels={kind: _rounded_pair(pair) for kind, pair in alone.half_channels.items()},
-        update=UpdateCost(_rounded(alone.tensor_update_s), _rounded(1 / alone.update_s_per_byte)),
+        update=UpdateCost(
+            _rounded(alone.tensor_update_s),
+            _rounded(1 / alone.update_s_per_byte),
+            _rounded(alone.block.rest_s / WEIGHTS_OF_BLOCK),
+        ),
         host_bytes_per_s=None if host is None else _rounded(host),
     )
 

@@ -68,6 +68,10 @@ def test_what_a_measured_machine_knows_more_is_added_and_written(tmp_path: Path)
     assert machine.call_s("norm", backward=True) == 2e-5 and machine.call_s("pool") == plain.kernel_s
     assert machine.weights_s(1e9, "convolution", backward=True) == pytest.approx(2.0)
     assert machine.update_s(10, 1e9) == pytest.approx(1.0001)
+    assert machine.watch_s(10) == 0.0 and plain.watch_s(10) == 0.0
+    watching = replace(machine, update=UpdateCost(1e-5, 1e9, watch_s=3e-5))
+    assert watching.watch_s(10) == pytest.approx(3e-4) and "watch_s: 3.0e-05" in watching.to_yaml()
+    assert "watch_s" not in machine.to_yaml()
     assert machine.turns_s(2) == 0.0 and machine.turns_s(4) == pytest.approx(0.002)  # four on two cores: 0.004
     path = tmp_path / "machine.yaml"
     path.write_text(machine.to_yaml())

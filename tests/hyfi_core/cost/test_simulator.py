@@ -13,7 +13,8 @@ import hyfi_core
 from hyfi_core.capture.program import Program
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost import simulator
-from hyfi_core.cost.machine import DEFAULT_MACHINE, DeviceLink, UpdateCost, load_machine
+from hyfi_core.cost.cuts import with_cuts
+from hyfi_core.cost.machine import DEFAULT_MACHINE, DeviceLink, SharedCores, UpdateCost, load_machine
 from hyfi_core.cost.operators import operator_costs
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.cost.stage_cost import StageCosts
@@ -188,6 +189,25 @@ def test_measured_overheads_of_weights_forks_and_updates_are_part_of_a_step() ->
     assert slower - plain_s == pytest.approx(3 * weights / 1e9, rel=0.02)
     updated = forecast_step(program(), plan, replace(DEFAULT_MACHINE, update=UpdateCost(1.0, 1e30))).step_s
     assert updated == pytest.approx(len(list(Network().parameters())), rel=0.01)
+
+
+def test_every_rank_watches_the_weights_of_all_stages() -> None:
+    """In contrast to the update, of which each rank does its own stage's."""
+    count, machine = len(list(Network().parameters())), replace(DEFAULT_MACHINE, update=UpdateCost(1e-9, 1e30))
+    watching = replace(machine, update=UpdateCost(1e-9, 1e30, watch_s=1.0))
+    for grids in (((1, 1),), ((1, 1), (1, 1))):
+        plan = with_cuts(ParallelPlan(grids=grids), program(), machine)
+        more_s = forecast_step(program(), plan, watching).step_s - forecast_step(program(), plan, machine).step_s
+        assert more_s == pytest.approx(count)
+
+
+def test_messages_between_stages_take_a_core_where_cores_are_shared() -> None:
+    plan = with_cuts(ParallelPlan(grids=((1, 1), (1, 1)), microbatches=4), program(), DEFAULT_MACHINE)
+    slow = replace(DEFAULT_MACHINE, node=DeviceLink(1.0, 1e12), devices_per_node=2)
+    own, shared = SharedCores(2, 1e-9, 1e-9), SharedCores(1, 1e-9, 1e-9)
+    overlapped_s = forecast_step(program(), plan, replace(slow, cores=own)).step_s
+    assert overlapped_s < 5  # messages of one micro-batch are on their way while others are
+    assert forecast_step(program(), plan, replace(slow, cores=shared)).step_s == pytest.approx(2 * 4, rel=0.1)
 
 
 def test_a_value_that_two_operators_use_has_its_cotangents_added() -> None:

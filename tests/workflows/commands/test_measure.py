@@ -125,11 +125,11 @@ def test_half_channels_are_those_of_two_rates() -> None:
 def test_overheads_are_scaled_until_the_model_agrees_with_a_block(small: None) -> None:
     kinds = {kind: (1e-5, 2e-5) for kind in KINDS if kind != "product"}
     machine = replace(DEFAULT_MACHINE, overhead_s=kinds, strip_s=(1e-5, 1e-5))
-    alone, together = LayerTimes(2e-3, 5e-3, 0.0), LayerTimes(4e-3, 9e-3, 0.0)
+    alone, together = LayerTimes(2e-3, 5e-3, 0.0, 0.0), LayerTimes(4e-3, 9e-3, 0.0, 0.0)
     found = calibration.calibrated(machine, alone, together)
     assert calibration._modelled(found, 1) == pytest.approx((2e-3, 5e-3), rel=0.02)
     assert calibration._modelled(found, 2) == pytest.approx((4e-3, 9e-3), rel=0.02)
-    assert calibration.calibrated(machine, LayerTimes(0.0, 0.0, 0.0), None).overhead_s == kinds
+    assert calibration.calibrated(machine, LayerTimes(0.0, 0.0, 0.0, 0.0), None).overhead_s == kinds
 
 
 def test_layers_that_rest_take_their_time(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_large_weights_are_what_is_left_of_a_layer(monkeypatch: pytest.MonkeyPat
     bench, known = LayerBench(torch.device("cpu")), measured_layers.MeasuredKind((1e-3, 2e-3), (1e12, 1e12), 1e-3)
     case = HEAVY["convolution"]
     weight_bytes, flops_s = 512 * 512 * 9 * 4, case.flops / 1e12
-    times = LayerTimes(1e-3 + flops_s + 0.01, 4e-3 + 2 * flops_s + 0.02, 0.004)
+    times = LayerTimes(1e-3 + flops_s + 0.01, 4e-3 + 2 * flops_s + 0.02, 0.003, 0.001)
     monkeypatch.setattr(bench, "times", lambda case: times)
     rates, update_s = bench.heavy("convolution", known)
     assert rates == pytest.approx((weight_bytes / 0.01, weight_bytes / 0.02))

@@ -8,10 +8,11 @@ measured seconds of a step and their ratio, the same for the memory of the rank 
 chose the plan. A line for each network compares the measured step of the planner's choice with the shortest of all
 measured steps; the last line has the median and the worst errors, and the rank correlation of the steps.
 
-All plans of a network are measured in each round, and the shortest step counts, because other work of the machine only
-adds; of the memory, the median counts.
+All plans are measured in each round. Of a plan, the round with the shortest step counts, because other work of the
+machine only adds; of its memory, the median counts.
 
-Without ``--machine``, the machine is measured first, as by ``hyfi doctor --measure`` with four ranks.
+Without ``--machine``, each round begins with a measurement of the machine, as by ``hyfi doctor --measure`` with four
+ranks, and a step is compared with the forecast for the machine of its round.
 """
 
 from __future__ import annotations
@@ -108,8 +109,13 @@ def main() -> None:
         compare_sleeping(given.steps)
         return
     os.environ["OMP_NUM_THREADS"] = "1"
-    machine = load_machine(given.machine) if given.machine else _measured_machine()
-    found = [case for name in given.models for case in _compare(name, given, machine)]
+    studies: list[Study] = []
+    for _ in range(given.rounds):
+        machine = load_machine(given.machine) if given.machine else _measured_machine()
+        studies = studies or [Study(name, given, machine) for name in given.models]
+        for study in studies:
+            study.measure(machine)
+    found = [case for study in studies for case in study.compared()]
     errors, memory = [case.step_error for case in found], [case.memory_error for case in found]
     steps = [(case.forecast.step_s, case.step_s) for case in found]
     order = float(spearmanr(*zip(*steps, strict=True)).statistic) if len(found) > 1 else 1.0
@@ -134,45 +140,61 @@ def _measured_machine() -> MachineModel:
         return load_machine(target)
 
 
-def _compare(name: str, given: argparse.Namespace, machine: MachineModel) -> list[Comparison]:
-    """Forecast and measure the plans of one network and the planner's choice; print a line for each."""
+class Study:
+    """The plans of one network, and what was measured of them.
 
-    @cache
-    def program(images: int) -> Program:
-        return capture(NETWORKS[name]().train(), (images, 3, given.size, given.size), torch.float32)
+    Args:
+        name: of the network.
+        given: the options of the command.
+        machine: the machine for which cuts and the planner's choice are found.
+    """
 
-    def resolved(plan: ParallelPlan) -> ParallelPlan:
-        return with_cuts(plan, program(BATCH // plan.replicas // plan.microbatches), machine)
+    def __init__(self, name: str, given: argparse.Namespace, machine: MachineModel) -> None:
+        self._name, self._given = name, given
+        self._program = cache(self._captured)
+        requests = [PlanRequest(ranks, BATCH, machine, machine.memory_bytes) for ranks in given.ranks]
+        found = (best_plans(self._program, request).plans[0] for request in requests)
+        self._best = min(found, key=lambda best: best.step_s).plan
+        listed = [with_cuts(plan, self._of(plan), machine) for plan in PLANS[name] if plan.ranks in given.ranks]
+        self._plans = list(dict.fromkeys([*listed, self._best]))
+        self._rounds: list[tuple[MachineModel, list[tuple[float, int]]]] = []
 
-    requests = [PlanRequest(ranks, BATCH, machine, machine.memory_bytes) for ranks in given.ranks]
-    best = min((best_plans(program, request).plans[0] for request in requests), key=lambda found: found.step_s)
-    listed = [resolved(plan) for plan in PLANS[name] if plan.ranks in given.ranks]
-    plans = list(dict.fromkeys([*listed, best.plan]))
-    rounds = [[_measured(name, plan, given) for plan in plans] for _ in range(given.rounds)]
-    cases = []
-    for plan, found in zip(plans, zip(*rounds, strict=True), strict=True):
-        forecast = forecast_step(program(BATCH // plan.replicas // plan.microbatches), plan, machine)
-        grown = statistics.median(max(grown) for _, grown in found)
-        cases.append(Comparison(name, forecast, min(step_s for step_s, _ in found), int(grown), plan == best.plan))
-        print(cases[-1].to_json(), flush=True)
-    shortest_s, choice_s = min(case.step_s for case in cases), next(case.step_s for case in cases if case.chosen)
-    line = {
-        "model": name,
-        "planner_s": choice_s,
-        "shortest_s": shortest_s,
-        "planner_to_shortest": choice_s / shortest_s,
-    }
-    print(json.dumps({key: round(x, 4) if isinstance(x, float) else x for key, x in line.items()}), flush=True)
-    return cases
+    def measure(self, machine: MachineModel) -> None:
+        """Measure all plans once, on a machine that was measured just before."""
+        self._rounds.append((machine, [_measured(self._name, plan, self._given) for plan in self._plans]))
+
+    def compared(self) -> list[Comparison]:
+        """Print a line for each plan and one for the planner's choice, and return the comparisons."""
+        cases = [self._case(index, plan) for index, plan in enumerate(self._plans)]
+        shortest_s, choice_s = min(case.step_s for case in cases), next(case.step_s for case in cases if case.chosen)
+        seconds = {"planner_s": choice_s, "shortest_s": shortest_s, "planner_to_shortest": choice_s / shortest_s}
+        print(json.dumps({"model": self._name, **{key: round(x, 4) for key, x in seconds.items()}}), flush=True)
+        return cases
+
+    def _case(self, index: int, plan: ParallelPlan) -> Comparison:
+        found = [(machine, *of_plans[index]) for machine, of_plans in self._rounds]
+        machine, step_s, _ = min(found, key=lambda of_round: of_round[1])
+        grown = statistics.median(grown for _, _, grown in found)
+        forecast = forecast_step(self._of(plan), plan, machine)
+        case = Comparison(self._name, forecast, step_s, int(grown), plan == self._best)
+        print(case.to_json(), flush=True)
+        return case
+
+    def _of(self, plan: ParallelPlan) -> Program:
+        return self._program(BATCH // plan.replicas // plan.microbatches)
+
+    def _captured(self, images: int) -> Program:
+        size = self._given.size
+        return capture(NETWORKS[self._name]().train(), (images, 3, size, size), torch.float32)
 
 
-def _measured(name: str, plan: ParallelPlan, given: argparse.Namespace) -> tuple[float, tuple[int, ...]]:
-    """Return the seconds of a step, and the growth of each rank of a replica in bytes."""
+def _measured(name: str, plan: ParallelPlan, given: argparse.Namespace) -> tuple[float, int]:
+    """Return the seconds of a step, and by how many bytes the rank that needs most grows."""
     words = name, json.dumps(plan.to_json()), str(given.size), str(given.steps)
     command = [*find().command(plan.ranks), sys.executable, "-m", "workflows.benchmarks.forecast.rank", *words]
     done = subprocess.run(command, env={**os.environ, **RANK_SETTINGS}, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    return found["step_s"], tuple(found["grown_bytes"])
+    return found["step_s"], max(found["grown_bytes"])
 
 
 if __name__ == "__main__":

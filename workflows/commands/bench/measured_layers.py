@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -122,15 +122,17 @@ NARROW: dict[str, tuple[LayerCase, int]] = {
 BLOCK = LayerCase(MixedBlock, TINY_CHANNELS, BLOCK_PX)
 """A block of a network: in it, operators of one kind do not follow each other, so that each has a larger overhead."""
 NORMS_OF_BLOCK = 2
+WEIGHTS_OF_BLOCK = 6
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer: of its forward, its backward, and the rest of a step, which is mostly the update."""
+    """Seconds of one layer: of its forward, its backward, the optimizer's update, and the rest of a step."""
 
     forward_s: float
     backward_s: float
     update_s: float
+    rest_s: float
 
     def less(self, other: LayerTimes) -> LayerTimes:
         """Return the differences, at least 1 ns each."""
@@ -138,11 +140,12 @@ class LayerTimes:
             max(1e-9, self.forward_s - other.forward_s),
             max(1e-9, self.backward_s - other.backward_s),
             max(1e-9, self.update_s - other.update_s),
+            max(1e-9, self.rest_s - other.rest_s),
         )
 
     def divided(self, count: int) -> LayerTimes:
         """Return each of them divided by a number."""
-        return LayerTimes(self.forward_s / count, self.backward_s / count, self.update_s / count)
+        return LayerTimes(self.forward_s / count, self.backward_s / count, self.update_s / count, self.rest_s / count)
 
 
 @dataclass(frozen=True)
@@ -221,9 +224,11 @@ class LayerBench:
             case.operators * found.overhead_s[0] + case.flops / found.rates[0],
             2 * (case.operators * found.overhead_s[1] + case.flops / found.rates[1]),
             case.operators * (found.tensor_update_s or 0.0),
+            0.0,
         )
         left, weight_bytes = times.less(known), _weight_bytes(case)
-        return (weight_bytes / left.forward_s, weight_bytes / left.backward_s), left.update_s / weight_bytes
+        ends_s = left.update_s + left.rest_s
+        return (weight_bytes / left.forward_s, weight_bytes / left.backward_s), ends_s / weight_bytes
 
     def half_channels(
         self, kind: str, rates: tuple[float, float], overhead_s: tuple[float, float]
@@ -305,28 +310,36 @@ class LayerBench:
         case = replace(case, channels=TINY_CHANNELS, side_px=TINY_PX) if tiny else case
         side_px, model = case.side_px, chain(case, length)
         convert_model(model.to(self._device), "float32", "channels_last")
-        ranks = 1 if comm is None else comm.size
+        ranks, moments = 1 if comm is None else comm.size, list[float]()
+
+        def timed(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+            optimizer = torch.optim.AdamW(parameters, lr=1e-6)
+            optimizer.register_step_pre_hook(lambda *_: moments.append(self._now()))
+            optimizer.register_step_post_hook(lambda *_: moments.append(self._now()))
+            return optimizer
+
         shape, plan = (1, 3, side_px, ranks * side_px), ParallelPlan(grids=((1, ranks),), fused_halo=1)
         engine = hyfi_core.parallelize(
             model,
             shape,
             plan,
             comm or AloneCommunicator(),
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
+            optimizer=timed,
             memory_format="channels_last",
             verify=False,
         )
         images, labels = torch.rand(shape, device=self._device), torch.zeros(1, dtype=torch.long, device=self._device)
         spans: dict[Verb, list[float]] = {Verb.F: [], Verb.B: []}
-        rest = []
+        updates, rest = [], []
         for _ in range((TINY_STEPS if tiny or typical else STEPS) + 1):
             step_s = self._seconds(lambda: engine.train_step(images, labels))
             for action, begin_s, end_s in engine.events:
                 if action.verb in spans:
                     spans[action.verb].append(end_s - begin_s)
-            rest.append(step_s - spans[Verb.F][-1] - spans[Verb.B][-1])
+            updates.append(moments[-1] - moments[-2])
+            rest.append(step_s - spans[Verb.F][-1] - spans[Verb.B][-1] - updates[-1])
         of = statistics.median if typical else min
-        return LayerTimes(of(spans[Verb.F][1:]), of(spans[Verb.B][1:]), of(rest[1:]))
+        return LayerTimes(of(spans[Verb.F][1:]), of(spans[Verb.B][1:]), of(updates[1:]), of(rest[1:]))
 
     def _seconds(self, call: Callable[[], object]) -> float:
         begin_s = self._now()

@@ -29,7 +29,7 @@ class AloneRates:
         dtype_shares: Dtype -> its rate, relative to float32.
         copied_bytes_per_s: Memory bandwidth.
         kernel_s: Mean overhead of one operator.
-        tensor_update_s: Seconds of the update of a small tensor, with what else a step does for a layer.
+        tensor_update_s: Seconds of the update of a small tensor.
         update_s_per_byte: Seconds of the update of a byte of weights.
     """
 
