@@ -200,14 +200,14 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
     small, edges = _collapsed(plan), tuple(costs.edges)
     edge_s = dict.fromkeys(edges, 0.0) if free_messages else dict(costs.edges)
     copied_s = dict.fromkeys(edges, 0.0)
-    if costs.machine.shared(plan.ranks):  # the receiver copies a message, for which it needs a core
+    if costs.machine.shared(plan.ranks):  # both ends copy a message through shared memory, for which they need cores
         turn_s = costs.machine.turns_s(plan.ranks)
         copied_s = {edge: max(0.0, found_s - turn_s) for edge, found_s in edge_s.items()}
         edge_s = {edge: found_s - copied_s[edge] for edge, found_s in edge_s.items()}
-    received_s = _sums(copied_s, 1), _sums(copied_s, 0)
+    at_ends_s = {stage: sum(s for edge, s in copied_s.items() if stage in edge) for stage in range(len(costs.stages))}
     durations = Costs(
-        forward_s=lambda stage: costs.stages[stage].forward_s + received_s[0].get(stage, 0.0),
-        backward_s=lambda stage: costs.stages[stage].backward_s + received_s[1].get(stage, 0.0),
+        forward_s=lambda stage: costs.stages[stage].forward_s + at_ends_s[stage],
+        backward_s=lambda stage: costs.stages[stage].backward_s + at_ends_s[stage],
         reduce_s=lambda stage: costs.stages[stage].reduce_s,
         edge_s=edge_s,
     )
@@ -222,14 +222,6 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
     nodes = -(-plan.ranks // costs.machine.devices_per_node)
     weights = [plan.replicas * plan.branches * size / nodes for size in sizes]  # ranks that each stands for
     return on_shared_cores(found, weights, cores)
-
-
-def _sums(edges: Mapping[tuple[int, int], float], end: int) -> dict[int, float]:
-    """Return stage -> sum over its edges, of those that begin (``end`` 0) or end (1) there."""
-    found: dict[int, float] = {}
-    for edge, seconds in edges.items():
-        found[edge[end]] = found.get(edge[end], 0.0) + seconds
-    return found
 
 
 @lru_cache(maxsize=64)  # plans with other cuts, grids and replicas have the same

@@ -187,7 +187,7 @@ def _machine(
         update=UpdateCost(
             _rounded(alone.tensor_update_s),
             _rounded(1 / alone.update_s_per_byte),
-            _rounded(alone.block.rest_s / WEIGHTS_OF_BLOCK),
+            _rounded((together.block or alone.block).rest_s / WEIGHTS_OF_BLOCK),
         ),
         host_bytes_per_s=None if host is None else _rounded(host),
     )
