@@ -66,8 +66,7 @@ class UpdateCost:
     Attributes:
         tensor_s: overhead of one tensor of weights.
         bytes_per_s: bytes of weights that are updated in a second.
-        watch_s: for each tensor of weights of the whole model, what every rank does in a step besides: it looks for
-            what has changed outside of the engine, and compares it with other ranks.
+        watch_s: for each tensor of the whole model, in which every rank looks for changes from outside of the engine.
     """
 
     tensor_s: float
@@ -277,8 +276,7 @@ class MachineModel:
         for key in _PAIRS:
             tree[key] = {kind: list(pair) for kind, pair in tree[key].items()}
         tree["strip_s"] = list(self.strip_s) if any(self.strip_s) else None
-        if self.update is not None and not self.update.watch_s:
-            del tree["update"]["watch_s"]
+        tree["update"] = tree["update"] and {key: value for key, value in tree["update"].items() if value}
         for key in _OPTIONAL:
             if not tree[key]:
                 del tree[key]
@@ -390,8 +388,8 @@ def _cores(tree: Mapping[str, Any], source: str) -> SharedCores:
 
 def _update(tree: Mapping[str, Any], source: str) -> UpdateCost:
     section = _section(tree, "update", source)
-    watch_s = _number(section, "watch_s", source) if "watch_s" in section else 0.0
-    return UpdateCost(_number(section, "tensor_s", source), _number(section, "bytes_per_s", source), watch_s)
+    keys = "tensor_s", "bytes_per_s", *(["watch_s"] if "watch_s" in section else [])
+    return UpdateCost(*(_number(section, key, source) for key in keys))
 
 
 def _crowding(tree: Mapping[str, Any], source: str) -> Crowding:

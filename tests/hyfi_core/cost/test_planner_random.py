@@ -81,6 +81,7 @@ def test_a_plan_of_a_random_case_runs() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_plans_of_a_thousand_random_cases_pass_the_dry_run_and_forty_run() -> None:
     left, served = 40, 0
     for number, (case, request) in enumerate(random_cases(1000, seed=1)):
