@@ -66,7 +66,7 @@ class UpdateCost:
     Attributes:
         tensor_s: overhead of one tensor of weights.
         bytes_per_s: bytes of weights that are updated in a second.
-        watch_s: for each tensor of the whole model, in which every rank looks for changes from outside of the engine.
+        watch_s: for each tensor of the whole model: every rank looks for changes that the engine did not make.
     """
 
     tensor_s: float

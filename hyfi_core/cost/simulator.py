@@ -198,18 +198,13 @@ def _collapsed(plan: ParallelPlan) -> ParallelPlan:
 
 def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False) -> Simulation:
     small, edges = _collapsed(plan), tuple(costs.edges)
-    edge_s = dict.fromkeys(edges, 0.0) if free_messages else dict(costs.edges)
-    copied_s = dict.fromkeys(edges, 0.0)
-    if costs.machine.shared(plan.ranks):  # both ends copy a message through shared memory, for which they need cores
-        turn_s = costs.machine.turns_s(plan.ranks)
-        copied_s = {edge: max(0.0, found_s - turn_s) for edge, found_s in edge_s.items()}
-        edge_s = {edge: found_s - copied_s[edge] for edge, found_s in edge_s.items()}
-    at_ends_s = {stage: sum(s for edge, s in copied_s.items() if stage in edge) for stage in range(len(costs.stages))}
+    copied_s = dict.fromkeys(edges, 0.0) if free_messages else _copied_s(plan, costs)
+    at_ends_s = [sum(s for edge, s in copied_s.items() if stage in edge) for stage in range(len(costs.stages))]
     durations = Costs(
         forward_s=lambda stage: costs.stages[stage].forward_s + at_ends_s[stage],
         backward_s=lambda stage: costs.stages[stage].backward_s + at_ends_s[stage],
         reduce_s=lambda stage: costs.stages[stage].reduce_s,
-        edge_s=edge_s,
+        edge_s={edge: 0.0 if free_messages else costs.edges[edge] - copied_s[edge] for edge in edges},
     )
     rounds, placement = small.microbatches, Placement.of(small)
     found = simulate(
@@ -222,6 +217,17 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
     nodes = -(-plan.ranks // costs.machine.devices_per_node)
     weights = [plan.replicas * plan.branches * size / nodes for size in sizes]  # ranks that each stands for
     return on_shared_cores(found, weights, cores)
+
+
+def _copied_s(plan: ParallelPlan, costs: StageCosts) -> dict[tuple[int, int], float]:
+    """Return the part of each message's time in which both ends copy it through shared memory, and need a core.
+
+    Only where cores are shared: with one for itself, a rank has nothing else to do meanwhile.
+    """
+    if not costs.machine.shared(plan.ranks):
+        return dict.fromkeys(costs.edges, 0.0)
+    turn_s = costs.machine.turns_s(plan.ranks)
+    return {edge: message_s - turn_s for edge, message_s in costs.edges.items()}
 
 
 @lru_cache(maxsize=64)  # plans with other cuts, grids and replicas have the same

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -123,6 +124,7 @@ BLOCK = LayerCase(MixedBlock, TINY_CHANNELS, BLOCK_PX)
 """A block of a network: in it, operators of one kind do not follow each other, so that each has a larger overhead."""
 NORMS_OF_BLOCK = 2
 WEIGHTS_OF_BLOCK = 6
+"""Tensors of weights of a block."""
 
 
 @dataclass(frozen=True)
@@ -312,20 +314,13 @@ class LayerBench:
         side_px, model = case.side_px, chain(case, length)
         convert_model(model.to(self._device), "float32", "channels_last")
         ranks, moments = 1 if comm is None else comm.size, list[float]()
-
-        def timed(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-            optimizer = torch.optim.AdamW(parameters, lr=1e-6)
-            optimizer.register_step_pre_hook(lambda *_: moments.append(self._now()))
-            optimizer.register_step_post_hook(lambda *_: moments.append(self._now()))
-            return optimizer
-
         shape, plan = (1, 3, side_px, ranks * side_px), ParallelPlan(grids=((1, ranks),), fused_halo=1)
         engine = hyfi_core.parallelize(
             model,
             shape,
             plan,
             comm or AloneCommunicator(),
-            optimizer=timed,
+            optimizer=partial(self._timed, moments),
             memory_format="channels_last",
             verify=False,
         )
@@ -341,6 +336,13 @@ class LayerBench:
             rest.append(step_s - spans[Verb.F][-1] - spans[Verb.B][-1] - updates[-1])
         of = statistics.median if typical else min
         return LayerTimes(of(spans[Verb.F][1:]), of(spans[Verb.B][1:]), min(updates[1:]), min(rest[1:]))
+
+    def _timed(self, moments: list[float], parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        """Return an optimizer that adds the moments before and after each of its steps."""
+        optimizer = torch.optim.AdamW(parameters, lr=1e-6)
+        optimizer.register_step_pre_hook(lambda *_: moments.append(self._now()))
+        optimizer.register_step_post_hook(lambda *_: moments.append(self._now()))
+        return optimizer
 
     def _seconds(self, call: Callable[[], object]) -> float:
         begin_s = self._now()
