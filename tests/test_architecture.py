@@ -29,7 +29,7 @@ ARROWS = {
         "lowering": {"rules", "capture", "ops", "comm", "plan"},
         "cost": {"lowering", "rules", "capture", "ops", "schedule", "plan"},
         "runtime": {"cells", "cost", "lowering", "rules", "capture", "ops", "comm", "schedule", "plan"},
-        "cells": {"cost", "lowering", "rules", "capture", "ops", "comm", "plan"},
+        "cells": {"cost", "lowering", "rules", "capture", "ops", "comm", "schedule", "plan"},
         "models": set(),
     },
     "data": {

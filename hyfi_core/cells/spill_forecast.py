@@ -24,11 +24,12 @@ from hyfi_core.cells.halo import for_training
 from hyfi_core.cells.page_forecast import PagedForecast, forecast_pages
 from hyfi_core.cost.lowered_stages import LoweredPlans, lowered_stages
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.memory import forecast_memory, microbatches_in_flight
+from hyfi_core.cost.memory import forecast_memory
 from hyfi_core.cost.node.spilling import SpilledMaps
 from hyfi_core.lowering.segments import build_tape
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.in_flight import microbatches_in_flight
 
 _HOST = torch.device("cpu")
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel
-from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
+from hyfi_core.cost.memory import STATE_COPIES
 from hyfi_core.cost.operators import operator_costs, value_bytes
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.in_flight import microbatches_in_flight
 
 MOST_CANDIDATES = 300
 """Beyond this many module ends, only those of outer modules are considered."""
@@ -150,6 +151,7 @@ class _Search:
         self._names, self._places, self._crossing = measured.names, measured.places, measured.crossing
         self._seconds, self._made, self._weights = measured.seconds, measured.made, measured.weights
         self._ranks = [rows * columns for rows, columns in Placement.of(plan).grids]
+        self._in_flight = [microbatches_in_flight(plan, stage) for stage in range(plan.stages)]
 
     def best(self) -> tuple[str, ...]:
         """Return the modules after which to cut.
@@ -189,9 +191,9 @@ class _Search:
         """Return the memory of a rank: all copies of weights, activations of all micro-batches in flight."""
         activations = self._between(self._made, start, end) / self._ranks[stage]
         if self._plan.recomputes(stage):
-            activations += self._crossing[start] / self._ranks[stage] * microbatches_in_flight(self._plan, stage)
+            activations += self._crossing[start] / self._ranks[stage] * self._in_flight[stage]
         else:
-            activations *= microbatches_in_flight(self._plan, stage)
+            activations *= self._in_flight[stage]
         return (1 + STATE_COPIES) * self._between(self._weights, start, end) + activations
 
     def _between(self, sums: Sequence[float], start: int, end: int) -> float:

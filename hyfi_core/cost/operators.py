@@ -16,7 +16,7 @@ _VIEWS = tuple(
     f"aten.{name}."
     for name in (
         *("view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose"),
-        *("t", "expand", "slice", "select", "split", "split_with_sizes", "chunk", "alias", "detach"),
+        *("t", "expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "alias", "detach"),
     )
 )
 _THIN = 16
@@ -137,8 +137,18 @@ def _cost(
     return OperatorCost(kind, computed, flops, touched, made_bytes, gradients, seconds, weight_bytes, forks, channels)
 
 
+def is_view(op: Operator) -> bool:
+    """Whether an operator's result is memory of its input."""
+    return op.text.startswith(_VIEWS)
+
+
+def is_product(op: Operator) -> bool:
+    """Whether an operator is a convolution or a matrix product."""
+    return op.text.startswith(_PRODUCTS)
+
+
 def _kind(program: Program, op: Operator) -> str:
-    if op.text.startswith(_VIEWS):
+    if is_view(op):
         return "view"
     if op.text.startswith("aten.conv"):
         channels = program.values[op.args[0].name].shape[1]
@@ -148,7 +158,7 @@ def _kind(program: Program, op: Operator) -> str:
         if prod(weight[2:]) == 1:
             return "pointwise_convolution"
         return "thin_convolution" if channels < _THIN else "convolution"
-    if op.text.startswith(_PRODUCTS):
+    if is_product(op):
         return "product"
     return next((kind for kind in ("norm", "pool") if kind in op.text), "elementwise")
 

@@ -16,7 +16,7 @@ from math import prod
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.memory import MemoryForecast, StageMaps, forecast_memory
+from hyfi_core.cost.memory import MemoryForecast, StageMaps, forecast_memory, rank_peaks
 from hyfi_core.cost.node.resident import kept_bytes
 from hyfi_core.cost.node.shared_cores import on_shared_cores
 from hyfi_core.cost.node.spilling import SpillRule
@@ -128,7 +128,7 @@ def forecast_step(
         found.bubble,
         exposed_s,
         rank_bytes(program, plan),
-        rank_bytes(program, plan) if machine.device != "cpu" else _resident_bytes(program, plan),
+        grown_bytes(program, plan, machine.device),
         tuple(rounds * stage.computing_s for stage in costs.stages),
         found,
         rounds * slowest.spilled.moving_s,
@@ -244,42 +244,37 @@ def rank_bytes(program: Program, plan: ParallelPlan, stages: Sequence[StageMaps]
         plan: with named cuts, and with cells resolved.
         stages: of the plan, if they are known.
     """
-    return _rank_bytes(plan, forecast_memory(program, plan, stages))
+    needed = _plane_bytes(plan, forecast_memory(program, plan, stages))
+    return needed * plan.branches  # an upper bound: each plane has all branches
 
 
-def _resident_bytes(program: Program, plan: ParallelPlan) -> tuple[int, ...]:
-    """Return how far the resident memory of each rank grows; planes have equal parts of the maps.
+def grown_bytes(program: Program, plan: ParallelPlan, device: str) -> tuple[int, ...]:
+    """Return how far the memory of each rank of a replica grows: on a CPU, with what its heap and messages keep.
 
-    Of the stages that a rank holds, one computes at a time; with cells, they are counted as if all did.
+    Args:
+        program: the captured model, of one micro-batch.
+        plan: with named cuts, and with cells resolved.
+        device: cpu or cuda.
     """
-    stages, placement = forecast_memory(program, plan), Placement.of(plan)
-    maps = [_stage_bytes(plan, stage) - stage.state_bytes for stage in stages]
-    found = []
-    for rank, kept in enumerate(kept_bytes(program, plan, maps)):
-        hosted = [stage for stage, _ in placement.hosted(rank)]
-        working = [stages[stage].working_bytes for stage in hosted if plan.cell_grid is None]
-        needed = sum(stages[stage].state_bytes + maps[stage] // plan.branches for stage in hosted)
-        needed -= (sum(working) - max(working, default=0)) // plan.branches
-        found.append(kept + max(stages[0].start_bytes, needed))
+    if device != "cpu":
+        return rank_bytes(program, plan)
+    # In a heap, gradients do not take the place of maps that are freed meanwhile.
+    stages = [replace(one, gradients_stay=True) for one in forecast_memory(program, plan)]
+    placement, needed, found = Placement.of(plan), _plane_bytes(plan, stages), []
+    states = [sum(stages[stage].state_bytes for stage, _ in placement.hosted(rank)) for rank in range(placement.size)]
+    maps = [max(0, needs - state) for needs, state in zip(needed, states, strict=True)]
+    for needs, of_maps, kept in zip(needed, maps, kept_bytes(program, plan, maps), strict=True):
+        found.append(kept + needs - of_maps + of_maps // plan.branches)
     return tuple(found) * plan.branches
 
 
-def _rank_bytes(plan: ParallelPlan, stages: tuple[MemoryForecast, ...]) -> tuple[int, ...]:
-    """Return the memory of each rank of a replica: at start, or the sum over the stages that it holds."""
-    placement, needed = Placement.of(plan), [_stage_bytes(plan, stage) for stage in stages]
+def _plane_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast]) -> tuple[int, ...]:
+    """Return the memory of each rank of a plane; of one that spills, the least that it needs."""
+    if plan.cell_grid is None:
+        return rank_peaks(plan, stages)
+    cells = prod(plan.cell_grid)
+    if plan.spill is None:
+        return rank_peaks(plan, [stage.in_cells(cells) for stage in stages])
+    placement, needed = Placement.of(plan), [stage.spilled_bytes(cells) for stage in stages]
     sums = (sum(needed[stage] for stage, _ in placement.hosted(rank)) for rank in range(placement.size))
-    of_plane = tuple(max(stages[0].start_bytes, needs) for needs in sums)
-    return of_plane * plan.branches  # an upper bound: all branches
-
-
-def _stage_bytes(plan: ParallelPlan, stage: MemoryForecast) -> int:
-    """Return the peak memory of a rank for one stage, or the least that it needs if it spills.
-
-    With cells, only one of them computes at a time.
-    """
-    cells = plan.cell_grid
-    if cells is None:
-        return stage.total_bytes
-    if plan.spill is not None:
-        return stage.spilled_bytes(prod(cells))
-    return stage.state_bytes + stage.saved_bytes + stage.working_bytes // prod(cells)
+    return tuple(max(stages[0].start_bytes, needs) for needs in sums)

@@ -13,12 +13,13 @@ from hyfi_core.cells.page_forecast import PagedForecast, forecast_pages
 from hyfi_core.cells.paging import Paging
 from hyfi_core.cells.spill_forecast import SpillForecast
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
+from hyfi_core.cost.memory import STATE_COPIES
 from hyfi_core.cost.simulator import forecast_step
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.batch_reader import Images, PixelParts, Shape
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.subject import Subject
+from hyfi_core.schedule.in_flight import microbatches_in_flight
 
 
 @dataclass(frozen=True)

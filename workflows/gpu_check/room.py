@@ -10,7 +10,7 @@ import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.cells.budget import free_bytes
 from hyfi_core.comm.alone import AloneCommunicator
-from hyfi_core.cost.memory import forecast_memory
+from hyfi_core.cost.simulator import rank_bytes
 from workflows.gpu_check.measure_step import Row, free, step_peak_bytes, step_s, tried
 from workflows.gpu_check.setting import Setting
 from workflows.gpu_check.speed import batch, engine_of, network
@@ -68,7 +68,7 @@ def memory(setting: Setting, _: str) -> Iterator[Row]:
         def measured(side_px: int = side_px) -> Row:
             model, (images, labels) = network(setting), batch(setting, side_px)
             shape = (1, 3, side_px, side_px)
-            (forecast,) = forecast_memory(capture(model, shape, torch.float32), _ONE_RANK)
+            (forecast_bytes,) = rank_bytes(capture(model, shape, torch.float32), _ONE_RANK)
             engine = hyfi_core.parallelize(
                 model,
                 shape,
@@ -79,8 +79,8 @@ def memory(setting: Setting, _: str) -> Iterator[Row]:
             )
             held = sum(parameter.nbytes for parameter in model.parameters())
             peak_bytes = held + step_peak_bytes(lambda: engine.train_step(images, labels), setting.device)
-            ratio = peak_bytes / forecast.total_bytes
-            return {"peak_bytes": peak_bytes, "forecast_bytes": forecast.total_bytes, "peak_to_forecast": ratio}
+            ratio = peak_bytes / forecast_bytes
+            return {"peak_bytes": peak_bytes, "forecast_bytes": forecast_bytes, "peak_to_forecast": ratio}
 
         yield tried(f"{setting.sizes.network}, float32, {side_px} px", measured, setting.device)
         free(setting.device)

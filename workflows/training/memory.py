@@ -55,24 +55,18 @@ def hosts_of(ranks: Sequence[tuple[str, int | None, int, int]]) -> list[Host]:
     ]
 
 
-def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool = False) -> list[int]:
-    """Return the bytes that each trainer needs.
+def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], needed: Sequence[int]) -> list[int]:
+    """Return the bytes of each trainer's process.
 
-    A rank with stages of both directions has the weights and the activations of both; at start it has all weights. A
-    rank that writes checkpoints also has a copy of what it writes: its share of a stage's weights and moments.
+    A rank that writes checkpoints also has a copy of what it writes: its share of a stage's weights and moments.
 
     Args:
         plan: The run's plan.
         stages: Forecast for each stage.
-        least: Return a lower bound: without temporary memory of operators.
+        needed: What each rank of a plane needs for training.
     """
-    placement = Placement.of(plan)
-    found, written = [], {} if least else _written_bytes(plan, placement, stages)
-    for rank in range(plan.ranks):
-        hosted = [stages[stage] for stage, _ in placement.hosted(rank % plan.ranks_per_plane)]
-        sums = sum(one.at_least_bytes if least else one.total_bytes for one in hosted)
-        found.append(PROCESS_BYTES + max(sums + written.get(rank, 0), stages[0].start_bytes))
-    return found
+    written = _written_bytes(plan, Placement.of(plan), stages)
+    return [PROCESS_BYTES + needed[rank % len(needed)] + written.get(rank, 0) for rank in range(plan.ranks)]
 
 
 def _written_bytes(plan: ParallelPlan, placement: Placement, stages: Sequence[MemoryForecast]) -> dict[int, int]:
@@ -223,7 +217,13 @@ class _Forecaster:
 
     def bytes_of(self, plan: ParallelPlan, least: bool = False) -> list[int]:
         from hyfi_core.cost.cuts import with_cuts
-        from hyfi_core.cost.memory import forecast_memory
+        from hyfi_core.cost.memory import forecast_memory, rank_peaks
+        from hyfi_core.cost.simulator import grown_bytes
 
         program = self._programs.of(self._batch // plan.microbatches)
-        return rank_bytes(plan, forecast_memory(program, with_cuts(plan, program)), least)
+        plan = with_cuts(plan, program)
+        stages = forecast_memory(program, plan)
+        if least:
+            needed = rank_peaks(plan, stages, "least")
+            return [PROCESS_BYTES + needed[rank % len(needed)] for rank in range(plan.ranks)]
+        return rank_bytes(plan, stages, grown_bytes(program, plan, "cpu"))

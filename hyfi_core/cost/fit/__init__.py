@@ -1,1 +1,1 @@
-"""How plans are made to fit into memory: by recomputation, and by cuts at other places."""
+"""What stages hold in memory, and how plans are made to fit: by recomputation, and by cuts at other places."""

@@ -12,21 +12,21 @@ its own: all cuts are rated, or if they are too many, a coarse choice of them an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property, lru_cache
 from itertools import combinations, product
 from math import comb, prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.fit.stage_table import StageTable, Table
-from hyfi_core.cost.memory import FORECAST_OFF, forecast_memory
+from hyfi_core.cost.memory import MemoryForecast, forecast_memory, held_bytes, max_of
 from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
-from hyfi_core.cost.simulator import held_stages
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.schedule.in_flight import Moment, fullest_moments, microbatches_in_flight
 
 Seconds = NDArray[np.float64]
 """Times of the stage from each place (row) to each other (column)."""
@@ -44,50 +44,75 @@ class StagesAnywhere:
     Attributes:
         plan: whose stages these are; its cuts do not matter.
         names: the module that ends at each place but the first and the last.
-        bytes: of each stage on one of its ranks.
-        start_bytes: that every rank needs at least.
-        held: the stages that a rank holds, for each rank that differs.
+        stages: the forecast of each stage, a table in each field.
+        off: factor between the forecast and what is needed at most.
     """
 
     plan: ParallelPlan
     names: tuple[str, ...]
-    bytes: tuple[Table, ...]
-    start_bytes: int
-    held: tuple[tuple[int, ...], ...]
+    stages: tuple[MemoryForecast, ...]
+    off: float
 
     @classmethod
-    def of(cls, plan: ParallelPlan, program: Program, table: StageTable) -> StagesAnywhere:
+    def of(cls, plan: ParallelPlan, program: Program, table: StageTable, off: float) -> StagesAnywhere:
         """Return those of a plan.
 
         Args:
-            plan: any.
+            plan: its cuts do not matter.
             program: the captured model, of one micro-batch.
             table: of the same program.
+            off: factor between the forecast and what is needed at most.
         """
         anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
-        stages = forecast_memory(program, anywhere, [table.maps] * plan.stages)
-        needed = tuple(np.asarray(stage.total_bytes) for stage in stages)
-        return cls(plan, table.names, needed, stages[0].start_bytes, tuple(sorted(held_stages(plan))))
+        return cls(plan, table.names, forecast_memory(program, anywhere, [table.maps] * plan.stages), off)
+
+    @cached_property
+    def bytes(self) -> tuple[Table, ...]:
+        """What a rank needs at most for each stage alone; in two directions, it may hold others besides."""
+        found: dict[int, Table] = {}
+        for hosted, moments in fullest_moments(self.plan).items():
+            for at, (stage, _) in enumerate(hosted):
+                own = {Moment(0, (one.waiting[at],), (one.gradients[at],)) for one in moments if one.running == at}
+                needs = np.asarray(held_bytes([self.stages[stage]], own))
+                found[stage] = np.minimum(needs, found.get(stage, needs))
+        return tuple(self._most(found[stage]) for stage in range(len(self.stages)))
 
     def least_bytes(self) -> int:
         """Return the least that the rank with most needs, by the forecast; in two directions that or less."""
         least, _ = shortest([table.astype(np.float64) for table in self.bytes], np.maximum)
-        return int(_forecast(np.array([max(int(least), self.start_bytes)]))[0])
+        return max(int(least), int(self.off * self.stages[0].start_bytes))
 
     def needed(self, rows: Rows) -> Table:
         """Return the bytes of the rank that needs most, for each choice of cuts, by the forecast."""
-        return _forecast(np.maximum(self.most_held(self.at(self.bytes, rows)), self.start_bytes))
+        ends = self._ends(rows)
+        chosen = [_chosen(stage, ends[:, at], ends[:, at + 1]) for at, stage in enumerate(self.stages)]
+        each = (held_bytes([chosen[s] for s, _ in held], of) for held, of in fullest_moments(self.plan).items())
+        return self._most(np.maximum(max_of(each), self.stages[0].start_bytes))
 
     def most_held(self, each: NDArray[_Number]) -> NDArray[_Number]:
         """Return the sum over the stages that a rank holds, of the rank with most; stages are the first axis."""
-        sums: NDArray[_Number] = np.max([each[list(held)].sum(0) for held in self.held], axis=0)
+        held = fullest_moments(self.plan)
+        sums: NDArray[_Number] = np.max([each[[stage for stage, _ in hosted]].sum(0) for hosted in held], axis=0)
         return sums
 
     def at(self, tables: Sequence[NDArray[_Number]], rows: Rows) -> NDArray[_Number]:
         """Return the numbers of all stages (first axis) for each choice of cuts (second axis)."""
-        ends = np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, len(self.names) + 1)))
+        ends = self._ends(rows)
         found: NDArray[_Number] = np.array([t[ends[:, s], ends[:, s + 1]] for s, t in enumerate(tables)])
         return found
+
+    def _most(self, forecast: Table) -> Table:
+        return (self.off * forecast).astype(np.int64)
+
+    def _ends(self, rows: Rows) -> Rows:
+        return np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, len(self.names) + 1)))
+
+
+def _chosen(stage: MemoryForecast, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> MemoryForecast:
+    """Return the forecast of a stage for each choice of where it begins and ends."""
+    tables: dict[str, Any] = {field.name: getattr(stage, field.name) for field in fields(stage)}
+    tables |= {name: table[begins, ends] for name, table in tables.items() if isinstance(table, np.ndarray)}
+    return MemoryForecast(**tables)
 
 
 def average_bytes(plan: ParallelPlan, program: Program, table: StageTable) -> int:
@@ -100,9 +125,12 @@ def average_bytes(plan: ParallelPlan, program: Program, table: StageTable) -> in
     """
     anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
     stages, sizes = forecast_memory(program, anywhere, table.stages(()) * plan.stages), [prod(g) for g in plan.grids]
-    parts = [(stage.state_bytes, stage.saved_bytes, stage.working_bytes) for stage in stages]
-    together = zip(*([size * part for part in each] for size, each in zip(sizes, parts, strict=True)), strict=True)
-    return int(FORECAST_OFF * (plan.directions * sum(map(min, together)) // sum(sizes)))
+    flights = [microbatches_in_flight(plan, stage) for stage in range(plan.stages)]
+    parts = list(zip(sizes, stages, flights, strict=True))
+    always = plan.directions * min(size * one.written_bytes for size, one, _ in parts)
+    # Of two stages on a rank, not both need to have most micro-batches in flight at the same time.
+    kept = min(size * (one.saved_bytes + (n - 1) * one.waiting_bytes) for size, one, n in parts)
+    return (always + kept) // sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -144,7 +172,7 @@ class FittingCuts:
     def _by_stages(self) -> Rows:
         """Return the cuts that fit and have the shortest slowest stage, and the shortest sum; else the smallest."""
         both = zip(self.seconds, self.stages.bytes, strict=True)
-        seconds = [np.where(_forecast(needed) <= self.room_bytes, table, np.inf) for table, needed in both]
+        seconds = [np.where(needed <= self.room_bytes, table, np.inf) for table, needed in both]
         slowest_s, row = shortest(seconds, np.maximum)
         if slowest_s == np.inf:
             return shortest([table.astype(np.float64) for table in self.stages.bytes], np.maximum)[1][None]
@@ -197,8 +225,3 @@ def shortest(costs: Sequence[Seconds], together: Callable[[Seconds, Seconds], Se
         at = int(choice[at])
         row.append(at)
     return float(before[-1]), np.array(row[::-1], dtype=np.int64)
-
-
-def _forecast(sums: Table) -> Table:
-    """Return the bytes that a plan is expected to need at most."""
-    return (FORECAST_OFF * sums).astype(np.int64)

@@ -10,7 +10,7 @@ import numpy as np
 
 from hyfi_core.cost.fit.fitting_cuts import FittingCuts, Seconds, StagesAnywhere, average_bytes
 from hyfi_core.cost.fit.stage_table import StageTable
-from hyfi_core.cost.memory import FORECAST_OFF, StageMaps, microbatches_in_flight
+from hyfi_core.cost.memory import FORECAST_OFF, StageMaps
 from hyfi_core.cost.plan_bounds import PlanBounds, Programs
 from hyfi_core.cost.plan_family import PlanRequest
 from hyfi_core.cost.simulator import rank_bytes
@@ -33,6 +33,7 @@ class PlanMemory:
 
     def __init__(self, programs: Programs, request: PlanRequest, bounds: PlanBounds) -> None:
         self._programs, self._request, self._bounds = programs, request, bounds
+        self._off = FORECAST_OFF[request.machine.device]
         self._maps: dict[tuple[int, tuple[str, ...] | str], list[StageMaps]] = {}
         self._tables: dict[int, StageTable] = {}
         self._bounds_of: dict[Hashable, int] = {}
@@ -51,7 +52,7 @@ class PlanMemory:
         """
         program, key = self._programs(self._images(plan)), (self._images(plan), plan.cuts)
         if key not in self._maps:
-            self._maps[key] = [StageMaps.of(program, piece) for piece in self._bounds.pieces(plan)]
+            self._maps[key] = StageMaps.of(program, self._bounds.pieces(plan))
         return self._forecast(plan, self._maps[key])
 
     def fits(self, plan: ParallelPlan) -> bool:
@@ -96,11 +97,10 @@ class PlanMemory:
         """Whether some cuts may fit: a quick answer for most plans that do not."""
         if plan.stages == 1:
             return True
-        flight = tuple(microbatches_in_flight(plan, stage) for stage in range(plan.stages))
-        alike = self._images(plan), tuple(map(prod, plan.grids)), flight, plan.directions, plan.recompute
+        alike = self._images(plan), tuple(map(prod, plan.grids)), plan.schedule, plan.microbatches, plan.recompute
         if alike not in self._bounds_of:
             room = self._request.memory_bytes - self._request.held_bytes
-            least = average_bytes(plan, self._programs(self._images(plan)), self._table(plan))
+            least = int(self._off * average_bytes(plan, self._programs(self._images(plan)), self._table(plan)))
             least = least if least > room else max(least, self._anywhere(plan).least_bytes())
             self._bounds_of[alike] = self._request.held_bytes + least
             if least > room:
@@ -116,7 +116,7 @@ class PlanMemory:
 
     def _forecast(self, plan: ParallelPlan, stages: list[StageMaps]) -> int:
         most = max(rank_bytes(self._programs(self._images(plan)), plan, stages))
-        return self._request.held_bytes + int(FORECAST_OFF * most)
+        return self._request.held_bytes + int(self._off * most)
 
     def counted(self, needed: int) -> int:
         """Return what a plan needs; of those that do not fit, the least is remembered."""
@@ -138,7 +138,7 @@ class PlanMemory:
             yield replace(plan, cuts=cuts)
 
     def _anywhere(self, plan: ParallelPlan) -> StagesAnywhere:
-        return StagesAnywhere.of(plan, self._programs(self._images(plan)), self._table(plan))
+        return StagesAnywhere.of(plan, self._programs(self._images(plan)), self._table(plan), self._off)
 
     def _seconds(self, plan: ParallelPlan) -> tuple[Seconds, ...]:
         """Return the time of each stage from any place to any other, and of what it sends, forward and backward."""

@@ -16,8 +16,8 @@ neither image nor weights, which every stage that needs them computes itself.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.capture.stages import free_values
 from hyfi_core.cost.cuts import cut_candidates
-from hyfi_core.cost.memory import StageMaps, saved_values, touched_bytes
+from hyfi_core.cost.fit.lifetimes import NOTHING, Lifetime, Lifetimes
+from hyfi_core.cost.memory import StageMaps, touched_bytes
 from hyfi_core.cost.operators import value_bytes
 
 Table = NDArray[np.int64]
@@ -61,15 +62,28 @@ class StageTable:
         each = [op if any(name in alive for name in op.outputs) else None for op in program.operators]
         weights = [[name for name in op.inputs if name in program.parameters] if op else [] for op in each]
         sizes = {name: value_bytes(program, name) for name in (*program.values, *program.parameters)}
-        count = _Counter(places, sizes)
+        count, lifetimes = _Counter(places, sizes), Lifetimes(program)
+        adds = [lifetimes.of(op) if op else NOTHING for op in each]
+        sizes |= {name: size for one in adds for name, size in one.kept.items()}
+        entering = lifetimes.carried(made)
+        walk = _Walks(
+            places,
+            count.distinct(weights),
+            count.distinct(_taken_by(program, each, entering), made),
+            _maps(program, each, adds, lifetimes, count),
+            _missing(places, adds),
+            np.array([one.reorders for one in adds], dtype=np.int64),
+        )
         maps: dict[str, Any] = {
-            "weights": count.distinct(weights),
+            "weights": walk.weights,
             "all_weights": sum(sizes[name] for name in program.parameters),
             "largest_weight": count.largest([max((sizes[name] for name in names), default=0) for names in weights]),
-            "saved": count.distinct(_saved_by(program, each)),
+            "saved": count.distinct([one.kept for one in adds]),
             "taken": _taken(program, each, made, count),
             "working": count.largest([touched_bytes(program, op) if op else 0 for op in each]),
             "operators": np.subtract.outer(places, places).T,
+            "first": TablePeak(walk, first=True),
+            "later": TablePeak(walk, first=False),
         }
         return cls(tuple(candidate.module for candidate in candidates), places, StageMaps(**maps))
 
@@ -80,11 +94,80 @@ class StageTable:
             cuts: of ``names``, in order.
         """
         ends = [0, *(1 + self.names.index(cut) for cut in cuts), len(self.places) - 1]
-        fields = {field.name: np.asarray(getattr(self.maps, field.name)) for field in dataclass_fields(StageMaps)}
+        fields = {field.name: getattr(self.maps, field.name) for field in dataclass_fields(StageMaps)}
         return [
-            StageMaps(**{name: int(table[a, b] if table.ndim else table) for name, table in fields.items()})
-            for a, b in pairwise(ends)
+            StageMaps(**{name: _of_stage(table, a, b) for name, table in fields.items()}) for a, b in pairwise(ends)
         ]
+
+
+def _of_stage(table: Any, a: int, b: int) -> Any:
+    if isinstance(table, TablePeak):
+        return _StagePeak(table, a, b)
+    return int(table[a, b]) if isinstance(table, np.ndarray) else table
+
+
+@dataclass(frozen=True)
+class _Walks:
+    """What each stage holds while each operator runs backward; see ``cost.fit.lifetimes``.
+
+    Attributes:
+        places: positions between operators at which a stage may begin or end.
+        weights: of each stage.
+        entering: of each stage, the values of others that carry gradients.
+        maps: of the stages from each place (row), while each operator (column) runs.
+        missing: likewise, gradients that the first backward has not made before.
+        reorders: while each operator runs.
+    """
+
+    places: tuple[int, ...]
+    weights: Table
+    entering: Table
+    maps: Table
+    missing: Table
+    reorders: NDArray[np.int64]
+
+
+class TablePeak:
+    """The peak of every stage, as ``Peak`` is that of one.
+
+    Args:
+        walk: of all stages.
+        first: whether gradients are made by the backward itself.
+    """
+
+    def __init__(self, walk: _Walks, first: bool) -> None:
+        self._walk, self._first = walk, first
+        self._of: dict[int, Table] = {}
+
+    def bytes(self, ranks: int) -> Table:
+        """Return the bytes on one of so many ranks, of every stage."""
+        if ranks not in self._of:
+            self._of[ranks] = self._most(ranks)
+        return self._of[ranks]
+
+    def _most(self, ranks: int) -> Table:
+        walk = self._walk
+        held = walk.maps // ranks + walk.reorders - (walk.missing if self._first else 0)
+        parts = np.maximum.reduceat(held, walk.places[:-1], axis=1)
+        rows, columns = np.indices(parts.shape)
+        parts[columns < rows] = np.iinfo(np.int64).min // 2
+        found = np.zeros_like(walk.weights)
+        found[:, 1:] = np.maximum.accumulate(parts, axis=1)
+        after = np.triu(np.ones_like(found), 1)
+        return after * (found + walk.weights + walk.entering // ranks)
+
+
+@dataclass(frozen=True)
+class _StagePeak:
+    """That of one stage in a table."""
+
+    table: TablePeak
+    first: int
+    last: int
+
+    def bytes(self, ranks: int) -> int:
+        """Return the bytes on one of so many ranks."""
+        return int(self.table.bytes(ranks)[self.first, self.last])
 
 
 class _Counter(NamedTuple):
@@ -116,6 +199,22 @@ class _Counter(NamedTuple):
         found: Table = changes.cumsum(0).cumsum(1)[:-1, :-1]
         return found
 
+    def distinct_at(self, used: Sequence[Iterable[str]]) -> Table:
+        """Return the bytes of the values that operators have used up to each (column), in stages from each place (row).
+
+        Args:
+            used: by each operator; each value counts once.
+        """
+        changes = np.zeros((len(self.places) + 1, len(used) + 1), dtype=np.int64)
+        before: dict[str, int] = {}
+        for at, names in enumerate(used):
+            for name in set(names):
+                changes[bisect_right(self.places, before.get(name, -1)), at] += self.sizes[name]
+                changes[bisect_right(self.places, at), at] -= self.sizes[name]
+                before[name] = at
+        found: Table = changes.cumsum(0).cumsum(1)[:-1, :-1]
+        return found
+
     def largest(self, each: Sequence[int]) -> Table:
         """Return the largest number of the operators of each stage."""
         count = len(self.places)
@@ -126,16 +225,45 @@ class _Counter(NamedTuple):
         return found
 
 
-def _saved_by(program: Program, each: Sequence[Operator | None]) -> list[set[str]]:
-    """Return what backward needs again of the inputs and outputs of each operator."""
-    bare = replace(program, parameters={}, buffers={}, constants={})  # they are looked up here, once
-    kept = {*program.parameters, *program.buffers, *program.constants}
-    return [saved_values(bare, [op]) - kept if op else set() for op in each]
+def _maps(
+    program: Program,
+    each: Sequence[Operator | None],
+    adds: Sequence[Lifetime],
+    lifetimes: Lifetimes,
+    count: _Counter,
+) -> Table:
+    """Return what stages from each place (row) hold of maps while each operator (column) runs backward."""
+    last = {name: at for at, op in enumerate(each) if op for name in op.inputs}
+    last |= dict.fromkeys(refs_in(program.outputs), len(each))
+    changes = np.zeros((len(count.places) + 1, len(each) + 1), dtype=np.int64)
+    for at, op in enumerate(each):
+        for name in lifetimes.carried(op.outputs) if op else ():
+            ends, row = last.get(name, at), bisect_right(count.places, at)
+            changes[0, at] += count.sizes[name]
+            changes[0, ends] -= count.sizes[name]
+            changes[row, at] -= count.sizes[name]
+            changes[row, ends] += count.sizes[name]
+    cotangents: Table = changes.cumsum(0).cumsum(1)[:-1, :-1]
+    cotangents += count.distinct_at([one.kept for one in adds])
+    cotangents += np.array([one.makes for one in adds], dtype=np.int64)
+    return cotangents
+
+
+def _missing(places: Sequence[int], adds: Sequence[Lifetime]) -> Table:
+    """Return the gradients of the operators from each place (row) to each operator (column)."""
+    sums = np.cumsum([0, *(one.gradients for one in adds)])
+    found: Table = np.maximum(0, sums[None, 1:] - sums[list(places), None])
+    return found
+
+
+def _taken_by(program: Program, each: Sequence[Operator | None], made: Collection[str]) -> list[list[str]]:
+    """Return which of the given values each operator takes; the last also those that leave the model."""
+    used = [[name for name in op.inputs if name in made] if op else [] for op in each]
+    used[-1] += [name for name in refs_in(program.outputs) if name in made]
+    return used
 
 
 def _taken(program: Program, each: Sequence[Operator | None], made: Mapping[str, int], count: _Counter) -> Table:
     """Return the bytes that each stage receives from others; without any, those of the image."""
-    used = [[name for name in op.inputs if name in made] if op else [] for op in each]
-    used[-1] += [name for name in refs_in(program.outputs) if name in made]
-    taken = count.distinct(used, made)
+    taken = count.distinct(_taken_by(program, each, made), made)
     return np.where(taken > 0, taken, count.sizes[program.image])

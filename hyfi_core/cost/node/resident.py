@@ -1,34 +1,41 @@
 """Forecast of how far the resident memory of each rank grows in training, on a CPU: what it needs, and what it keeps.
 
-    needed    weights, gradients, moments, saved maps, the largest operator        ``cost.memory``
-    kept      holes of the heap, weights in the kernels' order, indices of pools, buffers of messages, the program
+    needed    weights, all gradients, moments, maps                                      ``cost.memory``
+    kept      holes of the heap, gaps between huge pages, buffers of messages, the program
 
-glibc's heap keeps freed blocks of up to 32 MB; between gradients and maps that live for different times holes remain.
-Returning every block at once would take 1.1 to 1.6 times as long a step (measured at 256 px).
+glibc's heap keeps freed blocks of up to 32 MB; between gradients and maps that live for different times holes remain,
+so that gradients find no room where maps have been. Returning every block at once would take 1.1 to 1.6 times as long
+a step (measured at 256 px).
+
+PyTorch lets tensors of 2 MiB or more begin at huge pages. One of exactly 4 MiB, as maps of a power of two are, takes
+three with what the heap writes before it:
+
+    pages      │          │          │          │          │
+    tensors    ▒██████████████████████          ▒████████████     gaps, of which smaller tensors take a part
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from hyfi_core.capture.program import Program
 from hyfi_core.capture.stages import Stage, cut_program
-from hyfi_core.cost.memory import microbatches_in_flight
+from hyfi_core.cost.fit.lifetimes import Lifetimes
 from hyfi_core.cost.operators import value_bytes
 from hyfi_core.plan.parallel_plan import BUCKET_BYTES, ParallelPlan
 from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.in_flight import microbatches_in_flight
 
 HEAP_BLOCK_BYTES = 32 << 20
 """Larger blocks are returned at once (``M_MMAP_THRESHOLD`` of mallopt(3), which grows up to this)."""
-_HOLES, _HOLES_OF_ONE_PASS = 0.3, 0.17
-"""Holes of the heap, relative to the maps in it: measured 0.25 to 0.4 with ResNets and AmoebaNet, and 0 to 0.3 if a
-step of a rank is a single forward and backward of the whole model, after which everything is free."""
-_WEIGHT_COPIES = 4
-"""Of the operator with the largest weights: these and their gradient, in the kernels' order and in the plain one."""
+HUGE_PAGE_BYTES = 2 << 20
+_HOLES = 0.25
+"""Holes of the heap, relative to the maps in it."""
+_GAPS_OF_MAPS, _GAPS_OF_WEIGHTS = 0.3, 1.8
+"""How much remains of the gaps: of those after maps, and after one of the three or four copies of the weights."""
 _OPERATOR_BYTES = 75_000
 """Captured program and its instructions, for each operator."""
-_INDEX_BYTES = 8
 
 
 def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) -> tuple[int, ...]:
@@ -37,35 +44,39 @@ def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) 
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts, and with cells resolved.
-        maps_bytes: for each stage, saved maps and those of its largest operator, of one rank.
+        maps_bytes: of each rank of a plane, what it needs for maps.
     """
     pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
-    placement = Placement.of(plan)
-    cells = prod(plan.cell_grid or (1, 1))
-    whole = len(program.operators) * _OPERATOR_BYTES
+    placement, lifetimes = Placement.of(plan), Lifetimes(program)
+    gaps = [_gaps_of_stage(program, plan, lifetimes, stage, piece) for stage, piece in enumerate(pieces)]
     found = []
     for rank in range(placement.size):
         hosted = [stage for stage, _ in placement.hosted(rank)]
         largest = max((value_bytes(program, n) for s in hosted for n in pieces[s].program.parameters), default=0)
-        pools = sum(_pool_bytes(pieces[s]) * _in_flight(plan, s) // prod(placement.grids[s]) for s in hosted)
-        ranks = min(prod(placement.grids[stage]) for stage in hosted) * cells
-        small = max((value_bytes(program, name) for name in program.values), default=0) < ranks * HEAP_BLOCK_BYTES
-        share = _HOLES_OF_ONE_PASS if _is_one_pass(plan, hosted) else _HOLES
-        holes = share * sum(maps_bytes[stage] for stage in hosted) if small else 0.0
+        of_maps = _GAPS_OF_MAPS * sum(gaps[s][0] for s in hosted) + _HOLES * maps_bytes[rank]
+        of_weights = _GAPS_OF_WEIGHTS * sum(gaps[s][1] for s in hosted)
         messages = 2 * max(BUCKET_BYTES, largest) if plan.ranks > 1 else 0  # as much was measured without reductions
         messages += sum(_between_bytes(pieces[s]) // prod(placement.grids[s]) for s in hosted)
-        found.append(int(whole + _WEIGHT_COPIES * largest + messages + (pools + holes) / plan.branches))
+        whole = len(program.operators) * _OPERATOR_BYTES
+        found.append(int(whole + messages + of_weights + of_maps / plan.branches))
     return tuple(found)
 
 
-def _is_one_pass(plan: ParallelPlan, hosted: Sequence[int]) -> bool:
-    """Whether a rank computes one forward and one backward of each stage in a step, and has all stages."""
-    whole = len({*hosted}) == plan.stages * plan.interleave and plan.microbatches == plan.directions
-    return whole and plan.cell_grid is None and not any(map(plan.recomputes, hosted))
+def gaps_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes between tensors of so many bytes and the next huge pages."""
+    large = (size for size in sizes if HUGE_PAGE_BYTES <= size < HEAP_BLOCK_BYTES)
+    return sum(HUGE_PAGE_BYTES - size % HUGE_PAGE_BYTES for size in large)
 
 
-def _in_flight(plan: ParallelPlan, stage: int) -> int:
-    return 1 if plan.recomputes(stage) else microbatches_in_flight(plan, stage)
+def _gaps_of_stage(
+    program: Program, plan: ParallelPlan, lifetimes: Lifetimes, stage: int, piece: Stage
+) -> tuple[int, int]:
+    """Return the gaps after (maps, one copy of the weights) of a stage on one rank."""
+    kept = {name: size for op in piece.program.operators for name, size in lifetimes.of(op).kept.items()}
+    cells, ranks = prod(plan.cell_grid or (1, 1)), prod(plan.grids[stage % len(plan.grids)])
+    flights = 1 if plan.recomputes(stage) else microbatches_in_flight(plan, stage)
+    maps = flights * cells * gaps_bytes(size // ranks // cells for size in kept.values())
+    return maps, gaps_bytes(value_bytes(program, name) for name in piece.program.parameters)
 
 
 def _between_bytes(piece: Stage) -> int:
@@ -80,16 +91,3 @@ def _between_bytes(piece: Stage) -> int:
 
 def _bytes_of(piece: Stage, names: Sequence[str]) -> int:
     return sum(value_bytes(piece.program, name) for name in names)
-
-
-def _pool_bytes(piece: Stage) -> int:
-    """Return the indices of maxima, and the inputs of pools, which their backward takes."""
-    program = piece.program
-    found: dict[str, int] = {}
-    for op in program.operators:
-        if "_pool2d" in op.text and "adaptive" not in op.text:
-            found |= {name: value_bytes(program, name) for name in op.inputs if name in program.values}
-            if "max_pool" in op.text:
-                info = program.values[op.first_output]
-                found[op.name] = _INDEX_BYTES * prod(info.shape) - value_bytes(program, op.first_output)
-    return sum(found.values())

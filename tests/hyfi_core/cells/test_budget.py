@@ -11,7 +11,7 @@ from hyfi_core.capture.export import capture
 from hyfi_core.cells import budget, page_forecast, paging
 from hyfi_core.cells.budget import with_cells
 from hyfi_core.comm.alone import AloneCommunicator
-from hyfi_core.cost.memory import forecast_memory
+from hyfi_core.cost.memory import forecast_memory, rank_peaks
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime import engine as engines
 from tests.hyfi_core.cells.small_models import Dense
@@ -31,10 +31,12 @@ def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_less_memory_means_more_cells() -> None:
     program = capture(Dense(), SHAPE, torch.float32)
     chosen = []
-    (forecast,) = forecast_memory(program, ParallelPlan(((1, 1),)))
-    maps = forecast.total_bytes - forecast.state_bytes
-    for part in (1.2, 1.0, 0.25, 0.05):
-        memory_bytes = forecast.state_bytes + int(part * maps)
+    whole = ParallelPlan(((1, 1),))
+    stages = forecast_memory(program, whole)
+    state = stages[0].state_bytes
+    maps = rank_peaks(whole, stages)[0] - state
+    for part in (1.5, 1.0, 0.25, 0.05):
+        memory_bytes = state + int(part * maps)
         plan = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=memory_bytes)
         assert ParallelPlan.from_json(plan.to_json()) == plan and "as many cells as" in plan.describe()
         chosen.append(with_cells(plan, program, 0, torch.device("cpu")))

@@ -123,7 +123,7 @@ def best_of_all(case: Case, memory_bytes: int, ends: tuple[str, ...]) -> tuple[f
             found = forecast_step(program, plan, machine, known=known)
         except RequestError:
             continue
-        if FORECAST_OFF * max(found.memory_bytes) <= memory_bytes and found.step_s < best:
+        if FORECAST_OFF[machine.device] * max(found.memory_bytes) <= memory_bytes and found.step_s < best:
             best, chosen = found.step_s, plan
     return best, chosen
 
@@ -131,7 +131,7 @@ def best_of_all(case: Case, memory_bytes: int, ends: tuple[str, ...]) -> tuple[f
 def check(case: Case, ends: tuple[str, ...]) -> float:
     """Return how much slower the planner's best plan is than the best of all."""
     free = best_plans(case.program, case.request(10**12)).plans[0]
-    memory_bytes = int(case.share * FORECAST_OFF * max(free.memory_bytes))
+    memory_bytes = int(case.share * FORECAST_OFF[load_machine(case.machine).device] * max(free.memory_bytes))
     wanted, plan = best_of_all(case, memory_bytes, ends)
     try:
         found = best_plans(case.program, case.request(memory_bytes)).plans[0].step_s

@@ -48,7 +48,10 @@ def planned(case: Case, request: PlanRequest) -> list[ParallelPlan]:
     for one in found.plans:
         plan = one.plan
         assert plan.ranks == request.ranks and request.batch % (plan.replicas * plan.microbatches) == 0
-        assert plan.spill is not None or FORECAST_OFF * max(one.memory_bytes) <= request.memory_bytes + 1
+        assert (
+            plan.spill is not None
+            or FORECAST_OFF[request.machine.device] * max(one.memory_bytes) <= request.memory_bytes + 1
+        )
         program = case.program(request.batch // plan.replicas // plan.microbatches)
         edges, placement = tuple(StageCosts(program, plan, request.machine).edges), Placement.of(plan)
         actions = lower(generate(plan, placement), placement, edges, mirror=plan.mirror)

@@ -38,21 +38,24 @@ def test_ranks_are_gathered_by_host() -> None:
     assert hosts_of(ranks) == [Host("a", (0,), 2, 2, 8 * GB), Host("b", (1, 2), 2, 4, 9 * GB)]
 
 
-def test_a_rank_of_two_directions_holds_both_of_its_stages() -> None:
+def of_weights(size: int) -> MemoryForecast:
+    return MemoryForecast(4 * size, 0, 0, 0, 0, size)
+
+
+def test_a_rank_of_two_directions_writes_for_both_of_its_stages() -> None:
     """The first rank that has a stage also has the copy from which it writes checkpoints: 3 and 6 bytes."""
-    stages = [MemoryForecast(4, 10, 100), MemoryForecast(8, 20, 200)]
+    stages = [of_weights(1), of_weights(2)]
     one_way = ParallelPlan(grids=((1, 1), (1, 1)), microbatches=2, replicas=2)
-    assert rank_bytes(one_way, stages) == [PROCESS_BYTES + n for n in (114 + 3, 228 + 6, 114, 228)]
-    assert rank_bytes(one_way, stages, least=True) == [PROCESS_BYTES + n for n in (14, 28, 14, 28)]
+    assert rank_bytes(one_way, stages, (114, 228)) == [PROCESS_BYTES + n for n in (114 + 3, 228 + 6, 114, 228)]
     both_ways = ParallelPlan(grids=((1, 1), (1, 1)), microbatches=2, schedule="chimera")
-    assert rank_bytes(both_ways, stages) == [PROCESS_BYTES + 342 + 9, PROCESS_BYTES + 342]
+    assert rank_bytes(both_ways, stages, (342, 342)) == [PROCESS_BYTES + 342 + 9, PROCESS_BYTES + 342]
 
 
 def test_ranks_share_the_copy_of_large_weights() -> None:
     """Two shares of 128 MiB or more: on the first ranks of both replicas."""
     weights = 3 * 2**27 - 4
     plan = ParallelPlan(grids=((1, 2),), replicas=2)
-    needed = rank_bytes(plan, [MemoryForecast(4 * weights, 0, 0)])
+    needed = rank_bytes(plan, [of_weights(weights)], [4 * weights] * 2)
     assert needed == [PROCESS_BYTES + 4 * weights + more for more in (3 * weights // 2, 0, 3 * weights // 2, 0)]
 
 

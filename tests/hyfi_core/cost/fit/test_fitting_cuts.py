@@ -34,7 +34,7 @@ def search(plan: ParallelPlan, share: float) -> FittingCuts:
     """Return one with so much of the memory between the least and the most that cuts need."""
     asked = PlanRequest(plan.ranks, 2 * plan.microbatches, load_machine("v100-lassen"), 10**9)
     memory = PlanMemory(programs, asked, PlanBounds(programs, asked.batch, asked.ranks, asked.machine))
-    stages = StagesAnywhere.of(plan, programs(2), StageTable.of(programs(2)))
+    stages = StagesAnywhere.of(plan, programs(2), StageTable.of(programs(2)), 1.15)
     needed = stages.needed(every(stages))
     return FittingCuts(stages, memory._seconds(plan), int(needed.min() + share * (needed.max() - needed.min())))
 

@@ -1,0 +1,222 @@
+"""What a stage holds while each of its operators runs backward: memory in the order in which it is freed.
+
+    forward     a ──▶ b ──▶ c ──▶ d      each keeps what its backward needs: it adds up
+    backward    a ◀── b ◀── c ◀── d      each frees what it has kept, and makes the cotangents of its inputs
+
+                                                         maps                     gradients
+    while c runs backward      kept by a, b and c; the cotangent of what c made        of d
+    while a runs backward      kept by a; the cotangent of what a made             of b, c and d
+
+A forward holds less than the backward of the same operator: where a value is still needed in forward, its cotangent is
+there in backward. Maps are divided among the ranks of a stage and weights are not, so which operator holds most depends
+on the number of ranks: ``Peak`` has all that may.
+
+The rules were found with PyTorch's memory profiler; ``tests/hyfi_core/cost/fit/test_lifetimes.py`` compares with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from hyfi_core.capture.program import Operator, Program
+from hyfi_core.capture.stages import active_values
+from hyfi_core.cost.operators import is_product, is_view, value_bytes
+
+_KEEP_NOTHING = tuple(
+    f"aten.{name}"
+    for name in (
+        *("add.", "sub.", "rsub.", "neg.", "mean.", "sum.", "cat.", "stack.", "pad.", "constant_pad_nd.", "clone."),
+        *("contiguous.", "_to_copy.", "to.", "roll.", "flip.", "upsample", "pixel_shuffle.", "pixel_unshuffle."),
+        *("repeat.", "mul.Scalar", "div.Scalar", "unfold.", "im2col."),
+    )
+)
+_KEEP_OUTPUTS = tuple(
+    f"aten.{name}."
+    for name in (
+        *("relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt"),
+        *("softmax", "_softmax", "log_softmax", "_log_softmax"),
+    )
+)
+_KEEP_BOTH = ("aten.scaled_dot_product_attention.",)
+_NEED_THE_OTHER = ("aten.mul.", "aten.matmul.", "aten.mm.", "aten.bmm.")
+"""A factor is kept if the other one has a gradient."""
+_PASS_ON = ("aten.add.", "aten.relu.")
+"""The cotangent of their result becomes that of their input, in the same memory."""
+_INDEX_BYTES = 8
+"""Of the place of a maximum."""
+_BLOCK = 16
+"""Channels of a group are padded to blocks of so many while a convolution runs backward on a CPU."""
+
+
+class Held(NamedTuple):
+    """Bytes at one time: of maps on all ranks together, and of weights on each of them."""
+
+    maps: int
+    weights: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that the operators of a stage hold, for any number of ranks.
+
+    Attributes:
+        points: what some operators hold; none holds less of both than another.
+        throughout: bytes of maps that are there in addition, whichever operator runs.
+    """
+
+    points: tuple[Held, ...]
+    throughout: int = 0
+
+    @classmethod
+    def of(cls, points: Iterable[Held], throughout: int = 0) -> Peak:
+        """Return that of operators that hold so much."""
+        found: list[Held] = []
+        for point in sorted(set(points), reverse=True):
+            if not found or point.weights > found[-1].weights:
+                found.append(point)
+        return cls(tuple(found), throughout)
+
+    def bytes(self, ranks: int) -> int:
+        """Return the bytes on one of so many ranks."""
+        most = max((point.maps // ranks + point.weights for point in self.points), default=0)
+        return self.throughout // ranks + most
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """What one operator adds to the memory of its stage.
+
+    Attributes:
+        kept: what it keeps from forward to backward -> bytes; what several operators keep has one name.
+        makes: bytes of maps that its backward makes: cotangents of inputs, and temporary ones.
+        reorders: bytes of weights and gradients that are there while its backward runs, in addition to those that stay.
+        gradients: bytes of the weights that no later operator uses: their gradients do not exist before its backward.
+    """
+
+    kept: Mapping[str, int]
+    makes: int
+    reorders: int
+    gradients: int
+
+
+NOTHING = Lifetime({}, 0, 0, 0)
+
+
+class Lifetimes:
+    """What each operator of a captured model adds to the memory of its stage.
+
+    Args:
+        program: the captured model, of one micro-batch.
+
+    Attributes:
+        active: values that carry gradients.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._fixed = {*program.parameters, *program.buffers, *program.constants}
+        self.active = active_values(program, program.outputs, program.parameters)
+        self._viewed = {name: op.inputs[0] for op in program.operators if is_view(op) for name in op.outputs if name}
+        self._last = {name: op.name for op in program.operators if self._is_active(op) for name in op.inputs}
+
+    def of(self, op: Operator) -> Lifetime:
+        """Return what an operator adds; nothing if no gradient goes through it."""
+        if not self._is_active(op):
+            return NOTHING
+        weights = {name for name in op.inputs if name in self._program.parameters and self._last[name] == op.name}
+        gradients = sum(value_bytes(self._program, name) for name in weights)
+        return Lifetime(self._kept(op), self._makes(op), self._reorders(op), gradients)
+
+    def carried(self, names: Iterable[str | None]) -> set[str]:
+        """Return those values that carry gradients and are not parameters."""
+        return {name for name in names if name in self.active and name is not None} - self._program.parameters.keys()
+
+    def of_stage(self, operators: Sequence[Operator], leaving: Collection[str], entering: int) -> tuple[Peak, Peak]:
+        """Return the peaks of the (first, any later) backward of a stage.
+
+        Args:
+            operators: of the stage, in forward order.
+            leaving: values that other stages use, or the caller of the model.
+            entering: bytes of the values of other stages that carry gradients.
+        """
+        names = {name for op in operators for name in op.inputs if name in self._program.parameters}
+        weights = missing = sum(value_bytes(self._program, name) for name in names)
+        first, later = list[Held](), list[Held]()
+        for maps, adds in self._held(operators, leaving):
+            missing -= adds.gradients
+            first.append(Held(maps, missing + adds.reorders))
+            later.append(Held(maps, weights + adds.reorders))
+        return Peak.of(first, entering), Peak.of(later, entering)
+
+    def _held(self, operators: Sequence[Operator], leaving: Collection[str]) -> Iterator[tuple[int, Lifetime]]:
+        """Yield the bytes of maps while each operator runs backward, and what it adds."""
+        last = {name: at for at, op in enumerate(operators) for name in op.inputs}
+        kept, cotangents, maps = dict[str, int](), dict[str, int](), 0
+        for at, op in enumerate(operators):
+            adds = self.of(op)
+            maps += sum(size for name, size in adds.kept.items() if name not in kept)
+            kept |= adds.kept
+            for name in self.carried(op.outputs):
+                if name in leaving or last.get(name, at) > at:
+                    cotangents[name] = value_bytes(self._program, name)
+                    maps += cotangents[name]
+            for name in {name for name in op.inputs if last[name] == at}:
+                maps -= 0 if name in leaving else cotangents.pop(name, 0)
+            yield maps + adds.makes, adds
+
+    def _is_active(self, op: Operator) -> bool:
+        return any(name in self.active for name in op.outputs)
+
+    def _kept(self, op: Operator) -> dict[str, int]:
+        kept = {name: value_bytes(self._program, name) for name in map(self._memory_of, self._kept_values(op))}
+        if op.text.startswith("aten.max_pool"):
+            kept[f"{op.name} places"] = _INDEX_BYTES * prod(self._program.values[op.first_output].shape)
+        return kept
+
+    def _kept_values(self, op: Operator) -> set[str]:
+        """Return the values that its backward needs; those of an unknown operator are its inputs."""
+        if is_view(op) or op.text.startswith(_KEEP_NOTHING):
+            return set()
+        outputs = {name for name in op.outputs if name is not None}
+        if op.text.startswith(_KEEP_OUTPUTS):
+            return outputs
+        inputs = {name for name in op.inputs if name in self._program.values}
+        if op.text.startswith(_NEED_THE_OTHER):
+            active = [name for name in op.inputs if name in self.active]
+            inputs = {name for name in inputs if any(other != name for other in active) or active.count(name) > 1}
+        if op.text.startswith(_KEEP_BOTH):
+            inputs |= outputs
+        return inputs - self._fixed
+
+    def _memory_of(self, name: str) -> str:
+        """Return the value whose memory a view uses; of others the value itself."""
+        while name in self._viewed:
+            name = self._viewed[name]
+        return name
+
+    def _makes(self, op: Operator) -> int:
+        if is_view(op) or op.text.startswith(_PASS_ON):
+            return 0
+        made = sum(value_bytes(self._program, name) for name in self.carried(op.inputs))
+        return 2 * made if "norm" in op.text else made
+
+    def _reorders(self, op: Operator) -> int:
+        """Return a new gradient before it is added, and what a convolution has in other orders."""
+        if not is_product(op):
+            return 0
+        values, total = self._program.values, 0
+        for name in (name for name in op.inputs if name in self._program.parameters):
+            total += value_bytes(self._program, name)
+            if prod(values[name].shape[2:]) > 1:
+                total += value_bytes(self._program, name) + self._blocked_bytes(op, name)
+        return total
+
+    def _blocked_bytes(self, op: Operator, weight: str) -> int:
+        """Return the bytes of a kernel whose groups are padded to whole blocks of channels."""
+        (made, taken, *window), item = self._program.values[weight].shape, self._program.values[weight].dtype.itemsize
+        groups = max(1, self._program.values[op.inputs[0]].shape[1] // taken)
+        padded = (-(-count // _BLOCK) * _BLOCK for count in (made // groups, taken))
+        return groups * prod(padded) * prod(window) * item

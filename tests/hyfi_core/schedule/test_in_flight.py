@@ -1,0 +1,79 @@
+"""Micro-batches in flight against counting them, and against the formulas of the papers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.action import Verb
+from hyfi_core.schedule.generate import generate
+from hyfi_core.schedule.in_flight import Moment, fullest_moments, microbatches_in_flight
+
+SHAPES = [(1, 3), (2, 2), (2, 8), (3, 6), (4, 4), (4, 16), (8, 8)]
+"""Stages D and micro-batches N."""
+
+
+def of(schedule: str, stages: int, microbatches: int, **more: int) -> list[int]:
+    plan = ParallelPlan(((1, 1),) * stages, microbatches=microbatches, schedule=schedule, **more)  # type: ignore[arg-type]
+    return [microbatches_in_flight(plan, stage) for stage in range(plan.stages)]
+
+
+@pytest.mark.parametrize(("d", "n"), SHAPES)
+def test_pipelines_have_as_many_as_published(d: int, n: int) -> None:
+    assert of("gpipe", d, n) == [n] * d
+    assert of("1f1b", d, n) == [min(d - stage, n) for stage in range(d)]
+    assert of("sequential", d, n) == [1] * d
+
+
+@pytest.mark.parametrize(("d", "n"), [(2, 2), (4, 4), (4, 8), (8, 8)])
+def test_two_directions(d: int, n: int) -> None:
+    """Chimera: D/2 of each stage at most. GEMS: one, or without repetitions half of all."""
+    assert of("chimera", d, n) == [min(d // 2, d - stage) for stage in range(d)]
+    assert of("gems_master", d, n) == [1] * d
+    assert of("gems_mast", d, n) == [n // 2] * d
+
+
+@pytest.mark.parametrize(("d", "v", "n"), [(2, 2, 4), (4, 2, 8), (3, 3, 6)])
+def test_interleaved_stages_run_as_many_ahead_as_published(d: int, v: int, n: int) -> None:
+    """2(D - g - 1) + (v - 1)D forwards ahead and one more, of all stages of a rank together."""
+    plan = ParallelPlan(((1, 1),) * d, microbatches=n, schedule="1f1b", interleave=v)
+    for (first, *_), moments in fullest_moments(plan).items():
+        ahead = min(n * v, 2 * (d - 1 - first[0]) + (v - 1) * d + 1)
+        assert max(sum(moment.waiting) + 1 for moment in moments) == ahead
+
+
+def test_first_backwards_have_no_gradients_yet() -> None:
+    plan = ParallelPlan(((1, 1),) * 2, microbatches=4, schedule="gpipe")
+    no, yes = (False,), (True,)
+    assert fullest_moments(plan)[(0, 0),] == (Moment(0, (3,), no), Moment(0, (2,), yes))
+    assert fullest_moments(ParallelPlan(((1, 1),)))[(0, 0),] == (Moment(0, (0,), no),)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"]),
+    st.lists(st.sampled_from([(1, 1), (1, 2), (2, 2)]), min_size=1, max_size=4),
+    st.integers(1, 4).map(lambda half: 2 * half),
+)
+def test_every_moment_of_every_rank_is_covered(schedule: str, grids: list[tuple[int, int]], microbatches: int) -> None:
+    plan = ParallelPlan(tuple(grids), microbatches=microbatches, schedule=schedule)  # type: ignore[arg-type]
+    placement = Placement.of(plan)
+    found = fullest_moments(plan)
+    for rank, actions in enumerate(generate(plan, placement).actions):
+        hosted = placement.hosted(rank)
+        fullest, live, done, seen = found[hosted], Counter[tuple[int, int]](), set[tuple[int, int]](), list[Moment]()
+        for action in actions:
+            key = action.stage, action.direction
+            live[key] -= action.verb is Verb.B
+            now = Moment(hosted.index(key), tuple(live[h] for h in hosted), tuple(h in done for h in hosted))
+            assert any(moment.covers(now) for moment in fullest), (str(action), now)
+            seen.append(now)
+            live[key] += action.verb is Verb.F
+            done |= {key} if action.verb is Verb.B else set()
+        assert set(fullest) <= set(seen)
+        assert not any(one.covers(other) for one in fullest for other in fullest if one is not other)
