@@ -4,12 +4,13 @@
     python -m workflows.benchmarks.forecast --sleeping        eight ranks that sleep instead of computing
 
 Prints a JSON line for each plan (grids, stages, schedules, replicas, branches, recomputation, cells): predicted and
-measured seconds of a step and their ratio, the same for the memory of the rank that needs most, and whether the planner
-chose the plan. A line for each network compares the measured step of the planner's choice with the shortest of all
-measured steps; the last line has the median and the worst errors, and the rank correlation of the steps.
+measured seconds of a step and their ratio, the same for the memory of the rank that needs most (what its process grew
+by, and the peak of its tensors), and whether the planner chose the plan. A line for each network compares the measured
+step of the planner's choice with the shortest of all measured steps; the last line has the median and the worst errors,
+and the rank correlation of the steps.
 
 All plans are measured in each round. Of a plan, the round with the shortest step counts, because other work of the
-machine only adds; of its memory, the median counts.
+machine only adds; of what its processes grow by, the median counts.
 
 Without ``--machine``, each round begins with a measurement of the machine, as by ``hyfi doctor --measure`` with four
 ranks, and a step is compared with the forecast for the machine of its round.
@@ -55,7 +56,8 @@ class Comparison:
         model: name of the network.
         forecast: of the plan.
         step_s: measured.
-        grown_bytes: measured, of the rank that needs most.
+        grown_bytes: by which the process grew that needs most.
+        allocated_bytes: of the tensors of the rank that has most.
         chosen: whether the planner chose this plan.
     """
 
@@ -63,6 +65,7 @@ class Comparison:
     forecast: StepForecast
     step_s: float
     grown_bytes: int
+    allocated_bytes: int
     chosen: bool
 
     @property
@@ -72,12 +75,18 @@ class Comparison:
 
     @property
     def memory_error(self) -> float:
-        """Relative error of the predicted memory of the rank that needs most."""
+        """Relative error of the predicted memory of the process that needs most."""
         return abs(max(self.forecast.resident_bytes) / self.grown_bytes - 1)
+
+    @property
+    def tensors_error(self) -> float:
+        """Relative error of the predicted peak of tensors."""
+        return abs(max(self.forecast.memory_bytes) / self.allocated_bytes - 1)
 
     def to_json(self) -> str:
         """Return one line."""
         predicted, grown = max(self.forecast.resident_bytes), self.grown_bytes
+        tensors, allocated = max(self.forecast.memory_bytes), self.allocated_bytes
         return json.dumps(
             {
                 "model": self.model,
@@ -90,6 +99,9 @@ class Comparison:
                 "predicted_mb": round(predicted / 1e6),
                 "measured_mb": round(grown / 1e6),
                 "memory_ratio": round(predicted / grown, 3),
+                "predicted_tensors_mb": round(tensors / 1e6),
+                "measured_tensors_mb": round(allocated / 1e6),
+                "tensors_ratio": round(tensors / allocated, 3),
             }
         )
 
@@ -117,6 +129,7 @@ def main() -> None:
             study.measure(machine)
     found = [case for study in studies for case in study.compared()]
     errors, memory = [case.step_error for case in found], [case.memory_error for case in found]
+    tensors = [case.tensors_error for case in found]
     steps = [(case.forecast.step_s, case.step_s) for case in found]
     order = float(spearmanr(*zip(*steps, strict=True)).statistic) if len(found) > 1 else 1.0
     last = {
@@ -126,6 +139,8 @@ def main() -> None:
         "rank_correlation": order,
         "median_memory_error": statistics.median(memory),
         "worst_memory_error": max(memory),
+        "median_tensors_error": statistics.median(tensors),
+        "worst_tensors_error": max(tensors),
     }
     print(json.dumps({name: round(value, 3) for name, value in last.items()}), flush=True)
 
@@ -157,7 +172,7 @@ class Study:
         self._best = min(found, key=lambda best: best.step_s).plan
         listed = [with_cuts(plan, self._of(plan), machine) for plan in PLANS[name] if plan.ranks in given.ranks]
         self._plans = list(dict.fromkeys([*listed, self._best]))
-        self._rounds: list[tuple[MachineModel, list[tuple[float, int]]]] = []
+        self._rounds: list[tuple[MachineModel, list[tuple[float, int, int]]]] = []
 
     def measure(self, machine: MachineModel) -> None:
         """Measure all plans once, on a machine that was measured just before."""
@@ -173,10 +188,10 @@ class Study:
 
     def _case(self, index: int, plan: ParallelPlan) -> Comparison:
         found = [(machine, *of_plans[index]) for machine, of_plans in self._rounds]
-        machine, step_s, _ = min(found, key=lambda of_round: of_round[1])
-        grown = statistics.median(grown for _, _, grown in found)
+        machine, step_s, _, allocated = min(found, key=lambda of_round: of_round[1])
+        grown = statistics.median(grown for _, _, grown, _ in found)
         forecast = forecast_step(self._of(plan), plan, machine)
-        case = Comparison(self._name, forecast, step_s, int(grown), plan == self._best)
+        case = Comparison(self._name, forecast, step_s, int(grown), allocated, plan == self._best)
         print(case.to_json(), flush=True)
         return case
 
@@ -188,13 +203,13 @@ class Study:
         return capture(NETWORKS[self._name]().train(), (images, 3, size, size), torch.float32)
 
 
-def _measured(name: str, plan: ParallelPlan, given: argparse.Namespace) -> tuple[float, int]:
-    """Return the seconds of a step, and by how many bytes the rank that needs most grows."""
+def _measured(name: str, plan: ParallelPlan, given: argparse.Namespace) -> tuple[float, int, int]:
+    """Return the seconds of a step, by how many bytes the process grows that needs most, and the most of tensors."""
     words = name, json.dumps(plan.to_json()), str(given.size), str(given.steps)
     command = [*find().command(plan.ranks), sys.executable, "-m", "workflows.benchmarks.forecast.rank", *words]
     done = subprocess.run(command, env={**os.environ, **RANK_SETTINGS}, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    return found["step_s"], max(found["grown_bytes"])
+    return found["step_s"], max(found["grown_bytes"]), max(found["allocated_bytes"])
 
 
 if __name__ == "__main__":

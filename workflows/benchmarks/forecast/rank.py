@@ -1,10 +1,11 @@
-"""One rank of a measured plan: prints, on rank 0, the seconds of a step and how far the memory of each rank grew.
+"""One rank of a measured plan: prints, on rank 0, the seconds of a step and the memory of each rank, in two ways.
 
     mpiexec -n 2 python -m workflows.benchmarks.forecast.rank resnet18 '{"grids": [[1, 2]], …}' 256 5
 
 The step is the shortest of those measured, each between two barriers, because other processes only add. The growth is
 that of the peak of resident memory, from the moment before the model is created to the end of the steps; a tiny network
-has trained before, so that libraries are loaded and their code is generated.
+has trained before, so that libraries are loaded and their code is generated. Of a further step, PyTorch's profiler
+tells the peak of all tensors: what was asked for, without what the heap keeps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hyfi_core.models.resnet import resnet6
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes
 from hyfi_core.runtime.engine import Engine
+from workflows.benchmarks.forecast.allocated import held_bytes, peak_of
 from workflows.benchmarks.forecast.cases import BATCH, NETWORKS
 from workflows.evaluation.models import convert_model
 
@@ -40,10 +42,15 @@ def main() -> None:
     forget_peak()
     before = resident_bytes()
     shape = (BATCH // plan.replicas, 3, size, size)
-    step_s = _step_s(comm, _engine(NETWORKS[name](), shape, plan, comm), shape, steps)
+    tensors = held_bytes()
+    engine = _engine(NETWORKS[name](), shape, plan, comm)
+    step_s = _step_s(comm, engine, shape, steps)
     grown = comm.gather_objects(peak_bytes() - before)
+    images, labels = _batch(shape)
+    tensors = held_bytes() - tensors - images.nbytes - labels.nbytes
+    allocated = comm.gather_objects(tensors + peak_of(lambda: engine.train_step(images, labels)))
     if grown is not None:
-        print(json.dumps({"step_s": step_s, "grown_bytes": grown}), flush=True)
+        print(json.dumps({"step_s": step_s, "grown_bytes": grown, "allocated_bytes": allocated}), flush=True)
 
 
 def _warm_up() -> None:
@@ -65,10 +72,13 @@ def _engine(model: nn.Module, shape: tuple[int, int, int, int], plan: ParallelPl
     )
 
 
-def _step_s(comm: Communicator, engine: Engine, shape: tuple[int, int, int, int], steps: int) -> float:
+def _batch(shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     images = torch.rand(shape).contiguous(memory_format=torch.channels_last)
-    labels = torch.zeros(shape[0], dtype=torch.long)
-    times = []
+    return images, torch.zeros(shape[0], dtype=torch.long)
+
+
+def _step_s(comm: Communicator, engine: Engine, shape: tuple[int, int, int, int], steps: int) -> float:
+    (images, labels), times = _batch(shape), []
     for _ in range(_WARM + steps):
         comm.barrier()
         begin = time.perf_counter()
