@@ -182,37 +182,24 @@ class _Counter(NamedTuple):
     sizes: Mapping[str, int]
 
     def distinct(self, used: Sequence[Iterable[str]], made: Mapping[str, int] | None = None) -> Table:
-        """Return the bytes of the values that operators of each stage use, each value once.
+        """Return the bytes of the values that operators of each stage use, each value once; see ``distinct_at``."""
+        return np.pad(self.distinct_at(used, made), ((0, 0), (1, 0)))[:, self.places]
 
-        Args:
-            used: by each operator.
-            made: value -> the operator that makes it; if given, stages that contain this one do not count.
-        """
-        changes = np.zeros((len(self.places) + 1,) * 2, dtype=np.int64)
-        before = dict(made or {})
-        for at, names in enumerate(used):
-            end = bisect_right(self.places, at)
-            for name in set(names):
-                changes[bisect_right(self.places, before.get(name, -1)), end] += self.sizes[name]
-                changes[end, end] -= self.sizes[name]
-                before[name] = at
-        found: Table = changes.cumsum(0).cumsum(1)[:-1, :-1]
-        return found
-
-    def distinct_at(self, used: Sequence[Iterable[str]]) -> Table:
-        """Return the bytes of the values that operators have used up to each (column), in stages from each place (row).
+    def distinct_at(self, used: Sequence[Iterable[str]], made: Mapping[str, int] | None = None) -> Table:
+        """Return the bytes of the values that a stage from each place (row) has used up to each operator (column).
 
         Args:
             used: by each operator; each value counts once.
+            made: value -> the operator that makes it; if given, stages that contain this one do not count.
         """
-        changes = np.zeros((len(self.places) + 1, len(used) + 1), dtype=np.int64)
-        before: dict[str, int] = {}
+        changes = np.zeros((len(self.places) + 1, len(used)), dtype=np.int64)
+        before = dict(made or {})
         for at, names in enumerate(used):
             for name in set(names):
                 changes[bisect_right(self.places, before.get(name, -1)), at] += self.sizes[name]
                 changes[bisect_right(self.places, at), at] -= self.sizes[name]
                 before[name] = at
-        found: Table = changes.cumsum(0).cumsum(1)[:-1, :-1]
+        found: Table = changes.cumsum(0).cumsum(1)[:-1]
         return found
 
     def largest(self, each: Sequence[int]) -> Table:

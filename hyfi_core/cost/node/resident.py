@@ -30,8 +30,8 @@ from hyfi_core.schedule.in_flight import microbatches_in_flight
 HEAP_BLOCK_BYTES = 32 << 20
 """Larger blocks are returned at once (``M_MMAP_THRESHOLD`` of mallopt(3), which grows up to this)."""
 HUGE_PAGE_BYTES = 2 << 20
-_HOLES = 0.25
-"""Holes of the heap, relative to the maps in it."""
+_HOLES, _HOLES_OF_ONE_PASS = 0.25, 0.15
+"""Holes of the heap, relative to the maps in it; fewer where it is emptied between a backward and the next forward."""
 _GAPS_OF_MAPS, _GAPS_OF_WEIGHTS = 0.3, 1.8
 """How much remains of the gaps: of those after maps, and after one of the three or four copies of the weights."""
 _OPERATOR_BYTES = 75_000
@@ -53,13 +53,20 @@ def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) 
     for rank in range(placement.size):
         hosted = [stage for stage, _ in placement.hosted(rank)]
         largest = max((value_bytes(program, n) for s in hosted for n in pieces[s].program.parameters), default=0)
-        of_maps = _GAPS_OF_MAPS * sum(gaps[s][0] for s in hosted) + _HOLES * maps_bytes[rank]
+        share = _HOLES_OF_ONE_PASS if _is_one_pass(plan, hosted) else _HOLES
+        of_maps = _GAPS_OF_MAPS * sum(gaps[s][0] for s in hosted) + share * maps_bytes[rank]
         of_weights = _GAPS_OF_WEIGHTS * sum(gaps[s][1] for s in hosted)
         messages = 2 * max(BUCKET_BYTES, largest) if plan.ranks > 1 else 0  # as much was measured without reductions
         messages += sum(_between_bytes(pieces[s]) // prod(placement.grids[s]) for s in hosted)
         whole = len(program.operators) * _OPERATOR_BYTES
         found.append(int(whole + messages + of_weights + of_maps / plan.branches))
     return tuple(found)
+
+
+def _is_one_pass(plan: ParallelPlan, hosted: Sequence[int]) -> bool:
+    """Whether a rank computes one forward and backward of all stages in a step, and its gradients are in buckets."""
+    whole = len({*hosted}) == plan.stages and plan.microbatches == plan.directions
+    return whole and plan.ranks > 1 and plan.branches == 1 and plan.cell_grid is None
 
 
 def gaps_bytes(sizes: Iterable[int]) -> int:
