@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
+from typing import NamedTuple
 
 from hyfi_core.capture.program import Program
 from hyfi_core.capture.stages import Stage, cut_program
@@ -48,14 +49,15 @@ def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) 
     """
     pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
     placement, lifetimes = Placement.of(plan), Lifetimes(program)
-    gaps = [_gaps_of_stage(program, plan, lifetimes, stage, piece) for stage, piece in enumerate(pieces)]
+    parts = [_KeptMaps.of(program, plan, lifetimes, stage, piece) for stage, piece in enumerate(pieces)]
     found = []
     for rank in range(placement.size):
         hosted = [stage for stage, _ in placement.hosted(rank)]
         largest = max((value_bytes(program, n) for s in hosted for n in pieces[s].program.parameters), default=0)
         share = _HOLES_OF_ONE_PASS if _is_one_pass(plan, hosted) else _HOLES
-        of_maps = _GAPS_OF_MAPS * sum(gaps[s][0] for s in hosted) + share * maps_bytes[rank]
-        of_weights = _GAPS_OF_WEIGHTS * sum(gaps[s][1] for s in hosted)
+        in_heap = sum(parts[s].in_heap for s in hosted) / max(1, sum(parts[s].maps for s in hosted))
+        of_maps = _GAPS_OF_MAPS * sum(parts[s].gaps for s in hosted) + share * in_heap * maps_bytes[rank]
+        of_weights = _GAPS_OF_WEIGHTS * sum(parts[s].gaps_of_weights for s in hosted)
         messages = 2 * max(BUCKET_BYTES, largest) if plan.ranks > 1 else 0  # as much was measured without reductions
         messages += sum(_between_bytes(pieces[s]) // prod(placement.grids[s]) for s in hosted)
         whole = len(program.operators) * _OPERATOR_BYTES
@@ -75,15 +77,31 @@ def gaps_bytes(sizes: Iterable[int]) -> int:
     return sum(HUGE_PAGE_BYTES - size % HUGE_PAGE_BYTES for size in large)
 
 
-def _gaps_of_stage(
-    program: Program, plan: ParallelPlan, lifetimes: Lifetimes, stage: int, piece: Stage
-) -> tuple[int, int]:
-    """Return the gaps after (maps, one copy of the weights) of a stage on one rank."""
-    kept = {name: size for op in piece.program.operators for name, size in lifetimes.of(op).kept.items()}
-    cells, ranks = prod(plan.cell_grid or (1, 1)), prod(plan.grids[stage % len(plan.grids)])
-    flights = 1 if plan.recomputes(stage) else microbatches_in_flight(plan, stage)
-    maps = flights * cells * gaps_bytes(size // ranks // cells for size in kept.values())
-    return maps, gaps_bytes(value_bytes(program, name) for name in piece.program.parameters)
+class _KeptMaps(NamedTuple):
+    """What a stage keeps on one rank, in bytes.
+
+    Attributes:
+        maps: of all micro-batches in flight.
+        in_heap: those of them that are not mapped for themselves.
+        gaps: after maps.
+        gaps_of_weights: after one copy of the weights.
+    """
+
+    maps: int
+    in_heap: int
+    gaps: int
+    gaps_of_weights: int
+
+    @classmethod
+    def of(cls, program: Program, plan: ParallelPlan, lifetimes: Lifetimes, stage: int, piece: Stage) -> _KeptMaps:
+        """Return that of a stage of a plan."""
+        kept = {name: size for op in piece.program.operators for name, size in lifetimes.of(op).kept.items()}
+        cells, ranks = prod(plan.cell_grid or (1, 1)), prod(plan.grids[stage % len(plan.grids)])
+        times = cells * (1 if plan.recomputes(stage) else microbatches_in_flight(plan, stage))
+        sizes = [size // ranks // cells for size in kept.values()]
+        in_heap = sum(size for size in sizes if size < HEAP_BLOCK_BYTES)
+        weights = gaps_bytes(value_bytes(program, name) for name in piece.program.parameters)
+        return cls(times * sum(sizes), times * in_heap, times * gaps_bytes(sizes), weights)
 
 
 def _between_bytes(piece: Stage) -> int:
