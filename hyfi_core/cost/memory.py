@@ -35,8 +35,8 @@ Way = Literal["peak", "least"]
 """To the peak, or a lower bound: what is kept when a backward begins; with less, the run cannot work."""
 
 FORECAST_OFF = {"cpu": 1.3, "cuda": 1.15}
-"""A step's real peak is at most so many times the forecast. On a CPU a process keeps what is freed: measured 1.12 to 1.29
-on one rank at 512 to 1024 px (ResNet-18 and 50, AmoebaNet-D), more where all maps together are small."""
+"""A step's real peak is at most so many times the forecast. On a CPU a process keeps what is freed: measured 1.12 to
+1.29 on one rank at 512 to 1024 px (ResNet-18 and 50, AmoebaNet-D), more where all maps together are small."""
 
 PAGES = 2
 """Times the inputs and outputs of a cell's largest step: its pages, and those being transferred."""
