@@ -16,7 +16,7 @@ from hyfi_core.cost.plan_family import PlanRequest
 from hyfi_core.cost.simulator import rank_bytes
 from hyfi_core.plan.parallel_plan import ParallelPlan
 
-_Cuts = tuple[str, ...] | None
+_Cuts = tuple[str, ...]
 
 
 class PlanMemory:
@@ -37,7 +37,7 @@ class PlanMemory:
         self._maps: dict[tuple[int, tuple[str, ...] | str], list[StageMaps]] = {}
         self._tables: dict[int, StageTable] = {}
         self._bounds_of: dict[Hashable, int] = {}
-        self._chosen: dict[Hashable, _Cuts] = {}
+        self._chosen: dict[Hashable, tuple[_Cuts, ...]] = {}
         self._refused: dict[Hashable, tuple[int, ParallelPlan]] = {}
         self._smallest: int | None = None
 
@@ -125,16 +125,17 @@ class PlanMemory:
         return needed
 
     def _with_other_cuts(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
-        """Yield the plan with the fastest cuts that fit, if there are any."""
+        """Yield the plan with the fastest cuts that fit, if there are any, and those beside them."""
         if plan.stages == 1:
             return
         key = self._images(plan), plan.grids, plan.schedule, plan.microbatches, plan.recompute
         if key not in self._chosen:
             room = self._request.memory_bytes - self._request.held_bytes
-            self._chosen[key], needed = FittingCuts(self._anywhere(plan), self._seconds(plan), room).fastest()
+            search = FittingCuts(self._anywhere(plan), self._seconds(plan), room)
+            cuts, needed = search.fastest()
             self.counted(self._request.held_bytes + needed)
-        cuts = self._chosen[key]
-        if cuts is not None:
+            self._chosen[key] = () if cuts is None else (cuts, *search.beside())
+        for cuts in self._chosen[key]:
             yield replace(plan, cuts=cuts)
 
     def _anywhere(self, plan: ParallelPlan) -> StagesAnywhere:

@@ -93,3 +93,16 @@ def test_too_many_cuts_are_rated_near_the_best_of_a_few() -> None:
         exact_s, near_s = found.stages.most_held(found.stages.at(found.seconds, both))
         assert near_s <= 1.05 * exact_s
         assert (found.stages.needed(near) <= found.room_bytes).all() or share == 0.0
+
+
+@pytest.mark.parametrize("plan", plans(), ids=lambda plan: f"{len(plan.grids)}-{plan.schedule}")
+def test_cuts_beside_the_fastest_fit_and_differ_by_one_place(plan: ParallelPlan) -> None:
+    found = search(plan, 0.5)
+    (cuts, _), beside = found.fastest(), found.beside()
+    rows, names = every(found.stages), found.stages.names
+    best = np.array([names.index(cut) + 1 for cut in cuts or ()])
+    near = rows[(np.abs(rows - best).sum(1) == 1) & (found.stages.needed(rows) <= found.room_bytes)]
+    assert len(beside) == min(1, len(near))
+    for one in beside:
+        row = np.array([names.index(cut) + 1 for cut in one])
+        assert (near == row).all(1).any() and found._order(np.concatenate([row[None], near]))[0] == 0
