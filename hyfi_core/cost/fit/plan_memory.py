@@ -10,7 +10,7 @@ import numpy as np
 
 from hyfi_core.cost.fit.fitting_cuts import FittingCuts, Seconds, StagesAnywhere, average_bytes
 from hyfi_core.cost.fit.stage_table import StageTable
-from hyfi_core.cost.memory import FORECAST_OFF, StageMaps
+from hyfi_core.cost.memory import FORECAST_OFF, SPILLING_OFF, StageMaps
 from hyfi_core.cost.plan_bounds import PlanBounds, Programs
 from hyfi_core.cost.plan_family import PlanRequest
 from hyfi_core.cost.simulator import rank_bytes
@@ -116,7 +116,7 @@ class PlanMemory:
 
     def _forecast(self, plan: ParallelPlan, stages: list[StageMaps]) -> int:
         most = max(rank_bytes(self._programs(self._images(plan)), plan, stages))
-        return self._request.held_bytes + int(self._off * most)
+        return self._request.held_bytes + int((self._off if plan.spill is None else SPILLING_OFF) * most)
 
     def counted(self, needed: int) -> int:
         """Return what a plan needs; of those that do not fit, the least is remembered."""

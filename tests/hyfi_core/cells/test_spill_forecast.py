@@ -110,7 +110,7 @@ def test_bfloat16_moves_less() -> None:
 def test_the_planner_counts_moving_when_it_chooses_the_cells() -> None:
     slow_disk = replace(DEFAULT_MACHINE, disk_bytes_per_s=1e6, devices_per_node=1)
     forecast = SpillForecast(slow_disk, 100 * MB, pages_bytes=2 * MB)
-    free = PlanRequest(1, 1, slow_disk, 226 * MB, 100 * MB, spill="/tmp")
+    free = PlanRequest(1, 1, slow_disk, 236 * MB, 100 * MB, spill="/tmp")
     fast, slow = (best_plans(small_at_1024, one, 4).plans for one in (free, replace(free, spills=forecast)))
     assert all(one.exposed_s["spill"] == 0.0 for one in fast) and all(one.exposed_s["spill"] > 0.0 for one in slow)
     assert slow[0].bound_by == "spill" and slow[0].step_s > fast[0].step_s

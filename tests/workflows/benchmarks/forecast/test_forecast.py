@@ -29,9 +29,12 @@ def test_the_plans_are_of_three_networks_and_use_what_plans_can() -> None:
 def test_errors_are_relative_to_what_was_measured() -> None:
     program = captured_once(Network().train(), (1, 3, 64, 64), torch.float32)
     plan = next(plan for plan in PLANS["resnet18"] if plan.ranks == 1)
-    found = replace(forecast_step(program, plan, DEFAULT_MACHINE), step_s=1.0, resident_bytes=(90, 60))
-    case = Comparison("resnet18", found, 0.8, 100, False)
+    found = replace(
+        forecast_step(program, plan, DEFAULT_MACHINE), step_s=1.0, resident_bytes=(90, 60), memory_bytes=(60, 66)
+    )
+    case = Comparison("resnet18", found, 0.8, 100, 60, False)
     assert case.step_error == pytest.approx(0.25) and case.memory_error == pytest.approx(0.1)
+    assert case.tensors_error == pytest.approx(0.1) and '"tensors_ratio": 1.1' in case.to_json()
     assert '"ratio": 1.25' in case.to_json() and '"memory_ratio": 0.9' in case.to_json()
 
 
