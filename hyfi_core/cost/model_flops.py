@@ -51,7 +51,7 @@ def _forward(program: Program, op: Operator) -> float:
     with torch.no_grad(), _ProductCount() as count:
         try:
             op.target(*args, **kwargs)
-        except (RuntimeError, NotImplementedError, TypeError):  # it does not run on tensors without data
+        except (RuntimeError, TypeError):  # no kernel for tensors without data
             return 0.0
     return float(count.flops)
 

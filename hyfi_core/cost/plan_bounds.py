@@ -20,7 +20,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 
 Programs = Callable[[int], Program]
 """Returns the captured model for micro-batches of this number of images."""
-ONE_IN_FLIGHT = ("sequential", "gems_mast", "gems_master")
+ONE_IN_FLIGHT = ("sequential", "gems_master")
 """Schedules in which each direction has one micro-batch at a time."""
 _NO_MAP = (1, 1)
 

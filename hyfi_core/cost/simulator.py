@@ -26,6 +26,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import Schedule
 from hyfi_core.schedule.generate import generate
+from hyfi_core.schedule.in_flight import fullest_moments
 from hyfi_core.schedule.lower import lower
 from hyfi_core.schedule.simulate import Costs, Simulation, simulate
 from hyfi_core.schedule.trace import TraceEvent
@@ -155,19 +156,13 @@ def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -
         update_s: time of the optimizer step.
     """
     rounds = plan.microbatches // plan.directions
-    busy_s = max(sum(rounds * each_s[stage] for stage in held) for held in held_stages(plan))
+    busy_s = max(sum(rounds * each_s[stage] for stage, _ in hosted) for hosted in fullest_moments(plan))
     if plan.directions == 1 and plan.interleave == 1:
         before = accumulate(each_s, initial=0.0)
         busy_s = max(first_s + rounds * own_s for first_s, own_s in zip(before, each_s, strict=False))
     if plan.schedule in ONE_IN_FLIGHT:
         busy_s = max(busy_s, rounds * sum(each_s))
     return busy_s + update_s
-
-
-def held_stages(plan: ParallelPlan) -> set[tuple[int, ...]]:
-    """Return the stages that ranks of one replica hold, for each rank that differs."""
-    placement = Placement.of(_collapsed(plan))
-    return {tuple(stage for stage, _ in placement.hosted(rank)) for rank in range(placement.size)}
 
 
 def _update_s(plan: ParallelPlan, costs: StageCosts) -> float:

@@ -86,7 +86,7 @@ class StagesAnywhere:
 
     def needed(self, rows: Rows) -> Table:
         """Return the bytes of the rank that needs most, for each choice of cuts, by the forecast."""
-        ends = self._ends(rows)
+        ends = self.ends(rows)
         chosen = [_chosen(stage, ends[:, at], ends[:, at + 1]) for at, stage in enumerate(self.stages)]
         each = (held_bytes([chosen[s] for s, _ in held], of) for held, of in fullest_moments(self.plan).items())
         return self._most(np.maximum(max_of(each), self.stages[0].start_bytes))
@@ -99,14 +99,15 @@ class StagesAnywhere:
 
     def at(self, tables: Sequence[NDArray[_Number]], rows: Rows) -> NDArray[_Number]:
         """Return the numbers of all stages (first axis) for each choice of cuts (second axis)."""
-        ends = self._ends(rows)
+        ends = self.ends(rows)
         found: NDArray[_Number] = np.array([t[ends[:, s], ends[:, s + 1]] for s, t in enumerate(tables)])
         return found
 
     def _most(self, forecast: Table) -> Table:
         return (self.off * forecast).astype(np.int64)
 
-    def _ends(self, rows: Rows) -> Rows:
+    def ends(self, rows: Rows) -> Rows:
+        """Return for each choice of cuts where its stages begin and end, one number more than there are stages."""
         return np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, len(self.names) + 1)))
 
 
@@ -177,8 +178,7 @@ class FittingCuts:
 
     def _in_order(self, rows: Rows) -> NDArray[np.bool_]:
         """Return which rows are cuts in ascending order, each after at least one operator."""
-        ends = np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, len(self.stages.names) + 1)))
-        return np.asarray((np.diff(ends) > 0).all(1))
+        return np.asarray((np.diff(self.stages.ends(rows)) > 0).all(1))
 
     def _order(self, rows: Rows) -> NDArray[np.intp]:
         """Return the rows in order: those that fit first, or nearly do, then the faster ones; see ``least_step_s``."""

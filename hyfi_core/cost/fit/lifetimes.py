@@ -117,6 +117,7 @@ class Lifetimes:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self._known: dict[str, Lifetime] = {}
         self._fixed = {*program.parameters, *program.buffers, *program.constants}
         self.active = active_values(program, program.outputs, program.parameters)
         self._viewed = {name: op.inputs[0] for op in program.operators if is_view(op) for name in op.outputs if name}
@@ -124,8 +125,11 @@ class Lifetimes:
 
     def of(self, op: Operator) -> Lifetime:
         """Return what an operator adds; nothing if no gradient goes through it."""
-        if not self._is_active(op):
-            return NOTHING
+        if op.name not in self._known:
+            self._known[op.name] = self._of(op) if self._is_active(op) else NOTHING
+        return self._known[op.name]
+
+    def _of(self, op: Operator) -> Lifetime:
         weights = {name for name in op.inputs if name in self._program.parameters and self._last[name] == op.name}
         gradients = sum(value_bytes(self._program, name) for name in weights)
         return Lifetime(self._kept(op), self._makes(op), self._reorders(op), gradients)

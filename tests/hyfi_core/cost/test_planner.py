@@ -19,12 +19,14 @@ from hyfi_core.cost import planner
 from hyfi_core.cost.cuts import cut_candidates
 from hyfi_core.cost.machine import load_machine
 from hyfi_core.cost.memory import FORECAST_OFF
+from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
 from hyfi_core.cost.plan_family import PlanRequest, candidates
 from hyfi_core.cost.planner import best_plans
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.schedule.in_flight import microbatches_in_flight
 from tests.harness import captured_once, run_copies
 
 PX = 48
@@ -258,3 +260,9 @@ def test_many_ranks_are_planned_by_patterns() -> None:
     plans = list(candidates(request(2048, 2048, "v100-lassen")))
     assert len(plans) == len(set(plans)) < 8000
     assert {plan.ranks for plan in plans} == {2048}
+
+
+def test_schedules_with_one_micro_batch_in_flight_have_no_more() -> None:
+    for schedule in ONE_IN_FLIGHT:
+        plan = ParallelPlan(((1, 1),) * 3, microbatches=8, schedule=schedule)  # type: ignore[arg-type]
+        assert [microbatches_in_flight(plan, stage) for stage in range(3)] == [1, 1, 1]
