@@ -212,7 +212,8 @@ def _trainer(
     peak = agree(roles.trainers, lambda: peak_flops_per_s(job.config, job.plan.ranks, device) if first else None)
     drawn = drawn_by_stage(job, device)
     # One of them reads the file of weights.
-    model = agree(roles.trainers, lambda: make_model(job, loads=first and saved is None, drawn=drawn))
+    tell = say if first else lambda line: None
+    model = agree(roles.trainers, lambda: make_model(job, loads=first and saved is None, drawn=drawn, tell=tell))
     where = made_current(device)
     if drawn is None:
         model = model.to(where)

@@ -11,6 +11,8 @@ from workflows.config.data import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 """Dtype of weights and images for each ``run.precision``; with bfloat16, autocast computes in that dtype."""
+_NAMED = 5
+"""Modules named in a message."""
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
@@ -21,6 +23,37 @@ def convert_model(model: nn.Module, precision: str, memory_format: str) -> nn.Mo
         if parameter.dim() == 4:
             parameter.data = parameter.data.contiguous(memory_format=FORMATS[memory_format])
     return model
+
+
+def set_training(model: nn.Module) -> str | None:
+    """Prepare the modes of a new model for training, in place; return a line about them for the user, if they need one.
+
+    Every module keeps the mode in which its factory returned it, such as a frozen backbone in evaluation mode. Only if
+    nothing in the model is in training mode, as after ``from_pretrained`` of many libraries, all of it is set to
+    training.
+    """
+    evaluated = {name: part for name, part in model.named_modules() if not part.training}
+    if not evaluated:
+        return None
+    if not any(part.training and _has_mode(part) for part in model.modules()):
+        model.train()
+        return (
+            "the model's factory returned it in evaluation mode: all of it is set to training mode "
+            "(to keep modules in evaluation mode, let the factory return the others in training mode)"
+        )
+    outermost = [name for name in evaluated if name.rpartition(".")[0] not in evaluated or not name]
+    shown = ", ".join(outermost[:_NAMED]) + (f" and {len(outermost) - _NAMED} more" if outermost[_NAMED:] else "")
+    count = f"{len(evaluated)} module{'s' * (len(evaluated) > 1)}"
+    return (
+        f"{count} of the model {'stay' if len(evaluated) > 1 else 'stays'} in evaluation mode, as the factory returned "
+        f"{'them' if len(evaluated) > 1 else 'it'} (no dropout, batch norm with fixed statistics): {shown}"
+    )
+
+
+def _has_mode(module: nn.Module) -> bool:
+    """Whether a module does more than hold others: the mode of a container says nothing about its layers."""
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return bool(tensors) or next(module.children(), None) is None
 
 
 def model_fields(config: ModelConfig, classes: int) -> dict[str, Any]:

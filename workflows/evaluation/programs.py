@@ -10,7 +10,7 @@ import torch
 from hyfi_core.capture.export import capture
 from hyfi_core.models.by_name import build_model
 from workflows.config.run import Config
-from workflows.evaluation.models import DTYPES, model_fields
+from workflows.evaluation.models import DTYPES, model_fields, set_training
 
 if TYPE_CHECKING:
     from hyfi_core.capture.program import Program
@@ -31,7 +31,8 @@ class ModelPrograms:
         self._config = config
         with torch.device("meta") if config.model.built_in else nullcontext():  # a built-in one needs no values
             model = build_model(model_fields(config.model, classes))
-        self._model = model.to(DTYPES[config.run.precision]).train()
+        set_training(model)
+        self._model = model.to(DTYPES[config.run.precision])
         self._programs: dict[int, Program] = {}
 
     @property

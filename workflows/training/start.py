@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +38,7 @@ from workflows.config.load import Config
 from workflows.console import say
 from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
 from workflows.evaluation.loss import make_loss
-from workflows.evaluation.models import DTYPES, FORMATS, convert_model
+from workflows.evaluation.models import DTYPES, FORMATS, convert_model, set_training
 from workflows.evaluation.programs import ModelPrograms
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import make_optimizer
@@ -187,13 +187,16 @@ def drawn_by_stage(job: TrainingJob, device: str) -> InitialWeights | None:
     return InitialWeights(lambda: build_model(job.model_json()["model"]), job.config.run.seed)
 
 
-def make_model(job: TrainingJob, loads: bool, drawn: InitialWeights | None = None) -> torch.nn.Module:
-    """Return the initial model in the run's precision and memory format.
+def make_model(
+    job: TrainingJob, loads: bool, drawn: InitialWeights | None = None, tell: Callable[[str], None] = lambda line: None
+) -> torch.nn.Module:
+    """Return the initial model in the run's precision and memory format, in its modes of training.
 
     Args:
         job: The run.
         loads: Whether to load ``model.weights`` and report it; False if another rank or a checkpoint provides them.
         drawn: Weights that ``make_engine`` draws: the model is on the meta device.
+        tell: Is given a line about modules in evaluation mode, see `set_training`.
     """
     torch.manual_seed(job.config.run.seed)
     model = build_model(job.model_json()["model"]) if drawn is None else drawn.model
@@ -201,7 +204,10 @@ def make_model(job: TrainingJob, loads: bool, drawn: InitialWeights | None = Non
     if path is not None and loads:
         say(f"weights from {path}: {load_weights(model, path)}")
     run = job.config.run
-    return convert_model(model, run.precision, run.memory_format).train()
+    modes = set_training(model)
+    if modes is not None:
+        tell(modes)
+    return convert_model(model, run.precision, run.memory_format)
 
 
 def device_of(request: DeviceRequest, roles: Roles) -> str:

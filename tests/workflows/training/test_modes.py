@@ -1,0 +1,77 @@
+"""Modules train in the mode in which their factory returned them; a model wholly in evaluation mode is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.workflows.archive import make_config
+from tests.workflows.faults import tiny
+from tests.workflows.runs import run_here, run_on, weights_of
+from workflows.config.load import load_config
+from workflows.evaluation.models import set_training
+from workflows.evaluation.programs import ModelPrograms
+
+pytestmark = pytest.mark.usefixtures("in_process")
+HERE = "tests.workflows.training.test_modes"
+
+
+def frozen(classes: int) -> nn.Module:
+    """Return a network whose norm keeps its statistics, as recipes of fine-tuning freeze a backbone."""
+    model = tiny(classes)
+    model.norm1.eval()
+    return model
+
+
+def pretrained(classes: int) -> nn.Module:
+    """Return a network as ``from_pretrained`` does: ready to predict."""
+    return tiny(classes).eval()
+
+
+def statistics(run: Path, step: int) -> torch.Tensor:
+    return weights_of(run, step)["norm1.running_mean"]
+
+
+def test_a_frozen_norm_stays_frozen_after_validation_and_resume(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, store, model={"name": f"{HERE}:frozen"}, lr_schedule={"name": "constant"})
+    assert run_here(config, "run.steps=4", "run.ema=0.9") == 0
+    assert statistics(tmp_path / "run", 4).tolist() == [0.0] * 8
+    said = capfd.readouterr().out
+    assert said.count("1 module of the model stays in evaluation mode, as the factory returned it") == 1
+    assert "fixed statistics): norm1\n" in said
+    assert run_on(2, config, "plan.grids=[[1,2]]", "run.ema=0.9", resume=True) == [0, 0]
+    assert statistics(tmp_path / "run", 6).tolist() == [0.0] * 8
+    assert weights_of(tmp_path / "run", 6)["norm1.num_batches_tracked"] == 0
+
+
+def test_a_model_returned_in_evaluation_mode_is_trained(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, store, model={"name": f"{HERE}:pretrained"}, run={"steps": 2})
+    assert run_here(config) == 0
+    assert "returned it in evaluation mode: all of it is set to training mode" in capfd.readouterr().out
+    plain = make_config(tmp_path, store, model={"name": "tests.workflows.faults:tiny"}, run={"steps": 2})
+    assert run_here(plain, f"run.dir={tmp_path / 'plain'}") == 0
+    assert torch.equal(statistics(tmp_path / "run", 2), statistics(tmp_path / "plain", 2))
+
+
+def test_a_new_head_on_a_model_in_evaluation_mode_is_a_mixture() -> None:
+    backbone = tiny(3).eval()
+    wrapped = nn.Sequential(backbone)  # a container says nothing about its layers
+    assert "all of it is set to training mode" in str(set_training(wrapped))
+    assert all(module.training for module in wrapped.modules())
+    backbone.eval()
+    headed = nn.Sequential(backbone, nn.Linear(3, 2))
+    assert "stay in evaluation mode" in str(set_training(headed)) and "): 0" in str(set_training(headed))
+    assert headed[1].training and not any(module.training for module in backbone.modules())
+    assert set_training(tiny(2)) is None
+
+
+def test_forecasts_capture_the_modes_that_train(tmp_path: Path, store: Path) -> None:
+    config = load_config(make_config(tmp_path, store, model={"name": f"{HERE}:frozen"}))
+    assert ModelPrograms(config, 2).of(2).mutations == {}  # of running statistics
