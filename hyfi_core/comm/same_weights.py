@@ -29,12 +29,10 @@ class HeldWeights:
         names: of parameters and buffers that it uses in any direction.
         groups: for each set of ranks that update the same parameters, the same sets on every rank: their names, None on
             ranks that are not in the set.
-        replica: its number; running statistics differ between replicas.
     """
 
     names: Collection[str]
     groups: Sequence[Sequence[str] | None]
-    replica: int
 
 
 class SameWeights:
@@ -98,17 +96,15 @@ class SameWeights:
 
     def _facts(self, name: str, changed: bool, lost: bool) -> list[Any]:
         holds = name in self._held.names
-        group = self._held.replica if self._watch.is_buffer(name) else 0
         digest = self._watch.digest(name) if holds or changed else 0
-        return [holds, group, changed and digest != self._idle.get(name), lost, digest]
+        return [holds, changed and digest != self._idle.get(name), lost, digest]
 
 
 @dataclass(frozen=True)
 class _RankFacts:
-    """A rank's facts about one weight: ranks that hold it must have equal digests in each group."""
+    """A rank's facts about one weight: ranks that hold it must have equal digests."""
 
     holds: bool
-    group: int
     changed: bool
     lost: bool
     digest: int
@@ -146,8 +142,7 @@ def _agree(ranks: list[_RankFacts], equal_arithmetic: bool) -> bool:
     if any(facts.lost for facts in ranks) and not everywhere:
         return False
     if equal_arithmetic:
-        pairs = {(facts.group, facts.digest) for facts in holders if not facts.lost}
-        if len(pairs) != len({group for group, _ in pairs}):
+        if len({facts.digest for facts in holders if not facts.lost}) > 1:
             return False
     elif not everywhere and any(facts.changed for facts in holders):
         return False

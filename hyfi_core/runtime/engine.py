@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from hyfi_core.capture.released import device_of
 from hyfi_core.cells.budget import with_cells
-from hyfi_core.cells.communicator import cell_communicators
 from hyfi_core.cells.page import PagerCounts
 from hyfi_core.cells.page_forecast import PagedForecast
-from hyfi_core.cells.paging import Paging
-from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.agree import CallConsensus
 from hyfi_core.comm.base import Communicator
@@ -33,6 +30,7 @@ from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import resident_bytes
 from hyfi_core.runtime.attribution import Explanation, gather_explanation
 from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, check_labels, lays_channels_last
+from hyfi_core.runtime.calls.runners import Runners
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.gradients import GradientsOfCells, ParameterHooks, StepGradients, clip
@@ -40,13 +38,12 @@ from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror, trained_by_stage
 from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted, used_stages
 from hyfi_core.runtime.paged_call import PagedCall, pixels_of
-from hyfi_core.runtime.runner import StageRunner
+from hyfi_core.runtime.statistics import ReplicaBuffers
 from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, Loss, RandomKey, Subject
 from hyfi_core.schedule.action import Action, Schedule
 from hyfi_core.stored_state import Weights
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-T = TypeVar("T")
 
 
 class Engine:
@@ -96,14 +93,13 @@ class Engine:
         last = lays_channels_last(memory_format, model, autocast, lambda: subject.program(widest), grids, self.device)
         self._subject = replace(subject, channels_last=last)
         self._groups = Groups(comm, plan, Placement.of(plan))
-        self._gradients: list[tuple[Compiled, StepGradients]] = []
+        self._shared: list[tuple[Compiled, StepGradients, ReplicaBuffers]] = []
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, plan.share_of(self._groups.index)
         self.events: list[tuple[Action, float, float]] = []
-        self._paging: Paging | None = None
         self._trained = PagedCall(self._micro, trains=True)
-        self._turns, self._runners = self._make_runners(comm)
-        self._cell_groups = [] if self._turns is None else [runner.groups for runner in self._runners]
+        self._runners = Runners(self._subject, plan, comm, self._groups)
+        self._paging = self._runners.paging
         compiled = self._compiled()  # captures the model, or refuses it
         check(plan)
         bindings.share(used_stages(model, compiled), self._groups, release, source, self.device)
@@ -116,7 +112,9 @@ class Engine:
         self._consensus = CallConsensus(model, comm, replica, changes, weights, loss, plan.stages)
         self._choose_mirror(compiled)
         self._optimizer = made_optimizer(optimizer, self._ownership.optimized()) if optimizer is not None else None
-        parts = self._each(lambda runner: runner.reader.training_parts(runner.compiled(self._micro), shape[0]).values())
+        parts = self._runners.each(
+            lambda runner: runner.reader.training_parts(runner.compiled(self._micro), shape[0]).values()
+        )
         self._input_parts = tuple(dict.fromkeys(part for found in parts for part in found))
 
     @property
@@ -153,9 +151,9 @@ class Engine:
                 object with ``read(box, first, stop)``. Each cell reads its own box in its turn.
         """
         with evaluating(self._model, self.device):
-            self._groups.reset_traffic(*self._cell_groups)
+            self._groups.reset_traffic(*self._runners.groups)
             self.reserve(self._check_evaluation("predict", images), trains=False)
-            return self._each(lambda runner: runner.predict(images))[0]
+            return self._runners.each(lambda runner: runner.predict(images))[0]
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (logits ``(B, K)``, contributions ``(B, K, h, w)``) float32, the same on every rank; see `explain`.
@@ -181,7 +179,7 @@ class Engine:
             )
         with evaluating(self._model, self.device):
             self.reserve(self._check_evaluation("attribute", images), trains=False)
-            parts, stage = self._each(lambda runner: runner.explain(images)), self._groups.stages[0, 0]
+            parts, stage = self._runners.each(lambda runner: runner.explain(images)), self._groups.stages[0, 0]
             return gather_explanation(parts, self.plan.cell_grid or (1, 1), stage)
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
@@ -201,7 +199,7 @@ class Engine:
 
     def accumulate_unread(self, images: Images, labels: torch.Tensor) -> torch.Tensor:
         """Like ``accumulate``; the loss stays on the device, float64 without dims, and the host does not wait."""
-        self._groups.reset_traffic(*self._cell_groups)
+        self._groups.reset_traffic(*self._runners.groups)
         reader = self._runners[0].reader
         shape = reader.batch_shape(images)
         micro = reader.micro_shape(shape, strict=True)
@@ -212,15 +210,16 @@ class Engine:
         compiled = self._compiled(micro)
         local = self._runners[0].read(images, compiled, shape[0])
         self._choose_mirror(compiled)
-        gradients = self._gradients_of(compiled)
-        taken = gradients if self._turns is None else GradientsOfCells(gradients, self._turns.size)
+        gradients, buffers = self._shared_by(compiled)
+        taken = gradients if self._runners.cells == 1 else GradientsOfCells(gradients, self._runners.cells)
         hooks = ParameterHooks(self._subject.bindings.parameters_once, self.plan.microbatches * self.plan.replicas)
         with self._watch.changing(noticed=True), hooks:
             gradients.begin()
             self.reserve(micro, pixels=pixels_of(images))
-            done = self._each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
+            done = self._runners.each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
             self._runners[0].publish()
             gradients.finish(hooks)
+            buffers.take_over()
         ACTIVITY.action = None
         self.events = done[0].events
         self.random.step += 1
@@ -276,7 +275,7 @@ class Engine:
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return messages and bytes sent by this rank in the last step, by kind; including those between its cells."""
-        return self._groups.traffic(*self._cell_groups)
+        return self._groups.traffic(*self._runners.groups)
 
     def seconds(self) -> dict[str, float]:
         """Return how long this rank waited in the last step: for ``halo``, ``stage``, ``reduce``, and to ``spill``."""
@@ -312,24 +311,6 @@ class Engine:
         """Return the lowered schedule of a training step: all actions of the ranks of a replica, or of their cells."""
         return self._runners[0].schedule(self._compiled())
 
-    def _make_runners(self, comm: Communicator) -> tuple[Turns | None, list[StageRunner]]:
-        """Return this rank's runner, or one for each of its cells and their turns."""
-        plan, subject, cells = self.plan, self._subject, self.plan.cell_grid
-        if cells is None:
-            return None, [StageRunner(subject, plan, comm, self._groups)]
-        if comm.size > 1 and comm.in_order:
-            raise RequestError(
-                f"plan.cells is {plan.cells} on {comm.size} ranks, but cells need messages with tags, which NCCL "
-                f"does not have; use one rank, or plan.cells=null"
-            )
-        if plan.spill is not None:
-            self._paging = Paging(plan.spill, plan.memory_bytes, self.device, lambda: turns.cell)
-        pager = None if self._paging is None else self._paging.pager
-        turns = Turns(cells[0] * cells[1], pager.resume if pager is not None else lambda cell: None)
-        members = [(rank, cell) for rank in range(plan.ranks) for cell in range(turns.size)]
-        comms = cell_communicators(comm, turns, members)
-        return turns, turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=pager))
-
     def reserve(
         self, micro: tuple[int, int, int, int] | None = None, trains: bool = True, pixels: torch.dtype | None = None
     ) -> int | None:
@@ -348,16 +329,11 @@ class Engine:
 
     def _forecasts(self, call: PagedCall) -> list[PagedForecast]:
         """Return what every stage needs in every cell."""
-        of_cells = self._each(lambda runner: runner.compiled(call.micro))
+        of_cells = self._runners.each(lambda runner: runner.compiled(call.micro))
         return call.forecasts(self._subject, self.plan, of_cells)
 
-    def _each(self, call: Callable[[StageRunner], T]) -> list[T]:
-        """Call each runner of this process (one, or cells in turn) and return the results."""
-        runners, turns = self._runners, self._turns
-        return [call(runners[0])] if turns is None else turns.run(lambda cell: call(runners[cell]))
-
     def _compiled(self, micro: tuple[int, int, int, int] | None = None) -> Compiled:
-        return self._each(lambda runner: runner.compiled(self._micro if micro is None else micro))[0]
+        return self._runners.each(lambda runner: runner.compiled(self._micro if micro is None else micro))[0]
 
     def _check_evaluation(self, call: str, images: Images) -> tuple[int, int, int, int]:
         """Return the shape of a micro-batch, on which all ranks agree."""
@@ -384,11 +360,14 @@ class Engine:
             self.settle()
             self._mirror = self._mirrors[compiled.trained]
 
-    def _gradients_of(self, compiled: Compiled) -> StepGradients:
-        known = next((gradients for made, gradients in self._gradients if made is compiled), None)
+    def _shared_by(self, compiled: Compiled) -> tuple[StepGradients, ReplicaBuffers]:
+        """Return what reduces gradients, and what takes over buffers."""
+        known = next(((gradients, buffers) for made, gradients, buffers in self._shared if made is compiled), None)
         if known is None:
-            known = StepGradients(self._model, compiled, self._groups, self.plan, self._mirror)
-            self._gradients = [*self._gradients[1 - CAPTURES_KEPT :], (compiled, known)]
+            model, groups = self._model, self._groups
+            gradients = StepGradients(model, compiled, groups, self.plan, self._mirror)
+            known = gradients, ReplicaBuffers(model, compiled, groups, self.plan.replicas)
+            self._shared = [*self._shared[1 - CAPTURES_KEPT :], (compiled, *known)]
         return known
 
     def _arriving(self) -> list[nn.Parameter]:

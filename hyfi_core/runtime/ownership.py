@@ -68,7 +68,7 @@ class ParameterOwnership:
         for name, _ in self._model.named_parameters():
             updated.setdefault(self._holders[name], []).append(name)
         groups = [updated[ranks] if rank in ranks else None for ranks in sorted(updated, key=sorted)]
-        return HeldWeights(names, groups, self._groups.index)
+        return HeldWeights(names, groups)
 
     def owned_names(self) -> list[str]:
         """Return the entries of the ``state_dict`` that this rank writes; each is written by one rank.

@@ -4,6 +4,9 @@ With one direction, every stage processes micro-batches in order and updates buf
 each direction process half of them: each forward then starts from zero, so that its result is the micro-batch's
 contribution (momentum times its mean, or its mean for cumulative averages), and after the step both directions fold all
 contributions in micro-batch order, as in one process.
+
+Replicas have other images, and so other statistics. Those of replica 0 count, as in DDP: after the step all replicas
+take them over, so that each step starts, and each replica predicts, with the statistics that are saved.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from torch import nn
 
 from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.errors import RequestError
-from hyfi_core.runtime.compiled import HostedStage
+from hyfi_core.runtime.compiled import Compiled, HostedStage
+from hyfi_core.runtime.groups import Groups
 
 Hosted = Mapping[tuple[int, int], HostedStage]
 
@@ -181,6 +185,47 @@ class FoldedStatistics:
     def _pairs(self, names: Sequence[str], microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the buffers of these names, and a micro-batch's contributions to them."""
         return [self._buffers[name] for name in names], [self._added[name, microbatch] for name in names]
+
+
+class ReplicaBuffers:
+    """The buffers that forwards of one compiled model change, which all replicas take over from replica 0.
+
+    Creation is collective over all trainers.
+
+    Args:
+        model: the user's module.
+        compiled: its stages.
+        groups: the plan's groups.
+        replicas: number of replicas.
+    """
+
+    def __init__(self, model: nn.Module, compiled: Compiled, groups: Groups, replicas: int) -> None:
+        self._shared: list[tuple[Communicator, list[torch.Tensor]]] = []
+        named = dict(model.named_buffers(remove_duplicate=False))
+        stages: dict[int, set[int]] = {}
+        for stage, names in enumerate(compiled.buffers if replicas > 1 else ()):
+            for name in names:
+                stages.setdefault(id(named[name]), set()).add(stage)
+        changed = {id(named[name]): named[name] for name in sorted(compiled.program.mutations)}
+        by_users: dict[frozenset[int], list[torch.Tensor]] = {}
+        for key, buffer in changed.items():
+            if key in stages:
+                by_users.setdefault(groups.users(stages[key]), []).append(buffer)
+        for users in sorted(by_users, key=sorted):
+            comm = groups.reduction(users)
+            if comm is not None:
+                of = sorted({buffer.dtype for buffer in by_users[users]}, key=str)
+                self._shared += [(comm.of("reduce"), [b for b in by_users[users] if b.dtype == dtype]) for dtype in of]
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Overwrite the buffers with those of replica 0 (collective): one message for each dtype."""
+        for comm, buffers in self._shared:
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            comm.broadcast(flat)
+            pieces = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, piece in zip(buffers if comm.rank else (), pieces, strict=False):
+                buffer.copy_(piece.view(buffer.shape))
 
 
 def _buffers(model: nn.Module, apart: bool) -> dict[str, torch.Tensor]:

@@ -1,0 +1,80 @@
+"""The runners of one process: one for its rank, or one for each of its cells, which take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar, overload
+
+from hyfi_core.cells.communicator import cell_communicators
+from hyfi_core.cells.paging import Paging
+from hyfi_core.cells.turns import Turns
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.runner import StageRunner
+from hyfi_core.runtime.subject import Subject
+
+T = TypeVar("T")
+
+
+class Runners(Sequence[StageRunner]):
+    """The runners of this process; created on all ranks together.
+
+    Args:
+        subject: the model.
+        plan: of the run.
+        comm: all ranks of the plan.
+        groups: its groups.
+
+    Attributes:
+        cells: number of cells that take turns; 1 without cells.
+        paging: of their maps; None if they are not spilled.
+        groups: those of the cells; empty without cells, whose groups are the rank's.
+
+    Raises:
+        RequestError: the communicator cannot carry the messages of cells.
+    """
+
+    def __init__(self, subject: Subject, plan: ParallelPlan, comm: Communicator, groups: Groups) -> None:
+        self.cells = 1
+        self.paging: Paging | None = None
+        self.groups: list[Groups] = []
+        self._turns: Turns | None = None
+        if plan.cell_grid is None:
+            self._runners = [StageRunner(subject, plan, comm, groups)]
+            return
+        if comm.size > 1 and comm.in_order:
+            raise RequestError(
+                f"plan.cells is {plan.cells} on {comm.size} ranks, but cells need messages with tags, which NCCL "
+                f"does not have; use one rank, or plan.cells=null"
+            )
+        self.cells = plan.cell_grid[0] * plan.cell_grid[1]
+        if plan.spill is not None:
+            self.paging = Paging(plan.spill, plan.memory_bytes, subject.device, lambda: turns.cell)
+        pager = None if self.paging is None else self.paging.pager
+        turns = self._turns = Turns(self.cells, pager.resume if pager is not None else lambda cell: None)
+        members = [(rank, cell) for rank in range(plan.ranks) for cell in range(self.cells)]
+        comms = cell_communicators(comm, turns, members)
+        self._runners = turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=pager))
+        self.groups = [runner.groups for runner in self._runners]
+
+    def each(self, call: Callable[[StageRunner], T]) -> list[T]:
+        """Call each runner, cells in turn, and return the results."""
+        if self._turns is None:
+            return [call(self._runners[0])]
+        return self._turns.run(lambda cell: call(self._runners[cell]))
+
+    @overload
+    def __getitem__(self, index: int) -> StageRunner: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StageRunner]: ...
+
+    def __getitem__(self, index: int | slice) -> StageRunner | Sequence[StageRunner]:
+        """Return a runner."""
+        return self._runners[index]
+
+    def __len__(self) -> int:
+        """Return the number of runners."""
+        return len(self._runners)
