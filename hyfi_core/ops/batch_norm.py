@@ -34,6 +34,7 @@ from hyfi_core.plan.box import Box
 MOST_ROWS = 64
 """Largest number of ranks for which each sends its statistics in a separate row."""
 _BLOCK_VALUES = 1 << 16  # a block and its copies fit in the cache of a core
+_DEVICE_BLOCK_VALUES = 1 << 25  # 128 MiB: enough to keep a GPU busy
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class BatchNorm(AsyncBackward, Recomputable):
         result: torch.Tensor = torch.native_batch_norm(own, scale, offset, mean, variance, False, 0.0, self.eps)[0]
         return result
 
-    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the pixels that count in the statistics: here all."""
+    def _counted(self, tensor: torch.Tensor, top: int = 0) -> torch.Tensor:
+        """Return the pixels that count in the statistics, of a tensor that begins with row ``top``: here all."""
         return tensor
 
     def _statistics(self, comm: Communicator, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +102,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         apart = comm.size <= MOST_ROWS
         rows = own.new_zeros((comm.size if apart else 1, 3, channels), dtype=torch.float64)
         if pixels:
-            mean, variance = (item.double() for item in torch.batch_norm_update_stats(own, None, None, 0.0))
+            mean, variance = (item.double() for item in _mean_and_variance(own))
             row = rows[comm.rank if apart else 0]
             row[0], row[1], row[2] = pixels, mean, variance
             if not apart:
@@ -143,13 +144,29 @@ class BatchNorm(AsyncBackward, Recomputable):
             gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
             in_place = self.overwrites_cotangent and not is_expanded(dy)
             dx = dy if in_place else torch.empty_like(dy)
-            for given, made in _blocks(dy, dx):
-                torch.mul(given, gain, out=made)
-            for made, centred in _blocks(self._counted(dx), self._centred(own, mean)):
-                made.addcmul_(centred, slope).add_(shift)
+            if mean.dtype == dx.dtype:
+                torch.mul(dy, gain, out=dx)
+                self._counted(dx).addcmul_(self._centred(own, mean), slope).add_(shift)
+            else:
+                self._in_blocks(dx, dy, own, (gain, slope, shift))
             return dx, *d_affine
 
         return pending, finish
+
+    def _in_blocks(
+        self, dx: torch.Tensor, dy: torch.Tensor, own: torch.Tensor, terms: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Write gain · dy + slope · x + shift to ``dx``: a 16-bit map, computed in float32 and rounded once.
+
+        Rounded after each term, small shifts would be lost, and gradients that cancel over the map far from zero. It is
+        done block by block: float32 copies of the operands are six times as large as the map.
+        """
+        gain, slope, shift = terms
+        for top, height in _blocks(dx):
+            given, x, made = (one.narrow(2, top, height) if height else one for one in (dy, own, dx))
+            wide = torch.mul(given, gain)
+            self._counted(wide, top).addcmul_(self._counted(x, top), slope).add_(shift)
+            made.copy_(wide)
 
     def _centred(self, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return the pixels that count, in float64 less their mean: slope · x + shift cancels far from zero.
@@ -166,9 +183,11 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Return this rank's Σ dy and Σ dy · x̂, float64: the native kernel's cotangents of bias and weight."""
         sums = own.new_zeros((2, own.shape[1]), dtype=torch.float64)
         if own.numel():
-            # Without a weight, the kernel computes the sums with a weight of ones.
+            # Without a weight, the kernel computes the sums with a weight of ones. In evaluation mode the CPU's kernel
+            # reads the running statistics, that of CUDA the saved ones, and fails without them.
+            statistics = mean, variance, mean, (variance + self.eps).rsqrt()
             _, sums[1], sums[0] = torch.ops.aten.native_batch_norm_backward(
-                dy, own, torch.ones_like(mean), mean, variance, None, None, False, self.eps, [False, True, True]
+                dy, own, torch.ones_like(mean), *statistics, False, self.eps, [False, True, True]
             )
         return sums
 
@@ -185,19 +204,29 @@ class BatchNorm(AsyncBackward, Recomputable):
         return tuple(term.to(mean.dtype).view(1, -1, *[1] * (dims - 2)) for term in (gain, slope, shift))
 
 
-def _blocks(*maps: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield maps of equal size as they are, or 16-bit ones on a CPU as blocks of their rows.
+def _mean_and_variance(own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and biased variance of each channel, not rounded to 16 bits.
 
-    On a CPU, torch widens whole operands to the common dtype: with scales in float32 these copies are six times as
-    large as a 16-bit map.
+    The CPU's kernel returns them in the dtype of running statistics, or in the map's if there are none: those of a
+    16-bit map are thus computed beside running statistics in float32, which nobody reads.
     """
-    rows = maps[0].shape[2] if maps[0].dim() > 2 else 0
-    if maps[0].device.type != "cpu" or maps[0].element_size() > 2 or not maps[0].numel() or not rows:
-        yield maps
+    unread: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if own.element_size() <= 2:
+        unread = own.new_zeros(own.shape[1], dtype=torch.float32), own.new_ones(own.shape[1], dtype=torch.float32)
+    mean, variance = torch.batch_norm_update_stats(own, *unread, 0.0)
+    return mean, variance
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield (first row, rows) of the blocks of a map; a map without rows or pixels is one block of 0 rows."""
+    rows = tensor.shape[2] if tensor.dim() > 2 and tensor.numel() else 0
+    if not rows:
+        yield 0, 0
         return
-    height = max(1, _BLOCK_VALUES * rows // maps[0].numel())
+    values = _BLOCK_VALUES if tensor.device.type == "cpu" else _DEVICE_BLOCK_VALUES
+    height = max(1, values * rows // tensor.numel())
     for top in range(0, rows, height):
-        yield tuple(one.narrow(2, top, min(height, rows - top)) for one in maps)
+        yield top, min(height, rows - top)
 
 
 def _in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,6 +248,7 @@ class FusedBatchNorm(BatchNorm):
 
     owned: Box
 
-    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _counted(self, tensor: torch.Tensor, top: int = 0) -> torch.Tensor:
         """Return the view of owned pixels: those of the margins are counted by their owners."""
-        return tensor.narrow(2, self.owned.y0, self.owned.height).narrow(3, self.owned.x0, self.owned.width)
+        y0, y1 = (min(max(y - top, 0), tensor.shape[2]) for y in (self.owned.y0, self.owned.y1))
+        return tensor.narrow(2, y0, y1 - y0).narrow(3, self.owned.x0, self.owned.width)

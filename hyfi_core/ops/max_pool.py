@@ -171,12 +171,24 @@ class MaxPool(Banded, RemakesSaved):
         over: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the cotangent of ``tensor``, of which the native call needs only the shape."""
-        result = torch.empty_like(tensor) if over is None else over
+        result = _gradient_memory(tensor, over)
         if indices.dtype == torch.uint8:
             indices = self._places(tensor, padding).wide(indices)
         call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
         call(dy, tensor, *self.steps[:2], padding, self.steps[2], False, indices, grad_input=result)
         return result
+
+
+def _gradient_memory(tensor: torch.Tensor, over: torch.Tensor | None) -> torch.Tensor:
+    """Return memory for the cotangent of a map: ``over``, if that is dense in one of the two memory formats, or new.
+
+    CUDA's kernel ignores the strides of its output: it writes in the memory format of the map, contiguous for a map
+    with swapped rows and columns.
+    """
+    result = torch.empty_like(tensor) if over is None else over
+    if result.is_contiguous() or result.is_contiguous(memory_format=torch.channels_last):
+        return result
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -202,7 +214,7 @@ class WholeMaxPool:
     def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (the cotangent of the map,): each output's cotangent goes to the position of its maximum."""
         whole, indices = saved
-        result = whole if self.overwrites_map else torch.empty_like(whole)
+        result = _gradient_memory(whole, whole if self.overwrites_map else None)
         dy = torch.zeros_like(indices, dtype=whole.dtype) if cotangents[0] is None else cotangents[0]
         call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
         call(dy, whole, *self._settings, indices, grad_input=result)

@@ -1,0 +1,136 @@
+"""Operators called by name pass what CUDA's kernels accept; on a GPU they equal plain PyTorch in float64 on a CPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hyfi_core
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm
+from hyfi_core.ops.max_pool import WholeMaxPool
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.window import AxisWindow, Window
+from tests.harness import run_copies
+from tests.hyfi_core.ops.cuda_kernels import KERNELS, CheckedCalls
+
+SHAPE = (2, 3, 26, 22)
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 0.15}
+PLANS = {
+    "columns": hyfi_core.ParallelPlan(grids=((1, 2),), fused_halo=1),
+    "fused": hyfi_core.ParallelPlan(grids=((2, 1),), fused_halo=8),
+    "cells": hyfi_core.ParallelPlan(grids=((1, 1),), cells=(2, 2)),
+}
+
+
+class BiasAlone(nn.BatchNorm2d):
+    """A batch norm with a bias and no weight."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.weight = None  # type: ignore[assignment]
+
+
+def network() -> nn.Module:
+    """Every kind of operator with a backward of its own, and maps of few values: pools see ties."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 1, 1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(8, 8, 3, 1, 1, groups=8, bias=False),
+        nn.BatchNorm2d(8, affine=False),
+        nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+        nn.Conv2d(8, 8, 3, 2, 2, dilation=2, bias=False),
+        BiasAlone(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+    )
+
+
+def step(plan: hyfi_core.ParallelPlan, kind: torch.dtype, device: str, order: torch.memory_format) -> Any:
+    """Return (gradients of a step, calls) of one rank."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(SHAPE, dtype=torch.float64, generator=generator).to(device, kind)
+    labels = torch.tensor([0, 1], device=device)
+    model = network().to(device, kind, memory_format=order)
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        engine = hyfi_core.parallelize(module, SHAPE, plan, comm, verify=False)
+        with CheckedCalls() as checked:
+            engine.accumulate(images, labels)
+        return engine.gather_gradients(), checked.calls
+
+    if plan.ranks > 1:
+        return run_copies(model, plan.ranks, body)[0]
+    return body(AloneCommunicator(), model)
+
+
+def reference() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    model, images = network().double(), torch.randn(SHAPE, dtype=torch.float64, generator=generator)
+    F.cross_entropy(model(images), torch.tensor([0, 1])).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("plan", ["columns", "fused"])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_calls_of_a_step_are_accepted_by_cuda(kind: torch.dtype, order: torch.memory_format, plan: str) -> None:
+    _, calls = step(PLANS[plan], kind, "cpu", order)
+    checked = {name for name, kernel in KERNELS.items() if kernel.accepts is not None}
+    assert plan == "fused" or checked <= set(calls)
+
+
+@pytest.mark.parametrize("affine", [(True, True), (False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
+def test_calls_of_a_batch_norm_are_accepted_by_cuda(kind: torch.dtype, affine: tuple[bool, bool]) -> None:
+    x, dy = torch.randn(2, 2, 4, 6, 5).to(kind)
+    weight, bias = (torch.rand(4) if has else None for has in affine)
+    for norm in (BatchNorm(60, 1e-5), FusedBatchNorm(24, 1e-5, owned=Box(1, 5, 1, 4))):
+        with CheckedCalls():
+            _, saved = norm.forward(AloneCommunicator(), (x, weight, bias))  # type: ignore[arg-type]
+            norm.backward(AloneCommunicator(), saved, (dy.contiguous(memory_format=torch.channels_last),))
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_pool_of_swapped_rows_and_columns_is_accepted_by_cuda(over: bool) -> None:
+    x = torch.randn(2, 3, 8, 6, dtype=torch.float64).transpose(2, 3)
+    leaf = x.clone().requires_grad_()
+    dy = torch.randn(2, 3, 3, 4, dtype=torch.float64)
+    F.max_pool2d(leaf, 2).backward(dy)
+    with CheckedCalls():
+        pool = WholeMaxPool(Window(AxisWindow(2, 2, 0), AxisWindow(2, 2, 0)), overwrites_map=over)
+        _, saved = pool.forward((x.clone(),))
+        found = pool.backward(saved, (dy,))[0]
+    assert found is not None and leaf.grad is not None and torch.equal(found, leaf.grad)
+
+
+def test_the_table_has_every_operator_that_is_called_by_name() -> None:
+    sources = Path(hyfi_core.__file__).parent.rglob("*.py")
+    calls = re.compile(r"torch\.(?:ops\.aten\.(\w+)|((?:native_)?batch_norm\w*|native_\w+)\()")
+    found = {name for source in sources for pair in calls.findall(source.read_text()) for name in pair if name}
+    assert found == {name.partition(".")[0] for name in KERNELS}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("plan", sorted(PLANS))
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
+def test_steps_on_a_gpu_equal_float64_on_a_cpu(kind: torch.dtype, order: torch.memory_format, plan: str) -> None:
+    found, _ = step(PLANS[plan], kind, "cuda", order)
+    wanted = reference()
+    everything = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm()
+    for name, gradient in wanted.items():
+        error = (found[name].cpu().double() - gradient).norm()
+        assert error <= TOLERANCES[kind] * max(gradient.norm(), 0.1 * everything), name
