@@ -14,7 +14,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 FLAG_MEANINGS = {
     "no_tissue": "no tissue was found on this slide",
     "cropped": "not all tissue fits into the model's input image; the rest was not seen",
-    "mpp_assumed": "the file does not state its microns per pixel; those given by the user are used",
+    "mpp_assumed": "the file does not state its microns per pixel; those given by the user, or usual at its "
+    "magnification, are used",
+    "mpp_doubtful": "the file contradicts itself about its microns per pixel",
     "mpp_replaced": "the file's own microns per pixel were replaced by those given by the user",
     "mpp_changed": "predicted at another resolution than the model was trained with",
     "truncated": "the file is truncated, but the level that was read is complete",

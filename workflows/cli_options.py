@@ -39,6 +39,13 @@ SlideMpp = Annotated[
         "--slide-mpp", min=0.01, help="Microns per pixel of slides whose files do not state a plausible value."
     ),
 ]
+FromMagnification = Annotated[
+    bool,
+    typer.Option(
+        "--mpp-from-magnification",
+        help="Slides that state a magnification only: take its usual microns per pixel, 0.25 for 40x.",
+    ),
+]
 
 Measure = Annotated[
     Path | None,

@@ -74,6 +74,7 @@ class SlideRecord:
         tiles: Number of source tiles that were read.
         bad_share: ``bad_tiles / tiles``.
         stain_h, stain_e: Optical density of haematoxylin and eosin in (red, green, blue), of length 1.
+        file_notes: What the file contradicts itself in, and what was believed.
         identity: Parameters, and the source's size, mtime and digest, for which this record is valid.
         extra: The other columns of the user's manifest.
     """
@@ -97,6 +98,7 @@ class SlideRecord:
     bad_share: float | None = None
     stain_h: tuple[float, ...] = ()
     stain_e: tuple[float, ...] = ()
+    file_notes: tuple[str, ...] = ()
     identity: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, str] = field(default_factory=dict)
 
@@ -128,7 +130,8 @@ class SlideRecord:
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> SlideRecord:
         """Return a record from its attributes, with lists for tuples."""
-        return cls(**values | {name: tuple(values.get(name, ())) for name in ("flags", "stain_h", "stain_e")})
+        lists = ("flags", "stain_h", "stain_e", "file_notes")
+        return cls(**values | {name: tuple(values.get(name, ())) for name in lists})
 
 
 def record_path(store: Path, slide_id: str) -> Path:

@@ -17,7 +17,6 @@ from pathology.ingest.level_reader import choose_level, stored_mpp
 from pathology.ingest.lossless import LosslessSlide
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pseudonyms import scrubbed
-from pathology.readers.mpp import resolve_mpp
 from pathology.readers.sources import open_source
 
 _BYTES_PER_PX = {"zstd": 1.2, "jpeg": 0.2}
@@ -68,8 +67,7 @@ def forecast(
     for job in jobs:
         try:
             with closing(open_source(job.source)) as source:
-                given = job.row.get("source_mpp", "")
-                stated = resolve_mpp(source.mpp, given, options.slide_mpp, options.force_mpp)
+                stated = options.mpp_of(source, job.row)
                 if options.lossless:
                     LosslessSlide(source)
                     read_px, written_px, written_bytes = 0, 0, float(SourceStamp.of(job.source).size_bytes)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from data.store.codec import PixelCodec
 from hyfi_core.errors import RequestError
-from pathology.readers.mpp import SENSIBLE_UM
+from pathology.readers.mpp import SENSIBLE_UM, SourceMpp, resolve_mpp
+from pathology.readers.slide_source import SlideSource
 from pathology.tissue.given import GivenTissue, SlideTissue
 from pathology.tissue.tissue import PEN_MODES, TissueParameters
 
@@ -25,6 +27,7 @@ class IngestOptions:
         native: Whether each slide keeps the microns per pixel of its finest level; ``mpp`` is then ignored.
         slide_mpp: Microns per pixel of the finest level of slides that do not state a plausible value.
         force_mpp: ``slide_mpp`` and the manifest override even a plausible value of the file.
+        mpp_from_magnification: Slides that state a magnification only have its usual microns per pixel.
         codec: ``zstd:N``, N from 1 (fast) to 22 (small), or ``jpeg:Q``, Q from 1 to 100 (lossy).
         max_bad: Fraction of a slide's tiles that may be undecodable (white, and counted).
         glass: ``keep`` writes the whole slide; ``blank`` omits chunks far from tissue.
@@ -45,6 +48,7 @@ class IngestOptions:
     native: bool = False
     slide_mpp: float | None = None
     force_mpp: bool = False
+    mpp_from_magnification: bool = False
     codec: str = "zstd:1"
     max_bad: float = 0.0
     glass: str = "keep"
@@ -97,6 +101,23 @@ class IngestOptions:
     def at(self, mpp_um: float) -> IngestOptions:
         """Return the options for one slide with these microns per pixel."""
         return replace(self, mpp=mpp_um, native=False)
+
+    def mpp_of(self, slide: SlideSource, row: Mapping[str, str]) -> SourceMpp:
+        """Return the microns per pixel of a slide's finest level; ``row``: its row of the user's manifest.
+
+        Raises:
+            SlideError: No plausible value is known, or file and manifest contradict each other.
+        """
+        return resolve_mpp(
+            slide.mpp,
+            row.get("source_mpp", ""),
+            self.slide_mpp,
+            self.force_mpp,
+            doubt=slide.facts.mpp_doubt,
+            power=slide.objective_power,
+            objective=row.get("objective", ""),
+            from_magnification=self.mpp_from_magnification,
+        )
 
     def tissue_of(self, slide_id: str) -> SlideTissue | None:
         """Return the given tissue of a slide; None to detect it.

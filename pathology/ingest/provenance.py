@@ -30,6 +30,7 @@ def provenance(slide: SlideSource, mpp: SourceMpp, frame: Frame) -> dict[str, An
             "mpp": list(mpp.um),
             "mpp_from": mpp.origin,
             "objective_power": slide.objective_power,
+            "facts": slide.facts.to_json(),
             "levels": [
                 {"height_px": v.height_px, "width_px": v.width_px, "downsample": list(v.downsample)}
                 for v in slide.levels
@@ -67,6 +68,7 @@ def record_of(attributes: dict[str, Any], name: str, source_path: str) -> SlideR
         tissue_fraction=attributes["tissue"]["fraction"],
         bad_tiles=attributes["bad_tiles"],
         flags=tuple(attributes["flags"]),
+        file_notes=tuple(attributes["source"].get("facts", {}).get("notes", ())),
         sharpness=attributes["sharpness"],
         tiles=attributes["tiles"],
         bad_share=attributes["bad_tiles"] / max(1, attributes["tiles"]),

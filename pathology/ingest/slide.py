@@ -28,7 +28,7 @@ from pathology.ingest.provenance import provenance, record_of, versions
 from pathology.ingest.pseudonyms import scrubbed
 from pathology.ingest.staging import staged
 from pathology.readers.file_check import check_file
-from pathology.readers.mpp import SourceMpp, resolve_mpp
+from pathology.readers.mpp import SourceMpp
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.sources import open_source
 from pathology.readers.tiff_metadata import is_truncated
@@ -73,7 +73,7 @@ def ingest_slide(
     name = slide_id or row.get("slide_id") or source.stem
     store.mkdir(parents=True, exist_ok=True)
     (store / ".records").mkdir(exist_ok=True)
-    work = _SlideIngest(source, store, options, row.get("source_mpp", ""), name, secret, threads, progress)
+    work = _SlideIngest(source, store, options, row, name, secret, threads, progress)
     try:
         record = work.run()
     except (SlideError, RequestError) as error:  # the latter of tissue outlines that are not of this slide
@@ -113,7 +113,7 @@ class _SlideIngest:
     source: Path
     store: Path
     options: IngestOptions
-    manifest_mpp: str
+    row: dict[str, str]
     name: str
     secret: str
     threads: int
@@ -135,7 +135,7 @@ class _SlideIngest:
         check_file(self.source)  # before it is copied or hashed: reading a pipe would block
         stamp = SourceStamp.of(self.source)
         with self._local_file() as file, RunningDigest(file) as digest, closing(open_source(file)) as slide:
-            mpp = resolve_mpp(slide.mpp, self.manifest_mpp, self.options.slide_mpp, self.options.force_mpp)
+            mpp = self.options.mpp_of(slide, self.row)
             given = None if mpp.origin == "file" else mpp.um[0]
             identity = {
                 "parameters": self.options.parameters(self.name) | {"given_mpp": given},
@@ -180,15 +180,16 @@ class _SlideIngest:
                 "sha256": digest(),
                 "versions": versions(),
             }
-            replaced = slide.mpp is not None and mpp.origin != "file"
+            replaced = mpp.origin != "file" and bool(slide.mpp or slide.facts.mpp_doubt)
             known = {
-                "mpp_assumed": mpp.origin == "flag",
+                "mpp_assumed": mpp.origin in ("flag", "magnification"),
                 "mpp_replaced": replaced,
                 "upsampled": content.frame.choice.upsampled,
                 "truncated": is_truncated(self.source),
                 "tissue_given": given is not None,
             }
             flags = quality.flags | known | {"bad_tiles": content.bad_tiles > 0}
+            flags |= {note.flag: True for note in slide.facts.notes}
             attributes["flags"] = [name for name, applies in flags.items() if applies]
             self.progress(1.0)
             writer.publish(attributes)

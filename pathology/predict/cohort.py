@@ -308,7 +308,11 @@ def _ingest_options(members: Sequence[Member], spec: InputSpec, options: Predict
         k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in known
     }
     return IngestOptions(
-        mpp=spec.mpp, slide_mpp=options.slide_mpp, force_mpp=options.force_mpp, tissue=TissueParameters(**tissue)
+        mpp=spec.mpp,
+        slide_mpp=options.slide_mpp,
+        force_mpp=options.force_mpp,
+        mpp_from_magnification=options.mpp_from_magnification,
+        tissue=TissueParameters(**tissue),
     )
 
 

@@ -26,6 +26,7 @@ class PredictOptions:
         mpp: Micrometres per pixel of the images; None: the checkpoint's.
         slide_mpp: Micrometres per pixel of slide files that do not state a plausible value.
         force_mpp: ``slide_mpp`` and the manifest override even a plausible value of the file.
+        mpp_from_magnification: Slides that state a magnification only have its usual microns per pixel.
         overwrite: Predict finished slides again, and replace results of other checkpoints.
         cells: Rows and columns of cells in which each process computes its part of every image; ``auto``: as many as
             ``memory_bytes`` requires; None: only large images have cells.
@@ -46,6 +47,7 @@ class PredictOptions:
     mpp: float | None = None
     slide_mpp: float | None = None
     force_mpp: bool = False
+    mpp_from_magnification: bool = False
     overwrite: bool = False
     cells: tuple[int, int] | Literal["auto"] | None = None
     memory_bytes: int | None = None

@@ -137,6 +137,7 @@ class OutFolder:
             "source": identity,
             "slide_mpp": None if one.stored else self._options.slide_mpp,
             **({"force_mpp": True} if self._options.force_mpp and not one.stored else {}),
+            **({"mpp_from_magnification": True} if self._options.mpp_from_magnification and not one.stored else {}),
             **({} if given is None else {"tissue": given}),
         }
 

@@ -15,6 +15,8 @@ import numpy as np
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.czi_file import JPEG_XR, ZSTD, ZSTD_1, CziBlock, read_czi
+from pathology.readers.facts.pixel_size import checked_mpp
+from pathology.readers.facts.slide_facts import StatedMpp
 from pathology.readers.slide_file import SlideFile
 from pathology.readers.source_level import RGB, BadTile, SourceLevel, translation
 from pathology.readers.threads import decode_threads, run_in_pool
@@ -45,7 +47,9 @@ class CziSource:
         self._path, self._file = path, SlideFile(path)
         czi = read_czi(self._file)
         self._czi = czi
-        self.mpp, self.objective_power = czi.mpp, czi.objective_power
+        stated = () if czi.mpp is None else (StatedMpp(czi.mpp, "the CZI metadata"),)
+        checked = checked_mpp(stated, czi.objective_power, czi.size_px)
+        self.mpp, self.facts, self.objective_power = checked.um, checked.facts, czi.objective_power
         self.vendor = "zeiss"
         self.icc: bytes | None = None
         self.levels = tuple(map(self._level, czi.downsamples, czi.blocks))

@@ -14,32 +14,21 @@ SQUARE_TOLERANCE = 0.05
 AGREE_TOLERANCE = 0.05
 _UM_PER_UNIT = {"inch": 25_400.0, "centimeter": 10_000.0, "millimeter": 1_000.0, "micrometer": 1.0}
 
-UM_PER_OME_UNIT = {
-    "pm": 1e-6,
-    "\u212b": 1e-4,  # the sign for ångström; the next one is the letter
-    "Å": 1e-4,
-    "nm": 1e-3,
-    "µm": 1.0,
-    "μm": 1.0,
-    "um": 1.0,
-    "mm": 1e3,
-    "cm": 1e4,
-    "dm": 1e5,
-    "m": 1e6,
-    "thou": 25.4,
-    "in": 25_400.0,
-    "ft": 304_800.0,
-    "pt": 25_400.0 / 72,
-    "li": 25_400.0 / 12,
-}
-"""Micrometres per unit of length, for the units of OME-XML in which a slide could be measured."""
+UM_TIMES_POWER = 10.0
+"""Microns per pixel times magnification of a usual scanner: 0.25 µm at 40×, 0.5 µm at 20×."""
+_POWERS = (0.5, 100.0)
 
 HOW_TO_GIVE = "give it in the column `source_mpp` of a manifest CSV, or for all such slides with --slide-mpp"
 
 
 @dataclass(frozen=True, slots=True)
 class SourceMpp:
-    """Microns per pixel (y, x) of a source's finest level; ``origin`` is ``file``, ``manifest`` or ``flag``."""
+    """Microns per pixel (y, x) of a source's finest level.
+
+    Attributes:
+        um: The value.
+        origin: ``file``, ``manifest``, ``flag`` or ``magnification``.
+    """
 
     um: tuple[float, float]
     origin: str
@@ -73,22 +62,37 @@ def is_sensible(mpp: tuple[float, float] | None) -> bool:
     return max(mpp) <= (1 + SQUARE_TOLERANCE) * min(mpp)
 
 
-def first_sensible(*stated: tuple[float, float] | None) -> tuple[float, float] | None:
-    """Return the first plausible (y, x); if none is, the first that is not None, to be shown in the error message."""
-    known = [pair for pair in stated if pair is not None]
-    return next((pair for pair in known if is_sensible(pair)), known[0] if known else None)
+def mpp_text(mpp: list[float] | tuple[float, float] | None) -> str:
+    """Return (y, x) microns per pixel as text."""
+    if mpp is None:
+        return "µm/px not stated"
+    y, x = mpp
+    return f"{x:.4g} µm/px" if abs(x - y) < 1e-6 * x else f"{y:.4g} × {x:.4g} µm/px (y, x)"
 
 
 def resolve_mpp(
-    file_mpp: tuple[float, float] | None, manifest_mpp: str, flag_mpp: float | None, force: bool = False
+    file_mpp: tuple[float, float] | None,
+    manifest_mpp: str,
+    flag_mpp: float | None,
+    force: bool = False,
+    *,
+    doubt: str = "",
+    power: float | None = None,
+    objective: str = "",
+    from_magnification: bool = False,
 ) -> SourceMpp:
-    """Choose a slide's microns per pixel: those of the file, else of the manifest, else of the flag.
+    """Choose a slide's microns per pixel: those of the file, else of the manifest, the flag, the magnification.
 
     Args:
         file_mpp: (y, x) as the file states them; None if it does not.
         manifest_mpp: The cell ``source_mpp`` of the slide's manifest row; may be empty.
         flag_mpp: ``--slide-mpp``: used if neither file nor manifest states a plausible value.
         force: ``--force-mpp``: manifest and flag take precedence over the file.
+        doubt: Why none of the file's values is believed; empty if that is not so.
+        power: Magnification that the file states; None if it does not.
+        objective: The cell ``objective`` of the manifest row, as in ``20x``; may be empty.
+        from_magnification: ``--mpp-from-magnification``: if nothing else is known, take the usual value of the
+            magnification.
 
     Raises:
         SlideError: No plausible value is known, or file and manifest differ by more than 5 %.
@@ -106,7 +110,38 @@ def resolve_mpp(
         return SourceMpp((stated, stated), "manifest")
     if flag_mpp is not None:
         return SourceMpp((flag_mpp, flag_mpp), "flag")
-    raise SlideError(f"{_what_the_file_says(file_mpp)}; {HOW_TO_GIVE}")
+    said = doubt or _what_the_file_says(file_mpp)
+    magnification = _magnification(power, objective)
+    if magnification is None:
+        raise SlideError(f"{said}; {HOW_TO_GIVE}")
+    usual = UM_TIMES_POWER / magnification
+    if from_magnification:
+        return SourceMpp((usual, usual), "magnification")
+    raise SlideError(
+        f"{said}; {magnification:g}× usually has {usual:.3g} µm/px: take that with --mpp-from-magnification, or "
+        f"{HOW_TO_GIVE}"
+    )
+
+
+def _magnification(power: float | None, objective: str) -> float | None:
+    """Return the magnification of the file, else of the manifest.
+
+    Raises:
+        SlideError: They differ, or the manifest's is none.
+    """
+    if not objective.strip():
+        stated = None
+    else:
+        found = re.fullmatch(r"\s*(\d+(?:[.,]\d+)?)\s*[x×X]?\s*", objective)
+        stated = parse_mpp(found[1]) if found else 0.0
+        if not _POWERS[0] <= stated <= _POWERS[1]:
+            raise SlideError(f"the column objective is {objective!r}; expected a magnification such as 20 or 40x")
+    if power and stated and power != stated:
+        raise SlideError(
+            f"the file states a magnification of {power:g}×, the column objective {stated:g}×; correct or empty the "
+            f"cell, or {HOW_TO_GIVE}"
+        )
+    return stated or (power if power and _POWERS[0] <= power <= _POWERS[1] else None)
 
 
 def not_used_note(flag_mpp: float | None, used: Mapping[str, float | None]) -> str:

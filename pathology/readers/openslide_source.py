@@ -16,13 +16,18 @@ from PIL import ImageCms
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
-from pathology.readers.mpp import first_sensible, mpp_of_resolution, parse_mpp
+from pathology.readers.facts.pixel_size import checked_mpp
+from pathology.readers.facts.slide_facts import StatedMpp, merged
+from pathology.readers.facts.stated_mpp import TAGS
+from pathology.readers.mpp import mpp_of_resolution, parse_mpp
 from pathology.readers.per_thread import PerThread
 from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, levels_of_sizes, translation
 from pathology.readers.threads import run_in_pool
 
 _BLOCK_PX = 1024
 _CACHE_BYTES = 16 * 2**20
+_OF_TAGS = ("generic-tiff", "hamamatsu", "trestle")
+"""Formats of which OpenSlide takes microns per pixel from the resolution tags."""
 
 
 class UnsupportedFormatError(SlideError):
@@ -51,9 +56,11 @@ class OpenSlideSource:
         self._handles = PerThread(self._new_handle, openslide.OpenSlide.close)
         slide = self._first_handle()
         properties = slide.properties
-        self.mpp = _stated_mpp(properties)
         self.vendor = properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown")
         self.objective_power = _number(properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER))
+        stated = _stated_mpp(properties)
+        checked = checked_mpp(stated, self.objective_power, slide.dimensions[::-1])
+        self.mpp, self.facts = checked.um, checked.facts
         self.icc = _icc_profile(slide)
         self.bounds = _bounds(slide)
         self.to_file_px: Affine = translation((self.bounds.y0, self.bounds.x0))
@@ -187,17 +194,22 @@ def _as_stated(level: SourceLevel, finest: SourceLevel, factor: float) -> Source
     return replace(level, downsample=(factor, factor)) if stated else level
 
 
-def _stated_mpp(properties: Mapping[str, str]) -> tuple[float, float] | None:
-    """Return (y, x): OpenSlide's value, else Aperio's text (which may have a decimal comma), else resolution tags."""
-    pairs = [
-        (properties.get(openslide.PROPERTY_NAME_MPP_Y), properties.get(openslide.PROPERTY_NAME_MPP_X)),
-        (properties.get("aperio.MPP"), properties.get("aperio.MPP")),
-    ]
-    stated = [(_number(y), _number(x)) for y, x in pairs]
+def _stated_mpp(properties: Mapping[str, str]) -> tuple[StatedMpp, ...]:
+    """Return (y, x): OpenSlide's value, Aperio's text (which may have a decimal comma), resolution tags."""
+    vendor = properties.get(openslide.PROPERTY_NAME_VENDOR, "")
     unit = properties.get("tiff.ResolutionUnit", "")
     tags = [_number(properties.get(f"tiff.{axis}Resolution")) for axis in "YX"]
-    stated.append((_mpp_of_tag(tags[0], unit), _mpp_of_tag(tags[1], unit)))
-    return first_sensible(*[(y, x) for y, x in stated if y is not None and x is not None])
+    of_tags = _mpp_of_tag(tags[0], unit), _mpp_of_tag(tags[1], unit)
+    own = [_number(properties.get(name)) for name in (openslide.PROPERTY_NAME_MPP_Y, openslide.PROPERTY_NAME_MPP_X)]
+    aperio = _number(properties.get("aperio.MPP"))
+    name = "Aperio's text" if vendor == "aperio" else f"the {vendor} metadata"
+    found = [
+        # OpenSlide's value is often that of the tags.
+        (own[0], own[1], TAGS if vendor in _OF_TAGS else name),
+        (aperio, aperio, "Aperio's text"),
+        (*of_tags, TAGS),
+    ]
+    return merged((), tuple(StatedMpp((y, x), where) for y, x, where in found if y is not None and x is not None))
 
 
 def _mpp_of_tag(pixels_per_unit: float | None, unit: str) -> float | None:

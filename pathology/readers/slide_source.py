@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from hyfi_core.plan.box import Box
+from pathology.readers.facts.slide_facts import SlideFacts
 from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel
 
 
@@ -13,10 +14,11 @@ class SlideSource(Protocol):
 
     Attributes:
         levels: Finest first. If the file states bounds, pixels are counted from their corner.
-        mpp: Microns per pixel (y, x) of the finest level; None if the file does not state them.
+        mpp: Microns per pixel (y, x) of the finest level; None if the file does not state them, or is not believed.
         bounds: The box of the file's finest level that ``levels`` cover.
         to_file_px: Maps (y, x) of ``levels[0]`` to (y, x) of the file's finest level as stored: adds the corner of the
             bounds, reverts the tag Orientation. For results in the file's coordinates, such as heatmaps and outlines.
+        facts: What the file says, and notes on what is not believed.
         vendor: Name of the scanner's maker or of the format.
         objective_power: Magnification of the objective; None if the file does not state it.
         icc: The ICC profile's bytes; None if there is none. It is not applied to pixels here; see
@@ -27,6 +29,7 @@ class SlideSource(Protocol):
     mpp: tuple[float, float] | None
     bounds: Box
     to_file_px: Affine
+    facts: SlideFacts
     vendor: str
     objective_power: float | None
     icc: bytes | None

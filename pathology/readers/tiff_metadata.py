@@ -1,42 +1,23 @@
-"""Metadata of TIFF files: microns per pixel, orientation, page sizes; whether one is OME-TIFF or truncated."""
+"""Metadata of TIFF files: orientation, page sizes; whether one is OME-TIFF or truncated."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
-from xml.etree import ElementTree
 
 import tifffile
 
-from pathology.readers.mpp import UM_PER_OME_UNIT, first_sensible, mpp_of_resolution, parse_mpp
-
-_UNITS = {1: "", 2: "inch", 3: "centimeter", 4: "millimeter", 5: "micrometer"}
 _TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
 _DATA_TAGS = {273: 279, 324: 325}
 """Tags with the offsets of strips and tiles, and those with their byte counts."""
 _MAX_DIRECTORIES = 10_000
 tifffile.logger().setLevel(logging.CRITICAL + 1)  # readers raise errors of their own instead
 _PARSE_ERRORS = (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError, TypeError)
-
-
-def mpp_of_tiff(tiff: tifffile.TiffFile, page: Any) -> tuple[float, float] | None:
-    """Return (y, x) microns per pixel of a page, from OME-XML, Aperio's description or resolution tags; else None."""
-    stated = mpp_of_ome(tiff.ome_metadata or "", page) if tiff.is_ome else _mpp_of_aperio(page.description)
-    return first_sensible(stated, _mpp_of_tags(page))
-
-
-def _mpp_of_aperio(description: str) -> tuple[float, float] | None:
-    found = re.search(r"\|\s*MPP\s*=\s*([0-9.,]+)", description)
-    try:
-        return None if found is None else (parse_mpp(found[1]),) * 2
-    except ValueError:
-        return None
 
 
 def is_ome_tiff(path: Path) -> bool:
@@ -131,55 +112,3 @@ def orientation_of_file(path: Path) -> int:
     except _PARSE_ERRORS:
         return 1  # the reader will report what is wrong with it
     return value if 1 <= value <= 8 else 1
-
-
-def _mpp_of_tags(page: Any) -> tuple[float, float] | None:
-    tags = page.tags
-    if "XResolution" not in tags or "YResolution" not in tags:
-        return None
-    unit = _UNITS.get(int(tags["ResolutionUnit"].value) if "ResolutionUnit" in tags else 2, "")
-    y, x = (mpp_of_resolution(_ratio(tags[name].value), unit) for name in ("YResolution", "XResolution"))
-    return None if y is None or x is None else (y, x)
-
-
-def _ratio(value: tuple[int, int]) -> float:
-    return value[0] / value[1] if value[1] else 0.0
-
-
-def mpp_of_ome(xml: str, page: Any) -> tuple[float, float] | None:
-    """Return PhysicalSizeY and PhysicalSizeX of a page's image in OME-XML (2016-06), in micrometres; else None."""
-    try:
-        root = ElementTree.fromstring(xml)
-    except ElementTree.ParseError:
-        return None
-    pixels = _pixels_of_page(root, page)
-    if pixels is None:
-        return None
-    sizes = []
-    for axis in "YX":
-        unit = UM_PER_OME_UNIT.get(pixels.get(f"PhysicalSize{axis}Unit", "µm"))
-        try:
-            size = parse_mpp(pixels.get(f"PhysicalSize{axis}", ""))
-        except ValueError:
-            return None
-        if unit is None:
-            return None
-        sizes.append(size * unit)
-    return sizes[0], sizes[1]
-
-
-def _pixels_of_page(root: ElementTree.Element, page: Any) -> ElementTree.Element | None:
-    """Return the element Pixels of a page: the only one, else by size and page index (there may be a label image)."""
-    found = _elements(root, "Pixels")
-    if len(found) < 2:
-        return next(iter(found), None)
-    size = [str(page.imagelength), str(page.imagewidth)]
-    same = [pixels for pixels in found if [pixels.get("SizeY"), pixels.get("SizeX")] == size]
-    index = str(page.index)
-    named = [pixels for pixels in same if any(data.get("IFD", "0") == index for data in _elements(pixels, "TiffData"))]
-    return next(iter(named or same), None)
-
-
-def _elements(parent: ElementTree.Element, name: str) -> list[ElementTree.Element]:
-    """Return all elements below ``parent`` with a name, whatever their XML namespace."""
-    return [element for element in parent.iter() if element.tag.rpartition("}")[2] == name]

@@ -22,13 +22,15 @@ import tifffile
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
-from pathology.readers.mpp import first_sensible
+from pathology.readers.facts.pixel_size import checked_mpp
+from pathology.readers.facts.slide_facts import merged
+from pathology.readers.facts.stated_mpp import power_of_ome, stated_by_tiff
 from pathology.readers.slide_file import SlideFile, coalesced
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, levels_of_sizes, translation
 from pathology.readers.threads import decode_threads, in_pool, submit
 from pathology.readers.tiff_level import TiffLevel, parse_level, propagate_missing_tiles
-from pathology.readers.tiff_metadata import is_truncated, keyframe, mpp_of_tiff
+from pathology.readers.tiff_metadata import is_truncated, keyframe
 
 _TASK_PX = 2**19
 _MAX_PENDING_BYTES = 24 * 2**20
@@ -72,14 +74,16 @@ class TiffSource:
                 levels = _complete_levels([parse_level(page) for page in pages], path.stat().st_size)
                 self._levels = propagate_missing_tiles(levels) if known and known.vendor == "aperio" else levels
                 first = pages[0]
-                self.mpp = first_sensible(known.mpp if known else None, mpp_of_tiff(tiff, first))
+                power = known.objective_power if known else power_of_ome(tiff.ome_metadata or "")
+                stated = merged(known.facts.mpp if known else (), stated_by_tiff(tiff, first))
+                checked = checked_mpp(stated, power, _size(first))
                 self.vendor = known.vendor if known else "ome-tiff" if tiff.is_ome else "generic-tiff"
                 # The tag itself: OpenSlide's binding returns the profile as rewritten by Little CMS.
                 self.icc: bytes | None = first.iccprofile or (known.icc if known else None)
         except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError) as error:
             reason = "the file is truncated within its directories" if is_truncated(path) else str(error)
             raise SlideError(f"neither OpenSlide nor tifffile can open it: {reason}") from error
-        self.objective_power = known.objective_power if known else None
+        self.mpp, self.facts, self.objective_power = checked.um, checked.facts, power
         self.bounds = Box.of_size(self._levels[0].height_px, self._levels[0].width_px)
         self.to_file_px: Affine = translation((0, 0))
         geometry = levels_of_sizes([(v.height_px, v.width_px) for v in self._levels])

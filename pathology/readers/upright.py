@@ -37,6 +37,7 @@ class UprightSource:
         self.bounds = Box.of_size(self.levels[0].height_px, self.levels[0].width_px)
         self.to_file_px = self._to_file()
         self.vendor, self.objective_power, self.icc = stored.vendor, stored.objective_power, stored.icc
+        self.facts = stored.facts
 
     def __reduce__(self) -> tuple[Any, ...]:
         opening: tuple[Any, ...] = self._stored.__reduce__()  # type: ignore[assignment]

@@ -155,7 +155,8 @@ class FilePixels:
         self.mpp: tuple[float, float] | None = None
         note = ""
         try:
-            self.mpp = used_mpp or resolve_mpp(source.mpp, manifest_mpp, slide_mpp).um
+            doubt = source.facts.mpp_doubt
+            self.mpp = used_mpp or resolve_mpp(source.mpp, manifest_mpp, slide_mpp, doubt=doubt).um
         except SlideError as error:
             note = str(error)
         self.levels = tuple(

@@ -39,6 +39,7 @@ class IngestArguments:
     overwrite: bool
     slide_mpp: float | None
     force_mpp: bool
+    mpp_from_magnification: bool
     pen: str
     tissue_set: Sequence[str]
     tissue: str | None
@@ -70,6 +71,7 @@ class IngestArguments:
             **_mpp(self.mpp),
             slide_mpp=self.slide_mpp,
             force_mpp=self.force_mpp,
+            mpp_from_magnification=self.mpp_from_magnification,
             tissue=TissueParameters(pen=self.pen).with_settings(self.tissue_set),
             given_tissue=self.tissue,
             codec=self.codec,
@@ -272,6 +274,8 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
         surprising = [flag for flag in record.flags if flag != "tissue_given"]  # that one was asked for
         if surprising:
             console.warn(f"note: {record.slide_id}: {', '.join(surprising)}")
+        for note in record.file_notes:
+            console.warn(f"note: {record.slide_id}: {note}")
     used = {} if request.options.force_mpp else {record.slide_id: record.source_mpp for record in report.done}
     if note := not_used_note(request.options.slide_mpp, used):
         console.warn(note)

@@ -148,6 +148,7 @@ def _save(picture: npt.NDArray[np.uint8], png: Path) -> None:
 def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
     from data.store.slide_store import SlideStore, StoreError
     from pathology.ingest.thumbnail import thumbnail_of_store
+    from pathology.readers.mpp import mpp_text
 
     try:
         slide = SlideStore.open(path)
@@ -166,7 +167,7 @@ def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
         f"{facts['stored_bytes'] / 1e6:.1f} MB",
         *_level_lines(levels),
         f"  tissue    {facts['tissue']['fraction']:.1%} of the slide{_given_text(facts['parameters'])}",
-        f"  source    {source['vendor']}, {_power(source['objective_power'])}{_mpp_text(source['mpp'])} "
+        f"  source    {source['vendor']}, {_power(source['objective_power'])}{mpp_text(source['mpp'])} "
         f"({source['mpp_from']}), level {source['level_used']} used",
         f"  sha256    {facts['sha256']}",
         f"  flags     {', '.join(facts['flags']) or 'none'}; {facts['bad_tiles']} of {facts['tiles']} tiles bad",
@@ -180,14 +181,13 @@ def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
 def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, Any]:
     from pathology.errors import SlideError
     from pathology.ingest.thumbnail import thumbnail_of_source
-    from pathology.readers.mpp import is_sensible, resolve_mpp
     from pathology.readers.sources import open_source
     from pathology.readers.tiff_metadata import is_truncated
 
     try:
         source = open_source(path)
         try:
-            used = resolve_mpp(source.mpp, "", slide_mpp) if slide_mpp or is_sensible(source.mpp) else None
+            used, missing = _resolved(source, slide_mpp)
             mpp = None if used is None else used.um
             thumbnail, tissue = thumbnail_of_source(source, mpp)
         finally:
@@ -202,16 +202,24 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
         *_level_lines(facts["levels"]),
         f"  tissue    {'unknown' if tissue is None else f'{tissue:.1%} of the slide'}",
     ]
-    try:
-        resolve_mpp(source.mpp, "", slide_mpp)
-    except SlideError as error:
-        lines.append(f"  note      {error}")
+    lines += [f"  note      {text}" for text in (missing, *(note.text for note in source.facts.notes)) if text]
     flags = ["truncated"] if is_truncated(path) else []
     if flags:
         lines.append(
             "  flags     truncated: the file is truncated in its last directories; the levels above are complete"
         )
     return facts | {"flags": flags, "lines": lines}
+
+
+def _resolved(source: SlideSource, slide_mpp: float | None) -> tuple[SourceMpp | None, str]:
+    """Return the microns per pixel to use; None, and why, if they are not known."""
+    from pathology.errors import SlideError
+    from pathology.ingest.options import IngestOptions
+
+    try:
+        return IngestOptions(slide_mpp=slide_mpp).mpp_of(source, {}), ""
+    except SlideError as error:
+        return None, str(error)
 
 
 def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue: float | None) -> dict[str, Any]:
@@ -227,6 +235,7 @@ def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue:
         "objective_power": source.objective_power,
         "levels": levels,
         "tissue": {"fraction": tissue},
+        "facts": source.facts.to_json(),
     }
 
 
@@ -270,25 +279,22 @@ def _row_line(slide: dict[str, str]) -> str:
 
 
 def _level_lines(levels: list[dict[str, Any]]) -> list[str]:
+    from pathology.readers.mpp import mpp_text
+
     return [
-        f"  level {k}   {v['height_px']} × {v['width_px']} px (rows × columns), {_mpp_text(v['mpp'])}"
+        f"  level {k}   {v['height_px']} × {v['width_px']} px (rows × columns), {mpp_text(v['mpp'])}"
         for k, v in enumerate(levels)
     ]
 
 
-def _mpp_text(mpp: list[float] | tuple[float, float] | None) -> str:
-    if mpp is None:
-        return "µm/px not stated"
-    y, x = mpp
-    return f"{x:.4g} µm/px" if abs(x - y) < 1e-6 * x else f"{y:.4g} × {x:.4g} µm/px (y, x)"
-
-
 def _used_mpp_text(source: SlideSource, used: SourceMpp | None) -> str:
     """Return the microns per pixel that are used, and what the file says if that is something else."""
+    from pathology.readers.mpp import mpp_text
+
     if used is None or used.origin == "file":
-        return _mpp_text(source.mpp)
-    stated = "the file states none" if source.mpp is None else f"the file says {_mpp_text(source.mpp)}"
-    return f"{_mpp_text(used.um)} as given ({stated})"
+        return mpp_text(source.mpp)
+    stated = "the file states none" if source.mpp is None else f"the file says {mpp_text(source.mpp)}"
+    return f"{mpp_text(used.um)} as given ({stated})"
 
 
 def _given_text(parameters: dict[str, Any]) -> str:

@@ -45,6 +45,7 @@ def run(
     device: str = "auto",
     part: str = "1/1",
     ranks_per_slide: int | None = None,
+    mpp_from_magnification: bool = False,
 ) -> int:
     """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
 
@@ -61,13 +62,13 @@ def run(
     Raises:
         RequestError: A checkpoint, an input or ``out`` cannot be used; nothing was written.
     """
-    from pathology.dealing import group_size
     from pathology.predict.options import PredictOptions
 
     options = PredictOptions(
         mpp=mpp,
         slide_mpp=slide_mpp,
         force_mpp=force_mpp,
+        mpp_from_magnification=mpp_from_magnification,
         overwrite=overwrite,
         cells=parse_cells(cells, memory, spill),
         memory_bytes=None if memory is None else parse_bytes(memory),
@@ -79,13 +80,7 @@ def run(
         ranks_per_slide="auto" if ranks_per_slide is None and ranks is None else ranks_per_slide,
     )
     request = PredictionRequest(checkpoints, inputs, out, ranks, options, parse_part(part), as_json)
-    if inside_launcher():
-        return run_as_rank(partial(_predict, request))
-    if ranks is not None and ranks > 1:
-        group_size(ranks_per_slide, ranks, 1)
-        _check(request)
-        return launch(_arguments(request, ranks), ranks)
-    return _predict(request)
+    return _start(request, ranks_per_slide)
 
 
 @dataclass(frozen=True)
@@ -99,6 +94,19 @@ class PredictionRequest:
     options: PredictOptions
     part: tuple[int, int]
     as_json: bool
+
+
+def _start(request: PredictionRequest, ranks_per_slide: int | None) -> int:
+    """Predict as a rank of a launcher, in processes that are started here, or in this process."""
+    from pathology.dealing import group_size
+
+    if inside_launcher():
+        return run_as_rank(partial(_predict, request))
+    if request.ranks is not None and request.ranks > 1:
+        group_size(ranks_per_slide, request.ranks, 1)
+        _check(request)
+        return launch(_arguments(request, request.ranks), request.ranks)
+    return _predict(request)
 
 
 def _check(request: PredictionRequest) -> list[SlideInput]:
@@ -147,6 +155,7 @@ def _arguments(request: PredictionRequest, ranks: int) -> list[str]:
     words += ["--tissue", options.tissue] if options.tissue is not None else []
     words += ["--overwrite"] * options.overwrite + ["--json"] * request.as_json
     words += ["--force-mpp"] * options.force_mpp
+    words += ["--mpp-from-magnification"] * options.mpp_from_magnification
     words += ["--image", options.image] + ["--allow-partial"] * options.allow_partial
     return [*words, "--", str(request.checkpoints[0]), *(str(path) for path in request.inputs)]
 

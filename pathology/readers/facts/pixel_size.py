@@ -1,0 +1,144 @@
+"""Which of a file's microns per pixel is believed: statements are compared with each other and the magnification.
+
+```
+OME-XML 0.5, tags 0.5                  they agree                          0.5
+OME-XML 0.5, tags 72 per inch          a default of many programs          0.5
+Aperio 0.5, tags 0.25, 20×             magnification decides               0.5, noted
+Aperio 0.5, tags 0.25                  nothing decides                     refused, with both
+OME-XML 0.5 of 1024 px, page 256 px    reduced by 4, or cut?               refused, unless other statements decide
+0.05                                   no scanner, if not 60× or more      refused
+20×, 5.0                               a tenfold mistake                   refused
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pathology.readers.facts.slide_facts import Note, SlideFacts, StatedMpp
+from pathology.readers.mpp import AGREE_TOLERANCE, UM_TIMES_POWER, is_sensible, mpp_text
+
+MPP_FLAG = "mpp_doubtful"
+FINEST_UM = 0.12
+"""Below this no brightfield scanner with an objective under `_IMMERSION_POWER` goes."""
+_IMMERSION_POWER = 60
+_USUAL = (4.2, 17.0)
+"""Range of microns per pixel times magnification among scanners, whose cameras and lenses differ."""
+_POSSIBLE = (2.5, 50.0)
+"""Outside of it, a statement is wrong by about ten or more."""
+_DECIDES = (6.0, 15.0)
+"""Range in which magnification decides between two statements."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedMpp:
+    """The believed microns per pixel (y, x), or an implausible one to be shown; and the facts with doubt and notes."""
+
+    um: tuple[float, float] | None
+    facts: SlideFacts
+
+
+def checked_mpp(stated: tuple[StatedMpp, ...], power: float | None, size_px: tuple[int, int]) -> CheckedMpp:
+    """Compare all statements and return what is believed.
+
+    Args:
+        stated: Statements of the file, the most trusted place first.
+        power: Magnification of the objective; None if the file does not state it.
+        size_px: (height, width) of the finest level.
+    """
+    facts = SlideFacts(stated, notes=tuple(Note(MPP_FLAG, one.repaired) for one in stated if one.repaired))
+    plausible = [one for one in stated if is_sensible(one.um)]
+    fine = [one for one in plausible if _is_fine_for(one, power)]
+    if not plausible:
+        return CheckedMpp(stated[0].um if stated else None, facts)
+    if not fine:
+        doubt = f"{_said(plausible[0])}, finer than any scanner at less than {_IMMERSION_POWER}×"
+        return CheckedMpp(None, replace(facts, mpp_doubt=doubt))
+    too_fine = [one for one in stated if 0 < max(one.um) < FINEST_UM and one not in fine]
+    if too_fine:
+        facts = facts.noting(Note(MPP_FLAG, f"{_said(fine[0])}; {_said(too_fine[0])}, which is not plausible"))
+    return _against_power(_agreed(fine, power, size_px, facts), power)
+
+
+def _is_fine_for(stated: StatedMpp, power: float | None) -> bool:
+    return min(stated.um) >= FINEST_UM or (power is not None and power >= _IMMERSION_POWER)
+
+
+def _agreed(stated: list[StatedMpp], power: float | None, size_px: tuple[int, int], facts: SlideFacts) -> CheckedMpp:
+    """Choose among plausible statements."""
+    stale = [one for one in stated if one.of_px not in (None, size_px)]
+    current = [one for one in stated if one not in stale]
+    if stale:
+        return _of_another_size(stale[0], current, size_px, facts)
+    first = stated[0]
+    other = next((one for one in stated if not _agree(one.um, first.um)), None)
+    if other is None:
+        return CheckedMpp(first.um, facts)
+    both = f"{_said(first)}, but {_said(other)}{_usual_mistake(first, other)}"
+    likely = [one for one in stated if power and _within(_mean(one) * power, _DECIDES)]
+    if likely and all(_agree(one.um, likely[0].um) for one in likely):
+        text = f"{both}; {mpp_text(likely[0].um)} fits the {power:g}× that the file states"
+        return CheckedMpp(likely[0].um, facts.noting(Note(MPP_FLAG, text)))
+    return CheckedMpp(None, replace(facts, mpp_doubt=both))
+
+
+def _of_another_size(
+    stale: StatedMpp, current: list[StatedMpp], size_px: tuple[int, int], facts: SlideFacts
+) -> CheckedMpp:
+    """Choose if a statement describes an image of another size: the image was reduced, or cut, after it was written."""
+    assert stale.of_px is not None
+    factors = [old / new for old, new in zip(stale.of_px, size_px, strict=True)]
+    reduced = (stale.um[0] * factors[0], stale.um[1] * factors[1])
+    (height, width), (fy, fx) = stale.of_px, factors
+    same_shape = abs(height / fx - size_px[0]) <= 1 or abs(width / fy - size_px[1]) <= 1
+    described = (
+        f"{_said(stale)} for an image of {stale.of_px[0]} × {stale.of_px[1]} px (rows × columns), but the slide has "
+        f"{size_px[0]} × {size_px[1]} px"
+    )
+    for other in current:
+        if same_shape and _agree(other.um, reduced):
+            return CheckedMpp(other.um, facts.noting(Note(MPP_FLAG, f"{described}; {_said(other)}, so it was reduced")))
+        if not same_shape and _agree(other.um, stale.um):
+            return CheckedMpp(other.um, facts.noting(Note(MPP_FLAG, f"{described}; {_said(other)}, so it was cut")))
+    if same_shape:
+        described += f": {mpp_text(reduced)} if it was reduced, {mpp_text(stale.um)} if it was cut"
+    others = "".join(f"; {_said(other)}" for other in current)
+    return CheckedMpp(None, replace(facts, mpp_doubt=described + others))
+
+
+def _against_power(checked: CheckedMpp, power: float | None) -> CheckedMpp:
+    """Compare the believed value with the magnification."""
+    if checked.um is None or not power:
+        return checked
+    product = sum(checked.um) / 2 * power
+    if _within(product, _USUAL):
+        return checked
+    usual = f"{power:g}× usually has {UM_TIMES_POWER / power:.3g}"
+    text = f"the file states {mpp_text(checked.um)} and a magnification of {power:g}×; {usual}"
+    if _within(product, _POSSIBLE):
+        return CheckedMpp(checked.um, checked.facts.noting(Note(MPP_FLAG, text)))
+    return CheckedMpp(None, replace(checked.facts, mpp_doubt=text))
+
+
+def _usual_mistake(one: StatedMpp, other: StatedMpp) -> str:
+    ratio = max(_mean(one), _mean(other)) / min(_mean(one), _mean(other))
+    if abs(ratio / 2.54 - 1) < 0.01:
+        return " (inch and centimetre mixed up)"
+    return " (ten times)" if abs(ratio / 10 - 1) < 0.01 else ""
+
+
+def _said(stated: StatedMpp) -> str:
+    verb = "say" if stated.where.endswith("s") else "says"
+    return f"{stated.where} {verb} {mpp_text(stated.um)}"
+
+
+def _agree(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return all(abs(a - b) <= AGREE_TOLERANCE * min(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _mean(stated: StatedMpp) -> float:
+    return sum(stated.um) / 2
+
+
+def _within(value: float, limits: tuple[float, float]) -> bool:
+    return limits[0] <= value <= limits[1]

@@ -1,0 +1,65 @@
+"""What a slide's file says about itself, and notes on what is not believed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StatedMpp:
+    """Microns per pixel (y, x) as one place of a file states them.
+
+    Attributes:
+        um: Microns per pixel (y, x) of the finest level.
+        where: The place, as in ``OME-XML`` or ``the resolution tags``.
+        of_px: (height, width) of the image that the place describes; None if it does not say.
+        repaired: What was mended to read it, as in ``the unit 'Âµm' is read as µm``; else empty.
+    """
+
+    um: tuple[float, float]
+    where: str
+    of_px: tuple[int, int] | None = None
+    repaired: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A contradiction in a file and what was believed: the slide's flag, and a sentence with both values."""
+
+    flag: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlideFacts:
+    """What a file says, and what is believed.
+
+    Attributes:
+        mpp: Every statement of microns per pixel, the most trusted place first.
+        mpp_doubt: Why none of them is believed, with the values that contradict each other; else empty.
+        notes: Contradictions that were settled.
+    """
+
+    mpp: tuple[StatedMpp, ...] = ()
+    mpp_doubt: str = ""
+    notes: tuple[Note, ...] = ()
+
+    def noting(self, *notes: Note) -> SlideFacts:
+        """Return the facts with more notes."""
+        return replace(self, notes=self.notes + notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts for a slide's attributes."""
+        return {
+            "mpp": [{"um": list(stated.um), "where": stated.where} for stated in self.mpp],
+            "notes": [note.text for note in self.notes],
+        }
+
+
+def merged(stated: tuple[StatedMpp, ...], more: tuple[StatedMpp, ...]) -> tuple[StatedMpp, ...]:
+    """Return both without a place that occurs twice: two readers may have read it."""
+    found: dict[str, StatedMpp] = {}
+    for one in (*stated, *more):
+        found.setdefault(one.where, one)
+    return tuple(found.values())

@@ -1,0 +1,158 @@
+"""Microns per pixel as the places of a TIFF state them: OME-XML, ImageJ's text, Aperio's text, resolution tags."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import tifffile
+
+from pathology.readers.facts.slide_facts import StatedMpp
+from pathology.readers.mpp import mpp_of_resolution, parse_mpp
+
+TAGS = "the resolution tags"
+_UNITS = {1: "", 2: "inch", 3: "centimeter", 4: "millimeter", 5: "micrometer"}
+_UM_PER_UNIT = {
+    "pm": 1e-6,
+    "\u212b": 1e-4,  # the sign for ångström; the next one is the letter
+    "Å": 1e-4,
+    "nm": 1e-3,
+    "nanometer": 1e-3,
+    "µm": 1.0,
+    "μm": 1.0,
+    "um": 1.0,
+    "micron": 1.0,
+    "microns": 1.0,
+    "micrometer": 1.0,
+    "micrometre": 1.0,
+    "\\u00b5m": 1.0,
+    "mm": 1e3,
+    "millimeter": 1e3,
+    "cm": 1e4,
+    "centimeter": 1e4,
+    "dm": 1e5,
+    "m": 1e6,
+    "thou": 25.4,
+    "in": 25_400.0,
+    "inch": 25_400.0,
+    "ft": 304_800.0,
+    "pt": 25_400.0 / 72,
+    "li": 25_400.0 / 12,
+}
+"""Micrometres per unit of length, for the units of OME-XML and ImageJ in which a slide could be measured."""
+
+
+def stated_by_tiff(tiff: tifffile.TiffFile, page: Any) -> tuple[StatedMpp, ...]:
+    """Return what a page of a TIFF, which must be open, states of its microns per pixel."""
+    found = [_of_ome(tiff.ome_metadata or "", page) if tiff.is_ome else _of_aperio(page.description)]
+    if page.is_imagej:
+        found.append(_of_imagej(page))
+    return tuple(stated for stated in (*found, _of_tags(page)) if stated is not None)
+
+
+def power_of_ome(xml: str) -> float | None:
+    """Return the magnification that OME-XML states for all its objectives; None if there is none or several."""
+    try:
+        root = ElementTree.fromstring(xml)
+    except ElementTree.ParseError:
+        return None
+    powers = {element.get("NominalMagnification", "") for element in elements(root, "Objective")}
+    try:
+        return parse_mpp(powers.pop()) if len(powers) == 1 else None
+    except ValueError:
+        return None
+
+
+def um_of_unit(unit: str) -> tuple[float, str] | None:
+    """Return micrometres of a unit of length, and what was mended to read it; None for other units.
+
+    The µ is often garbled by a program that reads UTF-8 in another encoding: ``Âµm``, ``碌m``, ``Î¼m``.
+    """
+    plain = unit.strip()
+    known = _UM_PER_UNIT.get(plain) or _UM_PER_UNIT.get(plain.lower())
+    if known is not None:
+        return known, ""
+    prefix = plain.removesuffix("m")
+    if prefix != plain and 0 < len(prefix) <= 3 and not prefix.isascii():
+        return 1.0, f"the unit {plain!r} is read as µm, in which the µ was garbled"
+    return None
+
+
+def _of_aperio(description: str) -> StatedMpp | None:
+    found = re.search(r"\|\s*MPP\s*=\s*([0-9.,]+)", description)
+    try:
+        return None if found is None else StatedMpp((parse_mpp(found[1]),) * 2, "Aperio's text")
+    except ValueError:
+        return None
+
+
+def _of_imagej(page: Any) -> StatedMpp | None:
+    """ImageJ writes its unit into its text, and pixels per unit into the tags, without a unit there."""
+    found = re.search(r"^unit=(.*)$", page.description, re.MULTILINE)
+    unit = None if found is None else um_of_unit(found[1])
+    tags = page.tags
+    if unit is None or "XResolution" not in tags or "YResolution" not in tags:
+        return None
+    y, x = (_ratio(tags[name].value) for name in ("YResolution", "XResolution"))
+    return StatedMpp((unit[0] / y, unit[0] / x), "ImageJ", repaired=unit[1]) if x > 0 and y > 0 else None
+
+
+def _of_tags(page: Any) -> StatedMpp | None:
+    tags = page.tags
+    if "XResolution" not in tags or "YResolution" not in tags:
+        return None
+    unit = _UNITS.get(int(tags["ResolutionUnit"].value) if "ResolutionUnit" in tags else 2, "")
+    y, x = (mpp_of_resolution(_ratio(tags[name].value), unit) for name in ("YResolution", "XResolution"))
+    return None if y is None or x is None else StatedMpp((y, x), TAGS)
+
+
+def _ratio(value: tuple[int, int]) -> float:
+    return value[0] / value[1] if value[1] else 0.0
+
+
+def _of_ome(xml: str, page: Any) -> StatedMpp | None:
+    """Return PhysicalSizeY and PhysicalSizeX of a page's image in OME-XML (2016-06)."""
+    try:
+        root = ElementTree.fromstring(xml)
+    except ElementTree.ParseError:
+        return None
+    pixels = _pixels_of_page(root, page)
+    if pixels is None:
+        return None
+    sizes, repaired = [], ""
+    for axis in "YX":
+        unit = um_of_unit(pixels.get(f"PhysicalSize{axis}Unit", "µm"))
+        try:
+            size = parse_mpp(pixels.get(f"PhysicalSize{axis}", ""))
+        except ValueError:
+            return None
+        if unit is None:
+            return None
+        sizes.append(size * unit[0])
+        repaired = repaired or unit[1]
+    return StatedMpp((sizes[0], sizes[1]), "OME-XML", _size_of(pixels), repaired)
+
+
+def _size_of(pixels: ElementTree.Element) -> tuple[int, int] | None:
+    try:
+        return int(pixels.get("SizeY", "")), int(pixels.get("SizeX", ""))
+    except ValueError:
+        return None
+
+
+def _pixels_of_page(root: ElementTree.Element, page: Any) -> ElementTree.Element | None:
+    """Return the element Pixels of a page: the only one, else by size and page index (there may be a label image)."""
+    found = elements(root, "Pixels")
+    if len(found) < 2:
+        return next(iter(found), None)
+    size = [str(page.imagelength), str(page.imagewidth)]
+    same = [pixels for pixels in found if [pixels.get("SizeY"), pixels.get("SizeX")] == size]
+    index = str(page.index)
+    named = [pixels for pixels in same if any(data.get("IFD", "0") == index for data in elements(pixels, "TiffData"))]
+    return next(iter(named or same), None)
+
+
+def elements(parent: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    """Return all elements below ``parent`` with a name, whatever their XML namespace."""
+    return [element for element in parent.iter() if element.tag.rpartition("}")[2] == name]
