@@ -15,7 +15,7 @@ from workflows.exit_codes import DONE
 from workflows.launch.log_summary import RankReport, first_failed, read_logs
 from workflows.launch.owner import describe_owner, owner_of
 from workflows.launch.rank_log import FOLDER
-from workflows.training.metrics_log import read_metrics
+from workflows.training.metrics_log import describe_nonfinite, read_metrics
 from workflows.training.stragglers import describe_fullest, describe_stragglers
 from workflows.training.throughput import describe_loading, describe_throughput
 
@@ -33,6 +33,8 @@ def run(folder: Path, as_json: bool) -> int:
         raise RequestError(f"{folder}: not a run (it has no config.yaml); give the run.dir of a configuration")
     found = read_status(folder)
     say(f"{folder}: {found['state']}{_owner_text(found)}")
+    for text in filter(None, (found["reason"], found["nonfinite"])):
+        say(text)
     if found["step"]:
         of = f" of {found['steps']}" if found["steps"] else ""
         left = f", about {duration(found['seconds_left'])} left" if found["seconds_left"] is not None else ""
@@ -60,8 +62,9 @@ def run(folder: Path, as_json: bool) -> int:
 def read_status(folder: Path) -> dict[str, Any]:
     """Return the status of a run.
 
-    ``state`` is ``running`` (a process has locked the folder), ``done``, ``stopped`` (on request) or ``interrupted``
-    (its processes were killed or failed: ``--resume`` continues from the latest checkpoint).
+    ``state`` is ``running`` (a process has locked the folder), ``done``, ``stopped`` (on request), ``failed`` (numbers
+    are not finite, see ``reason``) or ``interrupted`` (its processes were killed or failed: ``--resume`` continues from
+    the latest checkpoint).
     """
     owner = owner_of(folder)
     saved = _json(folder / "status.json")
@@ -79,6 +82,8 @@ def read_status(folder: Path) -> dict[str, Any]:
     return {
         "state": state,
         "owner": owner,
+        "reason": saved.get("reason") if state == "failed" else None,
+        "nonfinite": describe_nonfinite(records),
         "step": step,
         "steps": steps,
         "epoch": trained.get("epoch"),

@@ -17,7 +17,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher, made_current
 from workflows.config.load import Config, asks_for_plan, load_config
 from workflows.console import counted, emit_json, progress, say, warn
-from workflows.exit_codes import DONE, STOPPED
+from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from workflows.launch.owner import FolderOwner
     from workflows.launch.stop import StopFlag
     from workflows.training.job import TrainingJob
+    from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.start import Roles, SavedRun
 
@@ -144,7 +145,8 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     owner = _own_shared(world, lambda: own_run(config, resume, start), config.run.dir)
     rank_log.open_in(config.run.dir, f"{roles.describe()} on {device}")
     try:
-        return body(as_json)
+        code: int = roles.world.broadcast_object(body(as_json))  # of trainer 0: a run that failed stops its loaders
+        return code
     except (RequestError, OSError) as error:  # from one rank, after all have agreed: not an invalid request
         reason = interruption(error, config)
         if reason is None:
@@ -237,14 +239,18 @@ def _trainer(
                 warn(f"hyfi: {warning}")
         loop = TrainingLoop(job, roles, engine, model, recorder, saved, stop)
         if recorder is None:
-            return STOPPED if loop.run(lambda: None) else DONE
+            return _code(loop, loop.run(lambda: None))
         with progress(job.steps, "train", done=start) as bar:
             stopped = loop.run(lambda: bar.advance(1, recorder.line()))
         recorder.close()
-        _report(job, recorder, stopped, as_json)
-        return STOPPED if stopped else DONE
+        _report(job, recorder, stopped, loop.failure, as_json)
+        return _code(loop, stopped)
 
     return body
+
+
+def _code(loop: TrainingLoop, stopped: bool) -> int:
+    return SOME_FAILED if loop.failure is not None else STOPPED if stopped else DONE
 
 
 def _reserve_validation(job: TrainingJob, engine: Engine, model: torch.nn.Module) -> None:
@@ -305,20 +311,27 @@ def _start_text(job: TrainingJob, engine: Engine, start: int) -> str:
     )
 
 
-def _report(job: TrainingJob, recorder: Recorder, stopped: bool, as_json: bool) -> None:
+def _report(job: TrainingJob, recorder: Recorder, stopped: bool, failure: str | None, as_json: bool) -> None:
     folder = job.config.run.dir
-    outcome = "stopped on request; --resume continues it" if stopped else "done"
-    recorder.folder.write_state("stopped" if stopped else "done", job.steps, recorder.loading)
+    state = "failed" if failure is not None else "stopped" if stopped else "done"
+    outcome = {"stopped": "stopped on request; --resume continues it"}.get(state, state)
+    recorder.folder.write_state(state, job.steps, recorder.loading, failure)
     if recorder.last is not None and not stopped:
         metric, patience = job.config.validation.metric, job.config.run.early_stop
         outcome = f"ended after step {recorder.last}: {patience} validations without a better {metric}"
     best = f", best checkpoint of step {recorder.best}" if recorder.best is not None else ""
     say(f"run {folder}: {outcome}{best}")
+    nonfinite = recorder.describe_nonfinite()
+    if nonfinite is not None:
+        say(f"run {folder}: {nonfinite}")
+    if failure is not None:
+        warn(f"hyfi: run {folder} {_advice_on_failure(folder, failure)}", "ERROR")
     if as_json:
         emit_json(
             {
                 "run": folder,
-                "status": "stopped" if stopped else "done",
+                "status": state,
+                "reason": failure,
                 "steps": job.steps,
                 "best_step": recorder.best,
                 "early_stop_step": recorder.last,
@@ -326,3 +339,12 @@ def _report(job: TrainingJob, recorder: Recorder, stopped: bool, as_json: bool) 
                 "best": folder / "checkpoints" / "best" if (folder / "checkpoints" / "best").exists() else None,
             }
         )
+
+
+def _advice_on_failure(folder: Path, failure: str) -> str:
+    latest = folder / "checkpoints" / "latest"
+    saved = f"the last finite checkpoint is {latest.resolve()}" if latest.exists() else "there is no checkpoint yet"
+    return (
+        f"failed: {failure}; {saved}. Lower optimizer.lr, give optimizer.max_norm or lr_schedule.warmup_steps, or "
+        f"look at these slides; with run.on_nonfinite=skip such steps are left out"
+    )

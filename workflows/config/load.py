@@ -28,6 +28,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "run.deterministic",
         "run.checkpoint_every_steps",
         "run.keep",
+        "run.on_nonfinite",
         "run.tensorboard",
         "run.trace",
         "run.machine",

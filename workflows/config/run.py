@@ -11,6 +11,8 @@ from workflows.config.learning import LrScheduleConfig, OptimizerConfig, Validat
 from workflows.config.ranks import PlanConfig, RolesConfig, with_design
 from workflows.config.section import Count, Positive, Section, Switch, UserPath
 
+OnNonfinite = Literal["stop", "skip", "continue"]
+
 
 class RunConfig(Section):
     """Output folder, length, device and precision of the run."""
@@ -90,6 +92,13 @@ class RunConfig(Section):
         None,
         description="a whole number ≥ 1: the run ends after this many validations in a row without improvement; "
         "default: no early stopping",
+    )
+
+    on_nonfinite: OnNonfinite = Field(
+        "stop",
+        description="stop, skip or continue: what happens to a step whose loss or gradient is not finite: the run ends "
+        "with exit code 1 and without its update (stop), the step is left out and the run goes on (skip; on GPUs the "
+        "host then waits for each step), or it is only recorded (continue); weights are saved only if finite",
     )
 
     @model_validator(mode="after")

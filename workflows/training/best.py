@@ -31,8 +31,11 @@ def merit(record: Mapping[str, Any], metric: str) -> tuple[float, float]:
 
 
 def best_step(records: Records, metric: str, among: Iterable[int]) -> int | None:
-    """Return the best of the validated steps in ``among``, the earliest of equals; None if there are none."""
-    steps = [step for step in sorted(set(among)) if step in records]
+    """Return the best of the validated steps in ``among``, the earliest of equals; None if there are none.
+
+    Weights whose outputs were not finite, with which the loss is undefined, are never the best.
+    """
+    steps = [step for step in sorted(set(among)) if step in records and records[step].get("loss") is not None]
     return max(steps, key=lambda step: (*merit(records[step], metric), -step), default=None)
 
 

@@ -125,4 +125,5 @@ def _chart(name: str, curves: Sequence[RunCurve]) -> str:
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    margin = max(0.5, abs(high) / 10)  # of large values, 0.5 more is the same number
+    return (low, high) if high > low else (low - margin, high + margin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -104,6 +105,17 @@ class TrainingJob:
         """Return the class indices of one replica's batch."""
         indices = [self.stream.at(number)[1] for number in self.layout.numbers(turn, replica)]
         return [_label(self.train.samples[index]) for index in indices]
+
+    def step_slides(self, step: int, turns: Sequence[int]) -> list[str]:
+        """Return the slides of some batches of a step, of all replicas; ``turns``: the batches, counted from 0."""
+        first = (step - 1) * self.config.optimizer.accumulate
+        numbers = [
+            number
+            for turn in turns
+            for replica in range(self.plan.replicas)
+            for number in self.layout.numbers(first + turn, replica)
+        ]
+        return [self.train.samples[self.stream.at(number)[1]].slide_id for number in numbers]
 
     def targets(self) -> list[int]:
         """Return the class indices of the validation slides."""

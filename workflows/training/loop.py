@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from hyfi_core.runtime.engine import Engine
-from workflows.console import say
+from workflows.console import say, warn
 from workflows.launch.stop import StopFlag
 from workflows.training.bound_by import RunSetup, StepTime, bound_by
+from workflows.training.checks.finite import FiniteSteps, StepNumbers
 from workflows.training.ema import MovingAverage
 from workflows.training.feeding import BatchImages, loading_report, make_feed, preparation
 from workflows.training.job import TrainingJob
-from workflows.training.optimisation import lr_factor
+from workflows.training.optimisation import LearningRate
 from workflows.training.recorder import Recorder
 from workflows.training.saving.run_checkpoints import RunCheckpoints
 from workflows.training.start import Roles, SavedRun
@@ -33,6 +34,8 @@ from workflows.training.throughput import describe_loading, memory_bytes
 from workflows.training.validating import Validating
 
 State = Mapping[str, torch.Tensor] | None
+_WARNINGS = 5
+"""Steps that are not finite of which a run warns."""
 
 
 class TrainingLoop:
@@ -46,6 +49,9 @@ class TrainingLoop:
         recorder: On rank 0; None elsewhere.
         saved: The state of a resumed run; None for a new run.
         stop: Requests to stop.
+
+    Attributes:
+        failure: Why the run ended early, or its weights are not saved, because numbers are not finite; None if all are.
     """
 
     def __init__(
@@ -62,15 +68,19 @@ class TrainingLoop:
         self._job, self._world, self._trainers = job, roles.world, roles.trainers
         self._engine, self._model, self._recorder, self._stop = engine, model, recorder, stop
         self._replica = roles.trainers.rank // job.plan.ranks_per_replica
-        factor = lr_factor(job.config.lr_schedule, job.steps)
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, factor)
+        self._rate = LearningRate(engine.optimizer, job.config.lr_schedule, job.steps)
         self._resumed, self._start = saved is not None, 0
         if saved is not None:
             self._start = int(saved.training.state["step"])
-            saved.restore(engine, model, self._scheduler)
+            saved.restore(engine, model)
+            change = self._rate.describe_change(saved.training.state)
+            if change is not None and recorder is not None:
+                say(change)
         self._average = make_average(job.config.run.ema, model, saved)
         if saved is not None:
             saved.close()
+        self.failure: str | None = None
+        self._finite = FiniteSteps(job.config.run.on_nonfinite, roles.trainers, engine, model)
         self._checkpoints = RunCheckpoints(job, roles.trainers, engine, self._average, recorder)
         self._validating = Validating(job, roles, engine, model, self._average, recorder, stop, self._checkpoints)
         self._feed = make_feed(job, roles, engine, self._start, engine.device)
@@ -101,8 +111,12 @@ class TrainingLoop:
             self._step(step)
             self._trace.end(step)
             progress()
+            if self._failed():
+                break
             with self._time.measure("save"):
                 state = self._save(step) if self._job.saves_after(step) else None
+            if self._failed():
+                break
             if self._job.validates_after(step):
                 self._validating.validate(step, state)
             stopped = self._validating.sync()
@@ -113,7 +127,7 @@ class TrainingLoop:
                 self._save(step)
         self._checkpoints.finish(self._validating.open_steps)
         self._trace.close()
-        stopped = self._validating.drain(stopped)
+        stopped = self._validating.drain(stopped or self._failed())
         self._close_feed(stopped)
         self._validating.close(stopped)
         return stopped
@@ -122,6 +136,7 @@ class TrainingLoop:
         start_s, waited_s = time.perf_counter(), self._feed.wait_s
         accumulate = self._job.config.optimizer.accumulate
         losses, first = [], (step - 1) * accumulate
+        self._finite.begin()
         for turn in range(first, first + accumulate):
             if turn > first:
                 self._time.add(self._engine.seconds())  # each call resets the counts
@@ -130,14 +145,12 @@ class TrainingLoop:
             labels = torch.tensor(self._job.batch_labels(turn, self._replica))
             losses.append(self._engine.accumulate_unread(BatchImages(pixels, self._prepare), labels))
             self._trace.accumulated()
-        lr = float(self._engine.optimizer.param_groups[0]["lr"])
-        with self._trace.span("update", "update"):
-            self._engine.update(self._job.config.optimizer.max_norm)
-        self._scheduler.step()
-        if self._average is not None:
-            self._engine.settle()
-            self._average.update(step)
-        loss = sum(float(loss) for loss in losses)  # only now: on a GPU this waits for all of the step
+        lr = self._rate.set(step)
+        numbers = self._finite.check(losses)
+        skipped = self._finite.forbids_update(numbers)
+        if not skipped:
+            self._update(step)
+        loss = sum(numbers.losses)  # only now: on a GPU this waits for all of the step
         waited_s = self._feed.wait_s - waited_s
         self._time.add({**self._engine.seconds(), "wait": waited_s, "validation": self._validating.new_seconds()})
         self._time.add({"reduce": self._late_s})
@@ -148,7 +161,30 @@ class TrainingLoop:
         late = self._compare(step)
         if self._recorder is not None:
             split = {f"{kind}_seconds": spent[kind] for kind in spent if kind != "wait"}
-            self._recorder.trained(step, loss, lr, seconds, waited_s, {**split, **late})
+            wrong = {} if numbers.wrong is None else {"nonfinite": numbers.wrong, "skipped": skipped}
+            self._recorder.trained(step, loss, lr, seconds, waited_s, {**split, **late, **wrong})
+        if numbers.wrong is not None:
+            self._report_nonfinite(step, numbers, lr)
+
+    def _update(self, step: int) -> None:
+        with self._trace.span("update", "update"):
+            self._engine.update(self._job.config.optimizer.max_norm)
+        if self._average is not None:
+            self._engine.settle()
+            self._average.update(step)
+
+    def _failed(self) -> bool:
+        """Whether the run ends because numbers are not finite."""
+        return self.failure is not None and self._job.config.run.on_nonfinite == "stop"
+
+    def _report_nonfinite(self, step: int, numbers: StepNumbers, lr: float) -> None:
+        """End the run after a step that is not finite, or warn of it (collective)."""
+        policy, text = self._job.config.run.on_nonfinite, self._finite.describe(self._job, step, numbers, lr)
+        if policy == "stop":
+            self.failure = text
+        elif self._recorder is not None and self._recorder.nonfinite_steps <= _WARNINGS:
+            outcome = "left out" if policy == "skip" else "kept"
+            warn(f"hyfi: {text}; the step is {outcome} (run.on_nonfinite={policy})")
 
     def _compare(self, step: int) -> dict[str, Any]:
         """Compare trainers, after some steps (collective); return keys for the record of this step on trainer 0."""
@@ -199,7 +235,12 @@ class TrainingLoop:
         Returns:
             The weights to send to validators, on rank 0; None elsewhere, or if they do not validate ``step``.
         """
-        self._checkpoints.begin(step, self._resume_state(step), self._validating.open_steps)
+        if not self._checkpoints.begin(step, self._resume_state(step), self._validating.open_steps):
+            self.failure = f"the weights after step {step} are not finite, and are not saved"
+            if self._recorder is not None and not self._failed():
+                warn(f"hyfi: {self.failure}")
+            return None
+        self.failure = None
         if self._engine.plan.spill is not None:  # steps are long: else it would be published only after the next one
             self._checkpoints.finish(self._validating.open_steps)
         if not (self._job.validates_after(step) and self._validating.remote):
@@ -214,7 +255,8 @@ class TrainingLoop:
             "epoch": step * self._job.step_samples // len(self._job.train),
             "sample": step * self._job.step_samples,
             "seed": self._job.config.run.seed,
-            "lr_schedule": {k: v for k, v in self._scheduler.state_dict().items() if k != "lr_lambdas"},
+            "steps": self._job.steps,
+            "next_lr": self._rate.of(step + 1),
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
             "random": [self._engine.random.seed, self._engine.random.step],
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +26,23 @@ def read_metrics(path: Path) -> list[Record]:
         except json.JSONDecodeError:
             continue
     return records
+
+
+def nonfinite_steps(records: Iterable[Record]) -> list[int]:
+    """Return the steps whose loss or gradient was not finite."""
+    return [record["step"] for record in records if record.get("nonfinite")]
+
+
+def describe_nonfinite(records: Iterable[Record]) -> str | None:
+    """Return how many steps were not finite, and what became of them, as text; None if all were finite."""
+    wrong = [record for record in records if record.get("nonfinite")]
+    if not wrong:
+        return None
+    skipped = sum(bool(record.get("skipped")) for record in wrong)
+    return (
+        f"{len(wrong)} step{'s' * (len(wrong) > 1)} with a loss or gradient that is not finite, the first of them step "
+        f"{wrong[0]['step']}; updates left out: {skipped}"
+    )
 
 
 class MetricsLog:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -59,3 +60,46 @@ def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
         return 1.0
 
     return factor
+
+
+class LearningRate:
+    """Sets the learning rate of each step from the schedule alone: it depends on nothing that a resume could change.
+
+    Args:
+        optimizer: With the rates after the warm-up, before a saved state is loaded.
+        config: The schedule.
+        steps: Number of steps of the whole run.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: LrScheduleConfig, steps: int) -> None:
+        self._optimizer, self._steps = optimizer, steps
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._factor = lr_factor(config, steps)
+
+    def of(self, step: int) -> list[float]:
+        """Return the rate of each parameter group in a step, counted from 1."""
+        factor = self._factor(step - 1)
+        return [rate * factor for rate in self._rates]
+
+    def set(self, step: int) -> float:
+        """Set the rates of a step; return that of the first group."""
+        rates = self.of(step)
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return rates[0]
+
+    def describe_change(self, saved: Mapping[str, Any]) -> str | None:
+        """Return how a resumed run goes on with another schedule, as one line of text; None if nothing changes.
+
+        Args:
+            saved: The ``state.json`` of the checkpoint.
+        """
+        before = saved.get("next_lr") or saved.get("lr_schedule", {}).get("_last_lr")
+        step = int(saved["step"]) + 1
+        if not before or step > self._steps or math.isclose(before[0], self.of(step)[0], rel_tol=1e-9):
+            return None
+        was = f" of {saved['steps']} steps" if "steps" in saved else " as it was"
+        return (
+            f"the learning rate follows the schedule of {self._steps} steps from now on: step {step} has "
+            f"{self.of(step)[0]:.6g}, as in a run of this length from its start; the schedule{was} had {before[0]:.6g}"
+        )

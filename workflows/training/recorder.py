@@ -13,7 +13,7 @@ from workflows.console import plain_number, say
 from workflows.training.best import last_step
 from workflows.training.curves import write_curves
 from workflows.training.job import TrainingJob
-from workflows.training.metrics_log import MetricsLog
+from workflows.training.metrics_log import MetricsLog, describe_nonfinite, nonfinite_steps
 from workflows.training.run_folder import RunFolder
 from workflows.training.throughput import Throughput, describe_throughput
 
@@ -124,6 +124,15 @@ class Recorder:
         self._write_curves()
         text = ", ".join(f"{name} {value}" for name, value in format_metrics(brief).items())
         say(f"step {step}: validation {text}{' (best)' if self.best == step else ''}")
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Number of steps so far whose loss or gradient was not finite."""
+        return len(nonfinite_steps(self._log.records))
+
+    def describe_nonfinite(self) -> str | None:
+        """Return how many steps were not finite as text; None if all were."""
+        return describe_nonfinite(self._log.records)
 
     def line(self) -> str:
         """Return the text of the progress line: loss, learning rate, speed, memory, latest validation."""

@@ -27,9 +27,19 @@ class RunFolder:
         write_atomically(self.folder / "config.yaml", dump_resolved(config).encode())
         write_atomically(self.folder / "plan.json", (json.dumps(plan, indent=2) + "\n").encode())
 
-    def write_state(self, state: str, steps: int, loading: Mapping[str, Any] | None = None) -> None:
-        """Write ``status.json``: ``running``, ``stopped`` or ``done``, the number of steps, and the loaders' report."""
-        status = {"state": state, "steps": steps, **({"loading": loading} if loading is not None else {})}
+    def write_state(
+        self, state: str, steps: int, loading: Mapping[str, Any] | None = None, reason: str | None = None
+    ) -> None:
+        """Write ``status.json``.
+
+        Args:
+            state: ``running``, ``stopped``, ``failed`` or ``done``.
+            steps: Number of steps of the run.
+            loading: The loaders' report.
+            reason: Why it failed.
+        """
+        more = {"loading": loading, "reason": reason}
+        status = {"state": state, "steps": steps, **{key: value for key, value in more.items() if value is not None}}
         write_atomically(self.folder / "status.json", (json.dumps(status) + "\n").encode())
 
     def saved(self, step: int) -> None:
@@ -43,9 +53,13 @@ class RunFolder:
             checkpoint.amend_model_json(folder, {"calibration": dict(found)})
 
     def rewind(self, step: int) -> None:
-        """Point ``latest`` at the checkpoint of ``step`` and remove those after it."""
-        later = [other for other in checkpoints.saved_steps(self.checkpoints) if other > step]
-        checkpoints.point_link(self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, step).name)
+        """Point ``latest`` at the checkpoint of ``step``, or the last one before it, and remove those after it."""
+        saved = checkpoints.saved_steps(self.checkpoints)
+        later, until = [other for other in saved if other > step], [other for other in saved if other <= step]
+        if until:  # the weights of ``step`` may not have been finite
+            checkpoints.point_link(
+                self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, until[-1]).name
+            )
         for other in later:
             checkpoints.remove(checkpoints.step_folder(self.checkpoints, other))
 

@@ -286,11 +286,10 @@ class SavedRun:
         latest, share = step_folder(job.config.run.dir / "checkpoints", start), (trainers.rank, trainers.size)
         return cls(load_checkpoint(latest, share), load_training_state(latest, share))
 
-    def restore(self, engine: Engine, model: torch.nn.Module, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Restore weights, optimizer, learning-rate schedule and random state."""
+    def restore(self, engine: Engine, model: torch.nn.Module) -> None:
+        """Restore weights, optimizer and random state."""
         engine.load_state_dict(self.checkpoint.weights)
         load_optimizer_state(engine.optimizer, model.named_parameters(), self.training.optimizer)
-        scheduler.load_state_dict({**self.training.state["lr_schedule"], "lr_lambdas": [None]})
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(self.training.state["rng"])), dtype=torch.uint8))
         engine.random.seed, engine.random.step = self.training.state["random"]
 

@@ -119,6 +119,23 @@ def test_a_validation_that_a_stop_prevented_is_made_up_for(tmp_path: Path, store
     assert (tmp_path / "run" / "checkpoints" / "best").exists()
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_longer_run_has_the_rates_of_its_new_length_at_once(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], schedule: str
+) -> None:
+    """The first step after it had the last rate of the old schedule: 0, and nothing was learnt in it."""
+    config = make_config(tmp_path, store, lr_schedule={"name": schedule}, validation={"every_steps": 50})
+    assert run_here(config, "run.steps=3") == 0
+    before = weights_of(tmp_path / "run", 3)
+    assert run_here(config, "run.checkpoint_every_steps=1", resume=True) == 0
+    factor = lr_factor(load_config(config).lr_schedule, 6)
+    rates = [r["lr"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
+    assert rates[3:] == [0.01 * factor(step) for step in (3, 4, 5)]
+    assert not torch.equal(before["fc.bias"], weights_of(tmp_path / "run", 4)["fc.bias"])
+    said = capfd.readouterr().out
+    assert f"the schedule of 6 steps from now on: step 4 has {rates[3]:.6g}" in said and "of 3 steps had 0" in said
+
+
 def test_resume_of_nothing_begins(tmp_path: Path, store: Path) -> None:
     assert run_here(make_config(tmp_path, store, run={"steps": 1}), resume=True) == 0
 

@@ -58,3 +58,8 @@ def test_long_runs_are_thinned_and_empty_ones_say_so() -> None:
 def test_undefined_numbers_are_left_out() -> None:
     lost = [{"kind": "train", "step": 1, "loss": None, "lr": float("nan"), "images_per_second": 1.0}]
     assert list(figures(curves_page("run", lost))) == ["images per second"]
+
+
+def test_one_number_of_any_size_is_drawn() -> None:
+    huge = [{"kind": "train", "step": 1, "loss": 1e30, "lr": 1e38, "images_per_second": 1.0}]
+    assert "learning rate" in figures(curves_page("run", huge))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from hyfi_core.comm.base import Communicator
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 from workflows.launch import at_failure
+from workflows.training.checks.finite import finite_everywhere
 from workflows.training.ema import MovingAverage
 from workflows.training.job import TrainingJob
 from workflows.training.recorder import Recorder
@@ -35,6 +38,7 @@ class RunCheckpoints:
         recorder: Recorder | None,
     ) -> None:
         self._job, self._engine, self._average, self._recorder = job, engine, average, recorder
+        self._trainers = trainers
         self._writer = CheckpointWriter(trainers, bool(engine.owned_state()))
         at_failure.add(self._writer.discard)
 
@@ -43,21 +47,30 @@ class RunCheckpoints:
         """The step whose checkpoint is not published yet."""
         return self._writer.open_step
 
-    def begin(self, step: int, state: Mapping[str, Any], spare: Iterable[int]) -> None:
+    def begin(self, step: int, state: Mapping[str, Any], spare: Iterable[int]) -> bool:
         """Copy the state after ``step`` and start writing it; waits for the previous checkpoint.
+
+        Weights that are not finite are not saved, so that neither ``latest`` nor ``best`` can have them.
 
         Args:
             step: The step.
             state: For resuming, besides weights and optimizer.
             spare: As in ``advance``.
+
+        Returns:
+            Whether the weights are saved, the same on every trainer.
         """
         self.finish(spare)
         owned = self._engine.owned_state()
         averaged = self._average.of(owned) if self._average is not None else None
+        given = [*owned.values(), *(averaged or {}).values()]
+        if not bool(finite_everywhere(given, self._trainers, torch.empty(0, device=self._engine.device))):
+            return False
         part = CheckpointPart(owned, self._engine.owned_optimizer(), averaged)
         folder = step_folder(self._job.config.run.dir / "checkpoints", step)
         model = {**self._job.model_json(), "step": step}
         self._writer.begin(folder, part, step=step, model=model, state=state)
+        return True
 
     def busy(self) -> bool:
         """Return whether this rank is still writing; does not block.

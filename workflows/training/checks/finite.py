@@ -1,0 +1,147 @@
+"""Losses, gradients and weights that are not finite: found in the step where they appear, the same on every trainer.
+
+::
+
+    accumulate … accumulate │ sums of gradients, losses │ one number over all trainers  │ update
+                                                                    │
+                            stop, skip: not applied ◄── not finite ─┘
+
+One sum is taken over each gradient, which costs a small part of an update, and one number is reduced. On a GPU the
+host would have to wait for it before each update, so with ``stop`` it reads the number after the update, together with
+the loss that it reads anyway: nothing of that update is saved or validated, as the run ends. With ``skip`` it waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.runtime.engine import Engine
+from workflows.config.run import OnNonfinite
+from workflows.training.job import TrainingJob
+
+Kind = Literal["loss", "gradient"]
+
+
+class StepNumbers:
+    """The losses of a step, and whether they and the gradients are finite: computed, and read when asked for.
+
+    Args:
+        losses: Of each turn, on the device.
+        finite: One number on the same device: 1 if everything is finite on every trainer, else 0.
+    """
+
+    def __init__(self, losses: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
+        self._device = torch.stack([*losses, finite.to(losses[0].dtype)])
+        self._host: list[float] | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each turn; on a GPU the host waits for the device."""
+        return self._read()[:-1]
+
+    @property
+    def wrong(self) -> Kind | None:
+        """What is not finite; None if everything is."""
+        *losses, finite = self._read()
+        if finite:
+            return None
+        return "gradient" if all(map(math.isfinite, losses)) else "loss"
+
+    def _read(self) -> list[float]:
+        if self._host is None:
+            self._host = self._device.tolist()
+        return self._host
+
+
+class FiniteSteps:
+    """The check of each step. All trainers create it together and call its methods alike.
+
+    Args:
+        policy: ``run.on_nonfinite``.
+        trainers: The group of trainers.
+        engine: The trainers' engine.
+        model: The module that the engine trains.
+    """
+
+    def __init__(self, policy: OnNonfinite, trainers: Communicator, engine: Engine, model: torch.nn.Module) -> None:
+        self._trainers, self._engine, self._model, self._policy = trainers, engine, model, policy
+        self._reads_first = policy == "skip" or (policy == "stop" and engine.device.type == "cpu")
+        self._buffers: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Keep the buffers as they are before a step that may be skipped: its forward changes running statistics."""
+        if self._policy == "skip":
+            self._buffers = [buffer.clone() for buffer in self._held()]
+
+    def check(self, losses: Sequence[torch.Tensor]) -> StepNumbers:
+        """Compute whether the losses of a step and the accumulated gradients are finite (collective)."""
+        gradients = [p.grad for group in self._engine.optimizer.param_groups for p in group["params"]]
+        finite = finite_everywhere([*losses, *(g for g in gradients if g is not None)], self._trainers, losses[0])
+        return StepNumbers(losses, finite)
+
+    def forbids_update(self, numbers: StepNumbers) -> bool:
+        """Whether the update of a step must not be applied; what a skipped step has left is dropped."""
+        if not self._reads_first or numbers.wrong is None:
+            return False
+        if self._policy == "skip":
+            self._drop()
+        return True
+
+    def describe(self, job: TrainingJob, step: int, numbers: StepNumbers, lr: float) -> str:
+        """Return what is not finite in a step, and its slides, as text (collective)."""
+        losses, where = numbers.losses, self._gradients()
+        turns = [turn for turn, loss in enumerate(losses) if not math.isfinite(loss)] or [*range(len(losses))]
+        what = f"the loss is {sum(losses)}" if numbers.wrong == "loss" else "the loss is finite, but not its gradient"
+        text = (
+            f"step {step} (epoch {job.epoch_of(step)}): {what}, for slides {_named(job.step_slides(step, turns), 8)}, "
+            f"with learning rate {lr:.3g}"
+        )
+        return f"{text}; gradients that are not finite: {_named(where, 3)}" if where else text
+
+    def _gradients(self) -> list[str]:
+        """Return the parameters of all trainers whose gradient is there and not finite (collective)."""
+        mine = [
+            n for n, p in self._model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
+        ]
+        gathered = self._trainers.broadcast_object(self._trainers.gather_objects(mine))
+        return list(dict.fromkeys(name for names in gathered for name in names))
+
+    def _drop(self) -> None:
+        self._engine.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in zip(self._held(), self._buffers, strict=False):
+                buffer.copy_(before)
+
+    def _held(self) -> list[torch.Tensor]:
+        return [buffer for buffer in self._model.buffers() if not buffer.is_meta]
+
+
+def _named(names: Sequence[str], most: int) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def finite_everywhere(tensors: Iterable[torch.Tensor], trainers: Communicator, like: torch.Tensor) -> torch.Tensor:
+    """Return 1 if all values are finite on every trainer, else 0: a number on the device of ``like`` (collective).
+
+    The host does not wait for a GPU.
+    """
+    floats = [t.detach() for t in tensors if t.is_floating_point() and t.numel() and not t.is_meta]
+    on_host, on_gpu = ([t for t in floats if (t.device.type == "cpu") is host] for host in (True, False))
+    finite = torch.tensor([float(_finite_on_host(on_host))], dtype=torch.float64)
+    finite = finite.to(like.device, non_blocking=True)
+    for dtype in sorted({tensor.dtype for tensor in on_gpu}, key=str):  # one kernel for many tensors
+        norms = torch._foreach_norm([tensor for tensor in on_gpu if tensor.dtype == dtype], float("inf"))
+        finite *= torch.stack([*norms]).isfinite().all()
+    if trainers.size > 1:
+        trainers.all_reduce(finite, "min")
+    return finite[0]
+
+
+def _finite_on_host(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all values are finite: if their sum is, they are, and a sum takes a tenth of the time of ``isfinite``."""
+    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
