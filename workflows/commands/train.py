@@ -109,7 +109,6 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     """
     from hyfi_core.comm.agree import agree
     from hyfi_core.comm.shared_disk import agree_everywhere
-    from workflows.interruption import RunInterruptedError, interruption
     from workflows.launch import rank_log
     from workflows.launch.request import check_ranks, own_run
     from workflows.out_of_memory import remember_advice
@@ -144,8 +143,21 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         return _stopped_at_start(world, config)
     owner = _own_shared(world, lambda: own_run(config, resume, start), config.run.dir)
     rank_log.open_in(config.run.dir, f"{roles.describe()} on {device}")
+    return _run_owned(roles, config, owner, lambda: body(as_json))
+
+
+def _run_owned(roles: Roles, config: Config, owner: FolderOwner | None, body: Callable[[], int]) -> int:
+    """Run this rank's role, and release the folder; return the exit code of trainer 0, which counts on every rank.
+
+    A run that failed stops its loaders and validators, which alone would say that they were stopped on request.
+
+    Raises:
+        RunInterruptedError: Something outside of the run has ended it.
+    """
+    from workflows.interruption import RunInterruptedError, interruption
+
     try:
-        code: int = roles.world.broadcast_object(body(as_json))  # of trainer 0: a run that failed stops its loaders
+        code: int = roles.world.broadcast_object(body())
         return code
     except (RequestError, OSError) as error:  # from one rank, after all have agreed: not an invalid request
         reason = interruption(error, config)
