@@ -39,6 +39,7 @@ from workflows.cli_options import (
     MaxBad,
     Measure,
     Memory,
+    MergeAlike,
     Overrides,
     Part,
     Pen,
@@ -56,6 +57,7 @@ from workflows.cli_options import (
     Unsharded,
 )
 from workflows.cli_plan import plan, simulate
+from workflows.cli_split import split
 from workflows.cli_view import view
 from workflows.exit_codes import exit_code_of
 from workflows.paths import require_writable
@@ -157,6 +159,7 @@ def ingest(
     part: Part = "1/1",
     pseudonyms: Pseudonyms = None,
     max_bad: MaxBad = 0.0,
+    merge_alike: MergeAlike = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, without writing.")] = False,
     resume: Resume = False,
     as_json: Json = False,
@@ -187,6 +190,7 @@ def ingest(
         memory=memory,
         part=part,
         pseudonyms=pseudonyms,
+        merge_alike=merge_alike,
         dry_run=dry_run,
         as_json=as_json,
     )
@@ -236,21 +240,7 @@ def inspect(
     _exit(partial(inspect.run, path, png, as_json, slide_mpp, tissue))
 
 
-@app.command()
-def split(
-    labels: Annotated[Path, typer.Argument(metavar="LABELS.csv", help="One row for each slide.")],
-    out: Annotated[Path, typer.Option("--out", help="The CSV file to write.")],
-    folds: Annotated[int | None, typer.Option("--folds", min=2, help="Number of cross-validation folds.")] = None,
-    group: Annotated[str, typer.Option("--group", help="Column to group by: no value is in two splits.")] = "case_id",
-    stratify: Annotated[str | None, typer.Option("--stratify", help="Column to balance over the splits.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same splits.")] = 0,
-    resume: Resume = False,
-    as_json: Json = False,
-) -> None:
-    """Divide slides into train, val and test, or into folds; no case in two of them."""
-    from workflows.commands import split
-
-    _exit(partial(split.run, labels, out, folds, group, stratify, seed, as_json), writes=out)
+app.command()(split)
 
 
 @app.command()
@@ -287,6 +277,7 @@ def validate(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Fit the temperature of the probabilities and store it in CHECKPOINT.")
     ] = False,
+    merge_alike: MergeAlike = False,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
@@ -294,7 +285,9 @@ def validate(
     from workflows.commands import validate
 
     where = (checkpoint, store, labels, splits, split_name, split_column)
-    request = validate.EvaluationRequest(*where, cells, memory, spill, image, out, as_json, calibrate, device)
+    request = validate.EvaluationRequest(
+        *where, cells, memory, spill, image, out, as_json, calibrate, device, merge_alike
+    )
     _exit(partial(validate.run, request, ranks), writes=out, as_ranks=True)
 
 

@@ -102,6 +102,10 @@ Pseudonyms = Annotated[
 MaxBad = Annotated[
     float, typer.Option("--max-bad", min=0.0, max=1.0, help="Largest fraction of unreadable tiles in a slide.")
 ]
+MergeAlike = Annotated[
+    bool,
+    typer.Option("--merge-alike", help="Join names that are written in several ways (P1, p1; 7, 007); else refused."),
+]
 Lossless = Annotated[bool, typer.Option("--lossless", help="Copy the scanner's JPEG tiles and levels unchanged.")]
 Glass = Annotated[
     str,

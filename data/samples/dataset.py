@@ -16,8 +16,10 @@ from data.location import each, is_far, is_remote, location
 from data.samples.augment import Augment, Variation
 from data.samples.coverage import COVERAGE_COLUMNS, Coverage, check_coverage, coverage_of, write_coverage
 from data.samples.labels import Labels, with_cases
+from data.samples.names import refuse_content_in_two_splits
 from data.samples.splits import check_cases
 from data.samples.view import BACKGROUND, Kind, View, make_view, make_views
+from data.store.manifest import same_content
 from data.store.slide_store import SlideStore, StoreLevel, slide_path
 from data.store.tissue_grid import TissueGrid
 from hyfi_core.errors import RequestError
@@ -300,12 +302,14 @@ def select_slides(
         split: The split to return; None: all slides.
 
     Raises:
-        RequestError: A case is in two splits. The splits' file alone may not show this: cases are taken from ``rows``
-            and ``labels``.
+        RequestError: A case is in two splits, or slides with the same content are. The splits' file alone may not show
+            this: cases are taken from ``rows`` and ``labels``.
     """
     chosen = []
     rows = with_cases(rows, labels)
     check_cases(splits or {}, {row["slide_id"]: row["case_id"] for row in rows})
+    check_cases(splits or {}, labels.cases if labels else {})
+    refuse_content_in_two_splits(same_content(rows), splits or {})
     for row in rows:
         slide, case = row["slide_id"], row["case_id"]
         label = labels.of(slide, case) if labels else None

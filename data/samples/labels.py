@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.csv_table import Table, natural_key, read_table
+from data.samples.names import with_one_name_each
+from data.spelling import Spelled, joined_note, one_spelling
 from hyfi_core.errors import RequestError
 
 
@@ -23,6 +24,7 @@ class Labels:
         indices: Slide or case (as ``key`` says) to the index of its class; None: in the CSV, but unlabelled.
         cases: Slide to case, if the CSV has both columns.
         rows: All rows of the CSV, with their other columns.
+        notes: Sentences for the user about how the CSV was read.
     """
 
     target: str
@@ -31,6 +33,7 @@ class Labels:
     indices: Mapping[str, int | None]
     cases: Mapping[str, str] = field(default_factory=dict)
     rows: tuple[dict[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def of(self, slide_id: str, case_id: str | None = None) -> int | None:
         """Return the class index of a slide; None if it is unlabelled or not in the CSV."""
@@ -41,7 +44,14 @@ class Labels:
         return self.cases.get(slide_id) or default
 
 
-def load_labels(csv: Path, target: str, *, classes: Sequence[str] | None = None) -> Labels:
+def load_labels(
+    csv: Path,
+    target: str,
+    *,
+    classes: Sequence[str] | None = None,
+    rows: Iterable[Mapping[str, str]] = (),
+    merge_alike: bool = False,
+) -> Labels:
     """Read labels from a CSV with a column ``slide_id`` or ``case_id`` and the column ``target``.
 
     With both key columns, rows are keyed by slide. An empty value means unlabelled, never class 0. Without ``classes``,
@@ -51,30 +61,33 @@ def load_labels(csv: Path, target: str, *, classes: Sequence[str] | None = None)
         csv: The file; may be the store's own ``manifest.csv``.
         target: The column that has the class.
         classes: The allowed classes, in the order of their indices.
+        rows: Rows of the store's manifest, whose names of slides and cases hold.
+        merge_alike: Whether several spellings of one slide, case or class are joined, see `data.spelling`.
 
     Raises:
-        RequestError: The file, a column or all labels are missing, a class is not among ``classes``, two classes differ
-            only in case or white space, or a slide has two labels.
+        RequestError: The file, a column or all labels are missing, a class is not among ``classes``, a slide has two
+            labels, or something has several spellings and ``merge_alike`` is off.
     """
     table = read_table(csv, "labels")
     table.require(target, "the class of each slide: data.target")
     key = table.key
-    found = _class_names(table, key, target)
+    named = with_one_name_each(table, rows, merge=merge_alike)
+    table = named.table
+    spelled = _classes_in_one_way(table, target, classes, merge_alike)
+    found = _class_names(table, key, target, spelled.spelling)
     names = tuple(classes) if classes is not None else tuple(sorted(set(found.values()) - {""}, key=natural_key))
-    _refuse_lookalikes(table, key, {name: item for item, name in found.items() if name})
     if not any(found.values()):
         raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
     index = {name: i for i, name in enumerate(names)}
     unknown = {name: item for item, name in found.items() if name and name not in index}
     if unknown:
         name, item = next(iter(unknown.items()))
-        meant = [known for known in names if _plain_class(known) == _plain_class(name)]
-        hint = f" (write it {meant[0]!r})" if meant else ""
         raise RequestError(
-            f"{table.name}: {key} {item}: unknown class {name!r} in {target!r}; known: {', '.join(names)}{hint}"
+            f"{table.name}: {key} {item}: unknown class {name!r} in {target!r}; known: {', '.join(names)}"
         )
     indices = {item: index[name] if name else None for item, name in found.items()}
-    return Labels(target, key, names, indices, _cases(table), table.rows)
+    notes = [*named.notes, *([joined_note(f"{table.name}: {target}", spelled.joined)] if spelled.joined else [])]
+    return Labels(target, key, names, indices, _cases(table), table.rows, tuple(notes))
 
 
 def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None) -> list[dict[str, str]]:
@@ -84,7 +97,24 @@ def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None) -> list
     ]
 
 
-def _class_names(table: Table, key: str, target: str) -> dict[str, str]:
+def _classes_in_one_way(table: Table, target: str, classes: Sequence[str] | None, merge: bool) -> Spelled:
+    """Return the spelling of each class.
+
+    Raises:
+        RequestError: A class has several spellings, and ``merge`` is off.
+    """
+    return one_spelling(
+        [row[target] for row in table.rows],
+        "class",
+        f"{table.name}: {target}",
+        merge=merge,
+        lines=table.lines,
+        known=classes or (),
+        knows="the model",
+    )
+
+
+def _class_names(table: Table, key: str, target: str, spelling: Mapping[str, str]) -> dict[str, str]:
     """Return slide or case to class name (``""``: unlabelled).
 
     Raises:
@@ -93,7 +123,7 @@ def _class_names(table: Table, key: str, target: str) -> dict[str, str]:
     found: dict[str, str] = {}
     lines: dict[str, int] = {}
     for line, row in zip(table.lines, table.rows, strict=True):
-        item, name = row[key], row[target]
+        item, name = row[key], spelling.get(row[target], "")
         if not item:
             if name:
                 raise RequestError(f"{table.name}, line {line}: {target} {name!r}, but no {key}")
@@ -103,23 +133,6 @@ def _class_names(table: Table, key: str, target: str) -> dict[str, str]:
             raise RequestError(f"{table.name}: {key} {item} has two labels: {first} and {name!r} on line {line}")
         lines.setdefault(item, line)
     return found
-
-
-def _refuse_lookalikes(table: Table, key: str, classes: Mapping[str, str]) -> None:
-    """Refuse classes that differ only in case or white space; ``classes``: class to a slide or case that has it."""
-    seen: dict[str, str] = {}
-    for name, item in classes.items():
-        other = seen.setdefault(_plain_class(name), name)
-        if other != name:
-            raise RequestError(
-                f"{table.name}: the classes {other!r} ({key} {classes[other]}) and {name!r} ({key} {item}) differ only "
-                "in case or white space; write them alike"
-            )
-
-
-def _plain_class(name: str) -> str:
-    """Return a class's name without case, white space and invisible characters."""
-    return "".join(c for c in name.casefold() if not c.isspace() and unicodedata.category(c) != "Cf")
 
 
 def _cases(table: Table) -> dict[str, str]:

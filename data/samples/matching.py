@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from data.samples.labels import Labels, with_cases
+from data.spelling import canonical, without_ending
+from data.store.manifest import same_content
 from hyfi_core.errors import RequestError
 
 MAX_LISTED = 10
-_SUFFIXES = re.compile(
-    r"(\.(svs|tiff?|btf|ndpi|mrxs|scn|vms|vmu|bif|svslide|qptiff|czi|dcm|ome|zarr))+$", re.IGNORECASE
-)
 
 
 def plain_name(text: str) -> str:
     """Return a name without folders, slide suffix, case and white space, for comparing spellings of a name."""
-    name = _SUFFIXES.sub("", re.split(r"[/\\]", text)[-1].strip())
-    return "".join(c for c in name.casefold() if not c.isspace() and unicodedata.category(c) != "Cf")
+    return canonical(without_ending(re.split(r"[/\\]", text)[-1].strip())).replace(" ", "")
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,9 @@ class LabelMatch:
         unlabelled: Ingested slides without a label.
         unmatched: Keys of labelled rows that no slide of the store has.
         similar: For some of these, the store's name that differs only in suffix, folder, case or white space.
+        without_case: Slides of ``slides`` whose case is not known; each is a case of its own.
+        without_split: Slides of ``slides`` that are in no split, so that they are not used.
+        notes: Sentences for the user about how the labels were read, and about slides with the same content.
     """
 
     key: str
@@ -44,6 +44,9 @@ class LabelMatch:
     unlabelled: tuple[str, ...]
     unmatched: tuple[str, ...]
     similar: Mapping[str, str]
+    without_case: tuple[str, ...] = ()
+    without_split: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return a text table: number of matches, of rows without slides, and of slides of each class."""
@@ -54,10 +57,16 @@ class LabelMatch:
         ]
         if self.failed:
             rows.append(("labelled slides that failed", len(self.failed), _some(self.failed)))
+        if self.without_case:
+            own = f"{_some(self.without_case)}: each is a case of its own"
+            rows.append(("labelled slides without a case", len(self.without_case), own))
+        if self.without_split:
+            rows.append(("labelled slides in no split", len(self.without_split), _some(self.without_split)))
         counts = Counter(self.slides.values())
         rows += [(f"class {name}", counts[name], "") for name in self.classes]
         width = max(len(what) for what, _, _ in rows)
-        return "labels:\n" + "\n".join(f"  {what:<{width}}  {n:>6}  {names}".rstrip() for what, n, names in rows)
+        lines = [f"  {what:<{width}}  {n:>6}  {names}".rstrip() for what, n, names in rows]
+        return "\n".join(["labels:", *lines, *(f"  note: {note}" for note in self.notes)])
 
     @property
     def _has_names(self) -> bool:
@@ -98,8 +107,10 @@ class LabelMatch:
         raise RequestError("\n".join([*lines, "; ".join(remedies)]))
 
 
-def match_labels(rows: Iterable[Mapping[str, str]], labels: Labels) -> LabelMatch:
-    """Compare labels with the rows of a store's manifest."""
+def match_labels(
+    rows: Iterable[Mapping[str, str]], labels: Labels, splits: Mapping[str, str] | None = None
+) -> LabelMatch:
+    """Compare labels, and slide to split if there are splits, with the rows of a store's manifest."""
     known = with_cases(rows, labels)
     slides: dict[str, str] = {}
     failed, unlabelled = [], []
@@ -114,8 +125,28 @@ def match_labels(rows: Iterable[Mapping[str, str]], labels: Labels) -> LabelMatc
     names = {row[labels.key] for row in known} - {""}
     unmatched = [key for key, index in labels.indices.items() if index is not None and key not in names]
     by_plain = {plain_name(name): name for name in sorted(names)}
-    similar = {key: by_plain[plain_name(key)] for key in unmatched if plain_name(key) in by_plain}
-    return LabelMatch(labels.key, slides, labels.classes, tuple(failed), tuple(unlabelled), tuple(unmatched), similar)
+    return LabelMatch(
+        labels.key,
+        slides,
+        labels.classes,
+        tuple(failed),
+        tuple(unlabelled),
+        tuple(unmatched),
+        similar={key: by_plain[plain_name(key)] for key in unmatched if plain_name(key) in by_plain},
+        without_case=tuple(row["slide_id"] for row in known if row["slide_id"] in slides and not row["case_id"]),
+        without_split=() if splits is None else tuple(slide for slide in slides if slide not in splits),
+        notes=(*labels.notes, *_same_content_notes(known, slides)),
+    )
+
+
+def _same_content_notes(rows: Sequence[Mapping[str, str]], slides: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each group of labelled slides with the same content."""
+    groups = same_content(row for row in rows if row["slide_id"] in slides)
+    return [
+        "the same content (source files that are equal byte by byte): "
+        + ", ".join(f"{slide} ({slides[slide]})" for slide in group)
+        for group in groups
+    ]
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from data.csv_table import Table, read_table
+from data.samples.names import with_one_name_each
+from data.spelling import canonical
 from hyfi_core.errors import RequestError
 
 SPLITS = ("train", "val", "test")
 
 
-def load_splits(path: Path, rows: Iterable[Mapping[str, str]] = (), *, column: str = "split") -> dict[str, str]:
+def load_splits(
+    path: Path, rows: Iterable[Mapping[str, str]] = (), *, column: str = "split", merge_alike: bool = False
+) -> dict[str, str]:
     """Read the split of each slide from a CSV with ``slide_id`` or ``case_id`` and a column of splits.
 
     The column has ``train``, ``val`` or ``test`` (empty: the slide is not used). The file may be the labels or the
@@ -22,15 +26,19 @@ def load_splits(path: Path, rows: Iterable[Mapping[str, str]] = (), *, column: s
         rows: Rows with ``slide_id`` and ``case_id`` (a manifest's rows, :func:`data.samples.labels.with_cases`). They
             give the slides of a case if the file is keyed by case, and else the case of a slide.
         column: The column to read.
+        merge_alike: Whether several spellings of one slide or case are joined, see `data.spelling`.
 
     Returns:
         Slide to ``train``, ``val`` or ``test``; slides that are not used are left out.
 
     Raises:
-        RequestError: The file or column is missing, a value is not a split, or a case (or slide) is in two splits.
+        RequestError: The file or column is missing, a value is not a split, a case (or slide) is in two splits, or a
+            name has several spellings and ``merge_alike`` is off.
     """
     table = read_table(path, "splits")
     table.require(column, "train, val or test: data.split_column, --split-column of hyfi validate")
+    rows = list(rows)
+    table = with_one_name_each(table, rows, merge=merge_alike).table
     row_splits = _split_of_rows(table, column)
     known = [{"slide_id": row.get("slide_id", ""), "case_id": row.get("case_id", "")} for row in rows]
     return _slides_by_case(table, row_splits, known) if table.key == "case_id" else _slides(table, row_splits, known)
@@ -60,7 +68,7 @@ def check_cases(splits: Mapping[str, str], cases: Mapping[str, str], where: str 
 
 def _split_of_rows(table: Table, column: str) -> list[str]:
     """Return the split of each row; ``""`` if the row is not used."""
-    values = [row[column].lower() for row in table.rows]
+    values = [canonical(row[column]) for row in table.rows]
     for line, value in zip(table.lines, values, strict=True):
         if value.isdecimal():
             raise RequestError(

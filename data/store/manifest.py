@@ -8,7 +8,7 @@ STORE/manifest.csv                 all slides, one row each, sorted by slide_id
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ COLUMNS = (
     "bad_share",
     "stain_h",
     "stain_e",
+    "source_sha256",
 )
 """Columns of ``manifest.csv`` that this project writes; the user's own follow."""
 
@@ -105,6 +106,7 @@ class SlideRecord:
     def row(self) -> dict[str, str]:
         """Return the record as a row of ``manifest.csv``; unknown values are empty."""
         values = asdict(self)
+        values["source_sha256"] = self.identity.get("sha256")
         own = {name: _text(values[name]) for name in COLUMNS}
         return own | {k: v for k, v in self.extra.items() if k not in own}
 
@@ -190,6 +192,15 @@ def load_manifest(store: Path) -> list[dict[str, str]]:
         raise StoreError(
             f"{store}: not a store (it has no manifest.csv); give a folder that `hyfi ingest --out` wrote"
         ) from error
+
+
+def same_content(rows: Iterable[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    """Return the groups of stored slides whose source files are equal byte by byte, in the manifest's order."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("source_sha256") and row.get("status", DONE) == DONE:
+            groups.setdefault(row["source_sha256"], []).append(row["slide_id"])
+    return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
 def read_user_manifest(path: Path) -> list[dict[str, str]]:

@@ -17,7 +17,14 @@ from data.store.slide_store import SlideStore, StoreError, slide_path
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
 from pathology.ingest.contact import write_contact
-from pathology.ingest.discover import SlideJob, find_jobs, part_of_names, refuse_store_among_slides, user_columns
+from pathology.ingest.discover import (
+    SlideJob,
+    find_jobs,
+    part_of_names,
+    refuse_store_among_slides,
+    user_columns,
+    written_in_one_way,
+)
 from pathology.ingest.identity import SourceStamp, differences, source_digest
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pool import SlidePool
@@ -68,7 +75,8 @@ class Plan:
         jobs: Slides to ingest.
         finished: Finished slides by name, with their new records.
         key: The pseudonyms, not saved yet; None if slides keep their names.
-        note: Slides without given tissue outlines, and outlines without a slide; empty if there are none.
+        note: Cases that are missing or were joined, slides without given tissue outlines, and outlines without a slide;
+            empty if there are none.
     """
 
     jobs: tuple[SlideJob, ...]
@@ -88,6 +96,7 @@ class Request:
         overwrite: Ingest finished slides again, also with other parameters.
         part: (i, n): ingest only the i-th (from 1) of n parts, whose sizes differ by at most one slide.
         pseudonyms: ``KEY.csv``: slides get random names, see `pathology.ingest.pseudonyms`.
+        merge_alike: Whether several spellings of one case are joined, see `data.spelling`.
     """
 
     paths: Sequence[Path]
@@ -96,6 +105,7 @@ class Request:
     overwrite: bool = False
     part: tuple[int, int] = (1, 1)
     pseudonyms: Path | None = None
+    merge_alike: bool = False
 
 
 def ingest(
@@ -206,18 +216,19 @@ def make_plan(request: Request) -> Plan:
 def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[SlideJob], KeyFile | None, str]:
     """Return the slides of this part with their names in the store, the key of pseudonyms, and the plan's note."""
     _refuse_mixed_names(request, records)
-    key = None
-    if request.pseudonyms is None:
-        jobs = find_jobs(request.paths, records)
-    else:
-        key = KeyFile(request.pseudonyms, request.store)
-        jobs = key.pseudonymise(find_jobs(request.paths, {}))
+    key = None if request.pseudonyms is None else KeyFile(request.pseudonyms, request.store)
+    known = {name: record.extra.get("case_id", "") for name, record in records.items()} if key is None else key.cases
+    jobs, note = written_in_one_way(
+        find_jobs(request.paths, records if key is None else {}), known, known.values(), merge=request.merge_alike
+    )
+    if key is not None:
+        jobs = key.pseudonymise(jobs)
     refuse_store_among_slides(request.store, request.paths, jobs)
-    names, note = [job.slide_id for job in jobs], ""
+    names = [job.slide_id for job in jobs]
     if request.options.given_tissue is not None:
         tissue = GivenTissue(request.options.given_tissue)
         tissue.check(names)
-        note = tissue.note(names)
+        note = "; ".join(text for text in (note, tissue.note(names)) if text)
     mine = part_of_names(names, *request.part)
     return [job for job in jobs if job.slide_id in mine], key, note
 

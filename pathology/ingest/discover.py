@@ -9,12 +9,13 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from data.location import is_remote
+from data.spelling import joined_note, one_spelling
 from data.store.manifest import SlideRecord, read_user_manifest, record_path
 from hyfi_core.errors import RequestError
 from pathology.readers.dicom_files import DicomHeader, file_of_slide, read_header, series_in
@@ -67,6 +68,37 @@ def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list
         for source, row in _expand(path):
             rows[source] = _merged(path, source, rows.get(source, {}), row)
     return _jobs_with_names(_one_of_each_series(rows), records)
+
+
+def written_in_one_way(
+    jobs: Sequence[SlideJob], names: Iterable[str], cases: Iterable[str], *, merge: bool
+) -> tuple[list[SlideJob], str]:
+    """Return the jobs with one spelling of each case, and a sentence about cases; empty if there is nothing to say.
+
+    Args:
+        jobs: From `find_jobs`.
+        names: Names of slides that the store has.
+        cases: Cases that it has, in their spellings.
+        merge: Whether several spellings of one case are joined, see `data.spelling`.
+
+    Raises:
+        RequestError: Two slides of manifests have names that differ in spelling only; or cases have, and ``merge`` is
+            off.
+    """
+    given = [job.row.get("slide_id", "") for job in jobs]
+    advice = "slides need names that differ in more than spelling: change slide_id"
+    one_spelling(given, "slide", "manifest: slide_id", merge=False, known=names, advice=advice)
+    written = [job.row.get("case_id", "") for job in jobs]
+    spelled = one_spelling(written, "case", "manifest: case_id", merge=merge, known=cases)
+    notes = [joined_note("manifest: case_id", spelled.joined)] if spelled.joined else []
+    without = sum(not case for job, case in zip(jobs, written, strict=True) if "case_id" in job.row)
+    if without:
+        notes.append(f"{without} of {len(jobs)} slides have no case_id: each counts as a case of its own")
+    changed = [
+        replace(job, row={**job.row, "case_id": spelled.spelling[case]}) if case else job
+        for job, case in zip(jobs, written, strict=True)
+    ]
+    return changed, "; ".join(notes)
 
 
 def refuse_store_among_slides(store: Path, paths: Sequence[Path], jobs: Sequence[SlideJob]) -> None:

@@ -73,6 +73,11 @@ class KeyFile:
         self._rows = _load(self._path)
         self._secret = next((row.secret for row in self._rows.values()), secrets.token_hex(32))
 
+    @property
+    def cases(self) -> dict[str, str]:
+        """The real case of each slide, by the slide's real name; empty if unknown."""
+        return {row.real_slide_id: row.real_case_id for row in self._rows.values()}
+
     def pseudonymise(self, jobs: Sequence[SlideJob]) -> list[SlideJob]:
         """Return the jobs with pseudonyms, and with manifest rows that have only `KEPT_COLUMNS`."""
         return [self._pseudonymised(job) for job in jobs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,7 @@ class IngestArguments:
     memory: str | None
     part: str
     pseudonyms: Path | None
+    merge_alike: bool
     dry_run: bool
     as_json: bool
 
@@ -86,7 +87,8 @@ class IngestArguments:
         _check_cache(self.cache)
         store = location(self.out)
         require_can_be_written(store)
-        return Request(self.paths, store, options, self.overwrite, parse_part(self.part), self.pseudonyms)
+        part = parse_part(self.part)
+        return Request(self.paths, store, options, self.overwrite, part, self.pseudonyms, self.merge_alike)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -279,6 +281,8 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
     used = {} if request.options.force_mpp else {record.slide_id: record.source_mpp for record in report.done}
     if note := not_used_note(request.options.slide_mpp, used):
         console.warn(note)
+    for slides in _same_content(report, out):
+        console.warn(f"note: the same content (source files that are equal byte by byte): {', '.join(slides)}")
     if report.stopped:
         console.warn(f"stopped: {report.stopped}. Finished slides are kept; run the same command to continue")
     counts = f"{len(report.done)} done, {len(report.failed)} failed, {len(report.skipped)} finished before"
@@ -301,6 +305,17 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
     if report.interrupted:
         return STOPPED
     return SOME_FAILED if report.failed or report.stopped else DONE
+
+
+def _same_content(report: IngestReport, store: Path) -> list[tuple[str, ...]]:
+    """Return the groups of slides with the same content that have one of this run's slides."""
+    from data.errors import StoreError
+    from data.store.manifest import load_manifest, same_content
+
+    ours = {record.slide_id for record in report.done} | set(report.skipped)
+    with suppress(StoreError, OSError):  # a store that cannot be read is reported elsewhere
+        return [slides for slides in same_content(load_manifest(store)) if ours.intersection(slides)]
+    return []
 
 
 def _name(record: SlideRecord) -> str:

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data.csv_table import Table, read_table, write_table
+from data.csv_table import KEYS, Table, read_table, write_table
+from data.location import location
 from data.samples.assign import assign_groups
+from data.samples.names import cases_in_one_way, column_in_one_way, with_one_name_each
 from data.samples.splits import SPLITS
+from data.store.manifest import load_manifest, same_content
 from hyfi_core.errors import RequestError
+from workflows import console
 
 SHARES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
 
 
 def run(
-    labels: Path, out: Path, folds: int | None, group: str, stratify: str | None, seed: int, as_json: bool = False
+    labels: Path,
+    out: Path,
+    folds: int | None,
+    group: str,
+    stratify: str | None,
+    seed: int,
+    as_json: bool = False,
+    *,
+    store: Path | None = None,
+    merge_alike: bool = False,
 ) -> int:
     """Write ``out`` with the columns ``slide_id``, ``case_id`` (those that the labels have), and ``split`` or folds.
 
@@ -32,20 +46,22 @@ def run(
         stratify: Column whose values are balanced over the parts; None: only the sizes are.
         seed: Decides ties.
         as_json: Print the counts as one JSON object.
-
-    Returns:
-        0.
+        store: The store with the slides: its names, cases and digests are used, too. Slides with the same content are
+            one group; the labels show which these are if they are a store's manifest.
+        merge_alike: Whether several spellings of one slide, case, group or class are joined, see `data.spelling`.
 
     Raises:
-        RequestError: A column is missing, there are too few groups, a case has two groups, or ``out`` cannot be
-            written.
+        RequestError: A column is missing, there are too few groups, a case has two groups, a name has several
+            spellings, or ``out`` cannot be written.
     """
-    table = read_table(labels, "labels")
     if folds is not None and folds < 2:
         raise RequestError(f"--folds: given {folds}; use at least 2")
-    if stratify is not None:
-        table.require(stratify, "--stratify")
+    table = read_table(labels, "labels")
+    rows = [] if store is None else load_manifest(location(store))
+    table, notes = _in_one_way(table, rows, group, stratify, merge_alike)
     groups = _groups(table, group)
+    notes += _ungrouped(table, group)
+    groups, same = _with_same_content(table, groups, rows or table.rows)
     members: dict[str, list[str]] = {}
     for name, row in zip(groups, table.rows, strict=True):
         members.setdefault(name, []).append(row[stratify] if stratify else "")
@@ -56,8 +72,39 @@ def run(
         raise RequestError(f"{labels}: {error} (groups: {group})") from error
     part_of_row = [parts[name] for name in groups]
     _write(table, out, group, part_of_row, folds)
+    for note in [*notes, *same]:
+        console.warn(f"note: {note}")
     _report(table, out, part_of_row, list(shares), groups, stratify, as_json)
     return 0
+
+
+def _in_one_way(
+    table: Table, rows: list[dict[str, str]], group: str, stratify: str | None, merge: bool
+) -> tuple[Table, list[str]]:
+    """Return the table with one spelling of every name and the cases that ``rows`` of a store have, and notes.
+
+    Raises:
+        RequestError: A column is missing, or a name has several spellings and ``merge`` is off.
+    """
+    named = with_one_name_each(table, rows, merge=merge)
+    named = replace(named, table=_with_cases_of(named.table, cases_in_one_way(rows, "store", merge=merge)))
+    if stratify is not None:
+        named.table.require(stratify, "--stratify")
+        named = column_in_one_way(named, stratify, "class", merge=merge)
+    if group not in KEYS:
+        named.table.require(group, "--group")
+        named = column_in_one_way(named, group, "case", merge=merge)
+    return named.table, list(named.notes)
+
+
+def _with_cases_of(table: Table, rows: Sequence[Mapping[str, str]]) -> Table:
+    """Return a table of slides with the cases that a store's rows have for those without one."""
+    cases = {row["slide_id"]: row["case_id"] for row in rows if row.get("case_id")}
+    if not cases or "slide_id" not in table.columns:
+        return table
+    columns = table.columns if "case_id" in table.columns else (*table.columns, "case_id")
+    filled = ({**row, "case_id": row.get("case_id") or cases.get(row["slide_id"], "")} for row in table.rows)
+    return replace(table, columns=columns, rows=tuple(filled))
 
 
 def _groups(table: Table, group: str) -> list[str]:
@@ -85,6 +132,32 @@ def _groups(table: Table, group: str) -> list[str]:
     return groups
 
 
+def _ungrouped(table: Table, group: str) -> list[str]:
+    """Return a sentence about rows without a group."""
+    without = sum(not row.get(group) for row in table.rows)
+    if not without:
+        return []
+    rows = console.counted(len(table.rows), "row")
+    if group not in table.columns:
+        return [f"{table.name}: no column {group}: each of its {rows} is a case of its own, slides of one patient too"]
+    return [f"{table.name}: {without} of {rows} have no {group}: each is a group of its own"]
+
+
+def _with_same_content(
+    table: Table, groups: Sequence[str], rows: Sequence[Mapping[str, str]]
+) -> tuple[list[str], list[str]]:
+    """Return the groups, joined where slides have the same content, and a sentence for each such content."""
+    key, joined, notes = table.key, {name: name for name in groups}, []
+    group_of = {row[key]: name for row, name in zip(table.rows, groups, strict=True)}
+    item_of = {row["slide_id"]: row.get(key, "") for row in rows if row.get("slide_id")}
+    for slides in same_content(rows):
+        found = list(dict.fromkeys(joined[group_of[item_of[s]]] for s in slides if item_of[s] in group_of))
+        if found:
+            notes.append(f"the same content (source files that are equal byte by byte): {', '.join(slides)}")
+        joined = {name: found[0] if now in found else now for name, now in joined.items()}
+    return [joined[name] for name in groups], notes
+
+
 def _write(table: Table, out: Path, group: str, parts: Sequence[str], folds: int | None) -> None:
     keys = [column for column in dict.fromkeys(("slide_id", "case_id", group)) if column in table.columns]
     columns = ["split"] if folds is None else ["fold", *(f"split_{fold}" for fold in range(folds))]
@@ -108,8 +181,6 @@ def _report(
     stratify: str | None,
     as_json: bool,
 ) -> None:
-    from workflows import console
-
     counts: dict[str, dict[str, Any]] = {}
     for name in names:
         lines = [i for i, part in enumerate(parts) if part == name]

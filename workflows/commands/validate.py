@@ -45,6 +45,7 @@ class EvaluationRequest:
         as_json: Print the metrics as one JSON object.
         calibrate: Fit the temperature on these slides and store it in the checkpoint.
         device: ``auto``, ``cpu`` or ``cuda``.
+        merge_alike: Whether names that are written in several ways are joined; otherwise as in training.
     """
 
     checkpoint: Path
@@ -61,6 +62,7 @@ class EvaluationRequest:
     as_json: bool = False
     calibrate: bool = False
     device: str = "auto"
+    merge_alike: bool = False
 
     def arguments(self) -> list[str]:
         """Return the command line of the same request, for the ranks."""
@@ -73,6 +75,7 @@ class EvaluationRequest:
             arguments += [f"--{option}", value] if value else []
         arguments += ["--out", str(self.out)] if self.out else []
         arguments += ["--calibrate"] * self.calibrate + ["--device", self.device]
+        arguments += ["--merge-alike"] * self.merge_alike
         return [*arguments, "--image", self.image, *["--json"] * self.as_json]
 
 
@@ -228,19 +231,29 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     """Return a dataset of the split's slides with the checkpoint's image size, mpp and view."""
     from data.location import location
     from data.samples.dataset import select_slides
-    from data.samples.labels import load_labels
+    from data.samples.labels import load_labels, with_cases
+    from data.samples.matching import match_labels
+    from data.samples.names import cases_in_one_way
     from data.samples.splits import SPLITS, load_splits
     from data.store.manifest import load_manifest
     from workflows.evaluation.evaluator import dataset_of
+    from workflows.launch.launch import own_rank
 
     store, split = location(request.store), request.split
     if split not in SPLITS:
         raise RequestError(f"--split: given {split!r}; allowed: {', '.join(SPLITS)}")
-    rows = load_manifest(store)
+    merge = request.merge_alike or bool(model.get("merge_alike", False))
+    rows = cases_in_one_way(load_manifest(store), str(store / "manifest.csv"), merge=merge)
     path = location(request.labels or store / "manifest.csv")
-    known = load_labels(path, model.get("target", "label"), classes=model["class_names"])
+    target, classes = model.get("target", "label"), model["class_names"]
+    known = load_labels(path, target, classes=classes, rows=rows, merge_alike=merge)
+    rows = with_cases(rows, known)
     column = request.split_column or model.get("split_column", "split")
-    splits = load_splits(location(request.splits or path), rows, column=column)
+    splits = load_splits(location(request.splits or path), rows, column=column, merge_alike=merge)
+    match = match_labels(rows, known, splits)
+    match.check(str(path), allow_unmatched=True)
+    if own_rank() == 0:
+        say(match.describe())
     slides = select_slides(rows, known, splits, split)
     if not slides:
         raise RequestError(f"--split {split}: no slide of {store} is done, labelled in {path} and in {split!r}")

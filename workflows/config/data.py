@@ -45,6 +45,11 @@ class DataConfig(Section):
         description="true or false: whether labels may name slides that are not in the store, for instance if only a "
         "part of a cohort is ingested",
     )
+    merge_alike: bool = Field(
+        False,
+        description="true or false: whether slides, cases and classes that are written in several ways (P1, p1; 7, "
+        "007) are joined; otherwise they are refused",
+    )
     target: str = Field(
         "label",
         min_length=1,

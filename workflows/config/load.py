@@ -55,6 +55,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "validation.policy",
         "validation.grids",
         "validation.cells",
+        "data.merge_alike",
         "data.prefetch",
         "data.workers",
         "data.cache_bytes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,9 @@ from data.loading.normalise import Normalisation
 from data.loading.order import SampleStream, balanced_weights, column_weights
 from data.samples.augment import Augment
 from data.samples.dataset import MPP_TOLERANCE, SlideDataset, SlideRef, select_slides
-from data.samples.labels import Labels, class_weights, load_labels
+from data.samples.labels import Labels, class_weights, load_labels, with_cases
 from data.samples.matching import LabelMatch, match_labels
+from data.samples.names import cases_in_one_way
 from data.samples.splits import load_splits
 from data.store.manifest import load_manifest
 from hyfi_core.errors import RequestError
@@ -150,6 +151,7 @@ class TrainingJob:
             "class_weights": list(self.class_weights),
             "target": data.target,
             "split_column": data.split_column,
+            "merge_alike": data.merge_alike,
             "task": data.task,
             "mpp": self.train.mpp,
             "size_px": list(data.size_px),
@@ -174,19 +176,19 @@ def prepare(config: Config) -> TrainingJob:
         RequestError: One of them is missing or invalid, or no slide is left to train on.
     """
     data = config.data
-    rows = load_manifest(data.store)
+    rows = cases_in_one_way(load_manifest(data.store), str(data.store / "manifest.csv"), merge=data.merge_alike)
     labels_path = data.labels or data.store / "manifest.csv"
-    labels = read_labels(config, labels_path)
-    match = match_labels(rows, labels)
-    match.check(str(labels_path), data.allow_unmatched)
-    splits = load_splits(data.splits or labels_path, rows, column=data.split_column)
+    labels = read_labels(config, labels_path, rows)
+    match_labels(rows, labels).check(str(labels_path), data.allow_unmatched)
+    rows = with_cases(rows, labels)
+    splits_path = data.splits or labels_path
+    splits = load_splits(splits_path, rows, column=data.split_column, merge_alike=data.merge_alike)
     train = select_slides(rows, labels, splits, "train")
     val = select_slides(rows, labels, splits, config.validation.split)
     if not train:
-        where = data.splits or labels_path
         raise RequestError(
             f"no slide to train on: none of the {len(rows)} slides of {data.store} is done, has a {data.target} in "
-            f"{labels_path} and is in 'train' of {where}"
+            f"{labels_path} and is in 'train' of {splits_path}"
         )
     augment = Augment(data.augment.flips, data.augment.stain, data.augment.colour)
     return TrainingJob(
@@ -195,7 +197,7 @@ def prepare(config: Config) -> TrainingJob:
         dataset_of(config, train, augment),
         dataset_of(config, val, None),
         _weights(config, labels, train),
-        match,
+        match_labels(rows, labels, splits),
         _draw_weights(config, labels, train),
         config.roles.shares,
     )
@@ -236,15 +238,16 @@ def mpp_of(config: Config) -> float:
     return float(f"{middle:.6g}")
 
 
-def read_labels(config: Config, path: Path) -> Labels:
-    """Read the labels and check their classes against ``model.classes``.
+def read_labels(config: Config, path: Path, rows: Sequence[Mapping[str, str]]) -> Labels:
+    """Read the labels of the slides in a manifest's ``rows``, and check their classes against ``model.classes``.
 
     Raises:
         RequestError: As :func:`data.samples.labels.load_labels`; or there are fewer than two classes, or not as many as
             configured.
     """
-    wanted = config.model.classes
-    labels = load_labels(path, config.data.target, classes=wanted if isinstance(wanted, tuple) else None)
+    wanted, data = config.model.classes, config.data
+    classes = wanted if isinstance(wanted, tuple) else None
+    labels = load_labels(path, data.target, classes=classes, rows=rows, merge_alike=data.merge_alike)
     found = len(labels.classes)
     if isinstance(wanted, int) and wanted != found:
         names = ", ".join(labels.classes)

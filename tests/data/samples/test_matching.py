@@ -25,6 +25,7 @@ def test_what_matched_and_what_did_not_is_counted(tmp_path: Path) -> None:
     labels = labels_of(tmp_path, "slide_id,label\na-01,benign\na-02,malignant\nb-01,benign\nz-09,benign\nz-10,\n")
     match = match_labels(ROWS, labels)
     assert dict(match.slides) == {"a-01": "benign", "a-02": "malignant"}
+    assert match_labels(ROWS, labels, {"a-01": "train"}).without_split == ("a-02",)
     assert (match.failed, match.unlabelled, match.unmatched, match.similar) == (("b-01",), ("c-01",), ("z-09",), {})
     assert match.describe().splitlines() == [
         "labels:",
@@ -72,10 +73,18 @@ def test_a_dot_in_a_name_is_no_suffix() -> None:
     assert plain_name("TCGA-01.DX1") != plain_name("TCGA-01")
 
 
-@pytest.mark.parametrize("other", ["Benign", "ben ign", "benign\u200b"])
-def test_classes_that_only_look_different_are_refused(tmp_path: Path, other: str) -> None:
-    with pytest.raises(RequestError, match=r"slide_id a-01.*slide_id a-02.*differ only in case or white space"):
-        labels_of(tmp_path, f"slide_id,label\na-01,benign\na-02,{other}\n")
+@pytest.mark.parametrize(
+    ("other", "what"), [("Benign", "case"), ("ben ign", "white space"), ("benign\u200b", "invisible characters")]
+)
+def test_classes_that_only_look_different_are_refused_or_joined(tmp_path: Path, other: str, what: str) -> None:
+    text = f"slide_id,label\na-01,benign\na-02,{other}\nc-01,{other}\n"
+    with pytest.raises(
+        RequestError, match=rf"'benign' \(line 2\) and '.*' \(line 3\) differ only in {what}\n.*join them"
+    ):
+        labels_of(tmp_path, text)
+    labels = load_labels(tmp_path / "labels.csv", "label", merge_alike=True)
+    assert labels.classes == (other,) and labels.indices == {"a-01": 0, "a-02": 0, "c-01": 0}
+    assert labels.notes == (f"{tmp_path}/labels.csv: label: read 'benign' as {other!r}",)
 
 
 def test_blanks_around_a_class_are_not_part_of_it(tmp_path: Path) -> None:
@@ -85,5 +94,31 @@ def test_blanks_around_a_class_are_not_part_of_it(tmp_path: Path) -> None:
 
 def test_a_class_of_the_model_that_is_written_otherwise_is_named(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("slide_id,label\na-01,Benign\n")
-    with pytest.raises(RequestError, match=r"unknown class 'Benign'.*write it 'benign'"):
-        load_labels(tmp_path / "labels.csv", "label", classes=("benign", "malignant"))
+    classes = ("benign", "malignant")
+    with pytest.raises(RequestError, match=r"'Benign' \(line 2\): the model has 'benign', another case"):
+        load_labels(tmp_path / "labels.csv", "label", classes=classes)
+    assert load_labels(tmp_path / "labels.csv", "label", classes=classes, merge_alike=True).of("a-01") == 0
+
+
+def test_slides_and_cases_of_the_store_keep_its_names(tmp_path: Path) -> None:
+    rows = [*ROWS, {"slide_id": "C-01", "case_id": "", "status": "done"}]
+    path = tmp_path / "labels.csv"
+    path.write_text("slide_id,case_id,label\nA-01.svs,01,x\nc-01,3.0,y\nC-01,,y\n")
+    with pytest.raises(
+        RequestError, match=r"slide_id: .*\n  'A-01.svs' \(line 2\): the store has 'a-01', another ending"
+    ):
+        load_labels(path, "label", rows=rows)
+    labels = load_labels(path, "label", rows=rows, merge_alike=True)
+    assert labels.indices == {"a-01": 0, "c-01": 1, "C-01": 1}
+    assert labels.cases == {"a-01": "1", "c-01": "3"}
+    match = match_labels(rows, labels)
+    assert match.without_case == ("C-01",) and "C-01: each is a case of its own" in match.describe()
+    path.write_text("slide_id,label\nc-01.svs,y\n")
+    with pytest.raises(RequestError, match=r"'c-01.svs' may be 'c-01' or 'C-01' of the store"):
+        load_labels(path, "label", rows=rows, merge_alike=True)
+
+
+def test_slides_with_the_same_content_are_named_with_their_classes(tmp_path: Path) -> None:
+    rows = [{**row, "source_sha256": "00ff" if row["slide_id"] != "a-02" else "11ff"} for row in ROWS]
+    match = match_labels(rows, labels_of(tmp_path, "slide_id,label\na-01,x\na-02,y\nb-01,x\nc-01,y\n"))
+    assert match.describe().endswith("(source files that are equal byte by byte): a-01 (x), c-01 (y)")

@@ -111,3 +111,28 @@ def test_a_store_is_not_made_among_its_slides(tmp_path: Path) -> None:
     assert len(make_plan(Request([dcm, manifest], tmp_path / "store", IngestOptions())).jobs) == 1
     (dcm / "earlier" / ".records").mkdir(parents=True)  # of an earlier version: it may be continued
     assert len(make_plan(Request([dcm], dcm / "earlier", IngestOptions())).jobs) == 1
+
+
+def test_names_of_a_manifest_that_differ_in_spelling(tmp_path: Path, make_slide: MakeSlide) -> None:
+    manifest = make_slide("a.tiff").with_name("m.csv")
+    for seed, name in enumerate("bc"):
+        make_slide(f"{name}.tiff", seed=seed + 1)
+    store = tmp_path / "store"
+
+    def request(text: str, **options: bool) -> Request:
+        manifest.write_text(text)
+        return Request([manifest], store, AT_HALF, **options)
+
+    with pytest.raises(RequestError, match=r"slide_id: .*\n  '07' and '7' differ only in zeros.*\n.*change slide_id"):
+        make_plan(request("path,slide_id\na.tiff,7\nb.tiff,07\n", merge_alike=True))
+    with pytest.raises(RequestError, match=r"case_id: .*\n  'p1' and 'P1' differ only in case"):
+        make_plan(request("path,case_id\na.tiff,P1\nb.tiff,p1\n"))
+    assert not store.exists()
+    joined = make_plan(request("path,case_id\na.tiff,P1\nb.tiff,p1\nc.tiff,\n", merge_alike=True))
+    assert [job.row["case_id"] for job in joined.jobs] == ["P1", "P1", ""]
+    assert "read 'p1' as 'P1'" in joined.note and "1 of 3 slides have no case_id" in joined.note
+    assert len(ingest(request("path,case_id\na.tiff,P1\n"), workers=1).done) == 1
+    with pytest.raises(RequestError, match=r"'p1': the store has 'P1', another case"):
+        make_plan(request("path,case_id\nb.tiff,p1\n"))
+    named = make_plan(request("path,case_id\nb.tiff,p1\n", merge_alike=True))
+    assert [job.row["case_id"] for job in named.jobs] == ["P1"]

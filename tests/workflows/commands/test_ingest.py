@@ -32,6 +32,7 @@ def test_ingest_names_what_failed_and_goes_on_next_time(hyfi_here: Hyfi, archive
     first = hyfi_here("ingest", archive, "--out", "store", "--workers", "1", "--json")
     assert first.returncode == 1
     assert "unknown.tiff" in first.stderr and "--slide-mpp" in first.stderr and "Traceback" not in first.stderr
+    assert "note: the same content (source files that are equal byte by byte): a, b\n" in first.stderr
     told = json.loads(first.stdout.splitlines()[-1])
     assert told["done"] == ["a", "b"] and told["failed"][0]["slide_id"] == "unknown"
     second = hyfi_here(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import unicodedata
 
 import pytest
 
@@ -112,3 +113,61 @@ def test_impossible_requests_write_nothing(labels, tmp_path, options, words):
 def test_an_unwritable_place_is_named(labels, tmp_path):
     with pytest.raises(RequestError, match=r"--out: cannot write .*labels.csv/splits.csv"):
         run(labels, labels / "splits.csv", None, "case_id", None, 0)
+
+
+SPELLINGS = {
+    "zeros": [lambda n: f"{n:03d}", str],
+    "floats": [str, lambda n: f"{n}.0"],
+    "case": [lambda n: f"P{n:03d}", lambda n: f"p{n:03d}"],
+    "no-break space": [lambda n: f"P {n:03d}", lambda n: f"P\u00a0{n:03d}"],
+    "zero width": [lambda n: f"P{n:03d}", lambda n: f"P{n:03d}\u200b"],
+    "NFD": [lambda n: f"M\u00fcller-{n}", lambda n: unicodedata.normalize("NFD", f"M\u00fcller-{n}")],
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_patient_in_two_spellings_is_refused_or_stays_in_one_split(hyfi_here, tmp_path, name):
+    forms = SPELLINGS[name]
+    rows = [f"s{i:03d},{forms[i % 2](i // 2)},{'ab'[i // 2 % 2]}" for i in range(120)]
+    (tmp_path / "labels.csv").write_text("slide_id,case_id,label\n" + "\n".join(rows), encoding="utf-8")
+    command = ["split", "labels.csv", "--out", "splits.csv", "--stratify", "label"]
+    refused = hyfi_here(*command)
+    assert refused.returncode == 2 and "case_id: names that are written in several ways" in refused.stderr
+    assert "(line 3) and " in refused.stderr and "--merge-alike" in refused.stderr
+    assert not (tmp_path / "splits.csv").exists()
+    joined = hyfi_here(*command, "--merge-alike")
+    assert joined.returncode == 0 and "note: labels.csv: case_id: read " in joined.stderr
+    splits = {row["slide_id"]: row["split"] for row in rows_of(tmp_path / "splits.csv")}
+    assert [k for k in range(60) if splits[f"s{2 * k:03d}"] != splits[f"s{2 * k + 1:03d}"]] == []
+
+
+def test_missing_cases_are_counted(hyfi_here, tmp_path):
+    (tmp_path / "some.csv").write_text("slide_id,case_id\n" + "".join(f"s{i},{i if i > 2 else ''}\n" for i in range(9)))
+    assert (
+        "3 of 9 rows have no case_id: each is a group of its own"
+        in hyfi_here("split", "some.csv", "--out", "o.csv").stderr
+    )
+    (tmp_path / "none.csv").write_text("slide_id\n" + "".join(f"s{i}\n" for i in range(9)))
+    assert (
+        "no column case_id: each of its 9 rows is a case of its own"
+        in hyfi_here("split", "none.csv", "--out", "o.csv").stderr
+    )
+
+
+@pytest.mark.parametrize("key", ["slide_id", "case_id"])
+def test_the_same_content_stays_in_one_split(hyfi_here, tmp_path, key):
+    """Slide k and slide k + 20 of other cases are equal byte by byte."""
+    (tmp_path / "store").mkdir()
+    stored = [f"s{i},c{i},done,{i % 20:064x}" for i in range(40)]
+    (tmp_path / "store" / "manifest.csv").write_text("slide_id,case_id,status,source_sha256\n" + "\n".join(stored))
+    (tmp_path / "labels.csv").write_text(f"{key},label\n" + "".join(f"{key[0]}{i},{'xy'[i % 2]}\n" for i in range(40)))
+    done = hyfi_here("split", "labels.csv", "--out", "splits.csv", "--store", "store", "--stratify", "label")
+    assert done.returncode == 0, done.stderr
+    assert "the same content (source files that are equal byte by byte): s0, s20" in done.stderr
+    splits = {row[key]: row["split"] for row in rows_of(tmp_path / "splits.csv")}
+    assert len(splits) == 40 and set(splits.values()) == {"train", "val", "test"}
+    assert [i for i in range(20) if splits[f"{key[0]}{i}"] != splits[f"{key[0]}{i + 20}"]] == []
+    if key == "slide_id":  # a store's manifest knows by itself
+        done = hyfi_here("split", "store/manifest.csv", "--out", "again.csv")
+        splits = {row[key]: row["split"] for row in rows_of(tmp_path / "again.csv")}
+        assert [i for i in range(20) if splits[f"s{i}"] != splits[f"s{i + 20}"]] == []

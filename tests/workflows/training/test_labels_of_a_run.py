@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,8 +54,35 @@ def test_names_with_a_suffix_are_named_with_the_remedy(
     tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     labels = labels_csv(tmp_path, lambda k: f"{plain(k)}.SVS")
-    config = make_config(tmp_path, store, data={"labels": str(labels), "allow_unmatched": True})
-    assert "slide-00.SVS: the store has 'slide-00'" in refusal(capfd, config)
+    config = make_config(tmp_path, store, data={"labels": str(labels), "allow_unmatched": True}, run={"steps": 1})
+    assert "'slide-00.SVS' (line 2): the store has 'slide-00', another ending" in refusal(capfd, config)
+    assert run_here(config, "data.merge_alike=true") == 0
+    said = capfd.readouterr().out
+    assert "slides with a label           12" in said and "read 'slide-00.SVS' as 'slide-00'" in said
+
+
+def test_a_split_of_a_slide_in_another_spelling_is_not_left_out(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    splits = tmp_path / "splits.csv"
+    splits.write_text("slide_id,split\n" + "".join(f"{plain(k)},{name}\n" for k, name in enumerate(SPLITS)))
+    config = make_config(tmp_path, store, data={"splits": str(splits)}, run={"steps": 1})
+    splits.write_text(splits.read_text().replace("slide-00", "Slide-00").replace("slide-01,train\n", ""))
+    assert "'Slide-00' (line 2): the store has 'slide-00', another case" in refusal(capfd, config)
+    assert run_here(config, "data.merge_alike=true") == 0
+    said = capfd.readouterr().out
+    assert "5 slides to train on" in said and re.search(r"labelled slides in no split +1  slide-01\n", said)
+
+
+def test_the_same_content_in_two_splits_ends_the_run(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, store, run={"steps": 1})
+    rows = [{**row, "source_sha256": f"{number % 10:064x}"} for number, row in enumerate(load_manifest(store))]
+    monkeypatch.setattr("workflows.training.job.load_manifest", lambda _: rows)
+    said = refusal(capfd, config)
+    assert "slide-00 (in train) and slide-10 (in test) have the same content" in said and "hyfi split --store" in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_wrong_model_is_answered_before_the_tissue_is_looked_at(

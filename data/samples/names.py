@@ -1,0 +1,98 @@
+"""Slides and cases of a table under the names that the store has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from data.csv_table import KEYS, Table
+from data.spelling import Kind, joined_note, one_spelling
+from hyfi_core.errors import RequestError
+
+_KINDS: Mapping[str, Kind] = {"slide_id": "slide", "case_id": "case"}
+
+
+@dataclass(frozen=True)
+class NamedTable:
+    """A table whose slides and cases are written in one way.
+
+    Attributes:
+        table: The table.
+        notes: Sentences about spellings that were joined.
+    """
+
+    table: Table
+    notes: tuple[str, ...] = ()
+
+
+def with_one_name_each(table: Table, rows: Iterable[Mapping[str, str]] = (), *, merge: bool = False) -> NamedTable:
+    """Return a table with the names of slides and cases as they are in ``rows``, else in one spelling each.
+
+    Args:
+        table: The table; columns other than ``slide_id`` and ``case_id`` are not changed.
+        rows: Rows of the store's manifest.
+        merge: Whether several spellings of one name are joined.
+
+    Raises:
+        RequestError: A name has several spellings, and ``merge`` is off.
+    """
+    known, named = list(rows), NamedTable(table)
+    for column in KEYS:
+        if column in table.columns:
+            names = (row.get(column, "") for row in known)
+            named = column_in_one_way(named, column, _KINDS[column], merge=merge, known=names)
+    return named
+
+
+def column_in_one_way(
+    named: NamedTable, column: str, kind: Kind, *, merge: bool, known: Iterable[str] = ()
+) -> NamedTable:
+    """Return the table with one spelling of each name in a column; the arguments are those of `one_spelling`.
+
+    Raises:
+        RequestError: A name has several spellings, and ``merge`` is off.
+    """
+    table, where = named.table, f"{named.table.name}: {column}"
+    values = [row[column] for row in table.rows]
+    spelled = one_spelling(values, kind, where, merge=merge, lines=table.lines, known=known)
+    if not spelled.joined:
+        return named
+    changed = ({**row, column: spelled.spelling.get(row[column], "")} for row in table.rows)
+    return NamedTable(replace(table, rows=tuple(changed)), (*named.notes, joined_note(where, spelled.joined)))
+
+
+def cases_in_one_way(rows: Sequence[Mapping[str, str]], where: str, *, merge: bool) -> list[dict[str, str]]:
+    """Return copies of manifest rows with each case written in one way.
+
+    Raises:
+        RequestError: A case has several spellings, and ``merge`` is off.
+    """
+    cases = [row.get("case_id", "") for row in rows]
+    spelling = one_spelling(cases, "case", f"{where}: case_id", merge=merge).spelling
+    return [{**row, "case_id": spelling[case]} if case else dict(row) for row, case in zip(rows, cases, strict=True)]
+
+
+def refuse_content_in_two_splits(
+    groups: Iterable[Sequence[str]], splits: Mapping[str, str], where: str = "splits"
+) -> None:
+    """Check that slides with the same content are not in two splits.
+
+    Args:
+        groups: Slides with the same content, from `data.store.manifest.same_content`.
+        splits: Slide to split; slides that are not used are not in it.
+        where: The file, for messages.
+
+    Raises:
+        RequestError: They are; the message names two of them.
+    """
+    for group in groups:
+        first: dict[str, str] = {}
+        for slide in group:
+            if slide in splits:
+                first.setdefault(splits[slide], slide)
+        if len(first) > 1:
+            (one, slide), (other, same), *_ = first.items()
+            raise RequestError(
+                f"{where}: {slide} (in {one}) and {same} (in {other}) have the same content: the source files are "
+                "equal byte by byte; put them into one split (`hyfi split --store STORE` does), or use one of them only"
+            )

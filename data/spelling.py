@@ -1,0 +1,171 @@
+"""Spellings: which texts of people's tables are one slide, case or class that is written in several ways.
+
+```
+canonical form     'P 007' 'p\u00a0007'   compared by Unicode form, invisible characters, dashes, white space and case
+                   '007' '7' '7.0'        and, if the whole text is a number, by its zeros
+ending             'a.svs' 'a'            slides only, and only if one of them has none: a.tif and a.tiff are two
+no white space     'low grade' 'lowgrade' classes only
+```
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from hyfi_core.errors import RequestError
+
+Kind = Literal["slide", "case", "class"]
+
+ADVICE = "write each in one way, or join them with --merge-alike (in a run: data.merge_alike=true)"
+_MOST_NAMED = 10
+_MOST_JOINED = 3
+_ENDINGS = re.compile(r"(\.(svs|tiff?|btf|ndpi|mrxs|scn|vms|vmu|bif|svslide|qptiff|czi|dcm|ome|zarr))+$", re.IGNORECASE)
+_WHOLE_NUMBER = re.compile(r"([+-]?)0*([0-9]+?)(?:\.0+|,0{1,2})?")
+_MINUS = "\u2212"
+
+
+@lru_cache(2**17)
+def canonical(text: str) -> str:
+    """Return the form by which texts are compared; see the table at the top of this module."""
+    form = text.casefold()
+    if not (text.isascii() and text.isprintable()):
+        form = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+        form = "".join("-" if c == _MINUS or unicodedata.category(c) == "Pd" else c for c in without_invisible(form))
+    form = " ".join(form.split())
+    number = _WHOLE_NUMBER.fullmatch(form)
+    return form if number is None else number[1].replace("+", "") + number[2]
+
+
+def without_invisible(text: str) -> str:
+    """Return a text without zero-width and control characters; white space is kept."""
+    return "".join(c for c in text if c.isspace() or unicodedata.category(c) not in ("Cf", "Cc"))
+
+
+def without_ending(name: str) -> str:
+    """Return a slide's name without the endings of slide files: ``a`` for ``a.ome.tiff``."""
+    return _ENDINGS.sub("", name)
+
+
+def forms_of(texts: Iterable[str], kind: Kind = "case") -> dict[str, str]:
+    """Return the form of each text; texts of one form are spellings of one name."""
+    forms = {text: canonical(text) for text in texts}
+    if kind == "class":
+        return {text: form.replace(" ", "") for text, form in forms.items()}
+    if kind == "slide":
+        all_forms = set(forms.values())
+        shorter = {form: canonical(without_ending(form)) for form in all_forms}
+        return {text: shorter[form] if shorter[form] in all_forms else form for text, form in forms.items()}
+    return forms
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """Values of a column, and how each is to be written.
+
+    Attributes:
+        spelling: Text to the spelling that stands for it.
+        joined: Those of them that differ, which were joined.
+    """
+
+    spelling: Mapping[str, str]
+    joined: tuple[tuple[str, str], ...]
+
+
+def one_spelling(
+    texts: Sequence[str],
+    kind: Kind,
+    where: str,
+    *,
+    merge: bool,
+    lines: Sequence[int] = (),
+    known: Iterable[str] = (),
+    knows: str = "the store",
+    advice: str = ADVICE,
+) -> Spelled:
+    """Choose one spelling of each name: a known one, else the most frequent, the first of equals.
+
+    Args:
+        texts: The values; empty ones are left out.
+        kind: What they name.
+        where: File and column, for messages.
+        merge: Whether several spellings of one name are joined; otherwise they are refused.
+        lines: Line of each text in the file, for messages.
+        known: Spellings that are settled. A text among them keeps its own, even if several have one form.
+        knows: What has them, for messages.
+        advice: What to do if it is refused, for messages.
+
+    Raises:
+        RequestError: A name has several spellings and ``merge`` is off, or one of them may be either of two known ones.
+    """
+    settled = dict.fromkeys(text for text in known if text)
+    counts: dict[str, int] = {}
+    for text in texts:
+        counts[text] = counts.get(text, 0) + bool(text)
+    counts = {text: count for text, count in counts.items() if text}
+    forms = forms_of([*settled, *counts], kind)
+    groups: dict[str, list[str]] = {}
+    others = [text for text in counts if text not in settled]
+    for text in [*settled, *sorted(others, key=lambda text: -counts[text])]:
+        groups.setdefault(forms[text], []).append(text)
+    spelling, pairs = {}, []
+    for text in counts:
+        first, *more = groups[forms[text]]
+        spelling[text] = text if text in settled else first
+        if spelling[text] != text:
+            if more and more[0] in settled:
+                raise RequestError(f"{where}: {shown(text)} may be {shown(first)} or {shown(more[0])} of {knows}")
+            pairs.append((text, first))
+    if pairs and not merge:
+        at = dict(zip(reversed(texts), reversed(lines), strict=True)) if lines else {}
+        raise RequestError(_refusal(pairs, where, at, settled.keys(), knows) + f"\n{advice}")
+    return Spelled(spelling, tuple(pairs))
+
+
+def joined_note(where: str, joined: Sequence[tuple[str, str]]) -> str:
+    """Return a sentence about spellings that were joined."""
+    pairs = [f"{shown(text)} as {shown(other)}" for text, other in joined[:_MOST_JOINED]]
+    more = f" and {len(joined) - _MOST_JOINED} more" if len(joined) > _MOST_JOINED else ""
+    return f"{where}: read {', '.join(pairs)}{more}"
+
+
+def difference(one: str, other: str) -> str:
+    """Return in what two spellings of one name differ."""
+    steps: tuple[tuple[str, Callable[[str], str]], ...] = (
+        ("Unicode form", lambda text: unicodedata.normalize("NFKC", text)),
+        ("invisible characters", without_invisible),
+        ("white space", lambda text: " ".join(text.split())),
+        ("case", lambda text: unicodedata.normalize("NFKC", text.casefold())),
+        ("zeros or dashes", canonical),
+        ("white space", lambda text: text.replace(" ", "")),
+    )
+    for name, step in steps:
+        one, other = step(one), step(other)
+        if one == other:
+            return name
+    return "ending"
+
+
+def shown(text: str) -> str:
+    """Return a text in quotes, with escapes for what would not be seen."""
+    return repr(text) if unicodedata.normalize("NFC", text) == text else ascii(text)
+
+
+def _refusal(
+    pairs: Sequence[tuple[str, str]], where: str, lines: Mapping[str, int], settled: Iterable[str], knows: str
+) -> str:
+    def place(text: str) -> str:
+        return f"{shown(text)} (line {lines[text]})" if text in lines else shown(text)
+
+    described = [
+        f"  {place(text)}: {knows} has {shown(other)}, another {difference(text, other)}"
+        if other in settled
+        else f"  {place(text)} and {place(other)} differ only in {difference(text, other)}"
+        for text, other in pairs[:_MOST_NAMED]
+    ]
+    described += [f"  … and {len(pairs) - _MOST_NAMED} more"] if len(pairs) > _MOST_NAMED else []
+    return "\n".join([f"{where}: names that are written in several ways:", *described])

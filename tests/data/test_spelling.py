@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.spelling import Kind, canonical, difference, forms_of, one_spelling, shown
+from hyfi_core.errors import RequestError
+
+NFD = unicodedata.normalize("NFD", "M\u00fcller")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "what"),
+    [
+        ("7", "007", "zeros or dashes"),
+        ("7", "7.0", "zeros or dashes"),
+        ("007", "7,0", "zeros or dashes"),
+        ("S1-2", "S1\u20132", "zeros or dashes"),
+        ("P 1", "P\u00a01", "Unicode form"),
+        ("P1", "\uff301", "Unicode form"),
+        ("M\u00fcller", NFD, "Unicode form"),
+        ("P 1", " P  1", "white space"),
+        ("P1", "P1\u200b", "invisible characters"),
+        ("P1", "\ufeffp1", "case"),
+        ("Stra\u00dfe", "STRASSE", "case"),
+    ],
+)
+def test_spellings_of_one_name(one: str, other: str, what: str) -> None:
+    assert canonical(one) == canonical(other)
+    assert difference(one, other) == difference(other, one) == what
+    assert shown(one) != shown(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("7", "-7"),
+        ("7", "70"),
+        ("0", "00A"),
+        ("1.10", "1.1"),
+        ("P1 2", "P12"),
+        ("a/1", "b/1"),
+        ("1,000", "1"),
+        ("a_1", "a-1"),
+    ],
+)
+def test_names_that_differ(one: str, other: str) -> None:
+    assert canonical(one) != canonical(other)
+
+
+def test_an_ending_counts_where_both_have_one() -> None:
+    forms = forms_of(["a.tif", "a.tiff", "B", "b.ome.TIFF", "c.DX1", "c"], "slide")
+    assert forms["a.tif"] != forms["a.tiff"] and forms["B"] == forms["b.ome.TIFF"] and forms["c.DX1"] != forms["c"]
+    assert len(set(forms_of(["a", "a.tif", "a.tiff"], "slide").values())) == 1
+
+
+def test_the_most_frequent_spelling_stands_for_the_others() -> None:
+    spelled = one_spelling(["p1", "P1", "P1", "", "q"], "case", "t.csv", merge=True)
+    assert spelled.spelling == {"p1": "P1", "P1": "P1", "q": "q"} and spelled.joined == (("p1", "P1"),)
+    assert one_spelling(["p1", "P1"], "case", "t.csv", merge=False, known=["P1", "p1"]).joined == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=12), st.sampled_from(["slide", "case", "class"]))
+def test_forms_are_stable(text: str, kind: Kind) -> None:
+    assert canonical(canonical(text)) == canonical(text)
+    assert len(set(forms_of([text, f" {text}\u200b"], kind).values())) == 1
+    if text.strip():
+        with pytest.raises(RequestError, match="several ways"):
+            one_spelling([text, f"{text}\u200b"], kind, "t.csv", merge=False)

@@ -1,0 +1,50 @@
+"""The options of ``hyfi split``; implemented in :mod:`workflows.commands.split`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from workflows import signals
+from workflows.cli_options import Json, MergeAlike, Resume
+from workflows.exit_codes import exit_code_of
+from workflows.paths import require_writable
+
+Labels = Annotated[Path, typer.Argument(metavar="LABELS.csv", help="One row for each slide.")]
+Out = Annotated[Path, typer.Option("--out", help="The CSV file to write.")]
+Folds = Annotated[int | None, typer.Option("--folds", min=2, help="Number of cross-validation folds.")]
+Group = Annotated[str, typer.Option("--group", help="Column to group by: no value is in two splits.")]
+Stratify = Annotated[str | None, typer.Option("--stratify", help="Column to balance over the splits.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same splits.")]
+Store = Annotated[
+    Path | None,
+    typer.Option("--store", help="The store with the slides: those with the same content stay in one split."),
+]
+
+
+def split(
+    labels: Labels,
+    out: Out,
+    folds: Folds = None,
+    group: Group = "case_id",
+    stratify: Stratify = None,
+    seed: Seed = 0,
+    store: Store = None,
+    merge_alike: MergeAlike = False,
+    resume: Resume = False,
+    as_json: Json = False,
+) -> None:
+    """Divide slides into train, val and test, or into folds; no case in two of them."""
+
+    def prepare() -> None:
+        signals.interrupt_on_request()
+        require_writable(out)
+
+    def body() -> int:
+        from workflows.commands.split import run
+
+        return run(labels, out, folds, group, stratify, seed, as_json, store=store, merge_alike=merge_alike)
+
+    raise typer.Exit(exit_code_of(body, prepare))
