@@ -22,6 +22,12 @@ Store = Annotated[
     Path | None,
     typer.Option("--store", help="The store with the slides: those with the same content stay in one split."),
 ]
+Missing = Annotated[
+    str | None,
+    typer.Option(
+        "--missing", metavar="WORDS", help="Words of which a value is missing, as in 'NA,unknown'; default: a list."
+    ),
+]
 
 
 def split(
@@ -33,6 +39,7 @@ def split(
     seed: Seed = 0,
     store: Store = None,
     merge_alike: MergeAlike = False,
+    missing: Missing = None,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
@@ -45,6 +52,7 @@ def split(
     def body() -> int:
         from workflows.commands.split import run
 
-        return run(labels, out, folds, group, stratify, seed, as_json, store=store, merge_alike=merge_alike)
+        how = (labels, out, folds, group, stratify, seed, as_json)
+        return run(*how, store=store, merge_alike=merge_alike, missing=missing)
 
     raise typer.Exit(exit_code_of(body, prepare))

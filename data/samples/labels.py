@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.csv_table import Table, natural_key, read_table
+from data.missing import MISSING
+from data.samples.classes import column_of_classes
 from data.samples.names import with_one_name_each
-from data.spelling import Spelled, joined_note, one_spelling
 from hyfi_core.errors import RequestError
 
 
@@ -51,11 +52,12 @@ def load_labels(
     classes: Sequence[str] | None = None,
     rows: Iterable[Mapping[str, str]] = (),
     merge_alike: bool = False,
+    missing: Iterable[str] = MISSING,
 ) -> Labels:
     """Read labels from a CSV with a column ``slide_id`` or ``case_id`` and the column ``target``.
 
-    With both key columns, rows are keyed by slide. An empty value means unlabelled, never class 0. Without ``classes``,
-    the classes are the values found: numbers by value, then words in natural order.
+    With both key columns, rows are keyed by slide. An empty value and one of ``missing`` mean unlabelled, never class
+    0. Without ``classes``, the classes are the values found: numbers by value, then words in natural order.
 
     Args:
         csv: The file; may be the store's own ``manifest.csv``.
@@ -63,18 +65,21 @@ def load_labels(
         classes: The allowed classes, in the order of their indices.
         rows: Rows of the store's manifest, whose names of slides and cases hold.
         merge_alike: Whether several spellings of one slide, case or class are joined, see `data.spelling`.
+        missing: Words of which a value is missing, see `data.missing`.
 
     Raises:
-        RequestError: The file, a column or all labels are missing, a class is not among ``classes``, a slide has two
-            labels, or something has several spellings and ``merge_alike`` is off.
+        RequestError: The file, a column or all labels are missing, a class is not among ``classes``, the column has
+            something else than classes, a slide has two labels, or something has several spellings and ``merge_alike``
+            is off.
     """
     table = read_table(csv, "labels")
     table.require(target, "the class of each slide: data.target")
     key = table.key
-    named = with_one_name_each(table, rows, merge=merge_alike)
+    words = tuple(missing)
+    named = with_one_name_each(table, rows, merge=merge_alike, missing=words)
+    named = column_of_classes(named, target, classes=classes, merge=merge_alike, missing=words)
     table = named.table
-    spelled = _classes_in_one_way(table, target, classes, merge_alike)
-    found = _class_names(table, key, target, spelled.spelling)
+    found = _class_names(table, key, target)
     names = tuple(classes) if classes is not None else tuple(sorted(set(found.values()) - {""}, key=natural_key))
     if not any(found.values()):
         raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
@@ -86,8 +91,7 @@ def load_labels(
             f"{table.name}: {key} {item}: unknown class {name!r} in {target!r}; known: {', '.join(names)}"
         )
     indices = {item: index[name] if name else None for item, name in found.items()}
-    notes = [*named.notes, *([joined_note(f"{table.name}: {target}", spelled.joined)] if spelled.joined else [])]
-    return Labels(target, key, names, indices, _cases(table), table.rows, tuple(notes))
+    return Labels(target, key, names, indices, _cases(table), table.rows, named.notes)
 
 
 def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None) -> list[dict[str, str]]:
@@ -97,24 +101,7 @@ def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None) -> list
     ]
 
 
-def _classes_in_one_way(table: Table, target: str, classes: Sequence[str] | None, merge: bool) -> Spelled:
-    """Return the spelling of each class.
-
-    Raises:
-        RequestError: A class has several spellings, and ``merge`` is off.
-    """
-    return one_spelling(
-        [row[target] for row in table.rows],
-        "class",
-        f"{table.name}: {target}",
-        merge=merge,
-        lines=table.lines,
-        known=classes or (),
-        knows="the model",
-    )
-
-
-def _class_names(table: Table, key: str, target: str, spelling: Mapping[str, str]) -> dict[str, str]:
+def _class_names(table: Table, key: str, target: str) -> dict[str, str]:
     """Return slide or case to class name (``""``: unlabelled).
 
     Raises:
@@ -123,7 +110,7 @@ def _class_names(table: Table, key: str, target: str, spelling: Mapping[str, str
     found: dict[str, str] = {}
     lines: dict[str, int] = {}
     for line, row in zip(table.lines, table.rows, strict=True):
-        item, name = row[key], spelling.get(row[target], "")
+        item, name = row[key], row[target]
         if not item:
             if name:
                 raise RequestError(f"{table.name}, line {line}: {target} {name!r}, but no {key}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from data.csv_table import KEYS, Table
-from data.spelling import Kind, joined_note, one_spelling
+from data.missing import MISSING, is_missing
+from data.spelling import Kind, joined_note, one_spelling, shown
 from hyfi_core.errors import RequestError
 
 _KINDS: Mapping[str, Kind] = {"slide_id": "slide", "case_id": "case"}
@@ -25,13 +27,18 @@ class NamedTable:
     notes: tuple[str, ...] = ()
 
 
-def with_one_name_each(table: Table, rows: Iterable[Mapping[str, str]] = (), *, merge: bool = False) -> NamedTable:
+def with_one_name_each(
+    table: Table, rows: Iterable[Mapping[str, str]] = (), *, merge: bool = False, missing: Iterable[str] = MISSING
+) -> NamedTable:
     """Return a table with the names of slides and cases as they are in ``rows``, else in one spelling each.
+
+    A slide or case whose name is missing is empty, unless a slide of ``rows`` has this name.
 
     Args:
         table: The table; columns other than ``slide_id`` and ``case_id`` are not changed.
         rows: Rows of the store's manifest.
         merge: Whether several spellings of one name are joined.
+        missing: Words of which a name is missing.
 
     Raises:
         RequestError: A name has several spellings, and ``merge`` is off.
@@ -39,13 +46,20 @@ def with_one_name_each(table: Table, rows: Iterable[Mapping[str, str]] = (), *, 
     known, named = list(rows), NamedTable(table)
     for column in KEYS:
         if column in table.columns:
-            names = (row.get(column, "") for row in known)
+            names = [row.get(column, "") for row in known]
+            named = without_missing(named, column, missing, keep=names if column == "slide_id" else ())
             named = column_in_one_way(named, column, _KINDS[column], merge=merge, known=names)
     return named
 
 
 def column_in_one_way(
-    named: NamedTable, column: str, kind: Kind, *, merge: bool, known: Iterable[str] = ()
+    named: NamedTable,
+    column: str,
+    kind: Kind,
+    *,
+    merge: bool,
+    known: Iterable[str] = (),
+    knows: str = "the store",
 ) -> NamedTable:
     """Return the table with one spelling of each name in a column; the arguments are those of `one_spelling`.
 
@@ -54,22 +68,44 @@ def column_in_one_way(
     """
     table, where = named.table, f"{named.table.name}: {column}"
     values = [row[column] for row in table.rows]
-    spelled = one_spelling(values, kind, where, merge=merge, lines=table.lines, known=known)
+    spelled = one_spelling(values, kind, where, merge=merge, lines=table.lines, known=known, knows=knows)
     if not spelled.joined:
         return named
     changed = ({**row, column: spelled.spelling.get(row[column], "")} for row in table.rows)
     return NamedTable(replace(table, rows=tuple(changed)), (*named.notes, joined_note(where, spelled.joined)))
 
 
-def cases_in_one_way(rows: Sequence[Mapping[str, str]], where: str, *, merge: bool) -> list[dict[str, str]]:
-    """Return copies of manifest rows with each case written in one way.
+def without_missing(
+    named: NamedTable, column: str, missing: Iterable[str] = MISSING, *, keep: Iterable[str] = ()
+) -> NamedTable:
+    """Return a table without the words in a column that say that a value is missing; those of ``keep`` stay."""
+    kept, words, table = set(keep), tuple(missing), named.table
+    values = Counter(row[column] for row in table.rows if row[column])
+    found = {value: count for value, count in values.items() if value not in kept and is_missing(value, words)}
+    if not found:
+        return named
+    rows = tuple({**row, column: "" if row[column] in found else row[column]} for row in table.rows)
+    if "+" in values and "-" in found:
+        raise RequestError(
+            f"{table.name}: {column}: '-' is read as missing, but '+' is a class; write negative and positive, or list "
+            "what is missing as data.missing (hyfi split --missing)"
+        )
+    listed = ", ".join(f"{shown(value)} {count}" for value, count in found.items())
+    return NamedTable(replace(table, rows=rows), (*named.notes, f"{table.name}: {column}: read as missing: {listed}"))
+
+
+def cases_in_one_way(
+    rows: Sequence[Mapping[str, str]], where: str, *, merge: bool, missing: Iterable[str] = MISSING
+) -> list[dict[str, str]]:
+    """Return copies of manifest rows with each case written in one way, and empty where it is missing.
 
     Raises:
         RequestError: A case has several spellings, and ``merge`` is off.
     """
-    cases = [row.get("case_id", "") for row in rows]
+    words, cases = tuple(missing), [row.get("case_id", "") for row in rows]
+    cases = ["" if is_missing(case, words) else case for case in cases]
     spelling = one_spelling(cases, "case", f"{where}: case_id", merge=merge).spelling
-    return [{**row, "case_id": spelling[case]} if case else dict(row) for row, case in zip(rows, cases, strict=True)]
+    return [{**row, "case_id": spelling.get(case, "")} for row, case in zip(rows, cases, strict=True)]
 
 
 def refuse_content_in_two_splits(

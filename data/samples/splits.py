@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from data.csv_table import Table, read_table
-from data.samples.names import with_one_name_each
+from data.missing import MISSING
+from data.samples.names import with_one_name_each, without_missing
 from data.spelling import canonical
 from hyfi_core.errors import RequestError
 
@@ -14,12 +15,17 @@ SPLITS = ("train", "val", "test")
 
 
 def load_splits(
-    path: Path, rows: Iterable[Mapping[str, str]] = (), *, column: str = "split", merge_alike: bool = False
+    path: Path,
+    rows: Iterable[Mapping[str, str]] = (),
+    *,
+    column: str = "split",
+    merge_alike: bool = False,
+    missing: Iterable[str] = MISSING,
 ) -> dict[str, str]:
     """Read the split of each slide from a CSV with ``slide_id`` or ``case_id`` and a column of splits.
 
-    The column has ``train``, ``val`` or ``test`` (empty: the slide is not used). The file may be the labels or the
-    store's manifest.
+    The column has ``train``, ``val`` or ``test`` (empty or missing: the slide is not used). The file may be the labels
+    or the store's manifest.
 
     Args:
         path: The file.
@@ -27,6 +33,7 @@ def load_splits(
             give the slides of a case if the file is keyed by case, and else the case of a slide.
         column: The column to read.
         merge_alike: Whether several spellings of one slide or case are joined, see `data.spelling`.
+        missing: Words of which a value is missing, see `data.missing`.
 
     Returns:
         Slide to ``train``, ``val`` or ``test``; slides that are not used are left out.
@@ -37,8 +44,9 @@ def load_splits(
     """
     table = read_table(path, "splits")
     table.require(column, "train, val or test: data.split_column, --split-column of hyfi validate")
-    rows = list(rows)
-    table = with_one_name_each(table, rows, merge=merge_alike).table
+    rows, words = list(rows), tuple(missing)
+    named = with_one_name_each(table, rows, merge=merge_alike, missing=words)
+    table = without_missing(named, column, words).table
     row_splits = _split_of_rows(table, column)
     known = [{"slide_id": row.get("slide_id", ""), "case_id": row.get("case_id", "")} for row in rows]
     return _slides_by_case(table, row_splits, known) if table.key == "case_id" else _slides(table, row_splits, known)

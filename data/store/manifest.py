@@ -17,6 +17,7 @@ from data.csv_table import parse_table, read_table, write_table
 from data.errors import StoreError
 from data.files import write_json_atomically
 from data.location import each, is_remote, version_of, versions_in
+from data.missing import is_missing
 from data.store.sharded_array import read_json
 from hyfi_core.errors import RequestError
 
@@ -206,8 +207,8 @@ def same_content(rows: Iterable[Mapping[str, str]]) -> list[tuple[str, ...]]:
 def read_user_manifest(path: Path) -> list[dict[str, str]]:
     """Return the rows of a user's manifest, each with ``source_path`` resolved against the CSV's own folder.
 
-    The file is read as by `read_table`. The manifest of a store is accepted, too; its columns that describe the stored
-    slides are dropped.
+    The file is read as by `read_table`; missing slide ids and pixel sizes, such as ``nan``, are left out. The manifest
+    of a store is accepted, too; its columns that describe the stored slides are dropped.
 
     Raises:
         RequestError: The file is not a readable CSV, has no path column, no rows, an empty path, a slide id twice, or
@@ -228,6 +229,9 @@ def read_user_manifest(path: Path) -> list[dict[str, str]]:
         located = Path(row.pop(column))
         for name in ("path", *reserved):
             row.pop(name, None)
+        for name in ("slide_id", "source_mpp"):
+            if is_missing(row.get(name, "")):
+                row.pop(name, None)
         row["source_path"] = str(located if located.is_absolute() else path.absolute().parent / located)
     _refuse_twice(path, (row.get("slide_id", "") for row in rows))
     return rows

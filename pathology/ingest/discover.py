@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.location import is_remote
+from data.missing import is_missing
 from data.spelling import joined_note, one_spelling
 from data.store.manifest import SlideRecord, read_user_manifest, record_path
 from hyfi_core.errors import RequestError
@@ -88,7 +89,7 @@ def written_in_one_way(
     given = [job.row.get("slide_id", "") for job in jobs]
     advice = "slides need names that differ in more than spelling: change slide_id"
     one_spelling(given, "slide", "manifest: slide_id", merge=False, known=names, advice=advice)
-    written = [job.row.get("case_id", "") for job in jobs]
+    written = ["" if is_missing(case) else case for case in (job.row.get("case_id", "") for job in jobs)]
     spelled = one_spelling(written, "case", "manifest: case_id", merge=merge, known=cases)
     notes = [joined_note("manifest: case_id", spelled.joined)] if spelled.joined else []
     without = sum(not case for job, case in zip(jobs, written, strict=True) if "case_id" in job.row)

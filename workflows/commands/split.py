@@ -10,8 +10,10 @@ from typing import Any
 
 from data.csv_table import KEYS, Table, read_table, write_table
 from data.location import location
+from data.missing import MISSING
 from data.samples.assign import assign_groups
-from data.samples.names import cases_in_one_way, column_in_one_way, with_one_name_each
+from data.samples.classes import column_of_classes
+from data.samples.names import cases_in_one_way, column_in_one_way, with_one_name_each, without_missing
 from data.samples.splits import SPLITS
 from data.store.manifest import load_manifest, same_content
 from hyfi_core.errors import RequestError
@@ -31,6 +33,7 @@ def run(
     *,
     store: Path | None = None,
     merge_alike: bool = False,
+    missing: str | None = None,
 ) -> int:
     """Write ``out`` with the columns ``slide_id``, ``case_id`` (those that the labels have), and ``split`` or folds.
 
@@ -49,6 +52,7 @@ def run(
         store: The store with the slides: its names, cases and digests are used, too. Slides with the same content are
             one group; the labels show which these are if they are a store's manifest.
         merge_alike: Whether several spellings of one slide, case, group or class are joined, see `data.spelling`.
+        missing: Words of which a value is missing, with commas between; None: those of `data.missing`.
 
     Raises:
         RequestError: A column is missing, there are too few groups, a case has two groups, a name has several
@@ -58,7 +62,8 @@ def run(
         raise RequestError(f"--folds: given {folds}; use at least 2")
     table = read_table(labels, "labels")
     rows = [] if store is None else load_manifest(location(store))
-    table, notes = _in_one_way(table, rows, group, stratify, merge_alike)
+    words = MISSING if missing is None else tuple(missing.split(","))
+    table, notes = _in_one_way(table, rows, group, stratify, merge_alike, words)
     groups = _groups(table, group)
     notes += _ungrouped(table, group)
     groups, same = _with_same_content(table, groups, rows or table.rows)
@@ -79,21 +84,22 @@ def run(
 
 
 def _in_one_way(
-    table: Table, rows: list[dict[str, str]], group: str, stratify: str | None, merge: bool
+    table: Table, rows: list[dict[str, str]], group: str, stratify: str | None, merge: bool, missing: tuple[str, ...]
 ) -> tuple[Table, list[str]]:
     """Return the table with one spelling of every name and the cases that ``rows`` of a store have, and notes.
 
     Raises:
         RequestError: A column is missing, or a name has several spellings and ``merge`` is off.
     """
-    named = with_one_name_each(table, rows, merge=merge)
-    named = replace(named, table=_with_cases_of(named.table, cases_in_one_way(rows, "store", merge=merge)))
+    named = with_one_name_each(table, rows, merge=merge, missing=missing)
+    known = cases_in_one_way(rows, "store", merge=merge, missing=missing)
+    named = replace(named, table=_with_cases_of(named.table, known))
     if stratify is not None:
         named.table.require(stratify, "--stratify")
-        named = column_in_one_way(named, stratify, "class", merge=merge)
+        named = column_of_classes(named, stratify, merge=merge, missing=missing)
     if group not in KEYS:
         named.table.require(group, "--group")
-        named = column_in_one_way(named, group, "case", merge=merge)
+        named = column_in_one_way(without_missing(named, group, missing), group, "case", merge=merge)
     return named.table, list(named.notes)
 
 

@@ -230,6 +230,7 @@ def _print_enlarged(whole: WholeSlides, model: Mapping[str, Any], slides: int) -
 def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDataset:
     """Return a dataset of the split's slides with the checkpoint's image size, mpp and view."""
     from data.location import location
+    from data.missing import MISSING
     from data.samples.dataset import select_slides
     from data.samples.labels import load_labels, with_cases
     from data.samples.matching import match_labels
@@ -243,13 +244,15 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     if split not in SPLITS:
         raise RequestError(f"--split: given {split!r}; allowed: {', '.join(SPLITS)}")
     merge = request.merge_alike or bool(model.get("merge_alike", False))
-    rows = cases_in_one_way(load_manifest(store), str(store / "manifest.csv"), merge=merge)
+    missing = MISSING if model.get("missing") is None else tuple(model["missing"])
+    rows = cases_in_one_way(load_manifest(store), str(store / "manifest.csv"), merge=merge, missing=missing)
     path = location(request.labels or store / "manifest.csv")
     target, classes = model.get("target", "label"), model["class_names"]
-    known = load_labels(path, target, classes=classes, rows=rows, merge_alike=merge)
+    known = load_labels(path, target, classes=classes, rows=rows, merge_alike=merge, missing=missing)
     rows = with_cases(rows, known)
     column = request.split_column or model.get("split_column", "split")
-    splits = load_splits(location(request.splits or path), rows, column=column, merge_alike=merge)
+    path_of_splits = location(request.splits or path)
+    splits = load_splits(path_of_splits, rows, column=column, merge_alike=merge, missing=missing)
     match = match_labels(rows, known, splits)
     match.check(str(path), allow_unmatched=True)
     if own_rank() == 0:

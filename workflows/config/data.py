@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from data.missing import MISSING
 from workflows.config.section import Count, Positive, Section, Share, Size, UserPath
 
 
@@ -53,7 +54,13 @@ class DataConfig(Section):
     target: str = Field(
         "label",
         min_length=1,
-        description="a column of the labels: the class; slides with an empty cell are not used",
+        description="a column of the labels: the class; slides with an empty cell, or one of the missing words, are "
+        "not used",
+    )
+    missing: tuple[str, ...] | None = Field(
+        None,
+        description="a list of words: cells of labels and splits that count as empty; default: NA, nan, None, unknown, "
+        "- and others (docs/tables.md)",
     )
     task: Literal["multiclass"] = Field(
         "multiclass", description="multiclass: the task; each slide has one of two or more classes"
@@ -141,6 +148,11 @@ class DataConfig(Section):
         description="a folder on a disk of each node, or /dev/shm: node_cache_bytes are in its hyfi-chunks-<uid>; "
         "default: the system's temporary folder",
     )
+
+    @property
+    def missing_words(self) -> tuple[str, ...]:
+        """The words of which a value is missing."""
+        return MISSING if self.missing is None else self.missing
 
     @model_validator(mode="after")
     def _weights_are_named(self) -> DataConfig:

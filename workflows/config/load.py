@@ -56,6 +56,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "validation.grids",
         "validation.cells",
         "data.merge_alike",
+        "data.missing",  # what it changes in the classes is refused by `SavedRun`
         "data.prefetch",
         "data.workers",
         "data.cache_bytes",

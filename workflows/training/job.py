@@ -152,6 +152,7 @@ class TrainingJob:
             "target": data.target,
             "split_column": data.split_column,
             "merge_alike": data.merge_alike,
+            "missing": None if data.missing is None else list(data.missing),
             "task": data.task,
             "mpp": self.train.mpp,
             "size_px": list(data.size_px),
@@ -176,13 +177,14 @@ def prepare(config: Config) -> TrainingJob:
         RequestError: One of them is missing or invalid, or no slide is left to train on.
     """
     data = config.data
-    rows = cases_in_one_way(load_manifest(data.store), str(data.store / "manifest.csv"), merge=data.merge_alike)
+    rows, merge, missing = load_manifest(data.store), data.merge_alike, data.missing_words
+    rows = cases_in_one_way(rows, str(data.store / "manifest.csv"), merge=merge, missing=missing)
     labels_path = data.labels or data.store / "manifest.csv"
     labels = read_labels(config, labels_path, rows)
     match_labels(rows, labels).check(str(labels_path), data.allow_unmatched)
     rows = with_cases(rows, labels)
     splits_path = data.splits or labels_path
-    splits = load_splits(splits_path, rows, column=data.split_column, merge_alike=data.merge_alike)
+    splits = load_splits(splits_path, rows, column=data.split_column, merge_alike=merge, missing=missing)
     train = select_slides(rows, labels, splits, "train")
     val = select_slides(rows, labels, splits, config.validation.split)
     if not train:
@@ -247,7 +249,8 @@ def read_labels(config: Config, path: Path, rows: Sequence[Mapping[str, str]]) -
     """
     wanted, data = config.model.classes, config.data
     classes = wanted if isinstance(wanted, tuple) else None
-    labels = load_labels(path, data.target, classes=classes, rows=rows, merge_alike=data.merge_alike)
+    merge, missing = data.merge_alike, data.missing_words
+    labels = load_labels(path, data.target, classes=classes, rows=rows, merge_alike=merge, missing=missing)
     found = len(labels.classes)
     if isinstance(wanted, int) and wanted != found:
         names = ", ".join(labels.classes)

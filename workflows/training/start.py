@@ -17,6 +17,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.link_traffic import link_traffic
 from hyfi_core.cost.rank_order import in_blocks, rank_order
+from hyfi_core.errors import RequestError
 from hyfi_core.initial_weights import InitialWeights
 from hyfi_core.models.by_name import build_model
 from hyfi_core.plan.device import DeviceRequest, assign_devices, spare_devices
@@ -278,13 +279,21 @@ class SavedRun:
         """Open the latest checkpoint; None for a new run (``start`` is 0). Each trainer checks a share of its digests.
 
         Raises:
-            RequestError: The checkpoint is damaged; the message names the file.
+            RequestError: The checkpoint is damaged, the message names the file; or the labels have other classes than
+                the run.
         """
         if start == 0:
             return None
         # By its step, not by the link ``latest``, of which a network disk may show a node an earlier state.
         latest, share = step_folder(job.config.run.dir / "checkpoints", start), (trainers.rank, trainers.size)
-        return cls(load_checkpoint(latest, share), load_training_state(latest, share))
+        saved = cls(load_checkpoint(latest, share), load_training_state(latest, share))
+        before = tuple(saved.checkpoint.model["class_names"])
+        if before != job.classes:
+            raise RequestError(
+                f"data.labels: the classes are {', '.join(job.classes)}; those of the run are {', '.join(before)}; if "
+                "words such as unknown are classes, list what is missing as data.missing"
+            )
+        return saved
 
     def restore(self, engine: Engine, model: torch.nn.Module) -> None:
         """Restore weights, optimizer and random state."""

@@ -171,3 +171,18 @@ def test_the_same_content_stays_in_one_split(hyfi_here, tmp_path, key):
         done = hyfi_here("split", "store/manifest.csv", "--out", "again.csv")
         splits = {row[key]: row["split"] for row in rows_of(tmp_path / "again.csv")}
         assert [i for i in range(20) if splits[f"s{i}"] != splits[f"s{i + 20}"]] == []
+
+
+def test_missing_words_are_no_case_and_no_class(hyfi_here, tmp_path):
+    """Fifteen slides of unknown cases are no giant case, and NA is no class to balance."""
+    rows = [f"s{i},{'unknown' if i % 2 else f'c{i}'},{('x', 'y', 'NA')[i % 3]}" for i in range(30)]
+    (tmp_path / "labels.csv").write_text("slide_id,case_id,label\n" + "\n".join(rows))
+    command = ["split", "labels.csv", "--out", "splits.csv", "--stratify", "label", "--json"]
+    done = hyfi_here(*command)
+    assert "case_id: read as missing: 'unknown' 15" in done.stderr and "15 of 30 rows have no case_id" in done.stderr
+    parts = json.loads(done.stdout.splitlines()[-1])["parts"]
+    assert sum(part["groups"] for part in parts.values()) == 30
+    assert {name for part in parts.values() for name in part["classes"]} == {"", "x", "y"}
+    done = hyfi_here(*command, "--missing", "unknown")
+    parts = json.loads(done.stdout.splitlines()[-1])["parts"]
+    assert {name for part in parts.values() for name in part["classes"]} == {"NA", "x", "y"}

@@ -102,3 +102,22 @@ def test_native_mpp_is_that_of_the_store_and_refused_where_slides_differ(
     monkeypatch.setattr("workflows.training.job.load_manifest", lambda _: [{**rows[0], "store_mpp": "0.5"}, *rows[1:]])
     said = refusal(capfd, config)
     assert "data.mpp: given native" in said and "from 0.5 (slide-00) to 1 (" in said
+
+
+def test_missing_words_are_unlabelled_unless_the_run_says_otherwise(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    labels = labels_csv(tmp_path, plain)
+    lines = labels.read_text().splitlines()
+    lines[1], lines[2] = "slide-00,unknown,train", "slide-01,N/A,train"
+    labels.write_text("\n".join(lines))
+    config = make_config(tmp_path, store, data={"labels": str(labels), "class_weights": "none"}, run={"steps": 1})
+    assert run_here(config, "data.missing=[n/a]") == 0
+    said = capfd.readouterr().out
+    assert "5 slides to train on" in said and "classes benign, malignant, unknown" in said
+    assert run_here(config, "run.steps=2", resume=True) == 2
+    said = capfd.readouterr().err
+    assert "the classes are benign, malignant; those of the run are benign, malignant, unknown" in said
+    assert run_here(config, "run.dir=" + str(tmp_path / "other")) == 0
+    said = capfd.readouterr().out
+    assert "4 slides to train on" in said and "read as missing: 'unknown' 1, 'N/A' 1" in said

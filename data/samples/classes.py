@@ -1,0 +1,105 @@
+"""Classes of a column: values that are missing, classes that are written in several ways, columns of something else."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from data.missing import MISSING
+from data.samples.names import NamedTable, column_in_one_way, without_missing
+from data.spelling import canonical, joined_note, shown
+from hyfi_core.errors import RequestError
+
+_INTEGER = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.0+)?")
+_FEW_VALUES = 10
+"""Columns with at most as many values have classes, whatever the number of slides."""
+_FEW_FRACTIONS = 4
+"""The same for numbers that are not whole."""
+
+
+def column_of_classes(
+    named: NamedTable,
+    column: str,
+    *,
+    classes: Sequence[str] | None = None,
+    merge: bool = False,
+    missing: Iterable[str] = MISSING,
+) -> NamedTable:
+    """Return a table whose column has one spelling of each class, and nothing where the value is missing.
+
+    ``0`` and ``0.0`` are one class.
+
+    Args:
+        named: The table.
+        column: The column of classes.
+        classes: The classes, if they are known; they are classes even if they are among ``missing``.
+        merge: Whether several spellings of one class are joined, see `data.spelling`.
+        missing: Words of which a value is missing.
+
+    Raises:
+        RequestError: A class has several spellings and ``merge`` is off; or ``classes`` is None, and the column has
+            numbers, names or lists instead of classes.
+    """
+    named = without_missing(named, column, missing, keep=classes or ())
+    named = _numbers_in_one_way(named, column, classes or ())
+    named = column_in_one_way(named, column, "class", merge=merge, known=classes or (), knows="the model")
+    if classes is None:
+        _refuse_other_values(named, column)
+    return named
+
+
+def _numbers_in_one_way(named: NamedTable, column: str, classes: Sequence[str]) -> NamedTable:
+    """Return the table with one spelling of each whole number: that of ``classes``, else the shortest."""
+    table = named.table
+    numbers = {value: found for value in {row[column] for row in table.rows} if (found := _INTEGER.fullmatch(value))}
+    known = {found[1]: name for name in classes if (found := _INTEGER.fullmatch(name))}
+    shortest: dict[str, str] = {}
+    for value in sorted(numbers, key=len):
+        shortest.setdefault(numbers[value][1], value)
+    spelling = {value: known.get(found[1], shortest[found[1]]) for value, found in numbers.items()}
+    joined = sorted((value, name) for value, name in spelling.items() if value != name)
+    if not joined:
+        return named
+    rows = tuple({**row, column: spelling.get(row[column], row[column])} for row in table.rows)
+    return NamedTable(replace(table, rows=rows), (*named.notes, joined_note(f"{table.name}: {column}", joined)))
+
+
+def _refuse_other_values(named: NamedTable, column: str) -> None:
+    """Refuse a column whose values are no classes: measured numbers, names, or several classes at once."""
+    values = Counter(row[column] for row in named.table.rows if row[column])
+    where, several = f"{named.table.name}: {column}", _with_several_classes(list(values))
+    if several:
+        raise RequestError(
+            f"{where}: {shown(several)} has several classes; slides with more than one class (multi-label) are not "
+            "supported by this version: write one class for each slide, or a column of yes and no for each class, one "
+            "of which is data.target; or list the values as model.classes if each of them is one class"
+        )
+    many = len(values) > sum(values.values()) / 2
+    fractions = all(map(_is_number, values)) and not all(map(_INTEGER.fullmatch, values))
+    if not many or len(values) <= (_FEW_FRACTIONS if fractions else _FEW_VALUES):
+        return
+    counts = (
+        f"{len(values)} different values for {values.total()} rows, such as {', '.join(map(shown, list(values)[:3]))}"
+    )
+    if all(map(_is_number, values)):
+        raise RequestError(
+            f"{where}: {counts}: these are numbers, not classes; regression is not supported by this version: bin them "
+            "into classes in a column of their own (low, high), or list them as model.classes if they are classes"
+        )
+    raise RequestError(
+        f"{where}: {counts}: these are names, not classes; name the column of the classes (data.target), or list "
+        "them as model.classes"
+    )
+
+
+def _with_several_classes(values: Sequence[str]) -> str | None:
+    """Return a value such as ``TP53;KRAS``, of which a part is also a part of another value, or a value."""
+    parts = {value: {canonical(part) for part in re.split(r"[;|]", value) if part.strip()} for value in values}
+    shared = Counter(part for found in parts.values() for part in found)
+    return next((v for v in values if len(parts[v]) > 1 and any(shared[part] > 1 for part in parts[v])), None)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[+-]?([0-9]+([.,][0-9]*)?|[.,][0-9]+)(e[+-]?[0-9]+)?", text, re.IGNORECASE) is not None
