@@ -162,6 +162,7 @@ def assert_equal_to_one_process(
     tolerance: float = 1e-10,
     seed: int = 0,
     fused_halo: Any = "auto",
+    by_cells: bool = False,
 ) -> Result:
     """Train one step both ways in float64 and compare loss, logits, every gradient, every buffer.
 
@@ -176,13 +177,50 @@ def assert_equal_to_one_process(
     found = parallel(model, images, labels, plan, loss, output)
     wanted = one_process(copy.deepcopy(model), images, labels, microbatches, loss, output or identity)
     compare(found, wanted, tolerance)
+    for spill in (None, "memory") if by_cells else ():
+        cells = hyfi_core.ParallelPlan(grids=((1, 1),), microbatches=microbatches, cells=grid, spill=spill)
+        logits = _predicted(model, images, cells, output, wanted.state)
+        _assert_logits(logits, wanted, tolerance)
     return found
+
+
+def assert_equal_also_by_cells(
+    model: nn.Module, shape: tuple[int, int, int, int], grid: tuple[int, int], **options: Any
+) -> Result:
+    """Compare as ``assert_equal_to_one_process``, and the logits of as many cells as there are ranks.
+
+    Evaluation by cells has rules and fused runs of its own.
+    """
+    return assert_equal_to_one_process(model, shape, grid, by_cells=True, **options)
+
+
+def _predicted(
+    model: nn.Module,
+    images: torch.Tensor,
+    plan: hyfi_core.ParallelPlan,
+    output: Callable[[Any], Any] | None,
+    state: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Return the logits in evaluation mode, with the weights and buffers of a state."""
+
+    def body(comm: Any, module: nn.Module) -> torch.Tensor:
+        module.load_state_dict(state)
+        engine = hyfi_core.parallelize(module.eval(), tuple(images.shape), plan, comm, output=output)
+        logits: torch.Tensor = engine.predict(images)
+        return logits
+
+    found: torch.Tensor = run_copies(model, plan.ranks, body)[0]
+    return found
+
+
+def _assert_logits(logits: torch.Tensor, wanted: Result, tolerance: float) -> None:
+    assert (logits - wanted.logits).abs().max() <= tolerance * max(1.0, float(wanted.logits.abs().max()))
 
 
 def compare(found: Result, wanted: Result, tolerance: float = 1e-10) -> None:
     """Assert that two results are equal to the tolerance."""
     assert abs(found.loss - wanted.loss) <= tolerance * max(1.0, abs(wanted.loss))
-    assert (found.logits - wanted.logits).abs().max() <= tolerance * max(1.0, float(wanted.logits.abs().max()))
+    _assert_logits(found.logits, wanted, tolerance)
     assert set(found.gradients) == set(wanted.gradients)
     everything = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm()
     for name, gradient in wanted.gradients.items():
@@ -219,12 +257,13 @@ def assert_answers_equal_one_process(
     functions: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
     shape: tuple[int, int, int, int],
     grid: tuple[int, int],
+    gathers: bool = False,
 ) -> None:
-    """Compare the values of all functions, and what their gradients add up to; nothing may be gathered for them."""
+    """Compare the values of all functions, and what their gradients add up to; ``gathers``: maps may be gathered."""
     torch.manual_seed(0)
     model = Answers(functions)
     program = captured_once(model.double(), shape, torch.float64)
-    for rank in {0, grid[0] * grid[1] - 1}:
+    for rank in () if gathers else {0, grid[0] * grid[1] - 1}:
         lower(program, Target(grid, rank, gather_bytes=0))
 
     def joined(answers: list[torch.Tensor]) -> torch.Tensor:
@@ -233,4 +272,4 @@ def assert_answers_equal_one_process(
     def loss(joined: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return (joined * torch.arange(len(joined), device=joined.device).cos()).mean()
 
-    assert_equal_to_one_process(model, shape, grid, loss=loss, output=joined)
+    assert_equal_also_by_cells(model, shape, grid, loss=loss, output=joined)

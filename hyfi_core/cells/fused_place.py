@@ -16,7 +16,7 @@ def _in_runs(rule: Rule) -> Rule:
 
     def lowered(builder: Builder, op: Operator) -> None:
         name = op.args[0].name
-        tap = one_tap(op, builder.shape(name), builder.splits[name].dims)
+        tap = one_tap(op, builder.shape(name), builder.splits[name])
         if tap is None:
             rule(builder, op)
         else:

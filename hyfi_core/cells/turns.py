@@ -92,6 +92,7 @@ class Turns:
         Raises:
             RuntimeError: all cells wait for each other.
         """
+        self._idle_turns = 0  # this cell has run since its last wait, and others may be able to continue
         if ready():
             return
         cell = self.cell

@@ -56,7 +56,7 @@ def _flow(values: Mapping[str, ValueInfo], op: Operator, splits: Mapping[str, Sp
     touched = sum(_pixel_bytes(values[name], splits[name]) for name in (*takes, *makes))
     reads = WINDOWS.get(op.text)
     if reads is None:
-        tap = one_tap(op, values[takes[0]].shape, splits[takes[0]].dims)
+        tap = one_tap(op, values[takes[0]].shape, splits[takes[0]])
         return Flow(op.name, takes, makes, None if tap is None else tap.window, touched_bytes=touched)
     window = reads(op, lambda name: values[name].shape).window
     shape = values[makes[0]].shape

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.plan.window import AxisWindow, Window
+from hyfi_core.rules.instructions import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,20 @@ class Tap:
     fill: float = 0.0
 
 
-def one_tap(op: Operator, shape: tuple[int, ...], dims: tuple[int, int]) -> Tap | None:
+def one_tap(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
     """Return the tap of a slice or padding; None for other operators, or if it does more than move pixels.
+
+    A tap moves rows or columns, so there is none for maps whose height and width share a dim with each other, or with
+    anything else.
 
     Args:
         op: any.
         shape: of its first argument.
-        dims: which dims of that are (y, x).
+        split: of its first argument.
     """
+    dims = split.dims
+    if not split.plain:
+        return None
     if op.text == "aten.slice.Tensor":
         return _slice(op, shape, dims)
     return _pad(op, len(shape), dims) if op.text == "aten.pad.default" else None

@@ -33,6 +33,21 @@ def on_two_processes(body: Any) -> list[Any]:
     return [found[process][cell] for process, cell in MEMBERS]
 
 
+def test_a_cell_that_has_run_may_have_what_others_wait_for() -> None:
+    """The last cell sends to the second, which is not the next to be asked: nobody waits for ever."""
+
+    def body(comm: CellCommunicator) -> float:
+        last, box = comm.size - 1, torch.empty(1)
+        if comm.rank == last:
+            comm.exchange([Message(1, torch.tensor([7.0]))], []).wait()  # nothing to wait for
+        if comm.rank == 1:
+            comm.exchange([], [Message(last, box)]).wait()
+        comm.barrier()
+        return float(box) if comm.rank == 1 else 0.0
+
+    assert on_cells(4, body) == [0.0, 7.0, 0.0, 0.0]
+
+
 def test_one_cell_runs_at_a_time_until_it_has_to_wait_and_nothing_is_done_twice() -> None:
     order: list[str] = []
 

@@ -11,7 +11,7 @@ from hyfi_core.capture.export import capture
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
-from tests.harness import OffsetImages, assert_equal_to_one_process
+from tests.harness import OffsetImages, assert_equal_also_by_cells
 
 
 class Slopes(nn.Module):
@@ -33,7 +33,7 @@ class Slopes(nn.Module):
 def test_prelu_equals_one_process(grid: tuple[int, int], fused_halo: int) -> None:
     torch.manual_seed(0)
     net = OffsetImages(Slopes(), (2, 3, 19, 25))
-    assert_equal_to_one_process(net, (2, 3, 19, 25), grid, fused_halo=fused_halo)
+    assert_equal_also_by_cells(net, (2, 3, 19, 25), grid, fused_halo=fused_halo)
 
 
 def test_a_slope_for_each_row_is_refused() -> None:

@@ -15,7 +15,7 @@ from hyfi_core.capture.export import capture
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.plan import ParallelPlan
-from tests.harness import assert_equal_to_one_process, compare, identity, one_process, parallel
+from tests.harness import assert_equal_also_by_cells, compare, identity, one_process, parallel
 
 GRIDS = [pytest.param((1, 2), marks=pytest.mark.soak), (3, 2), (5, 1)]
 SHAPE = (2, 3, 18, 21)  # 9 x 11 and then 4 x 5 positions: uneven, and on five rows a part that owns nothing
@@ -116,7 +116,7 @@ def headed(name: str) -> Headed:
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_equal_one_process(name: str, grid: tuple[int, int]) -> None:
-    assert_equal_to_one_process(headed(name), SHAPE, grid)
+    assert_equal_also_by_cells(headed(name), SHAPE, grid)
 
 
 @pytest.mark.parametrize("name", sorted(set(HEADS) - GATHERED))

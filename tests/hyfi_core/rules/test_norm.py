@@ -12,7 +12,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.comm.base import Communicator
-from tests.harness import assert_equal_to_one_process, run_copies
+from tests.harness import assert_equal_also_by_cells, run_copies
 
 
 class Sums(nn.Module):
@@ -29,7 +29,7 @@ class Sums(nn.Module):
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
 def test_a_sum_in_another_type_equals_one_process(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    assert_equal_to_one_process(Sums(), (2, 3, 12, 16), grid, tolerance=1e-6)  # its maps are float32
+    assert_equal_also_by_cells(Sums(), (2, 3, 12, 16), grid, tolerance=1e-6)  # its maps are float32
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
@@ -68,7 +68,7 @@ def test_norms_over_very_many_ranks_equal_one_process(grid: tuple[int, int], mon
     """They sum two numbers instead of sending a row each."""
     monkeypatch.setattr("hyfi_core.rules.reduction.MOST_ROWS", 1)
     torch.manual_seed(0)
-    assert_equal_to_one_process(Far().double(), (2, 4, 9, 10), grid, tolerance=1e-9)
+    assert_equal_also_by_cells(Far().double(), (2, 4, 9, 10), grid, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("offset", [1e3, 1e5])

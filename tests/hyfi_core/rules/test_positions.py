@@ -12,7 +12,14 @@ from torch import nn
 
 from hyfi_core import ParallelPlan
 from hyfi_core.errors import RequestError
-from tests.harness import OffsetImages, compare, identity, one_process, parallel
+from tests.harness import (
+    OffsetImages,
+    assert_answers_equal_one_process,
+    compare,
+    identity,
+    one_process,
+    parallel,
+)
 
 SHAPE = (2, 3, 13, 17)
 
@@ -96,6 +103,28 @@ def test_more_ranks_than_rows_leave_empty_parts(pool: Callable[[Pooled, torch.Te
     plan = ParallelPlan(grids=((5, 1),), gather_bytes=0)
     found = parallel(model, images, labels, plan, F.cross_entropy, None)
     compare(found, one_process(copy.deepcopy(model), images, labels, 1, F.cross_entropy, identity))
+
+
+SOME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the first": lambda y: tokens(y)[:, :11].mean(1),
+    "the last": lambda y: tokens(y)[:, -1:].sum(1),
+    "all but the first": lambda y: tokens(y)[:, 1:].logsumexp(1),
+    "every other": lambda y: F.relu(tokens(y)[:, ::2]).amax(1),
+    "one": lambda y: tokens(y).narrow(1, 5, 1).squeeze(1),
+    "weighted": lambda y: (tokens(y)[:, 3:11].softmax(1) * tokens(y)[:, 3:11]).sum(1),
+    "channels first": lambda y: y.flatten(2)[:, :, :11].norm(dim=2),
+    "differences": lambda y: tokens(y).diff(dim=1).abs().mean(1),
+    "repeated to a square": lambda y: torch.cat([tokens(y), tokens(y)[:, :2]], 1)[:, 1:].transpose(1, 2).sum(2),
+    "padded": lambda y: F.pad(tokens(y), (0, 0, 2, 3), value=0.5).amax(1),
+    "rows again": lambda y: tokens(y).transpose(1, 2).unflatten(2, y.shape[2:])[:, :, 1:, ::2],
+    "behind the batch": lambda y: y.permute(0, 2, 3, 1).reshape(-1, 6)[3:].sum(0),
+}
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (3, 2)])
+def test_some_of_the_positions_equal_one_process(grid: tuple[int, int]) -> None:
+    """By cells, slices of positions were once taken of rows and of columns."""
+    assert_answers_equal_one_process(SOME, SHAPE, grid, gathers=True)
 
 
 def with_class_token(net: Pooled, x: torch.Tensor) -> torch.Tensor:

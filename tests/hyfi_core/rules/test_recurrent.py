@@ -14,7 +14,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.errors import RequestError
-from tests.harness import assert_equal_to_one_process, run_copies
+from tests.harness import assert_equal_also_by_cells, run_copies
 
 HEADS: dict[str, tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]] = {
     "LSTM over positions": (nn.LSTM(4, 3, batch_first=True, bidirectional=True), lambda y: y.flatten(2).mT),
@@ -45,7 +45,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_recurrent_heads_equal_one_process(name: str) -> None:
-    assert_equal_to_one_process(Recurrent(name), (2, 3, 9, 12), (2, 2))
+    assert_equal_also_by_cells(Recurrent(name), (2, 3, 9, 12), (2, 2))
 
 
 def test_the_model_is_captured_once_and_can_still_be_called() -> None:

@@ -13,7 +13,7 @@ from hyfi_core import ParallelPlan
 from hyfi_core.capture.export import capture
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
-from tests.harness import assert_equal_to_one_process, run_copies
+from tests.harness import assert_equal_also_by_cells, run_copies
 
 MOVES: dict[str, Any] = {
     "maxima so far": lambda x: x.cummax(3)[0],
@@ -49,7 +49,7 @@ def moved(name: str) -> Moved:
 @pytest.mark.parametrize("grid", [(2, 2), (6, 1)])  # 5 rows: the last has a part that owns nothing
 @pytest.mark.parametrize("name", MOVES)
 def test_small_maps_are_gathered_and_parts_again_behind(name: str, grid: tuple[int, int]) -> None:
-    assert_equal_to_one_process(moved(name), (2, 3, 9, 12), grid, classes=3)
+    assert_equal_also_by_cells(moved(name), (2, 3, 9, 12), grid, classes=3)
 
 
 def test_it_is_said_and_beyond_the_limit_refused() -> None:
@@ -108,7 +108,7 @@ class Fourier(nn.Module):
 @pytest.mark.parametrize("grid", [(1, 2), (2, 2)])
 def test_gradients_go_through_complex_values(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    assert_equal_to_one_process(Fourier(), (2, 3, 7, 9), grid)
+    assert_equal_also_by_cells(Fourier(), (2, 3, 7, 9), grid)
 
 
 def test_a_shape_that_depends_on_the_image_is_refused_with_its_line() -> None:

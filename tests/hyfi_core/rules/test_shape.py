@@ -11,7 +11,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.errors import RequestError
-from tests.harness import assert_equal_to_one_process, run_copies
+from tests.harness import assert_equal_also_by_cells, run_copies
 
 
 class ResponseNorm(nn.Module):
@@ -71,7 +71,7 @@ class Shapes(nn.Module):
 @pytest.mark.parametrize("grid", [(1, 1), (2, 2), (3, 4)])
 def test_space_survives_permutations_views_and_stacks(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    assert_equal_to_one_process(Shapes(), (2, 3, 20, 26), grid)
+    assert_equal_also_by_cells(Shapes(), (2, 3, 20, 26), grid)
 
 
 class Profiles(nn.Module):
@@ -95,7 +95,7 @@ class Profiles(nn.Module):
 @pytest.mark.parametrize("grid", [(2, 2), (4, 3), (7, 1)])
 def test_profiles_along_one_dim_of_space(grid: tuple[int, int]) -> None:
     torch.manual_seed(2)
-    assert_equal_to_one_process(Profiles(), (2, 3, 11, 18), grid)
+    assert_equal_also_by_cells(Profiles(), (2, 3, 11, 18), grid)
 
 
 class Batchless(nn.Module):
@@ -124,7 +124,7 @@ def test_batch_norms_of_other_kinds(grid: tuple[int, int], microbatches: int) ->
     torch.manual_seed(1)
     model = Batchless(keeps=microbatches > 1)  # what is not kept is another for each micro-batch, in prediction too
     model(torch.randn(3, 3, 21, 17))
-    found = assert_equal_to_one_process(model, (6, 3, 21, 17), grid, microbatches=microbatches)
+    found = assert_equal_also_by_cells(model, (6, 3, 21, 17), grid, microbatches=microbatches)
     assert int(found.state["body.1.num_batches_tracked"]) == 1 + microbatches
     assert model.body[1].momentum is None
 

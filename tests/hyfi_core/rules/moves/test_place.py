@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.harness import assert_answers_equal_one_process, assert_equal_to_one_process
+from tests.harness import assert_answers_equal_one_process, assert_equal_also_by_cells
 
 Tensor = torch.Tensor
 
@@ -56,4 +56,4 @@ class Coordinates(nn.Module):
 @pytest.mark.parametrize("grid", [(1, 2), (2, 2), (3, 2), (6, 1)])
 def test_coordinate_attention_equals_one_process(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    assert_equal_to_one_process(Coordinates(), (2, 3, 9, 22), grid)
+    assert_equal_also_by_cells(Coordinates(), (2, 3, 9, 22), grid)

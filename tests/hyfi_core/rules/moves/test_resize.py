@@ -14,7 +14,7 @@ import hyfi_core
 from hyfi_core.errors import RequestError
 from hyfi_core.rules.moves.axis import Axis, scattered
 from hyfi_core.rules.moves.resize import _adaptive, _blend
-from tests.harness import assert_equal_to_one_process, run_copies
+from tests.harness import assert_equal_also_by_cells, run_copies
 
 SIZES = [(1, 1), (1, 5), (5, 1), (7, 7), (7, 16), (16, 7), (33, 20), (20, 33), (640, 1280), (1000, 1001)]
 
@@ -111,12 +111,12 @@ class Resize(nn.Module):
     ],
 )
 def test_every_setting_equals_one_process(body: tuple[nn.Module, ...], grid: tuple[int, int]) -> None:
-    assert_equal_to_one_process(stage(*body), (2, 3, 21, 26), grid)
+    assert_equal_also_by_cells(stage(*body), (2, 3, 21, 26), grid)
 
 
 @pytest.mark.parametrize("pool", [nn.AdaptiveMaxPool2d(1), nn.AdaptiveAvgPool2d((3, 2)), nn.AdaptiveAvgPool2d(7)])
 def test_pools_of_heads(pool: nn.Module) -> None:
-    assert_equal_to_one_process(stage(nn.Tanh(), pool=pool), (2, 3, 21, 26), (3, 2))
+    assert_equal_also_by_cells(stage(nn.Tanh(), pool=pool), (2, 3, 21, 26), (3, 2))
 
 
 def test_of_equal_maxima_the_first_of_the_whole_map_gets_the_gradient() -> None:
