@@ -219,7 +219,10 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
     key = None if request.pseudonyms is None else KeyFile(request.pseudonyms, request.store)
     known = {name: record.extra.get("case_id", "") for name, record in records.items()} if key is None else key.cases
     jobs, note = written_in_one_way(
-        find_jobs(request.paths, records if key is None else {}), known, known.values(), merge=request.merge_alike
+        find_jobs(request.paths, _files_of(records) if key is None else {}),
+        known,
+        known.values(),
+        merge=request.merge_alike,
     )
     if key is not None:
         jobs = key.pseudonymise(jobs)
@@ -231,6 +234,10 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
         note = "; ".join(text for text in (note, tissue.note(names)) if text)
     mine = part_of_names(names, *request.part)
     return [job for job in jobs if job.slide_id in mine], key, note
+
+
+def _files_of(records: dict[str, SlideRecord]) -> dict[str, str]:
+    return {name: record.source_path for name, record in records.items()}
 
 
 def _refuse_mixed_names(request: Request, records: dict[str, SlideRecord]) -> None:

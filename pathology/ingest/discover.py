@@ -17,7 +17,7 @@ from typing import Any
 from data.location import is_remote
 from data.missing import is_missing
 from data.spelling import joined_note, one_spelling
-from data.store.manifest import SlideRecord, read_user_manifest, record_path
+from data.store.manifest import read_user_manifest, record_path
 from hyfi_core.errors import RequestError
 from pathology.readers.dicom_files import DicomHeader, file_of_slide, read_header, series_in
 from pathology.readers.sources import SLIDE_SUFFIXES
@@ -53,12 +53,16 @@ class SlideJob:
         return cls(**values | {"source": Path(values["source"])})
 
 
-def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list[SlideJob]:
+def find_jobs(paths: Sequence[Path], known: Mapping[str, str]) -> list[SlideJob]:
     """Return the slides in ``paths``, without duplicates, with unique names.
+
+    A slide is named after its file without suffix; with suffix, if the folder has another slide of that name; and with
+    a digest of the folder, if a slide of another folder has it. The order of ``paths`` does not matter.
 
     Args:
         paths: Slides, folders (searched, links to folders followed once) and manifest CSVs.
-        records: Records of the store by slide_id; slides in it keep their names.
+        known: The file of each slide that has a name already, by slide_id, empty if it is not known; slides keep their
+            names, and others do not get them while the file exists.
 
     Raises:
         RequestError: A path does not exist, a folder has no slide, a manifest is invalid, a name is used twice, or two
@@ -68,7 +72,7 @@ def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list
     for path in paths:
         for source, row in _expand(path):
             rows[source] = _merged(path, source, rows.get(source, {}), row)
-    return _jobs_with_names(_one_of_each_series(rows), records)
+    return _jobs_with_names(_one_of_each_series(rows), known)
 
 
 def written_in_one_way(
@@ -241,24 +245,25 @@ def _search(folder: Path) -> Iterator[Path]:
     yield from unreadable
 
 
-def _jobs_with_names(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecord]) -> list[SlideJob]:
-    known = {record.source_path: name for name, record in records.items() if record.source_path}
+def _jobs_with_names(rows: Mapping[Path, dict[str, str]], known: Mapping[str, str]) -> list[SlideJob]:
+    names = {Path(source): name for name, source in known.items() if source}
     given = {source: _checked(row["slide_id"]) for source, row in rows.items() if row.get("slide_id")}
     twice = [name for name, count in Counter(given.values()).items() if count > 1]
     if twice:
         raise RequestError(f"slide_id {twice[0]!r} is used for two slides; it must be unique")
-    others = cache(series_in)  # a folder may have thousands
-    plain = {source: _plain_name(source, others) for source in rows if source not in given}
+    folders = _Folders()
+    plain = {source: _plain_name(source, folders) for source in rows if source not in given}
     shared = Counter([*plain.values(), *given.values()])
     jobs = []
     for source, row in rows.items():
-        name = given.get(source) or known.get(str(source))
+        name = given.get(source) or names.get(source)
         if name is None:
             name = plain[source]
-            if shared[name] > 1 or _is_taken(records.get(name)):
+            if shared[name] > 1 or _is_taken(name, known):
                 name = name_with_place(name, source)
         jobs.append(SlideJob(source, name, row))
-    return jobs
+    same = Counter(job.slide_id for job in jobs)
+    return [job if same[job.slide_id] == 1 or job.source in given else _named_by_path(job) for job in jobs]
 
 
 def name_with_place(name: str, source: Path) -> str:
@@ -266,9 +271,37 @@ def name_with_place(name: str, source: Path) -> str:
     return f"{name}-{_short_digest(str(source.parent))}"
 
 
-def _is_taken(record: SlideRecord | None) -> bool:
+def _named_by_path(job: SlideJob) -> SlideJob:
+    """Return a job with a name that no other path has."""
+    return replace(job, slide_id=f"{job.slide_id}-{_short_digest(str(job.source))}")
+
+
+def _is_taken(name: str, known: Mapping[str, str]) -> bool:
     """Whether the name belongs to a slide at another path that still exists; otherwise it was moved."""
-    return record is not None and (not record.source_path or not is_gone(Path(record.source_path)))
+    return name in known and (not known[name] or not is_gone(Path(known[name])))
+
+
+class _Folders:
+    """What the folders of slides contain; each is listed once, since it may have thousands."""
+
+    def __init__(self) -> None:
+        self.series_in: Callable[[Path], Mapping[DicomHeader, Path]] = cache(series_in)
+        self._stems: Callable[[Path], Counter[str]] = cache(_stems_in)
+
+    def has_twin(self, source: Path) -> bool:
+        """Whether another slide of the folder has the same name with another suffix, as ``x.tif`` and ``x.tiff``."""
+        return self._stems(source.parent)[_stem(source)] > 1
+
+
+def _stems_in(folder: Path) -> Counter[str]:
+    with suppress(OSError):
+        found = (path for path in folder.iterdir() if not path.name.startswith("."))
+        return Counter(_stem(path) for path in found if path.suffix.lower() in SLIDE_SUFFIXES - {".dcm"})
+    return Counter()
+
+
+def _stem(source: Path) -> str:
+    return re.sub(r"\.ome$", "", source.stem, flags=re.IGNORECASE)
 
 
 def _checked(name: str) -> str:
@@ -280,12 +313,14 @@ def _checked(name: str) -> str:
     return name
 
 
-def _plain_name(source: Path, series_in: Callable[[Path], Mapping[DicomHeader, Path]]) -> str:
+def _plain_name(source: Path, folders: _Folders) -> str:
     """Return the name of a slide from its file; of a DICOM series from its folder, or its UID if there are several."""
-    stem, header = re.sub(r"\.ome$", "", source.stem, flags=re.IGNORECASE), _header_or_none(source)
+    stem, header = _stem(source), _header_or_none(source)
     if header is not None and header.whole_slide and header.series:
         with suppress(OSError):
-            stem = source.parent.name if len(series_in(source.parent)) == 1 else header.series
+            stem = source.parent.name if len(folders.series_in(source.parent)) == 1 else header.series
+    elif folders.has_twin(source):
+        stem = source.name
     name = re.sub(r"[\\\x00-\x1f]", "_", stem).lstrip(".") or "slide"
     if len(name.encode("utf-8", "replace")) > _LONGEST_NAME_BYTES:
         name = f"{name[:30]}-{_short_digest(name)}"

@@ -37,10 +37,10 @@ class SlideInput:
     reason: str = ""
 
 
-def find_inputs(paths: Sequence[Path]) -> list[SlideInput]:
+def find_inputs(paths: Sequence[Path], known: Mapping[str, str] | None = None) -> list[SlideInput]:
     """Return all slides: those of stores first, then files, folders and manifests in the given order.
 
-    Slide files get the same names as in an ingest.
+    Slide files get the same names as in an ingest. ``known`` has those that have a name already, as for `find_jobs`.
 
     Raises:
         RequestError: a path is missing, a folder has no slide, a manifest is invalid, or two slides have the same name.
@@ -49,7 +49,7 @@ def find_inputs(paths: Sequence[Path]) -> list[SlideInput]:
     # os.path returns False for inaccessible paths, where Path raises; they are reported with the other files.
     folders = [path for path in paths if is_remote(path) or os.path.isdir(path)]  # noqa: PTH112
     stored = [one for path in folders for one in _stored(path)]
-    jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], {})
+    jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], known or {})
     files = [SlideInput(job.slide_id, job.row.get("case_id", ""), job.source, False, job.row) for job in jobs]
     found: dict[str, SlideInput] = {}
     for one in (*stored, *files):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from data.csv_table import parse_table
 from data.files import write_atomically
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim
@@ -129,6 +130,18 @@ class PredictionTable:
                 f"choose another --out, or use --overwrite to start over"
             )
         return rows
+
+
+def predicted_files(folder: Path) -> dict[str, str]:
+    """Return the slide files of a folder of predictions by slide_id, without slides of stores; empty if it has none.
+
+    Raises:
+        RequestError: The table cannot be read.
+    """
+    path = folder / FILE_NAME
+    rows = parse_table(path, "predictions").rows if path.is_file() else ()
+    files = {row.get("slide_id", ""): row.get("path", "") for row in rows}
+    return {name: file for name, file in files.items() if file and not file.endswith(".zarr")}
 
 
 def columns(class_names: Sequence[str], *, with_spread: bool) -> list[str]:

@@ -120,13 +120,14 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     from pathology.ingest.options import IngestOptions
     from pathology.predict.inputs import find_inputs
     from pathology.predict.members import InputSpec
+    from pathology.predict.table import predicted_files
 
     options, out = request.options, request.out
     for checkpoint in request.checkpoints:
         require_local(checkpoint, "checkpoint")
         spec = InputSpec.of(read_model_json(checkpoint))
         IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
-    found = find_inputs(request.inputs)
+    found = find_inputs(request.inputs, predicted_files(out))
     names = [one.slide_id for one in found]
     options.check_tissue(names)
     if options.given_tissue is not None and (note := options.given_tissue.note(names)) and own_rank() == 0:

@@ -136,3 +136,47 @@ def test_names_of_a_manifest_that_differ_in_spelling(tmp_path: Path, make_slide:
         make_plan(request("path,case_id\nb.tiff,p1\n"))
     named = make_plan(request("path,case_id\nb.tiff,p1\n", merge_alike=True))
     assert [job.row["case_id"] for job in named.jobs] == ["P1"]
+
+
+def test_slides_of_one_name_in_one_folder_are_named_by_their_paths_alone(tmp_path: Path, make_slide: MakeSlide) -> None:
+    folder = make_slide("x.tif", seed=1).parent
+    make_slide("x.tiff", seed=2)
+    make_slide("x.ome.tif", seed=3)
+    make_slide("y.tif", seed=4)
+    make_slide("other/y.tif", seed=5)
+    twins = {folder / name: name for name in ("x.tif", "x.tiff", "x.ome.tif")}
+    for paths in ([*twins], [*reversed(twins)], [folder], [folder / "x.tiff"], [folder / "x.tif"]):
+        found = {job.source: job.slide_id for job in find_jobs(paths, {})}
+        assert {source: name for source, name in found.items() if source in twins} == {
+            source: name for source, name in twins.items() if source in found
+        }
+    store = tmp_path / "store"
+    for paths, new in (
+        ([folder / "x.tiff", folder / "y.tif"], ["x.tiff", "y"]),
+        ([folder / "x.tif", folder / "x.tiff"], ["x.tif"]),
+        ([folder / "y.tif"], []),
+    ):
+        assert [record.slide_id for record in ingest(Request(paths, store, AT_HALF), workers=1).done] == new
+    plan = make_plan(Request([folder], store, AT_HALF))
+    assert sorted(plan.finished) == ["x.tif", "x.tiff", "y"]
+    other, third = sorted((job.slide_id for job in plan.jobs), reverse=True)
+    assert other.startswith("y-") and third == "x.ome.tif"
+    by_name = load_records(store)
+    assert [by_name[name].source_path for name in ("x.tif", "x.tiff")] == [
+        str(folder / "x.tif"),
+        str(folder / "x.tiff"),
+    ]
+
+
+def test_names_stay_unique_when_a_file_is_called_like_a_twin(tmp_path: Path) -> None:
+    for name in ("x.tif", "x.tiff", "x.tif.svs", "x.tif.ndpi"):
+        (tmp_path / name).touch()
+    names = [job.slide_id for job in find_jobs([tmp_path], {})]
+    assert len(set(names)) == 4 and "x.tiff" in names
+
+
+def test_names_of_an_earlier_version_stay(tmp_path: Path) -> None:
+    for name in ("x.tif", "x.tiff"):
+        (tmp_path / name).touch()
+    known = {"x": str(tmp_path / "x.tif")}
+    assert {job.source.name: job.slide_id for job in find_jobs([tmp_path], known)} == {"x.tif": "x", "x.tiff": "x.tiff"}

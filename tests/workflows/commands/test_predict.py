@@ -83,6 +83,22 @@ def test_no_rank_ends_before_the_page_is_written(
     assert early == []
 
 
+def test_slides_of_one_name_keep_their_rows(hyfi_here: Hyfi, checkpoint: Path, tmp_path: Path) -> None:
+    """Twins in one folder in one command; and a slide of another folder in a later one, which replaced the first."""
+    for name in ("a/x.tif", "a/x.tiff", "a/y.tiff", "b/y.tiff"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    write_slide(tmp_path / "b" / "y.tiff", draw_slide())
+    assert hyfi_here("predict", checkpoint, "a", "--out", "out").returncode == 1
+    assert hyfi_here("predict", checkpoint, "b", "--out", "out").returncode == 0
+    assert hyfi_here("predict", checkpoint, "b", "a/x.tiff", "--out", "out").returncode == 1
+    rows = rows_of(tmp_path / "out")
+    other = next(name for name in rows if name.startswith("y-"))
+    paths = {"x.tif": "a/x.tif", "x.tiff": "a/x.tiff", "y": "a/y.tiff", other: "b/y.tiff"}
+    assert {name: row["path"] for name, row in rows.items()} == {k: str(tmp_path / v) for k, v in paths.items()}
+    assert [name for name, row in rows.items() if row["status"] == "done"] == [other]
+
+
 @pytest.mark.mpi
 def test_one_rank_and_two_give_the_same(
     hyfi: Hyfi, hyfi_here: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path
