@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
+from hyfi_core import job_limits
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use (its affinity mask), at least 1."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of CPU cores that this process may use, at least 1; see ``job_limits.usable_cores``."""
+    return job_limits.usable_cores()
 
 
 def describe_excess_threads(threads: int, cores: int) -> str | None:

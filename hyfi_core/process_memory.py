@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hyfi_core.job_limits import available_memory
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h of glibc
 _LARGE_BYTES = 2**20
 _KEPT_BYTES = 2**23
@@ -100,11 +102,5 @@ def _function_of(library: Path, name: str) -> Callable[[], Any] | None:
 
 
 def available_bytes() -> int:
-    """Return the available memory of this machine, or of this container if less."""
-    amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        amounts += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    with suppress(OSError, ValueError):
-        amounts.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return max(0, min(amounts))
+    """Return the memory that this process may still take: of the machine, or less by a limit of the job."""
+    return available_memory().free_bytes

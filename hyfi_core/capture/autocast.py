@@ -1,13 +1,21 @@
-"""Dtypes of values under autocast, computed in advance for ranks that receive them."""
+"""Dtypes of values under autocast, computed in advance: for ranks that receive them, and for forecasts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyfi_core.capture.program import Program, refs_in, substitute
+
+
+def under_autocast(program: Program, dtype: torch.dtype, device: str) -> Program:
+    """Return the program with the dtypes that its values have under autocast; for forecasts, which go by sizes."""
+    dtypes = dtypes_under_autocast(program, dtype, device)
+    values = {name: replace(info, dtype=dtypes.get(name, info.dtype)) for name, info in program.values.items()}
+    return replace(program, values=values)
 
 
 def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str) -> Mapping[str, torch.dtype]:

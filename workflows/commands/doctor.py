@@ -17,6 +17,7 @@ from pathlib import Path
 
 from data.children import child_environment
 from data.cores import describe_excess_threads, usable_cores
+from hyfi_core.job_limits import available_memory
 from workflows.console import emit_json, say
 
 PROBE_SECONDS = 120
@@ -207,6 +208,12 @@ def _huge_pages() -> str:
     return text.partition("[")[2].partition("]")[0] or "unknown"
 
 
+def _memory() -> str:
+    """Return the free memory, and what limits it."""
+    limit = available_memory()
+    return f"{limit.free_bytes / 2**30:.1f} GiB free for this process{f' ({limit.source})' if limit.source else ''}"
+
+
 def _shared_memory() -> Finding | str:
     folder = "/dev/shm"
     free_bytes = shutil.disk_usage(folder).free
@@ -228,6 +235,7 @@ CHECKS: dict[str, tuple[Callable[[], Finding | str], str]] = {
     "slides": (_slides, "pip install --upgrade openslide-python openslide-bin tifffile imagecodecs"),
     "zarr": (_zarr, "pip install --upgrade 'zarr>=3.0.8'"),
     "packages": (_packages, REINSTALL),
+    "memory": (_memory, ""),
     "shared memory": (_shared_memory, ""),
     "threads": (_threads, ""),
 }

@@ -132,11 +132,11 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     roles = Roles.of(world, config, len(job.classes))
     saved = agree(world, lambda: SavedRun.load(job, start, roles.trainers) if roles.trainers is not None else None)
     job = agree(world, lambda: with_shares(job, roles))
-    forecast = agree(world, lambda: check_memory(job, roles))
+    device = device_of(config.run.device, roles)
+    forecast = agree(world, lambda: check_memory(job, roles, device))
     for line in forecast:
         say(line)
     remember_advice(world.broadcast_object(advice_of(job, forecast)))
-    device = device_of(config.run.device, roles)
     make_body = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
     body = agree(world, lambda: make_body(job, roles, saved, coverage, stop, device))
     if stop.requested_on_any(world):

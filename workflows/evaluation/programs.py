@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hyfi_core.capture.autocast import under_autocast
 from hyfi_core.capture.export import capture
 from hyfi_core.models.by_name import build_model
 from workflows.config.run import Config
@@ -41,8 +42,10 @@ class ModelPrograms:
         return "bfloat16" if self._config.run.precision == "bfloat16" else None
 
     def of(self, images: int) -> Program:
-        """Return the captured model for micro-batches of ``images`` images."""
+        """Return the captured model for micro-batches of ``images`` images, with the dtypes of autocast if it is on."""
         if images not in self._programs:
             shape = (images, 3, *self._config.data.size_px)
-            self._programs[images] = capture(self._model, shape, DTYPES[self._config.run.precision])
+            program = capture(self._model, shape, DTYPES[self._config.run.precision])
+            autocast = self.autocast_dtype
+            self._programs[images] = under_autocast(program, getattr(torch, autocast), "cpu") if autocast else program
         return self._programs[images]

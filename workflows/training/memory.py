@@ -1,23 +1,30 @@
-"""Memory check before a run: compares the forecast for the trainers with the free memory of each host."""
+"""Memory check before a run: compares the forecast for the trainers with what each host and each GPU has free.
+
+trainers on CPUs    process, weights, maps                       the host: its memory, or a limit of the job
+trainers on GPUs    weights, maps                                each GPU
+                    process, copies of written checkpoints       the host
+"""
 
 from __future__ import annotations
 
-import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from data.cores import describe_excess_threads, usable_cores
+from hyfi_core.cost.cuts import with_cuts
+from hyfi_core.cost.memory import MemoryForecast, forecast_memory, rank_peaks
+from hyfi_core.cost.simulator import grown_bytes
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.saving.shares import sharing
 from workflows.evaluation.programs import ModelPrograms
+from workflows.launch.memory_pools import MemoryPool, RankPlace, crowded, gpus_of, hosts_of, short_of_cores
 from workflows.out_of_memory import GENERAL_ADVICE
 
 if TYPE_CHECKING:
-    from hyfi_core.cost.memory import MemoryForecast
+    from hyfi_core.capture.program import Program
     from workflows.training.job import TrainingJob
     from workflows.training.start import Roles
 
@@ -25,45 +32,15 @@ PROCESS_BYTES = 400_000_000
 """Memory of a rank before its first step: Python, torch and the libraries."""
 
 
-@dataclass(frozen=True)
-class Host:
-    """One machine of a run.
-
-    Attributes:
-        name: Host name.
-        trainers: Ranks, in the group of trainers, of its trainers.
-        ranks: Number of all its ranks.
-        cores: Number of cores that its ranks may use.
-        free_bytes: Its free memory.
-    """
-
-    name: str
-    trainers: tuple[int, ...]
-    ranks: int
-    cores: int
-    free_bytes: int
-
-
-def hosts_of(ranks: Sequence[tuple[str, int | None, int, int]]) -> list[Host]:
-    """Return the hosts of a run from (host, rank among the trainers or None, cores, free bytes) of each rank."""
-    by_name: dict[str, list[tuple[str, int | None, int, int]]] = defaultdict(list)
-    for rank in ranks:
-        by_name[rank[0]].append(rank)
-    return [
-        Host(name, tuple(r[1] for r in group if r[1] is not None), len(group), max(r[2] for r in group), group[0][3])
-        for name, group in by_name.items()
-    ]
-
-
 def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], needed: Sequence[int]) -> list[int]:
-    """Return the bytes of each trainer's process.
+    """Return the bytes of each trainer's process in the host's memory.
 
     A rank that writes checkpoints also has a copy of what it writes: its share of a stage's weights and moments.
 
     Args:
         plan: The run's plan.
         stages: Forecast for each stage.
-        needed: What each rank of a plane needs for training.
+        needed: What each rank of a plane needs there for training.
     """
     written = _written_bytes(plan, Placement.of(plan), stages)
     return [PROCESS_BYTES + needed[rank % len(needed)] + written.get(rank, 0) for rank in range(plan.ranks)]
@@ -81,15 +58,19 @@ def _written_bytes(plan: ParallelPlan, placement: Placement, stages: Sequence[Me
     return found
 
 
-def describe_memory(needed: Sequence[int], hosts: Sequence[Host]) -> str:
-    """Return one line of text: the peak of each trainer, and the total of the fullest host."""
-    totals = {host.name: sum(needed[rank] for rank in host.trainers) for host in hosts}
-    fullest = max(hosts, key=lambda host: totals[host.name] / max(1, host.free_bytes))
+def describe_memory(needed: Sequence[int], pools: Sequence[MemoryPool], kind: str = "memory") -> str:
+    """Return one line of text: the peak of each trainer, and the total of the fullest pool."""
+    totals = {pool.name: sum(needed[rank] for rank in pool.trainers) for pool in pools}
+    fullest = max(pools, key=lambda pool: totals[pool.name] / max(1, pool.free_bytes))
     spread = f"{_gb(min(needed))} to " * (max(needed) > 1.1 * min(needed))
     return (
-        f"memory: about {spread}{_gb(max(needed))} GB for each trainer, {_gb(totals[fullest.name])} GB of "
-        f"{_gb(fullest.free_bytes)} GB free on {fullest.name}"
+        f"{kind}: about {spread}{_gb(max(needed))} GB for each trainer, {_gb(totals[fullest.name])} GB of "
+        f"{_gb(fullest.free_bytes)} GB free on {fullest.name}{_by(fullest)}"
     )
+
+
+def _by(pool: MemoryPool) -> str:
+    return f" ({pool.limit})" if pool.limit else ""
 
 
 def _gb(count_bytes: float) -> str:
@@ -98,43 +79,24 @@ def _gb(count_bytes: float) -> str:
     return f"{gb:.0f}" if gb >= 100 else f"{gb:.2g}"
 
 
-def crowded(hosts: Sequence[Host]) -> list[str]:
-    """Return warnings about hosts with more ranks than cores."""
-    return [
-        f"{host.ranks} ranks share {host.cores} cores on {host.name}: they slow each other down, and fewer ranks "
-        f"would be as fast"
-        for host in hosts
-        if host.ranks > host.cores
-    ]
-
-
-def short_of_cores(ranks: Sequence[tuple[int, int]]) -> list[str]:
-    """Return a warning if ranks have more threads than cores, from (threads, cores) of each; with the worst of them."""
-    texts = {rank: describe_excess_threads(*found) for rank, found in enumerate(ranks)}
-    short = [rank for rank, text in texts.items() if text is not None]
-    if not short:
-        return []
-    worst = max(short, key=lambda rank: ranks[rank][0] / ranks[rank][1])
-    others = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
-    return [f"rank {worst}{others} has {texts[worst]}"]
-
-
-def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str, Sequence[int]] | None = None) -> None:
-    """Check that every host has enough memory for its trainers.
+def check_room(
+    needed: Sequence[int], pools: Sequence[MemoryPool], others: Mapping[str, Sequence[int]] | None = None
+) -> None:
+    """Check that every pool has enough memory for its trainers.
 
     Args:
         needed: Least bytes of each trainer.
-        hosts: Hosts of the run.
+        pools: Memory of the run's hosts, or of its GPUs.
         others: Changes of the configuration, as on the command line, to the bytes of each trainer with them.
 
     Raises:
-        RequestError: A host does not. The message names it, both amounts, and the first change that would fit.
+        RequestError: One does not. The message names it, both amounts, and the first change that would fit.
     """
-    for host in hosts:
-        total = sum(needed[rank] for rank in host.trainers)
-        if total <= host.free_bytes:
+    for pool in pools:
+        total = sum(needed[rank] for rank in pool.trainers)
+        if total <= pool.free_bytes:
             continue
-        change = next((change for change, found in (others or {}).items() if fits(found, hosts)), None)
+        change = next((change for change, found in (others or {}).items() if fits(found, pools)), None)
         advice = (
             f"{change} would fit"
             if change is not None
@@ -142,8 +104,8 @@ def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str
             "plan.spill=FOLDER), or use a smaller data.size_px or a coarser data.mpp"
         )
         raise RequestError(
-            f"memory: the trainers on {host.name} ({len(host.trainers)}) need at least {_gb(total)} GB, but "
-            f"{_gb(host.free_bytes)} GB are free; {advice}"
+            f"memory: the trainers on {pool.name} ({len(pool.trainers)}) need at least {_gb(total)} GB, but "
+            f"{_gb(pool.free_bytes)} GB are free{_by(pool)}; {advice}"
         )
 
 
@@ -164,35 +126,42 @@ def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
     return found
 
 
-def fits(needed: Sequence[int], hosts: Sequence[Host]) -> bool:
-    """Whether every host has enough memory for its trainers."""
-    return all(sum(needed[rank] for rank in host.trainers) <= host.free_bytes for host in hosts)
+def fits(needed: Sequence[int], pools: Sequence[MemoryPool]) -> bool:
+    """Whether every pool has enough memory for its trainers."""
+    return all(sum(needed[rank] for rank in pool.trainers) <= pool.free_bytes for pool in pools)
 
 
-def check_memory(job: TrainingJob, roles: Roles) -> list[str]:
+def check_memory(job: TrainingJob, roles: Roles, device: str) -> list[str]:
     """Return, on rank 0, messages about memory and cores; empty elsewhere (collective).
 
+    Args:
+        job: The run.
+        roles: Roles of the ranks.
+        device: Of this rank.
+
     Raises:
-        RequestError: On rank 0, if a host has less memory than the lower bound of what its trainers need.
+        RequestError: On rank 0, if a host or a GPU has less memory than the lower bound of what its trainers need.
     """
     import torch
 
-    from hyfi_core.process_memory import available_bytes
-
-    number, cores = roles.trainers.rank if roles.trainers is not None else None, usable_cores()
-    ranks = roles.world.gather_objects((socket.gethostname(), number, cores, available_bytes()))
-    threads = roles.world.gather_objects((torch.get_num_threads(), cores))
-    if ranks is None or threads is None:
+    place = RankPlace.here(roles.trainers.rank if roles.trainers is not None else None, device)
+    places = roles.world.gather_objects(asdict(place))
+    threads = roles.world.gather_objects((torch.get_num_threads(), place.cores))
+    if places is None or threads is None:
         return []
-    hosts = hosts_of(ranks)
+    ranks = [RankPlace(**place) for place in places]
+    hosts, gpus = hosts_of(ranks), gpus_of(ranks)
     slow = [*crowded(hosts), *short_of_cores(threads)]
     if job.plan.cells is not None:
         return slow  # the forecast does not apply: cells limit memory
-    forecast = _Forecaster(job)
-    needed = forecast.bytes_of(job.plan, least=True)
-    cheaper = {} if fits(needed, hosts) else cheaper_plans(job.plan, _largest_batch(job))
-    check_room(needed, hosts, {change: forecast.bytes_of(plan, least=True) for change, plan in cheaper.items()})
-    return [describe_memory(forecast.bytes_of(job.plan), hosts), *slow]
+    memories = [host.memory for host in hosts]
+    forecast = _Forecaster(job, on_gpus=bool(gpus))
+    pools = gpus or memories
+    needed = forecast.least_bytes(job.plan)
+    cheaper = {} if fits(needed, pools) else cheaper_plans(job.plan, _largest_batch(job))
+    check_room(needed, pools, {change: forecast.least_bytes(plan) for change, plan in cheaper.items()})
+    lines = [describe_memory(forecast.host_bytes(job.plan), memories, "host memory")] if gpus else []
+    return [describe_memory(forecast.device_bytes(job.plan), pools), *lines, *slow]
 
 
 def advice_of(job: TrainingJob, forecast: Sequence[str]) -> str:
@@ -209,21 +178,40 @@ def _largest_batch(job: TrainingJob) -> int:
 
 
 class _Forecaster:
-    """Memory forecasts for a run with several plans."""
+    """Memory forecasts for a run with several plans.
 
-    def __init__(self, job: TrainingJob) -> None:
-        self._batch = _largest_batch(job)
+    Args:
+        job: The run.
+        on_gpus: Whether its trainers compute on GPUs, so that little is in the memory of their processes.
+    """
+
+    def __init__(self, job: TrainingJob, on_gpus: bool) -> None:
+        self._batch, self._on_gpus = _largest_batch(job), on_gpus
         self._programs = ModelPrograms(job.config, len(job.classes))
 
-    def bytes_of(self, plan: ParallelPlan, least: bool = False) -> list[int]:
-        from hyfi_core.cost.cuts import with_cuts
-        from hyfi_core.cost.memory import forecast_memory, rank_peaks
-        from hyfi_core.cost.simulator import grown_bytes
+    def least_bytes(self, plan: ParallelPlan) -> list[int]:
+        """Return a lower bound of what each trainer needs where it computes."""
+        plan, _, stages = self._stages(plan)
+        return self._of_trainers(plan, rank_peaks(plan, stages, "least"))
 
+    def device_bytes(self, plan: ParallelPlan) -> list[int]:
+        """Return what each trainer needs where it computes."""
+        plan, program, stages = self._stages(plan)
+        if self._on_gpus:
+            return self._of_trainers(plan, grown_bytes(program, plan, "cuda"))
+        return rank_bytes(plan, stages, grown_bytes(program, plan, "cpu"))
+
+    def host_bytes(self, plan: ParallelPlan) -> list[int]:
+        """Return what each trainer on a GPU needs in the memory of its host."""
+        plan, _, stages = self._stages(plan)
+        return rank_bytes(plan, stages, (0,))
+
+    def _of_trainers(self, plan: ParallelPlan, needed: Sequence[int]) -> list[int]:
+        process = 0 if self._on_gpus else PROCESS_BYTES
+        return [process + needed[rank % len(needed)] for rank in range(plan.ranks)]
+
+    def _stages(self, plan: ParallelPlan) -> tuple[ParallelPlan, Program, tuple[MemoryForecast, ...]]:
+        """Return the plan with cuts, the captured model of a micro-batch, and the forecast of each stage."""
         program = self._programs.of(self._batch // plan.microbatches)
         plan = with_cuts(plan, program)
-        stages = forecast_memory(program, plan)
-        if least:
-            needed = rank_peaks(plan, stages, "least")
-            return [PROCESS_BYTES + needed[rank % len(needed)] for rank in range(plan.ranks)]
-        return rank_bytes(plan, stages, grown_bytes(program, plan, "cpu"))
+        return plan, program, forecast_memory(program, plan)

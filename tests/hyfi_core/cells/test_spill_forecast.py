@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ MB = 10**6
 PLAN = ParallelPlan(grids=((1, 1),), cells=(2, 2), spill="memory")
 
 
+@cache  # a search of plans asks for the same program again and again
 def small(side: int = 512, images: int = 1) -> Program:
     return capture(resnet10(2, width=16).train(), (images, 3, side, side), torch.float32)
 

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,17 @@ def kill_children(job: TrainingRun, kills: int, pause_s: tuple[float, float]) ->
     assert kills == 0, job.process.communicate()
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
 def loader_of(job: TrainingRun) -> int:
     """Return the process of rank 1; for a moment, a child that it starts has its environment, too."""
-    deadline_s = time.monotonic() + 60
-    while len(found := job.pids(1)) != 1:
-        assert time.monotonic() < deadline_s, found
-        time.sleep(0.05)
-    return found[0]
+    wait_for(lambda: len(job.pids(1)) == 1)
+    return job.pids(1)[0]
 
 
 def test_killed_children_and_a_killed_loader_change_nothing(start: Any, tmp_path: Path, store: Path) -> None:
@@ -76,8 +81,9 @@ def test_killed_children_and_a_killed_loader_change_nothing(start: Any, tmp_path
     job.wait_for_step(2)
     kill_children(job, 2, (0.05, 0.4))
     job.wait_for_step(8)
+    wait_for((tmp_path / "run" / "checkpoints" / "latest").exists)  # written while the run goes on
     os.kill(loader_of(job), signal.SIGKILL)
-    code, errors = job.end(timeout_s=10)
+    code, errors = job.end(timeout_s=60)
     assert code == 70, errors
     last = int((tmp_path / "run" / "checkpoints" / "latest").resolve().name.removeprefix("step-"))
     resumed = start(*LOADED, "--resume", steps=last + 4)

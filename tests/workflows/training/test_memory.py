@@ -5,37 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from hyfi_core import process_memory
 from hyfi_core.cost.memory import MemoryForecast
 from hyfi_core.errors import RequestError
+from hyfi_core.job_limits import MemoryLimit
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import in_this_process, run_here
+from workflows.config.load import load_config
+from workflows.launch import memory_pools
+from workflows.launch.memory_pools import MemoryPool, RankPlace
+from workflows.training.job import prepare
 from workflows.training.memory import (
     PROCESS_BYTES,
-    Host,
+    _Forecaster,
     cheaper_plans,
     check_room,
-    crowded,
     describe_memory,
-    hosts_of,
     rank_bytes,
-    short_of_cores,
 )
 
 GB = 10**9
-
-
-def test_ranks_with_more_threads_than_cores_are_named() -> None:
-    assert short_of_cores([(2, 2), (1, 4)]) == []
-    (text,) = short_of_cores([(2, 2), (4, 1), (3, 2)])
-    assert text.startswith("rank 1 (and 1 more) has 4 threads on 1 core: ")
-    assert "--bind-to none or --map-by slot:PE=4; srun: --cpus-per-task=4" in text and "OMP_NUM_THREADS=1" in text
-
-
-def test_ranks_are_gathered_by_host() -> None:
-    ranks = [("a", 0, 2, 8 * GB), ("b", 1, 4, 9 * GB), ("a", None, 2, 8 * GB), ("b", 2, 4, 9 * GB)]
-    assert hosts_of(ranks) == [Host("a", (0,), 2, 2, 8 * GB), Host("b", (1, 2), 2, 4, 9 * GB)]
 
 
 def of_weights(size: int) -> MemoryForecast:
@@ -60,7 +49,7 @@ def test_ranks_share_the_copy_of_large_weights() -> None:
 
 
 def test_too_little_room_is_refused_with_the_first_change_that_fits() -> None:
-    hosts = [Host("a", (0, 1), 2, 2, 5 * GB)]
+    hosts = [MemoryPool("a", (0, 1), 5 * GB)]
     check_room([2 * GB, 3 * GB], hosts)
     changes = {"plan.microbatches=2": [3 * GB] * 2, "plan.microbatches=4": [GB] * 2}
     with pytest.raises(
@@ -71,13 +60,16 @@ def test_too_little_room_is_refused_with_the_first_change_that_fits() -> None:
         check_room([4 * GB, 4 * GB], hosts)
     with pytest.raises(RequestError, match=r"at least 1500 GB, but 5 GB are .*plan.cells=auto plan.spill=FOLDER"):
         check_room([750 * GB, 750 * GB], hosts)
+    with pytest.raises(RequestError, match=r"but 5 GB are free \(by SLURM_MEM_PER_NODE\); "):
+        check_room([4 * GB, 4 * GB], [MemoryPool("a", (0, 1), 5 * GB, "by SLURM_MEM_PER_NODE")])
 
 
-def test_what_is_said_names_peaks_and_crowds() -> None:
-    hosts = [Host("a", (0, 1), 5, 2, 8 * GB), Host("b", (2,), 1, 2, 8 * GB)]
-    said = describe_memory([GB, 2 * GB, 2 * GB], hosts)
-    assert said == "memory: about 1 to 2 GB for each trainer, 3 GB of 8 GB free on a"
-    assert [line[:22] for line in crowded(hosts)] == ["5 ranks share 2 cores "]
+def test_the_description_names_peaks_and_the_fullest_pool() -> None:
+    pools = [MemoryPool("a", (0, 1), 8 * GB), MemoryPool("b", (2,), 8 * GB)]
+    text = describe_memory([GB, 2 * GB, 2 * GB], pools)
+    assert text == "memory: about 1 to 2 GB for each trainer, 3 GB of 8 GB free on a"
+    limited = [pools[0], MemoryPool("b", (2,), 3 * GB, "by ulimit -v")]
+    assert describe_memory([GB, 2 * GB, 2 * GB], limited).endswith("2 GB of 3 GB free on b (by ulimit -v)")
 
 
 def test_changes_give_whole_micro_batches() -> None:
@@ -97,8 +89,40 @@ def test_a_run_without_room_is_refused_before_anything_is_written(
 ) -> None:
     config = make_config(tmp_path, make_store(tmp_path), run={"steps": 1})
     with monkeypatch.context() as little:
-        little.setattr(process_memory, "available_bytes", lambda: 10**8)
+        little.setattr(memory_pools, "available_memory", lambda process=True: MemoryLimit(10**8, ""))
         assert run_here(config) == 2
     assert "memory: the trainers on" in capfd.readouterr().err and not (tmp_path / "run").exists()
     assert run_here(config) == 0
     assert "memory: about 0.4" in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("_here")
+def test_a_run_on_gpus_is_compared_with_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The host has room for processes only; a trainer on a CPU would be refused there."""
+    config = make_config(tmp_path, make_store(tmp_path), run={"steps": 1})
+
+    def on_gpu(device_bytes: int) -> None:
+        place = RankPlace("node1", 0, 2, 10**8, device="cuda:0", device_bytes=device_bytes)
+        monkeypatch.setattr(RankPlace, "here", lambda trainer, device: place)
+
+    on_gpu(10**6)
+    assert run_here(config) == 2
+    assert "memory: the trainers on cuda:0 of node1 (1) need at least" in capfd.readouterr().err
+    on_gpu(10**9)
+    assert run_here(config) == 0
+    printed = capfd.readouterr().out
+    assert "of 1 GB free on cuda:0 of node1" in printed and "host memory: about 0.4 GB for each trainer" in printed
+
+
+def test_bfloat16_needs_less_than_float32(tmp_path: Path) -> None:
+    """Maps take half, weights stay as they are."""
+    path = make_config(tmp_path, make_store(tmp_path), run={"steps": 1})
+    wide, narrow = (
+        _Forecaster(prepare(load_config(path, [f"run.precision={precision}"])), on_gpus=True)
+        for precision in ("float32", "bfloat16")
+    )
+    plan = ParallelPlan(grids=((1, 1),))
+    ((of_wide,), (of_narrow,)) = (one.device_bytes(plan) for one in (wide, narrow))
+    assert 0.45 * of_wide < of_narrow < 0.8 * of_wide
