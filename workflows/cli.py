@@ -249,12 +249,16 @@ def train(
     overrides: Overrides = None,
     ranks: PlanRanks = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a stopped run, or start it.")] = False,
+    accepts_changes: Annotated[
+        bool,
+        typer.Option("--accept-data-changes", help="Continue although labels, splits or slides have changed."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a classifier; starts mpiexec itself if it is not already under mpiexec, srun or torchrun."""
     from workflows.commands import train
 
-    _exit(partial(train.run, config, list(overrides or ()), ranks, resume, as_json), as_ranks=True)
+    _exit(partial(train.run, config, list(overrides or ()), ranks, resume, as_json, accepts_changes), as_ranks=True)
 
 
 @app.command()

@@ -53,10 +53,12 @@ def _raise_on(*_: object) -> None:
     raise
 
 
-def run_here(config: Path, *overrides: str, resume: bool = False, ranks: int | None = None) -> int:
+def run_here(
+    config: Path, *overrides: str, resume: bool = False, ranks: int | None = None, accepts_changes: bool = False
+) -> int:
     """Train on one rank, in this process; a refusal is raised as the launcher raises it."""
     signals._requested = False  # a process runs once; the tests' own does so again and again
-    return train.run(config, list(overrides), ranks, resume, as_json=False)
+    return train.run(config, list(overrides), ranks, resume, False, accepts_changes)
 
 
 def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher, made_current
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hyfi_core.runtime.engine import Engine
     from workflows.launch.owner import FolderOwner
     from workflows.launch.stop import StopFlag
+    from workflows.training.checks.data_record import DataRecord, SlideTables
     from workflows.training.job import TrainingJob
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
@@ -34,7 +35,14 @@ if TYPE_CHECKING:
     RankBody = Callable[[bool], int]
 
 
-def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_json: bool) -> int:
+def run(
+    config: Path,
+    overrides: list[str],
+    ranks: int | None,
+    resume: bool,
+    as_json: bool,
+    accepts_changes: bool = False,
+) -> int:
     """Train as ``config`` says; starts ``mpiexec`` if the run needs several ranks and there is no launcher.
 
     Args:
@@ -43,6 +51,7 @@ def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_
         ranks: Number of ranks; None: as many as the run needs; any other number is refused.
         resume: Continue a stopped run; a run that does not exist is started.
         as_json: Print the result as one JSON object.
+        accepts_changes: Continue although labels, splits or slides have changed.
 
     Returns:
         0 if all steps are done, 3 if stopped on request.
@@ -63,12 +72,13 @@ def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_
         check_ranks(settings, ranks if ranks is not None else settings.ranks)
         check_run(settings, resume)
         if settings.ranks > 1:
-            words = ["train", str(config), *overrides, *["--resume"] * resume, *["--json"] * as_json]
+            flags = {"--resume": resume, "--json": as_json, "--accept-data-changes": accepts_changes}
+            words = ["train", str(config), *overrides, *(flag for flag, given in flags.items() if given)]
             return launch(words, settings.ranks, settings.run.dir)
-    return run_as_rank(partial(train_rank, settings, resume, as_json))
+    return run_as_rank(partial(train_rank, settings, resume, as_json, accepts_changes))
 
 
-def train_rank(config: Config, resume: bool, as_json: bool) -> int:
+def train_rank(config: Config, resume: bool, as_json: bool, accepts_changes: bool = False) -> int:
     """Run this process as a rank of the launcher, or alone; return the exit code."""
     from workflows import signals
 
@@ -89,12 +99,19 @@ def train_rank(config: Config, resume: bool, as_json: bool) -> int:
         torch.set_num_threads(config.run.threads)
     set_arithmetic(config.run.tf32, config.run.deterministic)
     world = join()
-    code = train_in(world, config, resume, as_json, StopFlag(signals.requested))
+    code = train_in(world, config, resume, as_json, StopFlag(signals.requested), accepts_changes)
     world.barrier()  # when one rank exits with a code other than 0, a launcher may kill ranks that still write
     return code
 
 
-def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, stop: StopFlag) -> int:
+def train_in(
+    world: Communicator,
+    config: Config,
+    resume: bool,
+    as_json: bool,
+    stop: StopFlag,
+    accepts_changes: bool = False,
+) -> int:
     """Run as one rank of ``world``; return the exit code.
 
     Args:
@@ -103,6 +120,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         resume: Whether the run may be continued.
         as_json: Whether to print the result as one JSON object.
         stop: Requests to stop.
+        accepts_changes: Whether the run may be continued although its data have changed.
 
     Raises:
         RequestError: On all ranks if one of them refuses; nothing was written.
@@ -112,6 +130,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     from workflows.launch import rank_log
     from workflows.launch.request import check_ranks, own_run
     from workflows.out_of_memory import remember_advice
+    from workflows.training.checks.data_record import SlideTables
     from workflows.training.feeding import share_chunks
     from workflows.training.job import prepare
     from workflows.training.memory import advice_of, check_memory
@@ -131,6 +150,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     coverage = agree(world, lambda: check_images(job) if world.rank == 0 else None)
     roles = Roles.of(world, config, len(job.classes))
     saved = agree(world, lambda: SavedRun.load(job, start, roles.trainers) if roles.trainers is not None else None)
+    data = agree(world, lambda: _checked_data(job, saved, accepts_changes) if roles.world.rank == 0 else None)
     job = agree(world, lambda: with_shares(job, roles))
     device = device_of(config.run.device, roles)
     forecast = agree(world, lambda: check_memory(job, roles, device))
@@ -138,7 +158,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         say(line)
     remember_advice(world.broadcast_object(advice_of(job, forecast)))
     make_body = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
-    body = agree(world, lambda: make_body(job, roles, saved, coverage, stop, device))
+    body = agree(world, lambda: make_body(job, roles, saved, SlideTables(coverage, data), stop, device))
     if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
     owner = _own_shared(world, lambda: own_run(config, resume, start), config.run.dir)
@@ -167,6 +187,18 @@ def _run_owned(roles: Roles, config: Config, owner: FolderOwner | None, body: Ca
     finally:
         if owner is not None:
             owner.release()
+
+
+def _checked_data(job: TrainingJob, saved: SavedRun | None, accepts_changes: bool) -> DataRecord:
+    """Return the record of the run's data; of a resumed run they are compared with those of its checkpoint."""
+    from workflows.training.checks.data_record import check_data, data_record
+
+    record = data_record(job)
+    if saved is not None:
+        note = check_data(job, saved.training.state, saved.checkpoint.model, record, accepts_changes)
+        if note is not None:
+            say(note)
+    return record
 
 
 def _agreed_start(world: Communicator, config: Config, resume: bool) -> int:
@@ -207,7 +239,7 @@ def _stopped_at_start(world: Communicator, config: Config) -> int:
 
 
 def _trainer(
-    job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag, device: str
+    job: TrainingJob, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
 ) -> RankBody:
     """Build the engine and return the function that trains with it."""
     import torch
@@ -243,7 +275,7 @@ def _trainer(
 
     def body(as_json: bool) -> int:
         start = saved.training.state["step"] if saved is not None else 0
-        recorder = Recorder(job, engine.plan, start, coverage, throughput) if throughput is not None else None
+        recorder = Recorder(job, engine.plan, start, slides, throughput) if throughput is not None else None
         if first:
             say(_start_text(job, engine, start))
             RunFolder(job.config.run.dir).write_state("running", job.steps)
@@ -281,7 +313,7 @@ def _reserve_validation(job: TrainingJob, engine: Engine, model: torch.nn.Module
 
 
 def _loader(
-    job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag, device: str
+    job: TrainingJob, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
 ) -> RankBody:
     """Build the loader service and return the function that runs it."""
     from workflows.training.feeding import make_loader
@@ -291,7 +323,7 @@ def _loader(
 
 
 def _validator(
-    job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag, device: str
+    job: TrainingJob, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
 ) -> RankBody:
     """Start the validation service and return the function that runs it."""
     from workflows.evaluation.validation_child import start_child, validation_plan

@@ -9,6 +9,8 @@ import torch
 
 from hyfi_core.capture.autocast import under_autocast
 from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Ref
+from hyfi_core.errors import RequestError
 from hyfi_core.models.by_name import build_model
 from workflows.config.run import Config
 from workflows.evaluation.models import DTYPES, model_fields, set_training
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ModelPrograms:
-    """The captured model for several micro-batch sizes; each is captured once.
+    """The captured model for several micro-batch sizes; each is captured once, and must return a logit for each class.
 
     Args:
         config: The run's configuration.
@@ -29,7 +31,7 @@ class ModelPrograms:
     """
 
     def __init__(self, config: Config, classes: int) -> None:
-        self._config = config
+        self._config, self._classes = config, classes
         with torch.device("meta") if config.model.built_in else nullcontext():  # a built-in one needs no values
             model = build_model(model_fields(config.model, classes))
         set_training(model)
@@ -42,10 +44,38 @@ class ModelPrograms:
         return "bfloat16" if self._config.run.precision == "bfloat16" else None
 
     def of(self, images: int) -> Program:
-        """Return the captured model for micro-batches of ``images`` images, with the dtypes of autocast if it is on."""
+        """Return the captured model for micro-batches of ``images`` images, with the dtypes of autocast if it is on.
+
+        Raises:
+            RequestError: It cannot be captured, or does not return one logit for each class.
+        """
         if images not in self._programs:
             shape = (images, 3, *self._config.data.size_px)
             program = capture(self._model, shape, DTYPES[self._config.run.precision])
+            _check_output(program, images, self._classes, self._config.model.name)
             autocast = self.autocast_dtype
             self._programs[images] = under_autocast(program, getattr(torch, autocast), "cpu") if autocast else program
         return self._programs[images]
+
+
+def _check_output(program: Program, images: int, classes: int, name: str) -> None:
+    """Check that the model returns one logit for each class.
+
+    Raises:
+        RequestError: It returns something else.
+    """
+    found = program.unflatten(list(program.outputs))
+    info = program.values.get(found.name) if isinstance(found, Ref) else None
+    if info is not None and info.shape == (images, classes) and info.dtype.is_floating_point:
+        return
+    if info is None:
+        given = f"a {type(found).__name__}" if not isinstance(found, Ref) else "a constant"
+    elif info.shape == (images, 1) and classes == 2:
+        given = "1 output, as for a sigmoid; for a softmax over two classes it needs 2"
+    else:
+        given = f"a tensor of shape {tuple(info.shape)} and dtype {str(info.dtype).removeprefix('torch.')}"
+    raise RequestError(
+        f"model {name}: for {images} image{'s' * (images > 1)} and {classes} classes it returns {given}; it must "
+        f"return floating-point logits of shape ({images}, {classes}), one for each class: let the factory use its "
+        f"argument `classes` for the size of the last layer, and forward return the logits alone"
+    )

@@ -13,6 +13,7 @@ from hyfi_core.runtime.engine import Engine
 from workflows.console import say, warn
 from workflows.launch.stop import StopFlag
 from workflows.training.bound_by import RunSetup, StepTime, bound_by
+from workflows.training.checks.data_record import KEY
 from workflows.training.checks.finite import FiniteSteps, StepNumbers
 from workflows.training.ema import MovingAverage
 from workflows.training.feeding import BatchImages, loading_report, make_feed, preparation
@@ -257,6 +258,7 @@ class TrainingLoop:
             "seed": self._job.config.run.seed,
             "steps": self._job.steps,
             "next_lr": self._rate.of(step + 1),
+            KEY: None if self._recorder is None else self._recorder.data,  # rank 0 writes it
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
             "random": [self._engine.random.seed, self._engine.random.step],
         }

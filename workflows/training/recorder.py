@@ -11,6 +11,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.saving.kept_checkpoints import prune, remove_leftovers, saved_steps
 from workflows.console import plain_number, say
 from workflows.training.best import last_step
+from workflows.training.checks.data_record import SlideTables
 from workflows.training.curves import write_curves
 from workflows.training.job import TrainingJob
 from workflows.training.metrics_log import MetricsLog, describe_nonfinite, nonfinite_steps
@@ -42,13 +43,14 @@ class Recorder:
         job: The run.
         plan: The plan with resolved cuts.
         start: The step after which the run continues (0: a new run); later lines of the log are dropped.
-        coverage: Rows of ``coverage.csv``.
+        slides: Tables of its slides.
         throughput: Converts images per second.
 
     Attributes:
         folder: The run's folder.
         best: The step to which ``best`` points.
         last: The step with which early stopping ends the run (see :mod:`workflows.training.best`), or None.
+        data: What the run is trained on, for its checkpoints.
         loading: What all loaders have read and sent, at the end; None before, and without loaders.
     """
 
@@ -57,7 +59,7 @@ class Recorder:
         job: TrainingJob,
         plan: ParallelPlan,
         start: int,
-        coverage: Iterable[Mapping[str, Any]],
+        slides: SlideTables,
         throughput: Throughput,
     ) -> None:
         self._job, config = job, job.config
@@ -67,7 +69,8 @@ class Recorder:
         roles = {**config.roles.model_dump(exclude={"shares"}), "pace_s": job.pace_s}
         self.folder.begin(config, {**plan.to_json(), **roles})
         remove_leftovers(self.folder.checkpoints)
-        write_coverage(config.run.dir / "coverage.csv", coverage)
+        write_coverage(config.run.dir / "coverage.csv", slides.coverage or ())
+        self.data = slides.data
         self._log = MetricsLog(config.run.dir / "metrics.jsonl", start)
         self._board = _TensorBoard(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
         self.best: int | None = None

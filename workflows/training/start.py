@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -165,11 +164,12 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
     """Return the rows of ``coverage.csv``; reads every slide's tissue mask, so one rank does it for all.
 
     Raises:
-        RequestError: The model cannot be built, an image would show too little of its slide's tissue, or a slide is
+        RequestError: The model cannot be built or captured, or its outputs are not one for each class; an image would
+            show too little of its slide's tissue, or a slide is
             damaged.
     """
-    with torch.device("meta") if job.config.model.built_in else nullcontext():  # without values: it may be large
-        build_model(job.model_json()["model"])  # first, because reading all tissue masks takes time
+    images = job.layout.batch_of(0) // job.plan.microbatches
+    ModelPrograms(job.config, len(job.classes)).of(images)  # first, because reading all tissue masks takes time
     for dataset in (job.train, job.val):
         dataset.check_files()
         check_coverage(dataset, job.config.data.min_coverage)

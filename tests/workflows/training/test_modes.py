@@ -75,3 +75,42 @@ def test_a_new_head_on_a_model_in_evaluation_mode_is_a_mixture() -> None:
 def test_forecasts_capture_the_modes_that_train(tmp_path: Path, store: Path) -> None:
     config = load_config(make_config(tmp_path, store, model={"name": f"{HERE}:frozen"}))
     assert ModelPrograms(config, 2).of(2).mutations == {}  # of running statistics
+
+
+def one_logit(classes: int) -> nn.Module:
+    return tiny(1)
+
+
+def per_position(classes: int) -> nn.Module:
+    return nn.Conv2d(3, classes, 1)
+
+
+def two_answers(classes: int) -> nn.Module:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = tiny(classes)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": self.net(x)}
+
+    return Both()
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("one_logit", "for 2 images and 2 classes it returns 1 output, as for a sigmoid"),
+        ("per_position", "it returns a tensor of shape (2, 2, 250, 250) and dtype float32"),
+        ("two_answers", "it returns a dict"),
+    ],
+)
+@pytest.mark.parametrize("cells", [[], ["plan.cells=[1,2]"]])
+def test_outputs_that_do_not_fit_the_classes_are_refused_before_anything_is_written(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], factory: str, words: str, cells: list[str]
+) -> None:
+    config = make_config(tmp_path, store, model={"name": f"{HERE}:{factory}"})
+    assert run_here(config, *cells) == 2
+    said = capfd.readouterr().err
+    assert words in said and "logits of shape (2, 2), one for each class" in said and "Traceback" not in said
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,146 @@
+"""What a run is trained on, slide by slide: kept in every checkpoint, and compared when the run is resumed.
+
+A run reads labels, splits and slides by their paths, so files that were edited in place would change it in silence. The
+content of a slide is the digest of its list of files in the store, which has a digest of each: no pixel is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from data.samples.dataset import SlideDataset
+from hyfi_core.errors import RequestError
+from workflows.training.job import TrainingJob
+
+KEY = "data"
+"""Of ``state.json``."""
+_NAMED = 8
+"""Slides named for each kind of change."""
+
+
+@dataclass(frozen=True)
+class SlideFacts:
+    """What a run has read of a slide.
+
+    Attributes:
+        content: Digest of its files in the store.
+        split: Its split.
+        weight: How often it is drawn, relative to others; empty if each is drawn once an epoch.
+        label: Name of its class.
+    """
+
+    content: str
+    split: str
+    weight: str
+    label: str
+
+    def __str__(self) -> str:
+        """Return one line, with the label last because it may have any character."""
+        return "\t".join(getattr(self, field.name) for field in fields(self))
+
+    @classmethod
+    def of(cls, line: str) -> SlideFacts:
+        """Return the facts of a line."""
+        return cls(*line.split("\t", 3))
+
+
+DataRecord = dict[str, str]
+"""Facts of each slide as a line, by the slide's name, in the order of the run."""
+
+
+@dataclass(frozen=True)
+class SlideTables:
+    """What is known of a run's slides before it starts; on rank 0 only.
+
+    Attributes:
+        coverage: Rows of ``coverage.csv``.
+        data: Their record; None on other ranks.
+    """
+
+    coverage: Sequence[Mapping[str, Any]] | None
+    data: DataRecord | None
+
+
+def data_record(job: TrainingJob) -> DataRecord:
+    """Return the record of a run's slides; opens each, and reads no pixels."""
+    weights = [""] * len(job.train) if job.draw_weights is None else [f"{weight:.9g}" for weight in job.draw_weights]
+    found = _facts(job, job.val, job.config.validation.split, [""] * len(job.val))
+    return {**_facts(job, job.train, "train", weights), **(found if job.config.validation.split != "train" else {})}
+
+
+def _facts(job: TrainingJob, dataset: SlideDataset, split: str, weights: list[str]) -> DataRecord:
+    found = {}
+    for index, (sample, weight) in enumerate(zip(dataset.samples, weights, strict=True)):
+        shards = getattr(dataset.slide(index), "attributes", {}).get("shards", {})
+        content = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()[:16]
+        label = "" if sample.label is None else job.classes[sample.label]
+        found[sample.slide_id] = str(SlideFacts(content, split, weight, label))
+    return found
+
+
+def check_data(
+    job: TrainingJob, state: Mapping[str, Any], model: Mapping[str, Any], now: DataRecord, accepts: bool
+) -> str | None:
+    """Compare the data of a resumed run with that of its checkpoint; return a note for the user.
+
+    Args:
+        job: The run.
+        state: The checkpoint's ``state.json``.
+        model: The checkpoint's ``model.json``.
+        now: The record of the data as they are.
+        accepts: Whether changes are accepted.
+
+    Raises:
+        RequestError: The classes differ; or the data have changed, and this is not accepted.
+    """
+    classes = model.get("class_names", [*job.classes])
+    if classes != [*job.classes]:
+        raise RequestError(
+            f"run.dir {job.config.run.dir}: the classes of the run are {', '.join(classes)}, those of the labels now "
+            f"{', '.join(job.classes)}; restore the labels, give the classes as model.classes, or use another run.dir"
+        )
+    before = state.get(KEY)
+    if before is None:
+        return "the checkpoint does not record its slides and labels: changes of them since then are not noticed"
+    changes = changes_of(before, now)
+    if not changes:
+        return None
+    lines = "\n".join(f"  {line}" for line in changes)
+    text = f"run.dir {job.config.run.dir}: its data have changed since step {state['step']} was saved:\n{lines}"
+    if not accepts:
+        raise RequestError(
+            f"{text}\nRestore them, use another run.dir, or go on with the data as they are with --accept-data-changes"
+        )
+    return f"{text}\nThe run goes on with them from step {int(state['step']) + 1}"
+
+
+def changes_of(before: DataRecord, now: DataRecord) -> list[str]:
+    """Return the differences between two records, one line for each kind; empty if there are none."""
+    kinds: dict[str, list[str]] = {}
+    for slide in (slide for slide in before if slide not in now):
+        kinds.setdefault("removed", []).append(f"{slide} ({SlideFacts.of(before[slide]).split})")
+    for slide in (slide for slide in now if slide not in before):
+        kinds.setdefault("added", []).append(f"{slide} ({SlideFacts.of(now[slide]).split})")
+    for slide in (slide for slide in before if slide in now):
+        old, new = SlideFacts.of(before[slide]), SlideFacts.of(now[slide])
+        if old.split != new.split:
+            kinds.setdefault("moved to another split", []).append(f"{slide} (from {old.split} to {new.split})")
+        if old.label != new.label:
+            kinds.setdefault("relabelled", []).append(f"{slide} (from {old.label} to {new.label})")
+        if old.content != new.content:
+            kinds.setdefault("other content in the store", []).append(slide)
+        if old.weight != new.weight and old.split == new.split:
+            kinds.setdefault("drawn more or less often", []).append(slide)
+    if not kinds and [*before] != [*now]:
+        kinds["in another order in the store's manifest"] = [
+            slide for slide, old in zip(now, before, strict=True) if slide != old
+        ]
+    return [f"{kind} ({len(slides)}): {_named(slides)}" for kind, slides in kinds.items()]
+
+
+def _named(slides: list[str]) -> str:
+    return ", ".join(slides[:_NAMED]) + (f" and {len(slides) - _NAMED} more" if slides[_NAMED:] else "")
