@@ -23,7 +23,7 @@ _NAMED = 8
 
 
 @dataclass(frozen=True)
-class SlideFacts:
+class RecordedSlide:
     """What a run has read of a slide.
 
     Attributes:
@@ -43,7 +43,7 @@ class SlideFacts:
         return "\t".join(getattr(self, field.name) for field in fields(self))
 
     @classmethod
-    def of(cls, line: str) -> SlideFacts:
+    def of(cls, line: str) -> RecordedSlide:
         """Return the facts of a line."""
         return cls(*line.split("\t", 3))
 
@@ -78,7 +78,7 @@ def _facts(job: TrainingJob, dataset: SlideDataset, split: str, weights: list[st
         shards = getattr(dataset.slide(index), "attributes", {}).get("shards", {})
         content = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()[:16]
         label = "" if sample.label is None else job.classes[sample.label]
-        found[sample.slide_id] = str(SlideFacts(content, split, weight, label))
+        found[sample.slide_id] = str(RecordedSlide(content, split, weight, label))
     return found
 
 
@@ -122,11 +122,11 @@ def changes_of(before: DataRecord, now: DataRecord) -> list[str]:
     """Return the differences between two records, one line for each kind; empty if there are none."""
     kinds: dict[str, list[str]] = {}
     for slide in (slide for slide in before if slide not in now):
-        kinds.setdefault("removed", []).append(f"{slide} ({SlideFacts.of(before[slide]).split})")
+        kinds.setdefault("removed", []).append(f"{slide} ({RecordedSlide.of(before[slide]).split})")
     for slide in (slide for slide in now if slide not in before):
-        kinds.setdefault("added", []).append(f"{slide} ({SlideFacts.of(now[slide]).split})")
+        kinds.setdefault("added", []).append(f"{slide} ({RecordedSlide.of(now[slide]).split})")
     for slide in (slide for slide in before if slide in now):
-        old, new = SlideFacts.of(before[slide]), SlideFacts.of(now[slide])
+        old, new = RecordedSlide.of(before[slide]), RecordedSlide.of(now[slide])
         if old.split != new.split:
             kinds.setdefault("moved to another split", []).append(f"{slide} (from {old.split} to {new.split})")
         if old.label != new.label:
