@@ -195,7 +195,7 @@ def _checked_data(job: TrainingJob, saved: SavedRun | None, accepts_changes: boo
 
     record = data_record(job)
     if saved is not None:
-        note = check_data(job, saved.training.state, saved.checkpoint.model, record, accepts_changes)
+        note = check_data(job, saved.training.state, record, accepts_changes)
         if note is not None:
             say(note)
     return record

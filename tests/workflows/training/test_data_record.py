@@ -61,21 +61,6 @@ def test_labels_and_splits_that_changed_are_named_and_accepted_on_request(
     assert [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"][-1] == 5
 
 
-def test_other_classes_are_refused_whatever_is_accepted(
-    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The outputs of the model would mean other classes."""
-    labels = tmp_path / "labels.csv"
-    write_labels(labels)
-    config = make_config(tmp_path, store, data={"labels": str(labels), "splits": str(labels)})
-    assert run_here(config, "run.steps=1") == 0
-    labels.write_text(labels.read_text().replace("benign", "normal"))
-    assert run_here(config, "run.steps=1", resume=True, accepts_changes=True) == 2
-    assert (
-        "classes of the run are benign, malignant, those of the labels now malignant, normal" in capfd.readouterr().err
-    )
-
-
 def test_another_content_is_refused_on_every_rank(
     tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,27 +82,18 @@ def _facts(job: TrainingJob, dataset: SlideDataset, split: str, weights: list[st
     return found
 
 
-def check_data(
-    job: TrainingJob, state: Mapping[str, Any], model: Mapping[str, Any], now: DataRecord, accepts: bool
-) -> str | None:
+def check_data(job: TrainingJob, state: Mapping[str, Any], now: DataRecord, accepts: bool) -> str | None:
     """Compare the data of a resumed run with that of its checkpoint; return a note for the user.
 
     Args:
         job: The run.
         state: The checkpoint's ``state.json``.
-        model: The checkpoint's ``model.json``.
         now: The record of the data as they are.
         accepts: Whether changes are accepted.
 
     Raises:
-        RequestError: The classes differ; or the data have changed, and this is not accepted.
+        RequestError: The data have changed, and this is not accepted.
     """
-    classes = model.get("class_names", [*job.classes])
-    if classes != [*job.classes]:
-        raise RequestError(
-            f"run.dir {job.config.run.dir}: the classes of the run are {', '.join(classes)}, those of the labels now "
-            f"{', '.join(job.classes)}; restore the labels, give the classes as model.classes, or use another run.dir"
-        )
     before = state.get(KEY)
     if before is None:
         return "the checkpoint does not record its slides and labels: changes of them since then are not noticed"
