@@ -229,9 +229,8 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
     refuse_store_among_slides(request.store, request.paths, jobs)
     names = [job.slide_id for job in jobs]
     if request.options.given_tissue is not None:
-        tissue = GivenTissue(request.options.given_tissue)
-        tissue.check(names)
-        note = "; ".join(text for text in (note, tissue.note(names)) if text)
+        outlines = GivenTissue(request.options.given_tissue).check(names)
+        note = "; ".join(text for text in (note, outlines) if text)
     mine = part_of_names(names, *request.part)
     return [job for job in jobs if job.slide_id in mine], key, note
 

@@ -89,10 +89,9 @@ class PredictOptions:
         mask, mpp = slide.tissue()
         return slide.with_tissue(given.mask(SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp), mask.shape))
 
-    def check_tissue(self, slide_ids: Sequence[str]) -> None:
-        """Check ``tissue`` against the slides; see `GivenTissue.check`."""
-        if self.given_tissue is not None:
-            self.given_tissue.check(slide_ids)
+    def check_tissue(self, slide_ids: Sequence[str]) -> str:
+        """Check ``tissue`` against the slides and return a note for the user; see `GivenTissue.check`."""
+        return "" if self.given_tissue is None else self.given_tissue.check(slide_ids)
 
     def __post_init__(self) -> None:
         if self.image not in get_args(Image):

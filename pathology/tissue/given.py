@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from hyfi_core.errors import RequestError
-from pathology.tissue.outlines import Mask, Polygon, SlideGrid, mask_of_polygons, read_polygons
+from pathology.tissue.geojson import Areas, read_areas
+from pathology.tissue.outlines import Mask, SlideGrid, mask_of_areas
 
 OFF = "off"
 _MOST_NAMED = 3
@@ -23,12 +24,12 @@ class SlideTissue:
     Attributes:
         identity: ``off``, or the SHA-256 of the file.
         path: The file; None with ``off``.
-        polygons: Those of the file, in level-0 pixels from the corner of the slide's bounds.
+        areas: Those of the file; None with ``off``.
     """
 
     identity: str
     path: Path | None = None
-    polygons: tuple[Polygon, ...] = ()
+    areas: Areas | None = None
 
     def mask(self, grid: SlideGrid, shape: tuple[int, int]) -> Mask:
         """Return the tissue as a mask of ``shape``; all of it with ``off``.
@@ -36,9 +37,9 @@ class SlideTissue:
         Raises:
             RequestError: The polygons are outside of the slide, or cover no pixel of the mask.
         """
-        if self.path is None:
+        if self.path is None or self.areas is None:
             return np.ones(shape, bool)
-        return mask_of_polygons(self.path, self.polygons, grid, shape)
+        return mask_of_areas(self.path, self.areas, grid, shape)
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,21 @@ class GivenTissue:
             data = path.read_bytes()
         except OSError as error:
             raise RequestError(f"--tissue {path}: cannot be read ({error.strerror or error})") from error
-        return SlideTissue(hashlib.sha256(data).hexdigest(), path, read_polygons(path, data))
+        return SlideTissue(hashlib.sha256(data).hexdigest(), path, read_areas(path, data))
 
-    def check(self, slide_ids: Sequence[str]) -> None:
+    def check(self, slide_ids: Sequence[str]) -> str:
         """Check the value against all slides of the command, and read their files.
+
+        Returns:
+            Sentences about slides without a file, files without a slide, and what of the files is left out; empty if
+            there is nothing to say.
 
         Raises:
             RequestError: The file or folder is missing, one file is for several slides, no slide has a file in the
                 folder, or a file has no polygon.
         """
         if self.value == OFF:
-            return
+            return ""
         path = Path(self.value)
         if not path.exists():
             raise RequestError(
@@ -88,15 +93,22 @@ class GivenTissue:
                 f"--tissue {path}: one file for {len(slide_ids)} slides; give a folder with a <slide_id>.geojson for "
                 f"each"
             )
-        if [self.of(name) for name in slide_ids].count(None) == len(slide_ids) > 0:
+        left_out, files = {}, 0
+        for name in slide_ids:  # one after the other: files may be large
+            found = self.of(name)
+            files += found is not None
+            if found is not None and found.path is not None and found.areas is not None and found.areas.left_out:
+                left_out[found.path.name] = found.areas.left_out
+        if slide_ids and not files:
             raise RequestError(
                 f"--tissue {path}: no <slide_id>.geojson for any of these slides, such as {slide_ids[0]}.geojson"
             )
+        return "; ".join(text for text in (self._unmatched(slide_ids), _left_out(left_out)) if text)
 
-    def note(self, slide_ids: Sequence[str]) -> str:
+    def _unmatched(self, slide_ids: Sequence[str]) -> str:
         """Return a sentence about slides without a file and files without a slide; empty if there are none."""
         path = Path(self.value)
-        if self.value == OFF or not path.is_dir():
+        if not path.is_dir():
             return ""
         without = [name for name in slide_ids if self._file(name) is None]
         unused = sorted({file.stem for file in path.glob("*.geojson")} - set(slide_ids))
@@ -110,6 +122,13 @@ class GivenTissue:
             return path
         path /= f"{slide_id}.geojson"
         return path if path.exists() else None
+
+
+def _left_out(files: Mapping[str, str]) -> str:
+    """Return a sentence about what of files is left out."""
+    listed = [f"{name}: left out {what}" for name, what in list(files.items())[:_MOST_NAMED]]
+    more = [f"and of {len(files) - _MOST_NAMED} more files"] if len(files) > _MOST_NAMED else []
+    return "; ".join(listed + more)
 
 
 def _named(names: Sequence[str]) -> str:

@@ -6,8 +6,6 @@ exported and imported unchanged is the same.
 
 from __future__ import annotations
 
-import json
-import math
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,13 +20,10 @@ from skimage.draw import polygon
 from data.components import label
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
+from pathology.tissue.geojson import TISSUE_CLASS, Areas, Polygon
 
 Mask = NDArray[np.bool_]
 Ring = list[tuple[float, float]]
-Polygon = list[list[list[float]]]
-"""Rings of (x, y): the outer one, then the holes."""
-
-TISSUE_CLASS = "Tissue"
 TISSUE_RGB = (52, 64, 84)
 _OVERDRAWN = 0.05
 """Polygons may reach beyond the slide by this share of its height or width, as when drawn by hand around an edge."""
@@ -115,45 +110,30 @@ def mask_to_geojson(mask: Mask, grid: SlideGrid, slide_id: str) -> dict[str, Any
     return {"type": "FeatureCollection", "features": features}
 
 
-def read_polygons(path: Path, data: bytes) -> tuple[Polygon, ...]:
-    """Return the polygons of a GeoJSON file: those of the class Tissue; all if none has it, but not ``Ignore*``.
-
-    Args:
-        path: The file, for messages.
-        data: Its content.
-
-    Raises:
-        RequestError: It is not GeoJSON, or has no valid polygon.
-    """
-    found = [rings for feature in _features(path, data) for rings in _polygons(feature)]
-    if not found:
-        raise RequestError(
-            f"{path}: it has no polygon; draw areas of the class {TISSUE_CLASS} and export them as GeoJSON"
-        )
-    try:
-        polygons = tuple([[[float(x), float(y)] for x, y, *_ in ring] for ring in rings] for rings in found)
-        if any(len(ring) < 3 for rings in polygons for ring in rings) or not all(polygons):
-            raise ValueError("fewer than three points")
-        if not all(math.isfinite(v) for rings in polygons for ring in rings for point in ring for v in point):
-            raise ValueError("a coordinate that is not a finite number")
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"{path}: it has an invalid polygon ({error})") from error
-    return polygons
-
-
-def mask_of_polygons(path: Path, polygons: Sequence[Polygon], grid: SlideGrid, shape: tuple[int, int]) -> Mask:
-    """Return the mask ``shape`` of polygons in level-0 pixels.
+def mask_of_areas(path: Path, areas: Areas, grid: SlideGrid, shape: tuple[int, int]) -> Mask:
+    """Return the mask ``shape`` of the tissue in areas.
 
     Args:
         path: Where they are from, for messages.
-        polygons: From `read_polygons`.
+        areas: From `read_areas`.
         grid: Position of the mask.
         shape: Rows and columns of the mask.
 
     Raises:
         RequestError: They reach far beyond the slide, or contain no pixel's centre.
     """
-    _check_inside(path, polygons, grid)
+    _check_inside(path, areas.tissue, grid)
+    mask = _filled(areas.tissue, grid, shape) & ~_filled(areas.ignored, grid, shape)
+    if not mask.any():
+        raise RequestError(
+            f"{path}: its polygons cover no part of the slide's mask; they must be in level-0 pixels, as QuPath "
+            f"exports them"
+        )
+    return mask
+
+
+def _filled(polygons: Sequence[Polygon], grid: SlideGrid, shape: tuple[int, int]) -> Mask:
+    """Return the union of polygons as a mask."""
     mask = np.zeros(shape, bool)
     for outer, *holes in polygons:
         part = np.zeros(shape, bool)
@@ -161,11 +141,6 @@ def mask_of_polygons(path: Path, polygons: Sequence[Polygon], grid: SlideGrid, s
             corners = grid.from_level0(ring) - 0.5  # scikit-image's coordinates are those of pixel centres
             part[polygon(corners[:, 0], corners[:, 1], shape)] = value  # type: ignore[no-untyped-call]
         mask |= part
-    if not mask.any():
-        raise RequestError(
-            f"{path}: its polygons cover no part of the slide's mask; they must be in level-0 pixels, as QuPath "
-            f"exports them"
-        )
     return mask
 
 
@@ -182,30 +157,6 @@ def _check_inside(path: Path, polygons: Sequence[Polygon], grid: SlideGrid) -> N
             f"the slide has {size[0]:.0f} × {size[1]:.0f} pixels (rows × columns); give the file of this slide, in "
             f"level-0 pixels, as QuPath exports it"
         )
-
-
-def _features(path: Path, data: bytes) -> list[dict[str, Any]]:
-    """Return the features of the class Tissue; if none has it, all but those whose class QuPath ignores (``…*``)."""
-    try:
-        found = json.loads(data)
-    except ValueError as error:
-        raise RequestError(f"{path}: not GeoJSON ({error}); export annotations from QuPath as GeoJSON") from error
-    listed = found.get("features", [found]) if isinstance(found, dict) else found
-    features = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
-    tissue = [feature for feature in features if _class_of(feature) == TISSUE_CLASS.lower()]
-    return tissue or [feature for feature in features if not _class_of(feature).endswith("*")]
-
-
-def _class_of(feature: dict[str, Any]) -> str:
-    classification = (feature.get("properties") or {}).get("classification") or {}
-    return str(classification.get("name", "")).strip().lower() if isinstance(classification, dict) else ""
-
-
-def _polygons(feature: dict[str, Any]) -> list[Any]:
-    """Return the polygons of a feature (or of a bare geometry), each as its outer ring and holes."""
-    geometry = feature.get("geometry", feature) or {}
-    coordinates = geometry.get("coordinates") or []
-    return {"Polygon": [coordinates], "MultiPolygon": coordinates}.get(str(geometry.get("type")), [])
 
 
 def outline(cells: tuple[NDArray[np.intp], NDArray[np.intp]]) -> list[Ring]:

@@ -129,8 +129,7 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
         IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
     found = find_inputs(request.inputs, predicted_files(out))
     names = [one.slide_id for one in found]
-    options.check_tissue(names)
-    if options.given_tissue is not None and (note := options.given_tissue.note(names)) and own_rank() == 0:
+    if (note := options.check_tissue(names)) and own_rank() == 0:
         console.warn(f"note: {note}")
     require_writable(out)
     if out.exists() and not out.is_dir():

@@ -113,7 +113,7 @@ def test_outlines_of_another_slide_fail_that_slide_alone(slides: Path, tmp_path:
         ("nowhere", "no such file or folder"),
         ("slides", r"no <slide_id>\.geojson for any of these slides, such as a\.geojson"),
         ("slides/a.tiff", "one file for 2 slides"),
-        ("bad", "bad/a.geojson: it has no polygon"),
+        ("bad", "bad/a.geojson: it has no polygon of tissue"),
     ],
 )
 def test_what_cannot_be_outlines_is_refused_before_anything_is_written(

@@ -13,7 +13,8 @@ from hyfi_core.errors import RequestError
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.predict.options import PredictOptions
-from pathology.tissue.outlines import SlideGrid, mask_of_polygons, mask_to_geojson, read_polygons
+from pathology.tissue.geojson import read_areas
+from pathology.tissue.outlines import SlideGrid, mask_of_areas, mask_to_geojson
 from tests.pathology.tiffs import MakeSlide
 
 GRID = SlideGrid(np.array([[15.9, 0.0, 37.5], [0.0, 16.1, -3.25]]))
@@ -32,7 +33,7 @@ def saved(folder: Path, content: object) -> Path:
 
 
 def mask_of_geojson(path: Path, grid: SlideGrid, shape: tuple[int, int]) -> np.ndarray:
-    return mask_of_polygons(path, read_polygons(path, path.read_bytes()), grid, shape)
+    return mask_of_areas(path, read_areas(path, path.read_bytes()), grid, shape)
 
 
 def imported(folder: Path, content: object) -> np.ndarray:
@@ -70,7 +71,7 @@ def test_polygons_of_the_class_tissue_count_or_all_where_there_is_none(tmp_path:
         (feature([[[1, 0], [1, 2]]]), "fewer than three points"),
         (feature([[[1, 0], [1, float("nan")], [9, 9]]]), "invalid polygon .a coordinate that is not a finite number"),
         (feature([SQUARE], "Ignore*"), "no polygon"),
-        (feature([]), "fewer than three points"),
+        (feature([]), "only 1 empty"),
         (feature([[[0.1, 0.1], [0.2, 0.1], [0.2, 0.2]]]), "cover no part"),
         ("text", "no polygon"),
     ],
