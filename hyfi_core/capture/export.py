@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
+from hyfi_core.capture.guards import Assigned, reassigned, refuse_assigned, refuse_fake_constants, trace_guards
 from hyfi_core.capture.patching import PATCHING, patched
 from hyfi_core.capture.places import explained, traced_line
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
@@ -43,7 +43,14 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
     """
     stored = StoredTensors()
     try:
-        return _parse(_exported(model, shape, dtype, stored))
+        assigned: Assigned = []
+        program = _parse(_exported(model, shape, dtype, stored, assigned))
+        if assigned:  # by a later forward, too, and does it compute the same then?
+            with reassigned(model, assigned):
+                again = _parse(_exported(model, shape, dtype, stored, None))
+            if not again.equals(program):
+                refuse_assigned(model, assigned)
+        return program
     except RequestError as error:
         raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from None
     except Exception as error:
@@ -56,14 +63,18 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
 
 
 def _exported(
-    model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dtype, stored: StoredTensors
+    model: nn.Module,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    stored: StoredTensors,
+    assigned: Assigned | None,
 ) -> ExportedProgram:
     with PATCHING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             image = torch.empty(shape, dtype=dtype, device=device_of(model))  # a norm refuses another one
         # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
-        with torch.enable_grad(), _quiet(), stood_in(model, mode), trace_guards(model, stored):
+        with torch.enable_grad(), _quiet(), stood_in(model, mode), trace_guards(model, stored, assigned):
             traced = torch.export.export(model, (image,), strict=False)
         with _own_composites_only(traced):
             exported: ExportedProgram = traced.run_decompositions(_DIFFERENTIABLE)

@@ -6,7 +6,9 @@ forward on its module here:
 ```
 self.buffer = value            in a submodule, dropped by export        → self.buffer.copy_(value)
 self.features = x              a fake tensor on the user's module       → removed
+self.cache[size] = table       of no pixels: computed in each program   → removed (``Caches``)
 features["map"] = x            a fake tensor outside of the model       → an error when it is used (``StoredTensor``)
+self.height = x.shape[2]       the same in each forward                 → traced again, with this value: no change
 self.calls += 1                export would keep the first value        → refused
 return Output(logits=…)        unknown class                            → registered as a pytree
 backward hooks of modules      dropped                                  → refused
@@ -29,10 +31,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
 from hyfi_core.capture.checkpoints import plain_checkpoints
-from hyfi_core.capture.module_state import Attributes, attributes, is_counted, is_tensor, outside_attributes
+from hyfi_core.capture.module_state import (
+    Attributes,
+    attributes,
+    is_constant,
+    is_counted,
+    is_tensor,
+    outside_attributes,
+)
 from hyfi_core.capture.patching import patched
 from hyfi_core.capture.places import calling_line
-from hyfi_core.capture.stored_tensors import StoredTensors
+from hyfi_core.capture.stored_tensors import Caches, StoredTensors
 from hyfi_core.capture.watched_calls import WatchedCalls
 from hyfi_core.errors import RequestError
 
@@ -40,13 +49,18 @@ _here = threading.local()
 """Whether this thread traces: other threads may run models with the same classes at the same time."""
 
 
+Assigned = list[tuple[nn.Module, str, Any]]
+"""(module, attribute, value) of what a forward has assigned to its modules: numbers, tuples and other constants."""
+
+
 @contextlib.contextmanager
-def trace_guards(model: nn.Module, stored: StoredTensors) -> Iterator[None]:
+def trace_guards(model: nn.Module, stored: StoredTensors, assigned: Assigned | None) -> Iterator[None]:
     """Context for tracing ``model``. It patches classes of PyTorch, with effect in this thread: one thread at a time.
 
     Args:
         model: any module; not changed.
         stored: notes the tensors of the trace.
+        assigned: notes constants that the forward assigns to attributes; None: they are refused.
 
     Raises:
         RequestError: the model does something that capture cannot preserve.
@@ -61,7 +75,7 @@ def trace_guards(model: nn.Module, stored: StoredTensors) -> Iterator[None]:
     try:
         with (
             restored(model),
-            _watched_forward(model, calls),
+            _watched_forward(model, calls, assigned),
             plain_checkpoints(inside),
             patched(nn.Module, "__setattr__", _assign),
             patched(_BatchNorm, "forward", _normalise),
@@ -101,12 +115,14 @@ def refuse_fake_constants(constants: dict[str, torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _watched_forward(model: nn.Module, calls: WatchedCalls) -> Iterator[None]:
+def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: Assigned | None) -> Iterator[None]:
     """Watch calls between the beginning and the end of the model's forward."""
     before: Attributes = {}
     outside: Attributes = {}
+    caches = Caches(model)
 
     def begin(module: nn.Module, given: Any) -> None:
+        calls.of_image.add(torch.utils._pytree.tree_leaves(given))
         before.update(attributes(model))
         outside.update(outside_attributes(model))
         calls.begin()
@@ -114,8 +130,9 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls) -> Iterator[None]:
     def end(module: nn.Module, given: Any, output: Any) -> None:
         calls.end()
         register_output(output)
-        _refuse_changed(before, attributes(model))
         _refuse_counted(outside, outside_attributes(model))
+        caches.undo(calls.of_image)
+        _refuse_changed(model, before, attributes(model), assigned)
         calls.refuse_functions(torch.utils._pytree.tree_leaves(output), returned=True)
         calls.refuse_host_randomness()
 
@@ -139,16 +156,48 @@ def _counted(calls: WatchedCalls) -> Iterator[None]:
         calls.checkpoints -= 1
 
 
-def _refuse_changed(before: Attributes, after: Attributes) -> None:
+def _refuse_changed(model: nn.Module, before: Attributes, after: Attributes, assigned: Assigned | None) -> None:
     """Refuse attributes that the forward has changed; tensors are allowed, because nothing reads them here."""
-    for (path, name), value in before.items():
-        found = after.get((path, name))
-        if found != value and not is_tensor(found):
-            raise RequestError(
-                f"the forward changes the attribute {name!r} of {path or 'the model itself'}, which capture cannot "
-                f"record: it would keep the first value. Make it a buffer (register_buffer) changed in place, or "
-                f"change it between steps; tensors can be stored as attributes (self.{name}_0 = x), not in containers"
-            )
+    for (path, name), found in after.items():
+        if before.get((path, name)) == found or is_tensor(found):
+            continue
+        holder = model.get_submodule(path)
+        if assigned is not None and is_constant(vars(holder)[name]):
+            assigned.append((holder, name, vars(holder)[name]))
+        elif (path, name) in before:
+            raise RequestError(_changes(path, name))
+
+
+def _changes(path: str, name: str) -> str:
+    return (
+        f"the forward changes the attribute {name!r} of {path or 'the model itself'}, which capture cannot "
+        f"record: it would keep the first value. Make it a buffer (register_buffer) changed in place, or "
+        f"change it between steps; tensors can be stored as attributes (self.{name}_0 = x), not in containers"
+    )
+
+
+@contextlib.contextmanager
+def reassigned(model: nn.Module, assigned: Assigned) -> Iterator[None]:
+    """Context in which attributes have the values that a forward has assigned to them.
+
+    Args:
+        model: the user's module.
+        assigned: these values.
+    """
+    with restored(model):
+        for module, name, value in assigned:
+            vars(module)[name] = value
+        yield
+
+
+def refuse_assigned(model: nn.Module, assigned: Assigned) -> None:
+    """Refuse a forward that computes something else once it has assigned these values.
+
+    Raises:
+        RequestError: always; the message names the first.
+    """
+    module, name, _ = assigned[0]
+    raise RequestError(_changes(next(path for path, one in model.named_modules() if one is module), name))
 
 
 def _refuse_counted(before: Attributes, after: Attributes) -> None:

@@ -75,6 +75,25 @@ def outside_values(model: nn.Module, attributes: Iterable[Any] | None = None) ->
             yield (name if count == 1 else f"{name} ({count})"), value
 
 
+Memoised = Any  # a function with functools.lru_cache, whose type is private
+
+
+def memories(model: nn.Module) -> tuple[list[Memoised], list[tuple[Any, str]]]:
+    """Return where functions of the model may store values besides containers: what they are found in outside of it.
+
+    Args:
+        model: the user's module.
+
+    Returns:
+        functions with ``functools.lru_cache``; (dict of globals or class, name) of what functions assign.
+    """
+    walk = _Walk()
+    attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in _OWN)
+    for _ in walk.of_model(model, attributes):
+        pass
+    return walk.memoised, walk.assigned
+
+
 class _KnownClass:
     """What a class held when it was last read; kept alive, so that no address is used again.
 
@@ -113,6 +132,8 @@ class _Walk:
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # id -> the object, so that no address is used again
+        self.memoised: list[Memoised] = []
+        self.assigned: list[tuple[Any, str]] = []
 
     def of_model(self, model: nn.Module, attributes: Iterable[Any]) -> Values:
         for kind in {type(module): None for module in model.modules()}:
@@ -160,6 +181,10 @@ class _Walk:
         self._seen[id(item)] = item
         return True
 
+    def _keep_memoised(self, values: Iterable[Any]) -> None:
+        found = (_unwrapped(value) for value in values)
+        self.memoised += [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
+
     def _of_class(self, kind: type) -> Values:
         for holder in kind.__mro__:
             if not self._is_new(holder):
@@ -170,6 +195,12 @@ class _Walk:
             if known.methods or own:
                 for name, value in known.values:
                     yield f"{holder.__qualname__}.{name}", value
+            self._keep_memoised(value for _, value in known.objects)
+            if own:
+                self.assigned += [
+                    (holder, name) for name, value in known.values if value is None or type(value) is bool
+                ]
+                self.assigned += [(holder, name) for name, value in known.objects if isinstance(value, torch.Tensor)]
             for name, value in known.objects if own else ():
                 if isinstance(value, _HOLDERS):
                     yield f"{holder.__qualname__}.{name}", value
@@ -196,11 +227,15 @@ class _Walk:
             except ValueError:  # not assigned yet
                 continue
             yield from self._found(f"{name}: {variable}", found, own, depth)
+        self.assigned += [(function.__globals__, assigned) for assigned in _assigned(function.__code__)]
         for chain in _names(function.__code__):
+            if own:
+                self.assigned += _holders(function.__globals__, chain)
             yield from self._found(*_looked_up(function.__globals__, chain), own, depth)
 
     def _found(self, name: str, value: Any, own: bool, depth: int) -> Values:
         """What a function found under a name; ``own``: code of the user, of which everything is followed."""
+        self._keep_memoised((value,))
         if isinstance(value, (*_VALUES, *_GENERATORS)):
             yield name, value
         elif own and (value is os.environ or value is os.getenv):
@@ -242,6 +277,17 @@ def _looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, A
             return ".".join(chain[:number]), value
         value = found
     return ".".join(chain), value
+
+
+def _holders(names: Mapping[str, Any], chain: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
+    """Yield (class or dict, name) of the attributes in a chain, to which a function may assign."""
+    value = names.get(chain[0], _NOTHING)
+    for attribute in chain[1:]:
+        held = value if isinstance(value, type) else _dict_of(value)
+        if attribute not in (vars(held) if isinstance(held, type) else held):
+            return
+        yield held, attribute
+        value = _attribute(value, attribute)
 
 
 def _is_replaceable(found: Any) -> bool:
@@ -289,6 +335,14 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
         if isinstance(constant, types.CodeType):
             found.update(dict.fromkeys(_names(constant)))
     return tuple(found)
+
+
+@functools.cache
+def _assigned(code: types.CodeType) -> tuple[str, ...]:
+    """Return the globals that code assigns."""
+    inside = [name for item in code.co_consts if isinstance(item, types.CodeType) for name in _assigned(item)]
+    own = [str(step.argval) for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"]
+    return tuple(dict.fromkeys([*own, *inside]))
 
 
 @functools.cache

@@ -111,6 +111,12 @@ class Program:
         shapes = sorted((name, info.shape, str(info.dtype)) for name, info in self.values.items())
         return hashlib.sha256(f"{text}\n{shapes}\n{self.outputs}".encode()).hexdigest()
 
+    def equals(self, other: Program) -> bool:
+        """Whether another program computes the same, with constants of the same values."""
+        if self.digest() != other.digest() or self.constants.keys() != other.constants.keys():
+            return False
+        return all(torch.equal(constant, other.constants[name]) for name, constant in self.constants.items())
+
     def needed(self, roots: set[str]) -> set[str]:
         """Return the names of all values on which the ``roots`` depend, themselves included."""
         wanted = set(roots)

@@ -1,4 +1,4 @@
-"""Tensors that a forward, or a hook of a module, has stored outside of the model during capture.
+"""What a forward, or a hook of a module, has stored during capture.
 
 ```
 features = {}
@@ -7,23 +7,43 @@ model.layer4.register_forward_hook(lambda module, given, output: features.update
 
 During capture, and during the comparison at start, such a tensor is not the feature map of the user's image. Once this
 is over, those that are still alive become ``StoredTensor``: any use of them is an error that says why.
+
+```
+if size not in self.cache:
+    self.cache[size] = positions(size)
+```
+
+What does not depend on the image, such as caches by size, is removed again (``Caches``): each capture computes it anew,
+and its program has the computation.
 """
 
 from __future__ import annotations
 
+import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from hyfi_core.capture.outside_names import memories, outside_values
 from hyfi_core.capture.places import calling_line
 from hyfi_core.errors import RequestError
 
 _READABLE = frozenset({"shape", "dtype"})
+_WITHOUT_VALUES = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
+_WITHOUT_VALUES |= {"new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"}
+"""Functions whose results do not depend on the values of a tensor."""
+_AS_ANOTHER = frozenset({"expand_as", "reshape_as", "to", "type_as", "view_as"})
+"""Functions that take dtype, device or shape of their second tensor."""
+_DEPTH = 6
+"""Depth to which containers and objects are searched for caches."""
+_ITEMS = 4096
+"""Longer containers are not searched."""
 
 
 class StoredTensor(torch.Tensor):
@@ -68,20 +88,154 @@ class StoredTensors:
         self._seen.clear()
 
 
+class OfImage:
+    """The tensors of one trace or run that depend on the values of its image, held weakly."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        found = self._seen.get(id(tensor))
+        return found is not None and found() is tensor
+
+    def add(self, tensors: Iterable[Any]) -> None:
+        """Add tensors; what is not a tensor is ignored."""
+        self._seen.update((id(one), weakref.ref(one)) for one in tensors if isinstance(one, torch.Tensor))
+
+    def follow(self, name: str, given: Iterable[Any], made: Any) -> None:
+        """Add the results of a function, and what it has changed, if it was given a tensor of the image.
+
+        Args:
+            name: of the function.
+            given: its arguments, without containers.
+            made: its result.
+        """
+        tensors = [one for one in given if isinstance(one, torch.Tensor)][: 1 if name in _AS_ANOTHER else None]
+        if name in _WITHOUT_VALUES or not any(one in self for one in tensors):
+            return
+        self.add(_pytree.tree_leaves(made))
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            self.add(tensors[:1])
+
+
+class Caches:
+    """What all that a model's functions store in held before a forward.
+
+    Containers in attributes of its modules, containers, globals and class attributes that its functions read or assign,
+    and functions with ``functools.lru_cache``.
+
+    Args:
+        model: the user's module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        roots = [value for module in model.modules() for name, value in vars(module).items() if name not in _OWN]
+        roots += [value for _, value in outside_values(model)]
+        self._held = [(container, dict(container)) for container in _dicts(roots)]
+        self._sets = [(container, set(container)) for container in _sets(roots)]
+        functions, names = memories(model)
+        self._functions = [(function, function.cache_info().misses) for function in functions]
+        self._names = [(holder, name, _value(holder, name)) for holder, name in names]
+
+    def undo(self, of_image: OfImage) -> None:
+        """Remove what has been stored since and does not depend on the image; counters are left.
+
+        Args:
+            of_image: the tensors that do.
+        """
+        for container, before in self._held:
+            for key in [*container]:
+                old = before.get(key, _MISSING)
+                if old is not container[key] and _is_cached(old, container[key], of_image):
+                    _put_back(container, key, old)
+        for elements, kept in self._sets:
+            elements &= kept
+        for function, misses in self._functions:
+            if function.cache_info().misses != misses:
+                function.cache_clear()
+        for holder, name, old in self._names:
+            now = _value(holder, name)
+            if now is not old and _is_cached(old, now, of_image):
+                _put_back(holder, name, old)
+
+
+_MISSING: Any = object()
+_OWN = frozenset(vars(nn.Module()))  # registries of parameters, hooks and others
+_NO_OBJECTS = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
+
+
+def _is_cached(old: Any, now: Any, of_image: OfImage) -> bool:
+    """Whether a value was stored where there was none, or only a tensor or a flag, and does not depend on the image."""
+    if not (old is _MISSING or old is None or isinstance(old, (bool, torch.Tensor))):
+        return False
+    leaves = _pytree.tree_leaves(now)
+    inside = [item for leaf in leaves if not isinstance(leaf, _NO_OBJECTS) for item in _attributes_of(leaf).values()]
+    return not any(isinstance(leaf, torch.Tensor) and leaf in of_image for leaf in (*leaves, *inside))
+
+
+def _attributes_of(item: Any) -> dict[str, Any]:
+    held = getattr(item, "__dict__", None)
+    return held if isinstance(held, dict) else {}
+
+
+def _value(holder: Any, name: str) -> Any:
+    held: Any = vars(holder) if isinstance(holder, type) else holder
+    return held.get(name, _MISSING)
+
+
+def _put_back(holder: Any, name: Any, old: Any) -> None:
+    if isinstance(holder, type):
+        delattr(holder, name) if old is _MISSING else setattr(holder, name, old)
+    elif old is _MISSING:
+        del holder[name]
+    else:
+        holder[name] = old
+
+
+def _dicts(roots: Iterable[Any]) -> list[Any]:
+    """Return the dicts in values: also in containers, and the attributes of objects."""
+    return [*_found(roots, lambda value: isinstance(value, dict))]
+
+
+def _sets(roots: Iterable[Any]) -> list[Any]:
+    return [*_found(roots, lambda value: isinstance(value, set))]
+
+
+def _found(roots: Iterable[Any], wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield what is wanted of values and all that they contain, each object once."""
+    open_values, seen = [(value, _DEPTH) for value in roots], set[int]()
+    while open_values:
+        value, depth = open_values.pop()
+        if id(value) in seen or isinstance(value, _NO_OBJECTS):
+            continue
+        seen.add(id(value))
+        if wanted(value):
+            yield value
+        inside: Any = value.values() if isinstance(value, dict) else value
+        if not isinstance(value, (dict, list, tuple)):
+            inside = (_attributes_of(value),)
+        if depth and len(inside) <= _ITEMS:
+            open_values += [(item, depth - 1) for item in inside]
+
+
 class StoringRun(TorchFunctionMode):
     """Context of a plain run of a model: notes every tensor that it computes.
 
     Args:
         stored: where they are noted.
+        of_image: notes those that depend on the image.
     """
 
-    def __init__(self, stored: StoredTensors) -> None:
+    def __init__(self, stored: StoredTensors, of_image: OfImage) -> None:
         super().__init__()
         self._stored = stored
+        self._of_image = of_image
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function; a result that is an argument existed before."""
         result = function(*args, **(kwargs or {}))
-        given = {id(leaf) for leaf in _pytree.tree_leaves((args, kwargs))}
+        leaves = _pytree.tree_leaves((args, kwargs))
+        given = {id(leaf) for leaf in leaves}
         self._stored.note(leaf for leaf in _pytree.tree_leaves(result) if id(leaf) not in given)
+        self._of_image.follow(getattr(function, "__name__", ""), leaves, result)
         return result

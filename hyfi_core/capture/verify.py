@@ -32,7 +32,7 @@ from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.program import Program
 from hyfi_core.capture.released import device_of
 from hyfi_core.capture.repeatable import RepeatableDraws
-from hyfi_core.capture.stored_tensors import StoredTensors, StoringRun
+from hyfi_core.capture.stored_tensors import Caches, OfImage, StoredTensors, StoringRun
 from hyfi_core.errors import RequestError
 
 _SIDES_PX = (64, 128, 256, 512)
@@ -79,14 +79,16 @@ def _compare(
     model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, mode: str, stored: StoredTensors
 ) -> str | None:
     """Compare in the current mode of the modules; see ``verify_capture``."""
+    of_image = OfImage()
 
     def run(image: torch.Tensor) -> Any:
         stored.note([image])
-        with StoringRun(stored):
+        of_image.add([image])
+        with StoringRun(stored, of_image):
             return pick(model(image))
 
     for small in _small_shapes(shape):
-        with contextlib.suppress(Exception), undisturbed(model):
+        with contextlib.suppress(Exception), undisturbed(model), _without_caches(model, of_image):
             wanted = _steps(model, small, dtype, run, lambda: dict(model.named_buffers()))
             break
     else:
@@ -106,6 +108,16 @@ def _compare(
         f"images of shape {small}{mode}{first}. Its forward does something that capture does not record, such as an "
         f"autograd hook or state outside of its buffers. verify=False turns this check off"
     )
+
+
+@contextlib.contextmanager
+def _without_caches(model: nn.Module, of_image: OfImage) -> Iterator[None]:
+    """Context that removes on exit what the model has stored that does not depend on an image."""
+    caches = Caches(model)
+    try:
+        yield
+    finally:
+        caches.undo(of_image)
 
 
 @contextlib.contextmanager

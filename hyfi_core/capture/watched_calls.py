@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from hyfi_core.capture.places import calling_line
-from hyfi_core.capture.stored_tensors import StoredTensors
+from hyfi_core.capture.stored_tensors import OfImage, StoredTensors
 from hyfi_core.errors import RequestError
 
 _NO_HOOK = (
@@ -62,6 +62,7 @@ class WatchedCalls(TorchFunctionMode):
 
     Attributes:
         checkpoints: current nesting depth of ``torch.utils.checkpoint`` calls.
+        of_image: the values that depend on the image.
     """
 
     def __init__(self, model: nn.Module, stored: StoredTensors) -> None:
@@ -72,6 +73,7 @@ class WatchedCalls(TorchFunctionMode):
         self._host = host_randomness()
         self._seed = torch.initial_seed()
         self.checkpoints = 0
+        self.of_image = OfImage()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function and check its side effects."""
@@ -97,6 +99,7 @@ class WatchedCalls(TorchFunctionMode):
         if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             result = _pytree.tree_map_only(torch.Tensor, lambda item: _detached(item, tensors), result)
         self._stored.note(leaf for leaf in (*tensors, *_pytree.tree_leaves(result)) if isinstance(leaf, FakeTensor))
+        self.of_image.follow(name, tensors, result)
         return result
 
     def refuse_functions(self, tensors: Sequence[Any], returned: bool = False) -> None:
@@ -142,8 +145,11 @@ class WatchedCalls(TorchFunctionMode):
             self._track(args)
             detached = args[0].detach()
             self._stored.note([detached])
+            self.of_image.follow("data", args, detached)
             return detached
-        return function(*args)
+        result = function(*args)
+        self.of_image.follow("", args, result)
+        return result
 
     def begin(self) -> None:
         """Start watching."""

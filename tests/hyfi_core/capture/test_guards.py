@@ -240,7 +240,7 @@ def test_other_threads_run_on_while_one_traces() -> None:
         Doubled.apply(y).sum().backward()
         return float((x.grad + y.data).sum())
 
-    with trace_guards(GuardedNet(""), StoredTensors()), ThreadPoolExecutor(1) as pool:
+    with trace_guards(GuardedNet(""), StoredTensors(), None), ThreadPoolExecutor(1) as pool:
         assert pool.submit(works).result() == 14
 
 
