@@ -15,6 +15,14 @@ _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "HYDRA_", "HYDI
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
+def import_safely() -> None:
+    """Keep the current folder off the module search path of all processes that this one starts.
+
+    Else a ``secrets.py`` or ``data.py`` in the folder of a user's slides would be imported, and executed, by each.
+    """
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Ask the kernel to signal this process when its parent ends for any reason. Linux only; ignored elsewhere."""
     with contextlib.suppress(OSError, AttributeError):

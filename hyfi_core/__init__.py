@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hyfi_core.errors import RequestError as RequestError
     from hyfi_core.plan.box import Box as Box
     from hyfi_core.plan.parallel_plan import ParallelPlan as ParallelPlan
     from hyfi_core.runtime.engine import Engine as Engine
@@ -16,9 +17,10 @@ _WHERE = {
     "ParallelPlan": "hyfi_core.plan.parallel_plan",
     "Engine": "hyfi_core.runtime.engine",
     "parallelize": "hyfi_core.runtime.parallelize",
+    "RequestError": "hyfi_core.errors",
     "init": "hyfi_core.runtime.launch",
 }
-__all__ = ["Box", "Engine", "ParallelPlan", "init", "parallelize"]
+__all__ = ["Box", "Engine", "ParallelPlan", "RequestError", "init", "parallelize"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,11 +17,15 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hyfi_core.own_packages import check_not_hidden
+
 if TYPE_CHECKING:
     from pathology.readers.slide_source import SlideSource
     from pathology.scripts import StrPath, ingest, predict
 
 __all__ = ["ingest", "open_slide", "predict"]
+
+check_not_hidden("data")
 
 
 def open_slide(path: StrPath) -> SlideSource:

@@ -49,7 +49,13 @@ def hyfi(tmp_path: Path) -> Hyfi:
 
     def run(*words: str | Path, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "workflows.cli", *map(str, words)],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "workflows.cli",
+                *map(str, words),
+            ],  # as the program ``hyfi`` does, without the folder
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | environment,
             capture_output=True,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from data.children import import_safely
 from workflows import signals
 
 
 def main() -> None:
     """Run the command line; never returns."""
     signals.listen_from_start()
+    import_safely()
     from workflows.cli import app
 
     app()

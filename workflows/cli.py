@@ -5,10 +5,12 @@ Nothing large is imported here; commands import what they need when they run, so
 
 from __future__ import annotations
 
+from data.children import import_safely
 from workflows import signals
 
 if __name__ == "__main__":  # signal handlers first: the imports below take time
     signals.listen_from_start()
+    import_safely()
 
 from collections.abc import Callable
 from functools import partial

@@ -148,7 +148,7 @@ def script_of(
         "command": shlex.join(words),
         "ranks": ranks,
         "per_node": math.ceil(ranks / resources.nodes),
-        "program": site.program or f"{shlex.quote(sys.executable)} -m workflows",
+        "program": site.program or f"{shlex.quote(sys.executable)} -P -m workflows",
         "srun": f" {site.srun}" if site.srun else "",
         "mpi": resources.mpi or site.mpi or _pmi_of_this_mpi(),
         "cores": f" --cpus-per-task={resources.cpus_per_task} --cpu-bind=cores" if resources.cpus_per_task else "",
