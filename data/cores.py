@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from typing import TYPE_CHECKING
+
 from hyfi_core import job_limits
+
+if TYPE_CHECKING:
+    from hyfi_core.comm.base import Communicator
 
 
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may use, at least 1; see ``job_limits.usable_cores``."""
     return job_limits.usable_cores()
+
+
+def ranks_with_these_cores(comm: Communicator) -> int:
+    """Return the number of ranks that may use the same cores as this one, itself included (collective)."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    mine = [socket.gethostname(), cores]
+    return int(comm.broadcast_object(comm.gather_objects(mine)).count(mine))
 
 
 def describe_excess_threads(threads: int, cores: int) -> str | None:

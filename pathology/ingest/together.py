@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from data.cores import usable_cores
+from data.cores import ranks_with_these_cores, usable_cores
 from data.store.manifest import SlideRecord
 from hyfi_core.comm.base import Communicator
 from pathology.dealing import SlideQueue, gathered, on_first_rank, own_group, shared_folder
@@ -57,7 +55,7 @@ def ingest_together(
     """
     store = request.store
     jobs, done_before = _shared_jobs(request, plan, comm)
-    mates = _ranks_with_these_cores(comm)
+    mates = ranks_with_these_cores(comm)
     cores, processes = max(1, usable_cores() // mates), worker_count(workers, memory_bytes, mates)
     set_decode_threads(cores)
     report = IngestReport()
@@ -90,12 +88,6 @@ def _shared_jobs(request: Request, plan: Plan | None, comm: Communicator) -> tup
 
     jobs, done_before = on_first_rank(comm, planned)
     return [SlideJob.of_json(values) for values in jobs], done_before
-
-
-def _ranks_with_these_cores(comm: Communicator) -> int:
-    """Return the number of ranks that may use the same cores as this one, itself included. Collective."""
-    mine = [socket.gethostname(), sorted(os.sched_getaffinity(0))]
-    return int(comm.broadcast_object(comm.gather_objects(mine)).count(mine))
 
 
 def _report(every: list[Any], done_before: list[str], ends: list[Any], jobs: int) -> IngestReport:

@@ -166,10 +166,12 @@ def _predict(request: PredictionRequest) -> int:
     from pathology.predict.cohort import predict_slides
     from workflows.launch.owner import FolderOwner
     from workflows.launch.peer_watch import join
+    from workflows.launch.threads import set_threads
 
     slides, out, ranks = _check(request), request.out, request.ranks
     members = [load_member(path) for path in request.checkpoints]
     comm = join()
+    set_threads(comm)
     number, parts = request.part
     part = f"{number}-of-{parts}" if parts > 1 else ""
     advice = "choose another --out, or give each its own --part"

@@ -121,9 +121,11 @@ def validate_rank(request: EvaluationRequest) -> int:
     from workflows.evaluation.evaluator import Evaluator
     from workflows.launch.peer_watch import join
     from workflows.launch.stop import StopFlag
+    from workflows.launch.threads import set_threads
 
     stop, whole = StopFlag(signals.requested), request.image == "whole"
     world, cells = join(), _cells_of(request)
+    set_threads(world)
     loaded = agree(world, lambda: load_checkpoint(request.checkpoint))
     set_arithmetic(loaded.model.get("tf32", False))  # as in training, so that metrics are the same
     dataset = agree(world, lambda: _dataset(loaded.model, request))

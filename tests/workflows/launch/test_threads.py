@@ -1,0 +1,48 @@
+"""Ranks that a launcher does not bind to cores divide them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from data.cores import usable_cores
+from tests.conftest import MPIEXEC, ROOT
+
+PROGRAM = """
+import sys, torch, hyfi_core
+from workflows.launch.threads import set_threads
+world = hyfi_core.init()
+set_threads(world, int(sys.argv[1]) if sys.argv[1:] else None)
+print("threads", torch.get_num_threads(), flush=True)
+"""
+
+
+def threads_of(ranks: int, *words: str, **environment: str) -> tuple[list[int], str]:
+    """Return the threads of each rank, and all that is printed."""
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [str(MPIEXEC), "-n", str(ranks), sys.executable, "-c", PROGRAM, *words],
+        env=env | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    return [int(line.split()[1]) for line in lines if line.startswith("threads ")], done.stdout
+
+
+@pytest.mark.mpi
+def test_unbound_ranks_divide_the_cores_and_say_so_once() -> None:
+    threads, text = threads_of(2)
+    assert threads == [max(1, usable_cores() // 2)] * 2
+    assert text.count("2 ranks share") == 1
+
+
+@pytest.mark.mpi
+def test_a_number_of_the_user_counts() -> None:
+    assert threads_of(2, OMP_NUM_THREADS="2") == ([2, 2], "threads 2\nthreads 2\n")
+    assert threads_of(2, "5")[0] == [5, 5]
