@@ -146,6 +146,7 @@ class CallConsensus:
         changes: returns the changes since the last call, for the message.
         weights: what compares the weights.
         loss: the loss function, with the values that it holds.
+        shares: whether the plan gives replicas different numbers of images.
         stages: of the plan; between several the optimizer's groups may differ.
     """
 
@@ -157,11 +158,12 @@ class CallConsensus:
         changes: Callable[[], Changes],
         weights: SameWeights,
         loss: object,
+        shares: bool = False,
         stages: int = 1,
     ) -> None:
         self._weights = weights
         self._loss, self._modules = loss, frozenset(model.modules())
-        self._stages = stages
+        self._shares, self._stages = shares, stages
         self._updates = 0
         self._max_norm: float | None = None
         self._loaded: dict[str, str] = {}
@@ -200,7 +202,10 @@ class CallConsensus:
         facts = self._loaded | {"the optimizer": f"{settings}, {self._updates} updates, max_norm={self._max_norm}"}
         facts["the loss"] = describe_function(self._loss, self._modules)
         if self._replica is not self._everyone:  # replicas may have images of different shapes
-            self._check(self._everyone, "training", None, str(program == "new"), facts, "training")
+            each = facts | {"the labels' shape for each image": f"{tuple(labels.shape[1:])} {labels.dtype}"}
+            if not self._shares:
+                each["a replica's number of images (set plan.shares for different numbers)"] = str(shape[0])
+            self._check(self._everyone, "training", None, str(program == "new"), each, "training")
         weights: Scope | None = "training" if self._replica is self._everyone else None
         self._check(self._replica, "training", shape, program, facts | {"labels": describe_labels(labels)}, weights)
 

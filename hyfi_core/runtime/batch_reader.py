@@ -308,6 +308,17 @@ class Reader:
         """Return the shape of the batch; of one read by boxes its ``samples``, else those the engine is made for."""
         return batch_shape(images, self._shape)
 
+    def training_shapes(self, images: Images, labels: torch.Tensor) -> tuple[Shape, Shape]:
+        """Return the shapes of a batch and of its micro-batches.
+
+        Raises:
+            RequestError: the batch cannot be divided, has the wrong size, or not as many labels.
+        """
+        shape = self.batch_shape(images)
+        micro = self.micro_shape(shape, strict=True)
+        check_labels(labels, shape[0])
+        return shape, micro
+
     def micro_shape(self, shape: Shape, strict: bool = False) -> Shape:
         """Return the shape of one micro-batch; unless ``strict``, a batch that cannot be divided is one micro-batch.
 

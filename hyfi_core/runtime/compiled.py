@@ -67,6 +67,7 @@ class Compiled:
         parameters: for each stage, the user's names of the parameters that it uses.
         buffers: the same for buffers.
         trained: the user's names of parameters that get a gradient.
+        outputs: the leaves of the output that ``pick`` takes: values of the program, and constants.
         pick: turns the leaves of the output into the result of ``output``.
         digest: of the whole model's program, the same on every rank.
     """
@@ -77,6 +78,7 @@ class Compiled:
     parameters: tuple[tuple[str, ...], ...]
     buffers: tuple[tuple[str, ...], ...]
     trained: frozenset[str]
+    outputs: tuple[Any, ...]
     pick: Callable[[list[Any]], Any]
     digest: str
 
@@ -149,8 +151,7 @@ def compile_model(
     dtypes = dtypes_under_autocast(program, autocast, device) if autocast and plan.stages * plan.branches > 1 else {}
     index, rank = divmod(comm.rank, placement.size)
     plane = Plane(index=index, device=device, dtypes=dtypes, channels_last=last)
-    rest = plan, together, runs, cells, spills, plane, compiler
-    lowered = _Lowered(stages, placement, rank, trained, active, *rest)
+    lowered = _Lowered(stages, placement, rank, trained, active, plan, together, runs, cells, spills, plane, compiler)
     return Compiled(
         program,
         lowered.hosted,
@@ -158,6 +159,7 @@ def compile_model(
         tuple(tuple(stage.program.parameters.values()) for stage in stages),
         tuple(tuple(stage.program.buffers.values()) for stage in stages),
         frozenset(program.parameters[name] for name in trained if name in active),
+        wanted,
         pick,
         digest,
     )

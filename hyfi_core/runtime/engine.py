@@ -29,17 +29,19 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import resident_bytes
 from hyfi_core.runtime.attribution import Explanation, gather_explanation
-from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, check_labels, lays_channels_last
+from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, lays_channels_last
 from hyfi_core.runtime.calls.runners import Runners
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.gradients import GradientsOfCells, ParameterHooks, StepGradients, clip
 from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.losses.loss_function import Loss
+from hyfi_core.runtime.losses.training_loss import LossOver, TrainingLoss
 from hyfi_core.runtime.mirror import Mirror, trained_by_stage
 from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted, used_stages
 from hyfi_core.runtime.paged_call import PagedCall, pixels_of
 from hyfi_core.runtime.statistics import ReplicaBuffers
-from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, Loss, RandomKey, Subject
+from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, RandomKey, Subject
 from hyfi_core.schedule.action import Action, Schedule
 from hyfi_core.stored_state import Weights
 
@@ -75,6 +77,7 @@ class Engine:
         release: bool = False,
         source: Weights | None = None,
         compiler: SegmentCompiler | None = None,
+        loss_over: LossOver = "auto",
     ) -> None:
         self._model = model
         self.device = device_of(model)
@@ -93,6 +96,7 @@ class Engine:
         last = lays_channels_last(memory_format, model, autocast, lambda: subject.program(widest), grids, self.device)
         self._subject = replace(subject, channels_last=last)
         self._groups = Groups(comm, plan, Placement.of(plan))
+        self._loss = TrainingLoss(self._subject, loss_over, plan, self._groups)
         self._shared: list[tuple[Compiled, StepGradients, ReplicaBuffers]] = []
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, plan.share_of(self._groups.index)
@@ -109,7 +113,7 @@ class Engine:
         self._watch = WeightWatch(model, self._arriving, plan.stages > 1)
         weights = SameWeights(self._watch, self._ownership.held(), self.settle, self._resend)
         changes, replica = self._runners[0].changes, self._groups.replica
-        self._consensus = CallConsensus(model, comm, replica, changes, weights, loss, plan.stages)
+        self._consensus = CallConsensus(model, comm, replica, changes, weights, loss, bool(plan.shares), plan.stages)
         self._choose_mirror(compiled)
         self._optimizer = made_optimizer(optimizer, self._ownership.optimized()) if optimizer is not None else None
         parts = self._runners.each(
@@ -190,7 +194,7 @@ class Engine:
             labels: of the whole batch, first dim B.
 
         Returns:
-            The loss: mean over micro-batches and replicas (over samples, with ``plan.shares``), the same on every rank.
+            The loss of the whole batch, of all micro-batches and replicas, the same on every rank.
 
         Raises:
             RequestError: the micro-batches would be unequal, or the batch has the wrong size for this replica.
@@ -200,14 +204,12 @@ class Engine:
     def accumulate_unread(self, images: Images, labels: torch.Tensor) -> torch.Tensor:
         """Like ``accumulate``; the loss stays on the device, float64 without dims, and the host does not wait."""
         self._groups.reset_traffic(*self._runners.groups)
-        reader = self._runners[0].reader
-        shape = reader.batch_shape(images)
-        micro = reader.micro_shape(shape, strict=True)
-        check_labels(labels, shape[0])
+        shape, micro = self._runners[0].reader.training_shapes(images, labels)
         ACTIVITY.step += 1
         ACTIVITY.action = "comparing this call"
         self._consensus.check_training(shape, self._runners[0].known(micro), labels, self._optimizer)
         compiled = self._compiled(micro)
+        over_batch = self._loss.over_batch(compiled, labels, self._runners[0].forwards_first(compiled))
         local = self._runners[0].read(images, compiled, shape[0])
         self._choose_mirror(compiled)
         gradients, buffers = self._shared_by(compiled)
@@ -216,18 +218,15 @@ class Engine:
         with self._watch.changing(noticed=True), hooks:
             gradients.begin()
             self.reserve(micro, pixels=pixels_of(images))
-            done = self._runners.each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
+            given = images, local, labels, taken, self._arrived, over_batch
+            done = self._runners.each(lambda runner: runner.train(*given))
             self._runners[0].publish()
             gradients.finish(hooks)
             buffers.take_over()
         ACTIVITY.action = None
         self.events = done[0].events
         self.random.step += 1
-        if self.plan.stages * self.plan.directions * self.plan.replicas == 1:
-            return done[0].loss
-        total = torch.stack([pipeline.loss_of_stage for pipeline in done]).sum()
-        self._groups.all.of("reduce").all_reduce(total)
-        return total / self.plan.mean_over
+        return self._loss.total([trained.loss for trained in done], over_batch)
 
     def update(self, max_norm: float | None = None) -> None:
         """Clip gradients to a global norm, run the optimizer step, and clear the gradients."""
@@ -300,8 +299,11 @@ class Engine:
                 self._mirror.settle()
 
     def describe(self, machine: MachineModel | None = None) -> str:
-        """Return the plan as text, with maps that ranks gather, what is spilled and, on a machine, the seconds."""
-        lines = [f"gathered on every rank: {line}" for line in self._compiled().gathered]  # in the model's current mode
+        """Return the plan as text, with forwards that run twice, maps that ranks gather, and what is spilled."""
+        lines = self._loss.describe(self._runners[0].forwards_first(self._compiled()))
+        lines += [
+            f"gathered on every rank: {line}" for line in self._compiled().gathered
+        ]  # in the model's current mode
         if self._paging is not None:
             call = self._trained
             lines += call.described(self._paging, self._forecasts(call), self._subject, self.plan, machine)

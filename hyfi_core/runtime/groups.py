@@ -47,6 +47,7 @@ class Groups:
         self.stages: dict[tuple[int, int], CountedCommunicator] = {}
         self.copies: dict[tuple[int, int], CountedCommunicator] = {}
         self._reductions: dict[frozenset[int], CountedCommunicator | None] = {}
+        self._outputs: CountedCommunicator | None = None
         self._nodes: list[str] = comm.broadcast_object(comm.gather_objects(node_name()))
         grids = len(plan.grids)
         for direction in range(plan.directions):
@@ -101,9 +102,24 @@ class Groups:
                 self._reductions[holders] = counted
         return self._reductions[holders]
 
+    def prepare_outputs(self) -> None:
+        """Create ``outputs``, once. Collective over all trainers."""
+        if self._outputs is None:
+            holders = self._ranks({self.placement.stages - 1}, self._plan.directions)
+            planes = range(0, self.all.size, self.placement.size) if self.plane.rank in holders else ()
+            group = self.all.subgroup([first + rank for first in planes for rank in sorted(holders)])
+            self._outputs = CountedCommunicator(AloneCommunicator() if group is None else group)
+            self._outputs.counts.spans = self.all.counts.spans
+
+    def outputs(self) -> CountedCommunicator:
+        """Return the ranks that compute the model's output, in any direction, plane and replica."""
+        assert self._outputs is not None, "prepare_outputs comes first"
+        return self._outputs
+
     def counted(self) -> list[CountedCommunicator]:
         """Return all counting communicators, without duplicates."""
         every = [self.all, self.replica, self.plane, self.peers, *self.stages.values(), *self.copies.values()]
+        every += [] if self._outputs is None else [self._outputs]
         every += [comm for comm in self._reductions.values() if comm is not None]
         return list({id(comm): comm for comm in every}.values())
 

@@ -25,7 +25,8 @@ from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.batch_reader import MemoryFormat, check_share, divisor
 from hyfi_core.runtime.engine import Engine, OptimizerFactory
 from hyfi_core.runtime.groups import node_name
-from hyfi_core.runtime.subject import Loss
+from hyfi_core.runtime.losses.loss_function import Loss
+from hyfi_core.runtime.losses.training_loss import FLOAT16, LossOver
 from hyfi_core.stored_state import Weights
 
 
@@ -37,6 +38,7 @@ def parallelize(
     *,
     strategy: Strategy | None = None,
     loss: Loss = F.cross_entropy,
+    loss_over: LossOver = "auto",
     optimizer: OptimizerFactory | None = None,
     output: Callable[[Any], Any] | None = None,
     autocast: torch.dtype | None = None,
@@ -50,25 +52,23 @@ def parallelize(
     """Distribute a model over the ranks of a plan.
 
     Args:
-        model: any ``nn.Module`` that takes one image tensor, unchanged; parameters and buffers are set to those of rank
-            0.
+        model: any ``nn.Module`` of one image tensor, unchanged; parameters and buffers are set to those of rank 0.
         shape: of the whole batch of one replica, ``(B, C, H, W)``; with ``plan.shares`` B is this replica's entry.
         plan: ``plan.ranks`` must be ``comm.size``; None with a ``strategy``.
         comm: from ``hyfi_core.init()``, or a group of its ranks.
         strategy: "data", "model", "spatial" or "hybrid": creates a plan for ``comm.size`` ranks.
-        loss: of one micro-batch, a mean over its samples.
+        loss: any function of (output, labels) of the whole batch that returns a scalar.
+        loss_over: "batch", "microbatch" or "auto"; see ``LossOver``.
         optimizer: creates an optimizer for a list of parameters; needed for ``update``.
         output: selects the logits from the model's output.
         autocast: dtype of autocast (``torch.bfloat16``).
-        image_dtype: of images, if it differs from that of the parameters, such as ``torch.uint8`` for a model that
-            scales bytes itself.
-        memory_format: memory format of feature maps: "auto" (channels-last where faster), "channels_last", or
-            "as_given" by images and weights. Outputs and gradients have the format that they have in one process.
+        image_dtype: of images, if not that of the parameters: ``torch.uint8`` for a model that scales bytes itself.
+        memory_format: of feature maps: "auto" (channels-last where faster), "channels_last", or "as_given" by images
+            and weights. Outputs and gradients have the format that they have in one process.
         verify: at start, rank 0 compares the module with its capture on small images, in its current mode and in
             evaluation mode; a difference in values or gradients is refused.
         release: whether this rank keeps only what its stages use: other parameters and buffers of ``model`` are moved
-            to the meta device, without values, when the engine has been created. Methods of the engine work as before.
-            Each rank needs its own ``model``.
+            to the meta device, without values. Methods of the engine work as before. Each rank needs its own ``model``.
         weights: for a model on the meta device: a safetensors file, a folder of them, a state, or a function of a name,
             from which tensors are read to torch's default device, with ``release`` only those of this rank's stages.
         compile: "on": ``torch.compile`` fuses the operators between messages, as far as it can; "auto": on GPUs only,
@@ -78,25 +78,28 @@ def parallelize(
         RequestError: plan, ranks, shape or model are not compatible, or differ between ranks: the same error on every
             rank, before anything is changed.
     """
+    agree(comm, lambda: _check_choices(autocast, optimizer, loss_over))
     plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer, loss, output, weights, verify))
     own = frozenset(model.modules())
     settings: dict[str, object] = {"autocast": autocast, "image_dtype": image_dtype, "memory_format": memory_format}
     settings |= {"verify": verify, "release": release, "optimizer": "given" if optimizer is not None else "none"}
     settings |= {"loss": describe_function(loss, own), "output": describe_function(output, own), "compile": compile}
-    compare_requests(comm, model, shape, plan, settings | {"weights": _describe_weights(weights)})
-    if release:
-        _refuse_shared(model, comm)
+    settings |= {"loss_over": loss_over, "weights": _describe_weights(weights)}
+    compare_requests(comm, model, shape, plan, settings)
+    _refuse_shared(model, comm, release)
     given = model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format
     check = partial(_verify, comm, model, shape, output, image_dtype) if verify else lambda chosen: None
-    return Engine(*given, check, release, weights, _compiler(compile, plan, model, comm))
+    return Engine(*given, check, release, weights, _compiler(compile, plan, model, comm), loss_over)
 
 
 def _describe_weights(weights: Weights | None) -> str:
     return str(Path(weights)) if isinstance(weights, (str, os.PathLike)) else type(weights).__name__
 
 
-def _refuse_shared(model: nn.Module, comm: Communicator) -> None:
-    """Refuse a module that several ranks of one process share: what one releases, another needs."""
+def _refuse_shared(model: nn.Module, comm: Communicator, release: bool) -> None:
+    """Refuse to release a module that several ranks of one process share: what one releases, another needs."""
+    if not release:
+        return
     holders = comm.gather_objects([node_name(), os.getpid(), id(model)])
     shared = comm.broadcast_object(None if holders is None else len(set(map(tuple, holders))) < len(holders))
     if shared:
@@ -149,6 +152,15 @@ def _checked(
             f"lambda params: torch.optim.{type(optimizer).__name__}(params, ...)"
         )
     return plan
+
+
+def _check_choices(autocast: torch.dtype | None, optimizer: object, loss_over: LossOver) -> None:
+    if loss_over not in get_args(LossOver):
+        raise RequestError(f"loss_over is {loss_over!r}; pass 'auto', 'batch' or 'microbatch'")
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise RequestError(f"autocast is {autocast!r}; pass torch.bfloat16, or None for the dtype of the weights")
+    if autocast == torch.float16 and optimizer is not None:
+        raise RequestError(FLOAT16)
 
 
 def _check_compile(compile: CompileMode, plan: ParallelPlan) -> None:

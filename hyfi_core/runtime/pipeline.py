@@ -17,10 +17,13 @@ from hyfi_core.comm.replay import Log, RecordingCommunicator, ReplayingCommunica
 from hyfi_core.runtime.backward import Record, Values
 from hyfi_core.runtime.compiled import Compiled, HostedStage
 from hyfi_core.runtime.executor import Executor
+from hyfi_core.runtime.losses.step_loss import StepLoss
 from hyfi_core.runtime.stage_exchange import StageExchange
 from hyfi_core.schedule.action import Action, Verb
 
 Key = tuple[int, int]
+Event = tuple[Action, float, float]
+"""An action with its begin and end, in seconds."""
 
 
 class Statistics(Protocol):
@@ -66,12 +69,12 @@ class Step:
 
     Attributes:
         begin: (stage, direction, micro-batch) -> the values before the first instruction.
-        loss: (output, micro-batch) -> its part of the loss.
+        loss: that the last stage computes.
         parameters: (stage, direction) -> value name -> parameter.
     """
 
     begin: Callable[[Key, int], Values]
-    loss: Callable[[Any, int], torch.Tensor]
+    loss: StepLoss
     parameters: Mapping[Key, Values]
 
 
@@ -100,7 +103,6 @@ class Pipeline:
         statistics: storage of buffers; None for prediction.
         gradients: reduction of gradients; None for prediction, whose schedule has only forwards.
         autocasting: creates the autocast context.
-        device: of the losses, which stay there.
         recomputes: whether a stage recomputes its activations.
         memory: creates the paging callbacks of a stage, given the tensors that must stay in memory; None: no paging.
     """
@@ -116,7 +118,6 @@ class Pipeline:
         gradients: Gradients | None,
         autocasting: Callable[[], AbstractContextManager[Any]],
         recomputes: Callable[[int], bool],
-        device: torch.device,
         memory: Callable[[HostedStage, Values], StepMemory] | None = None,
     ) -> None:
         self._compiled = compiled
@@ -131,21 +132,20 @@ class Pipeline:
         self._memory = (lambda stage, values: AllStays()) if memory is None else memory
         self._flights: dict[tuple[Key, int], _MicroBatch] = {}
         self.outputs: dict[int, list[Any]] = {}
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.loss_of_stage = torch.zeros((), dtype=torch.float64, device=device)
         self._begin_s = 0.0
         self._last: dict[Key, int | None] = {}
-        self.events: list[tuple[Action, float, float]] = []
+        self.events: list[Event] = []
 
     def run(self, actions: Sequence[Action], step: Step) -> None:
         """Execute the actions.
 
-        Afterwards, ``loss`` is that of the last stages on this rank; ``loss_of_stage`` is the same on the first rank of
-        such a stage in plane 0, and zero on others; ``events`` has every action with its begin (after waiting for data)
-        and end. In prediction, ``outputs`` has the leaves of each micro-batch's output, on ranks of the last stage.
+        Afterwards, ``events`` has every action with its begin (after waiting for data) and end. Without gradients,
+        ``outputs`` has the leaves of each micro-batch's output, on ranks of the last stage.
         """
         self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb is Verb.B}
         for action in actions:
+            if action.verb is Verb.B and step.loss.waits:
+                self._take_outputs(step.loss)
             self._begin_s = time.perf_counter()
             ACTIVITY.action = action
             self._do(action, step)
@@ -173,6 +173,17 @@ class Pipeline:
                 self._trained.send(action.stage)
             case Verb.RECV_G:
                 self._trained.expect(action.stage)
+
+    def _take_outputs(self, loss: StepLoss) -> None:
+        """Give the loss the outputs of all micro-batches, if this rank has any: all forwards are done."""
+        flights = {m: flight for (key, m), flight in self._flights.items() if self._is_last(key)}
+        for flight in flights.values():
+            flight.memory.need(flight.leaves)
+        if flights:
+            loss.take({m: flight.leaves for m, flight in sorted(flights.items(), key=lambda item: item[0])})
+
+    def _is_last(self, key: Key) -> bool:
+        return key[0] == len(self._compiled.parameters) - 1
 
     def _send(self, edge: tuple[int, int], key: Key, microbatch: int, back: bool) -> None:
         """Send along an edge, and drop values that no other edge needs."""
@@ -212,7 +223,7 @@ class Pipeline:
             self._statistics.changed(key, microbatch, stage, values)
         flight.exits = {name: values[name] for name in stage.ranked.exits}
         flight.leaves = self._compiled.leaves(stage, values)
-        if self._gradients is None and key[0] == len(self._compiled.parameters) - 1:
+        if self._gradients is None and self._is_last(key):
             flight.memory.stay(flight.leaves)
             self.outputs[microbatch] = flight.leaves
         return flight
@@ -253,30 +264,16 @@ class Pipeline:
 
     def _from_loss(self, key: Key, flight: _MicroBatch, microbatch: int, step: Step) -> Values:
         """Return the cotangents of the output, and add the loss; empty if this stage does not compute the output."""
-        outputs = self._compiled.hosted[key].ranked.outputs
-        if key[0] != len(self._compiled.parameters) - 1:
+        if not self._is_last(key):
             return {}
-        leaves = [leaf.requires_grad_() if _is_float(leaf) else leaf for leaf in flight.leaves]
-        with torch.enable_grad():
-            loss = step.loss(self._compiled.pick(leaves), microbatch)
-        # The output is replicated, its cotangent a sum over ranks: the loss has weight zero on all ranks but one.
+        # The output is replicated, its cotangent a sum over ranks: zero on all ranks but one.
         first = self._groups[key].rank == self._peers.rank == 0
-        loss.backward(torch.ones_like(loss) if first else torch.zeros_like(loss))
-        self.loss = self.loss + loss.detach().double()
-        if first:
-            self.loss_of_stage = self.loss_of_stage + loss.detach().double()
+        cotangents = step.loss.cotangents(microbatch, flight.leaves, first)
         flight.leaves = []
-        return {
-            item.name: leaf.grad
-            for item, leaf in zip(outputs, leaves, strict=True)
-            if isinstance(leaf, torch.Tensor) and leaf.grad is not None
-        }
+        outputs = self._compiled.hosted[key].ranked.outputs
+        return {item.name: found for item, found in zip(outputs, cotangents, strict=True) if found is not None}
 
 
 def _peer(action: Action) -> int:
     assert action.peer is not None
     return action.peer
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())

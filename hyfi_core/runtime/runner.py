@@ -6,14 +6,11 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from hyfi_core.capture.loss_guard import watched_loss
 from hyfi_core.capture.module_state import changed_since, describe_value
 from hyfi_core.cells.paged_steps import AllStays, PagedSteps, StepMemory, UseOrder
 from hyfi_core.cells.pager import Pager
 from hyfi_core.comm.base import Communicator
-from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import Tape
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -23,14 +20,15 @@ from hyfi_core.runtime.batch_reader import Images, InputPart, PixelParts, Reader
 from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
-from hyfi_core.runtime.pipeline import Gradients, Key, Pipeline, Step
+from hyfi_core.runtime.losses.loss_function import LossFunction
+from hyfi_core.runtime.losses.of_step import Trained, loss_of_step
+from hyfi_core.runtime.losses.step_loss import NoLoss, StepLoss
+from hyfi_core.runtime.pipeline import Event, Gradients, Key, Pipeline, Step
 from hyfi_core.runtime.stage_exchange import StageExchange
 from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
 from hyfi_core.runtime.subject import CAPTURES_KEPT, Subject
 from hyfi_core.schedule.action import Schedule
-from hyfi_core.schedule.generate import forward_only, generate
-from hyfi_core.schedule.lower import lower
-from hyfi_core.schedule.simulate import validate
+from hyfi_core.schedule.of_plan import PlanSchedules
 
 
 class StageRunner:
@@ -71,7 +69,7 @@ class StageRunner:
         self._used: Hashable = None
         self._state: Hashable = None  # of the model in this call
         self._unchecked = True  # whether its tensors may have been replaced since the last call
-        self._schedules: dict[Any, Schedule] = {}
+        self._schedules = PlanSchedules(plan, self._placement)
         self._trained: FollowingStatistics | FoldedStatistics | None = None
 
     def compiled(self, shape: Shape) -> Compiled:
@@ -118,13 +116,11 @@ class StageRunner:
 
     def schedule(self, compiled: Compiled) -> Schedule:
         """Return the lowered schedule of a training step: every action of every rank of a replica."""
-        edges = tuple(compiled.boundaries)
-        if edges not in self._schedules:
-            mirror = self._plan.mirror
-            lowered = lower(generate(self._plan, self._placement), self._placement, edges, mirror=mirror)
-            validate(lowered, self._placement, edges, mirror=mirror)  # detects deadlocks before they can occur
-            self._schedules[edges] = lowered
-        return self._schedules[edges]
+        return self._schedules.training(compiled.boundaries)
+
+    def forwards_first(self, compiled: Compiled) -> bool:
+        """Whether a training step runs all forwards before all backwards, so that all outputs exist at once."""
+        return self._schedules.forwards_first(compiled.boundaries)
 
     def read(self, images: Images, compiled: Compiled, batch: int) -> dict[Key, torch.Tensor]:
         """Return this runner's boxes of the batch in training; nothing for a cell, which reads later."""
@@ -137,8 +133,9 @@ class StageRunner:
         labels: torch.Tensor,
         gradients: Gradients,
         arrived: Callable[[int], None],
-    ) -> Pipeline:
-        """Run forward and backward of one step; results are attributes of the returned pipeline.
+        over_batch: bool,
+    ) -> Trained:
+        """Run forward and backward of one step.
 
         Args:
             images: the replica's whole batch.
@@ -146,6 +143,8 @@ class StageRunner:
             labels: of the whole batch.
             gradients: what reduces them.
             arrived: called with a direction before its forwards; returns when its weights are there.
+            over_batch: whether the loss is computed over the whole batch. Unless all forwards come before all
+                backwards, they then run twice: first without graph, only for the output.
         """
         shape = self.reader.batch_shape(images)
         micro = self.reader.micro_shape(shape, strict=True)
@@ -155,11 +154,33 @@ class StageRunner:
         pipeline = self._pipeline(compiled, statistics, gradients)
         actions = self.schedule(compiled).actions[self.groups.plane.rank]
         parts = self.reader.training_parts(compiled, shape[0])
-        step = self._step(compiled, images, parts, local, uploaded(labels, self._subject.device), micro[0], arrived)
+        loss = self._loss(compiled, labels, over_batch)
+        step = self._step(compiled, images, parts, local, loss, micro[0], arrived)
+        before = self._take_outputs(compiled, step) if over_batch and not self.forwards_first(compiled) else []
         pipeline.run(actions, step)
         statistics.finish()
         self._trained = statistics
-        return pipeline
+        return Trained(loss, [*before, *pipeline.events])
+
+    def _loss(self, compiled: Compiled, labels: torch.Tensor, over_batch: bool) -> StepLoss:
+        subject, plan = self._subject, self._plan
+        here = (name for stage, _ in compiled.hosted for name in compiled.names[stage])
+        trained, elsewhere = subject.bindings.divided(here, plan.stages > 1)
+        function = LossFunction(subject.loss, self._autocasting, self._alone, trained, elsewhere)
+        targets = uploaded(labels, subject.device)
+        return loss_of_step(function, compiled.pick, targets, plan, self.groups, over_batch)
+
+    def _take_outputs(self, compiled: Compiled, step: Step) -> list[Event]:
+        """Run all forwards without graph, and give the loss the output; buffers and generators stay as they are."""
+        devices = [self._subject.device] if self._subject.device.type == "cuda" else []
+        drawn = any(stage.ranked.drawn for stage in compiled.hosted.values())
+        with torch.no_grad(), torch.random.fork_rng(devices, enabled=drawn):
+            pipeline = self._pipeline(compiled, self._statistics(compiled, apart=True), None)
+            actions = self._schedules.outputs(compiled.boundaries).actions[self.groups.plane.rank]
+            pipeline.run(actions, Step(step.begin, NoLoss(self._subject.device), {}))
+        if pipeline.outputs:
+            step.loss.take(dict(sorted(pipeline.outputs.items())))
+        return pipeline.events
 
     def publish(self) -> None:
         """Copy the buffers changed by the last step to the model, if this runner has its own."""
@@ -171,7 +192,9 @@ class StageRunner:
         with torch.no_grad(), self._autocasting():
             compiled, parts, local, size, count = self._begin_evaluation(images)
             pipeline = self._pipeline(compiled, None, None)
-            pipeline.run(self._forwards(compiled, count), self._step(compiled, images, parts, local, None, size))
+            step = self._step(compiled, images, parts, local, NoLoss(self._subject.device), size)
+            schedule = self._schedules.prediction(compiled.boundaries, count)
+            pipeline.run(schedule.actions[self.groups.plane.rank], step)
             return self.reader.as_given(images, self._joined_output(compiled, pipeline, count))
 
     def explain(self, images: Images) -> ExplainedPart:
@@ -226,7 +249,6 @@ class StageRunner:
             gradients,
             self._autocasting,
             self._plan.recomputes,
-            self._subject.device,
             None if self._pager is None else lambda stage, stays: self._memory(stage, stays, gradients is not None),
         )
 
@@ -248,50 +270,25 @@ class StageRunner:
         pager.fix(tensor for name, tensor in values.items() if name != image)
         return lambda tape: PagedSteps(pager, UseOrder(tape), self._autocasting, recomputes=False)
 
-    def _forwards(self, compiled: Compiled, microbatches: int) -> Any:
-        edges = tuple(compiled.boundaries)
-        key = (edges, microbatches)
-        if key not in self._schedules:
-            self._schedules[key] = lower(forward_only(self._placement, microbatches), self._placement, edges)
-        return self._schedules[key].actions[self.groups.plane.rank]
-
     def _step(
         self,
         compiled: Compiled,
         images: Images,
         parts: dict[Key, InputPart],
         local: dict[Key, torch.Tensor],
-        labels: torch.Tensor | None,
+        loss: StepLoss,
         size: int,
         arrived: Callable[[int], None] = lambda direction: None,
     ) -> Step:
-        plan, subject = self._plan, self._subject
-        count = plan.microbatches
-        weight = float(count / plan.weight(self.groups.index)) if plan.shares else count
-        targets = () if labels is None else labels.split(size)
-        here = (name for stage, _ in compiled.hosted for name in compiled.names[stage])
-        trained, elsewhere = subject.bindings.divided(here, plan.stages > 1)
+        plan, subject, trains = self._plan, self._subject, not isinstance(loss, NoLoss)
 
         def begin(key: Key, microbatch: int) -> Values:
             arrived(key[1])
             part = None
             if key in parts:
-                first = key[1] * count // plan.directions if labels is not None else 0
-                part = self._part(images, parts, local, key, (microbatch - first) * size, size, labels is not None)
+                first = key[1] * plan.microbatches // plan.directions if trains else 0
+                part = self._part(images, parts, local, key, (microbatch - first) * size, size, trains)
             return subject.bindings.begin(compiled.hosted[key], part, microbatch)
-
-        def loss(output: Any, microbatch: int) -> torch.Tensor:
-            if subject.loss is F.cross_entropy and not isinstance(output, torch.Tensor):
-                kind = type(output).__name__
-                raise RequestError(
-                    f"the model's output is a {kind}; pass output=lambda output: ... to select its logits"
-                )
-            with watched_loss(self._alone, trained, elsewhere):
-                value = subject.loss(output, targets[microbatch])
-            if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"the value {value!r}"
-                raise RequestError(f"the loss has {given}; return a scalar tensor, the mean over the samples")
-            return value / weight
 
         parameters = {key: subject.bindings.parameters(stage) for key, stage in compiled.hosted.items()}
         return Step(begin, loss, parameters)
@@ -317,17 +314,18 @@ class StageRunner:
         found = self.reader.read(images, {key: chosen})[key]
         return found if self._pager is None else found.clone()  # memory owned by the caller cannot be spilled
 
-    def _statistics(self, compiled: Compiled) -> FollowingStatistics | FoldedStatistics:
+    def _statistics(self, compiled: Compiled, apart: bool = False) -> FollowingStatistics | FoldedStatistics:
+        apart = apart or self._cell
         model, rank = self._subject.model, self.groups.plane.rank
         if self._plan.directions == 1:
-            return FollowingStatistics(model, self._cell)
+            return FollowingStatistics(model, apart)
         peers = {
             (stage, direction): self._placement.group(stage, 1 - direction)[
                 self._placement.group(stage, direction).index(rank)
             ]
             for stage, direction in compiled.hosted
         }
-        return FoldedStatistics(model, compiled.hosted, peers, self.groups.plane, self._plan.microbatches, self._cell)
+        return FoldedStatistics(model, compiled.hosted, peers, self.groups.plane, self._plan.microbatches, apart)
 
     def _joined_output(self, compiled: Compiled, pipeline: Pipeline, microbatches: int) -> Any:
         """Return the concatenated outputs of all micro-batches, on every rank of the replica."""

@@ -21,10 +21,10 @@ from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.batch_reader import Shape
 from hyfi_core.runtime.compiled import HostedStage
 from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.losses.loss_function import Loss
 from hyfi_core.runtime.ownership import read_values
 from hyfi_core.stored_state import Weights
 
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Output = Callable[[Any], Any]
 CAPTURES_KEPT = 16
 """Number of programs that are kept, for different shapes and states of the module."""
@@ -217,7 +217,7 @@ class Subject:
     Attributes:
         model: the user's module.
         shape: of the whole batch of one replica.
-        loss: of one micro-batch, a mean over its samples.
+        loss: over the whole batch, of (output, labels).
         output: selects the logits from the model's output.
         autocast: dtype of autocast.
         device: of the model.

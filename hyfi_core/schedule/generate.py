@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Action, Schedule, Verb, act
+from hyfi_core.schedule.action import COMPUTE, Action, Schedule, Verb, act
 
 
 def generate(plan: ParallelPlan, placement: Placement) -> Schedule:
@@ -35,6 +35,21 @@ def generate(plan: ParallelPlan, placement: Placement) -> Schedule:
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
     """Return the schedule of a prediction: the forwards of all micro-batches in direction 0."""
     return _of_ranks("forward", placement, (a for m in range(microbatches) for a in _forward(placement.stages, 0, m)))
+
+
+def only_forwards(schedule: Schedule) -> Schedule:
+    """Return a schedule of F and B without its backwards; each rank keeps the order of its forwards."""
+    rows = tuple(tuple(action for action in row if action.verb is Verb.F) for row in schedule.actions)
+    return Schedule("forward", rows)
+
+
+def forwards_first(schedule: Schedule) -> bool:
+    """Whether every rank runs all its forwards before its first backward."""
+    for row in dict.fromkeys(schedule.actions):
+        verbs = [action.verb for action in row if action.verb in COMPUTE]
+        if Verb.F in verbs[verbs.index(Verb.B) if Verb.B in verbs else len(verbs) :]:
+            return False
+    return True
 
 
 def _of_ranks(name: str, placement: Placement, order: Iterable[Action]) -> Schedule:

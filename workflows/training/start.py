@@ -250,6 +250,7 @@ def make_engine(
         plan,
         group,
         loss=make_loss(job.class_weights, optimizer.accumulate),
+        loss_over="microbatch",
         optimizer=lambda parameters: make_optimizer(optimizer, parameters, job.step_samples),
         autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
         memory_format="as_given",  # images and weights are in run.memory_format already

@@ -1,0 +1,1 @@
+"""How the loss of a step is computed: for each micro-batch, or once over the whole batch."""

@@ -1,0 +1,174 @@
+"""The loss over the logits of the whole batch, of all micro-batches and replicas.
+
+    replica 0   F0 ── F1 ─┐  logits and labels  ┌─▶ loss(all logits, all labels) ─▶ cotangents of 0, 1 ─▶ B0 ── B1
+    replica 1   F0 ── F1 ─┘   of all samples    └─▶ the same                     ─▶ cotangents of 2, 3 ─▶ B0 ── B1
+
+Every rank of the last stage, in any direction and replica, has all logits bit for bit and computes the same loss. So
+the loss may be any function of the batch: a weighted mean, a sum, a ranking of its samples.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.losses.gathered import gather_tensors
+from hyfi_core.runtime.losses.loss_function import LossFunction
+from hyfi_core.runtime.losses.step_loss import Cotangents, Leaves, StepLoss, is_float, zeros_of
+
+
+class BatchLoss(StepLoss):
+    """One loss over the whole batch.
+
+    Args:
+        function: the loss.
+        pick: turns the leaves of the output into the loss's argument.
+        labels: of this replica's batch, on the device.
+        plan: micro-batches, directions, replicas and their shares.
+        groups: of this rank or cell.
+    """
+
+    def __init__(
+        self,
+        function: LossFunction,
+        pick: Callable[[Leaves], Any],
+        labels: torch.Tensor,
+        plan: ParallelPlan,
+        groups: Groups,
+    ) -> None:
+        super().__init__(labels.device)
+        self._function, self._pick, self._labels = function, pick, labels
+        self._plan, self._groups = plan, groups
+        self._order = _order(plan)
+        self._gradients: Cotangents | None = None
+        self.waits = True
+
+    def take(self, outputs: Mapping[int, Leaves]) -> None:
+        """Compute the loss from the outputs of all ranks (collective over the ranks that have one)."""
+        self.waits = False
+        try:
+            leaves, labels = self._whole(outputs)
+            with torch.enable_grad():
+                leaves = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
+                loss = self._function(self._pick(leaves), labels)
+        except RequestError as refusal:
+            self.refusal = refusal
+            return
+        self.value = loss.detach().double().reshape(())
+        seed = torch.full_like(loss, self._plan.mean_over)  # by which reduced gradients are divided
+        floats = [leaf for leaf in leaves if is_float(leaf)]
+        if self._leads(0) and self._groups.index == 0:
+            self.counted = self.value
+            loss.backward(seed)  # also into parameters that the loss reads, once
+            found = iter([leaf.grad for leaf in floats])
+        else:
+            found = iter(torch.autograd.grad(loss, floats, seed, allow_unused=True))
+        self._gradients = [next(found) if is_float(leaf) else None for leaf in leaves]
+
+    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> Cotangents:
+        """Return a micro-batch's part of the gradients of all logits; see ``StepLoss``."""
+        if self._gradients is None:
+            return zeros_of(leaves)
+        start, stop = self._rows(self._groups.index, microbatch)
+        parts = [None if gradient is None else gradient[start:stop] for gradient in self._gradients]
+        make = torch.clone if first else torch.zeros_like  # in memory of its own, which may be spilled
+        return [None if part is None else make(part) for part in parts]
+
+    def _whole(self, outputs: Mapping[int, Leaves]) -> tuple[Leaves, torch.Tensor]:
+        """Return the leaves of the output for the whole batch, in new memory, and its labels."""
+        plan = self._plan
+        model = next(iter(outputs.values()))
+        tensors = [at for at, leaf in enumerate(model) if isinstance(leaf, torch.Tensor)]
+        size = len(self._labels) // plan.microbatches
+        for at in tensors:
+            _refuse_without_batch(model[at], size)
+        if plan.replicas * plan.directions == 1:
+            parts = {(0, m, at): leaves[at] for m, leaves in outputs.items() for at in tensors}
+            labels = self._labels
+        else:
+            parts, labels = self._gathered(outputs, tensors)
+        joined = {at: torch.cat([parts[replica, m, at].detach() for replica, m in self._order]) for at in tensors}
+        return [joined.get(at, leaf) for at, leaf in enumerate(model)], labels
+
+    def _gathered(
+        self, outputs: Mapping[int, Leaves], tensors: list[int]
+    ) -> tuple[dict[tuple[int, int, int], torch.Tensor], torch.Tensor]:
+        """Return (replica, micro-batch, leaf) -> tensor, and the labels of the whole batch."""
+        comm, plan, here = self._groups.outputs().of("reduce"), self._plan, self._groups.index
+        model = next(iter(outputs.values()))
+        _compare_shapes(comm, [*(model[at] for at in tensors), self._labels])
+        keys = [
+            (replica, m, at) for replica in range(plan.replicas) for m in range(plan.microbatches) for at in tensors
+        ]
+        like = [model[at].new_empty((self._size(r), *model[at].shape[1:]), device="meta") for r, _, at in keys]
+        chunks = [(replica, m) for replica in range(plan.replicas) for m in range(plan.microbatches)]
+        like += [self._labels.new_empty((self._size(r), *self._labels.shape[1:]), device="meta") for r, _ in chunks]
+        own = {
+            number: outputs[m][at]
+            for number, (replica, m, at) in enumerate(keys)
+            if replica == here and self._leads(self._direction(m))
+        }
+        if self._leads(0):
+            own |= {
+                number: self._labels.split(self._size(here))[m]
+                for number, (replica, m) in enumerate(chunks, len(keys))
+                if replica == here
+            }
+        found = gather_tensors(comm, like, own, self._labels.device)
+        labels = dict(zip(chunks, found[len(keys) :], strict=True))
+        return dict(zip(keys, found[: len(keys)], strict=True)), torch.cat([labels[part] for part in self._order])
+
+    def _size(self, replica: int) -> int:
+        """Return the samples of a micro-batch in a replica."""
+        shares = self._plan.shares
+        return (shares[replica] if shares else len(self._labels)) // self._plan.microbatches
+
+    def _rows(self, replica: int, microbatch: int) -> tuple[int, int]:
+        """Return the first sample of a micro-batch in the whole batch, and the one after its last."""
+        before = self._order[: self._order.index((replica, microbatch))]
+        start = sum(self._size(other) for other, _ in before)
+        return start, start + self._size(replica)
+
+    def _direction(self, microbatch: int) -> int:
+        return microbatch * self._plan.directions // self._plan.microbatches
+
+    def _leads(self, direction: int) -> bool:
+        """Whether this is the first rank of the replica's last stage in a direction."""
+        group = self._groups.stages.get((self._plan.stages - 1, direction))
+        return group is not None and group.rank == self._groups.peers.rank == 0
+
+
+def _order(plan: ParallelPlan) -> list[tuple[int, int]]:
+    """Return (replica, micro-batch) in the order of the whole batch: replicas, or with shares micro-batches first."""
+    if plan.shares:
+        return [(replica, m) for m in range(plan.microbatches) for replica in range(plan.replicas)]
+    return [(replica, m) for replica in range(plan.replicas) for m in range(plan.microbatches)]
+
+
+def _refuse_without_batch(leaf: torch.Tensor, samples: int) -> None:
+    if leaf.shape[:1] != (samples,):
+        raise RequestError(
+            f"the model's output has a tensor of shape {tuple(leaf.shape)} for {samples} image(s): without a dim for "
+            f"the batch it cannot be joined for a loss over the whole batch; select the logits with output=, or pass "
+            f'loss_over="microbatch" if the loss is a mean over samples'
+        )
+
+
+def _compare_shapes(comm: Any, tensors: list[torch.Tensor]) -> None:
+    """Refuse outputs whose shapes or dtypes differ between replicas, the same on all their ranks."""
+    text = ", ".join(f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors)
+    number = zlib.crc32(text.encode())
+    extremes = torch.tensor([number, -number])
+    comm.all_reduce(extremes, "max")
+    highest, lowest = extremes.tolist()
+    if highest != -lowest:
+        raise RequestError(
+            "replicas have outputs or labels of different shapes for a sample, so that there is no loss over the whole "
+            "batch; use images and labels of one size"
+        )

@@ -1,0 +1,114 @@
+"""Losses of torch that are the mean of terms of single samples, so that they may be computed for each micro-batch.
+
+Only what the documentation of torch guarantees counts; all else is computed over the whole batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Kind = Literal["classes", "elements"]
+"""Labels are indices (or probabilities) of classes, or have the shape of the output."""
+_FUNCTIONS: Mapping[Callable[..., Any], Kind] = {
+    F.cross_entropy: "classes",
+    F.nll_loss: "classes",
+    F.mse_loss: "elements",
+    F.l1_loss: "elements",
+    F.smooth_l1_loss: "elements",
+    F.huber_loss: "elements",
+    F.binary_cross_entropy: "elements",
+    F.binary_cross_entropy_with_logits: "elements",
+    F.soft_margin_loss: "elements",
+    F.poisson_nll_loss: "elements",
+    F.kl_div: "elements",
+    F.multilabel_soft_margin_loss: "elements",
+}
+_MODULES: Mapping[type[nn.Module], Kind] = {
+    nn.CrossEntropyLoss: "classes",
+    nn.NLLLoss: "classes",
+    nn.MSELoss: "elements",
+    nn.L1Loss: "elements",
+    nn.SmoothL1Loss: "elements",
+    nn.HuberLoss: "elements",
+    nn.BCELoss: "elements",
+    nn.BCEWithLogitsLoss: "elements",
+    nn.SoftMarginLoss: "elements",
+    nn.PoissonNLLLoss: "elements",
+    nn.KLDivLoss: "elements",
+    nn.MultiLabelSoftMarginLoss: "elements",
+}
+_HARMLESS = frozenset({"label_smoothing", "beta", "delta", "log_target", "log_input", "full", "eps"})
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class KnownMean:
+    """A loss that is the mean of terms of single samples, for labels that fit.
+
+    Attributes:
+        kind: of labels.
+        ignored: the index of a class whose samples do not count; if it occurs, the loss is no mean over all samples.
+    """
+
+    kind: Kind
+    ignored: int = _IGNORED
+
+    def fits(self, output: tuple[int, ...] | None, labels: torch.Tensor) -> bool:
+        """Whether it is such a mean for an output and labels of these shapes; they may differ in the first dim.
+
+        Others would be broadcast, and each sample compared with all.
+        """
+        if output is None or len(output) < 2:
+            return False
+        shape = tuple(labels.shape)
+        if self.by_index(output, labels):
+            return shape[1:] == output[2:]
+        return shape[1:] == output[1:]
+
+    def by_index(self, output: tuple[int, ...], labels: torch.Tensor) -> bool:
+        """Whether labels are indices of classes."""
+        return self.kind == "classes" and labels.dim() == len(output) - 1
+
+    def ignores(self, output: tuple[int, ...], labels: torch.Tensor) -> bool:
+        """Whether some label is ignored; reads the labels."""
+        return self.by_index(output, labels) and bool((labels == self.ignored).any())
+
+
+def known_mean(loss: object) -> KnownMean | None:
+    """Return what is known of a loss; None if it is not known to be a mean.
+
+    Args:
+        loss: a function of torch, a ``functools.partial`` of one, or a loss module of torch, not of a subclass.
+    """
+    if isinstance(loss, nn.Module):
+        hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+        kind = None if hooked else _MODULES.get(type(loss))
+        settings = {name: value for name, value in vars(loss).items() if not name.startswith("_")} | loss._buffers
+        settings.pop("training", None)
+        return None if kind is None else _known(kind, settings)
+    if isinstance(loss, functools.partial):
+        known = not loss.args and callable(loss.func)
+        kind = _FUNCTIONS.get(loss.func) if known else None
+        return None if kind is None else _known(kind, loss.keywords)
+    kind = _FUNCTIONS.get(loss) if callable(loss) and type(loss).__hash__ is not None else None
+    return None if kind is None else _known(kind, {})
+
+
+def _known(kind: Kind, settings: Mapping[str, Any]) -> KnownMean | None:
+    for name, value in settings.items():
+        if name == "reduction":
+            if value != "mean":
+                return None
+        elif name == "pos_weight":  # of each class, not of each sample
+            if value is not None and (not isinstance(value, torch.Tensor) or value.dim() > 1):
+                return None
+        elif name != "ignore_index" and name not in _HARMLESS and value is not None:
+            return None
+    return KnownMean(kind, int(settings.get("ignore_index", _IGNORED)))

@@ -1,0 +1,68 @@
+"""The user's loss as ranks call it: inside autocast, with checks of what it reads and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyfi_core.capture.loss_guard import watched_loss
+from hyfi_core.errors import RequestError
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LossFunction:
+    """Calls a loss as plain PyTorch does, and checks it.
+
+    Attributes:
+        loss: the user's function of (output, labels).
+        autocasting: creates the autocast context.
+        alone: whether there is only one rank.
+        trained: ids of the parameters of this rank's stages.
+        elsewhere: id -> name of tensors of the model that only stages on other ranks have.
+    """
+
+    loss: Loss
+    autocasting: Callable[[], AbstractContextManager[Any]]
+    alone: bool
+    trained: Set[int]
+    elsewhere: Mapping[int, str]
+
+    def __call__(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss, a tensor with one value and a graph.
+
+        Raises:
+            RequestError: it reads something that differs between ranks, or is no scalar that depends on the output.
+        """
+        with watched_loss(self.alone, self.trained, self.elsewhere), self.autocasting():
+            return checked_loss(self.loss, output, labels)
+
+
+def checked_loss(loss: Loss, output: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Return ``loss(output, labels)``.
+
+    Raises:
+        RequestError: it is no scalar tensor, or has no gradient.
+    """
+    if loss is F.cross_entropy and not isinstance(output, torch.Tensor):
+        kind = type(output).__name__
+        raise RequestError(f"the model's output is a {kind}; pass output=lambda output: ... to select its logits")
+    value: object = loss(output, labels)
+    if not isinstance(value, torch.Tensor):
+        plain = value is None or isinstance(value, (bool, int, float))
+        given = f"the value {value!r}" if plain else f"the type {type(value).__name__}"
+        raise RequestError(f"the loss has {given}; return a scalar tensor, the loss of the whole batch")
+    if value.numel() != 1:
+        raise RequestError(
+            f"the loss has shape {tuple(value.shape)}; return a scalar tensor, such as the mean of a loss for each "
+            f'sample (reduction="mean" in losses of torch)'
+        )
+    if not value.requires_grad:
+        raise RequestError("the loss does not depend on the model's output; compute it from its first argument")
+    return value

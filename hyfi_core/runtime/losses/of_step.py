@@ -1,0 +1,55 @@
+"""The loss of a step as its schedule needs it, and what a step leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.losses.batch_loss import BatchLoss
+from hyfi_core.runtime.losses.loss_function import LossFunction
+from hyfi_core.runtime.losses.step_loss import Leaves, MicrobatchLoss, StepLoss
+from hyfi_core.schedule.action import Action
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one runner did in a step.
+
+    Attributes:
+        loss: its loss.
+        events: (action, begin, end) in seconds; of both forwards if each ran twice.
+    """
+
+    loss: StepLoss
+    events: list[tuple[Action, float, float]]
+
+
+def loss_of_step(
+    function: LossFunction,
+    pick: Callable[[Leaves], Any],
+    labels: torch.Tensor,
+    plan: ParallelPlan,
+    groups: Groups,
+    over_batch: bool,
+) -> StepLoss:
+    """Return the loss of a step (collective over all trainers when the first one is over the whole batch).
+
+    Args:
+        function: the loss.
+        pick: turns the leaves of the output into the loss's argument.
+        labels: of this replica's batch, on the device.
+        plan: of the run, with every cell as a rank.
+        groups: of this rank or cell.
+        over_batch: whether it is computed once over the whole batch.
+    """
+    if over_batch:
+        groups.prepare_outputs()
+        return BatchLoss(function, pick, labels, plan, groups)
+    count = plan.microbatches
+    weight = float(count / plan.weight(groups.index)) if plan.shares else count
+    return MicrobatchLoss(function, pick, labels.split(len(labels) // count), weight, labels.device)

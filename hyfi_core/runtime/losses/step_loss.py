@@ -1,0 +1,103 @@
+"""The loss of one step on one rank: its value, and the cotangents of the model's output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.losses.loss_function import LossFunction
+
+Leaves = list[Any]
+Cotangents = list[torch.Tensor | None]
+"""For each leaf of the output; None for those without."""
+
+
+class StepLoss:
+    """What the schedule asks of a loss; the last stage of each direction has its output.
+
+    Args:
+        device: of the value.
+
+    Attributes:
+        value: the replica's loss (or that of the whole batch), float64 on ranks of the last stage, without dims.
+        counted: the same on the one rank that counts it, zero on others.
+        refusal: why the loss could not be computed; its cotangents are then zero.
+        waits: whether it needs ``take`` before the first backward.
+    """
+
+    waits = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.value = torch.zeros((), dtype=torch.float64, device=device)
+        self.counted = torch.zeros((), dtype=torch.float64, device=device)
+        self.refusal: RequestError | None = None
+
+    def take(self, outputs: Mapping[int, Leaves]) -> None:
+        """Take micro-batch -> leaves of the output, of all micro-batches whose last stage this rank has."""
+
+    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> Cotangents:
+        """Return the cotangents of a micro-batch's output.
+
+        Args:
+            microbatch: its number.
+            leaves: of its output.
+            first: whether this is the one rank of the stage whose cotangents count: those of a replicated value are
+                summed over ranks, so that they are zero on all others.
+        """
+        raise NotImplementedError
+
+
+class NoLoss(StepLoss):
+    """For forwards without backwards."""
+
+
+class MicrobatchLoss(StepLoss):
+    """The mean of the losses of micro-batches, each computed before its backward.
+
+    Args:
+        function: the loss.
+        pick: turns the leaves of the output into the loss's argument.
+        labels: of each micro-batch.
+        weight: by which each loss is divided.
+        device: of the value.
+    """
+
+    def __init__(
+        self,
+        function: LossFunction,
+        pick: Callable[[Leaves], Any],
+        labels: Sequence[torch.Tensor],
+        weight: float,
+        device: torch.device,
+    ) -> None:
+        super().__init__(device)
+        self._function, self._pick, self._labels, self._weight = function, pick, labels, weight
+
+    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> Cotangents:
+        """Compute the loss of a micro-batch; see ``StepLoss``."""
+        try:
+            with torch.enable_grad():
+                leaves = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
+                loss = self._function(self._pick(leaves), self._labels[microbatch]) / self._weight
+        except RequestError as refusal:
+            self.refusal = refusal
+            return zeros_of(leaves)
+        loss.backward(torch.ones_like(loss) if first else torch.zeros_like(loss))
+        value = loss.detach().double().reshape(())
+        self.value = self.value + value
+        if first:
+            self.counted = self.counted + value
+        return [leaf.grad if is_float(leaf) else None for leaf in leaves]
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a leaf of an output may have a gradient."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def zeros_of(leaves: Leaves) -> Cotangents:
+    """Return zero cotangents."""
+    return [torch.zeros_like(leaf, requires_grad=False) if is_float(leaf) else None for leaf in leaves]

@@ -1,0 +1,172 @@
+"""Whether a loss is computed for each micro-batch or over the whole batch, and its value on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from hyfi_core.capture.program import Ref
+from hyfi_core.comm.agree import agree
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.compiled import Compiled
+from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.losses.additivity import why_not_mean
+from hyfi_core.runtime.losses.gathered import gather_tensors
+from hyfi_core.runtime.losses.known_means import known_mean
+from hyfi_core.runtime.losses.step_loss import StepLoss
+from hyfi_core.runtime.subject import Subject
+
+FLOAT16 = (
+    "autocast is torch.float16, in which small gradients become zero and large ones infinite; training "
+    "needs autocast=torch.bfloat16, which has the range of float32, or None; float16 is for prediction, without an "
+    "optimizer"
+)
+_CHECKED = 4096
+"""Batches of labels whose check is remembered."""
+LossOver = Literal["auto", "batch", "microbatch"]
+"""What a loss is computed over:
+
+- "batch": once over the outputs of all micro-batches and replicas. Where not all forwards of a step come before all its
+  backwards, each forward then runs twice.
+- "microbatch": the mean over micro-batches, of a loss that is a mean of terms of single samples. This is checked on
+  random outputs with the labels of each step; a loss that is not is refused.
+- "auto": "microbatch" for losses of torch that are such a mean, without class weights and ignored labels; else "batch".
+"""
+
+
+class TrainingLoss:
+    """Chooses how the loss of each step is computed. All methods are collective.
+
+    Args:
+        subject: the model, its loss and autocast.
+        over: the request.
+        plan: of the run.
+        groups: of this rank.
+    """
+
+    def __init__(self, subject: Subject, over: LossOver, plan: ParallelPlan, groups: Groups) -> None:
+        self._subject, self._over, self._plan, self._groups = subject, over, plan, groups
+        self._known = known_mean(subject.loss) if over == "auto" else None
+        self._shapes: list[tuple[Compiled, tuple[int, ...] | None]] = []
+        self._computed = False
+        self._checked: set[bytes] = set()
+
+    def describe(self, together: bool) -> list[str]:
+        """Return what the loss costs besides the plan, as lines; see ``over_batch``."""
+        pieces = self._plan.microbatches * self._plan.replicas
+        if pieces == 1 or together or self._over == "microbatch" or self._known is not None:
+            return []
+        return [
+            f"every forward runs twice: the loss is computed over the whole batch, but schedule {self._plan.schedule} "
+            f'begins backwards before all outputs exist; schedule "gpipe" runs them once and keeps the activations of '
+            f'all micro-batches; for a mean of terms of single samples, loss_over="microbatch" does, too'
+        ]
+
+    def over_batch(self, compiled: Compiled, labels: torch.Tensor, together: bool) -> bool:
+        """Return whether this step's loss is computed over the whole batch; the same on every rank.
+
+        Args:
+            compiled: the model for this step's micro-batches.
+            labels: of the replica's batch.
+            together: whether all forwards are before all backwards, so that this takes no second forward.
+
+        Raises:
+            RequestError: on every rank: it was to be computed for each micro-batch, but is no mean over samples.
+        """
+        if self._subject.autocast == torch.float16:
+            raise RequestError(FLOAT16)
+        if self._plan.microbatches * self._plan.replicas == 1:
+            return False  # one micro-batch is the whole batch
+        if self._over == "microbatch":
+            self._check(compiled, labels)
+            return False
+        if self._known is None:
+            return True
+        output = self._output_shape(compiled)
+        if output is None or not self._known.fits(output, labels):
+            return True
+        if not self._known.by_index(output, labels):
+            return False
+        if together and labels.device.type != "cpu":
+            return True  # reading labels would make every step wait for the device
+        ignored = torch.tensor([int(self._known.ignores(output, labels))])
+        if self._plan.replicas > 1:
+            self._groups.all.of("reduce").all_reduce(ignored, "max")
+        return bool(ignored.item())
+
+    def total(self, losses: Sequence[StepLoss], over_batch: bool) -> torch.Tensor:
+        """Return the loss of the step on every rank, from those of this rank's cells.
+
+        Raises:
+            RequestError: in the first step on every rank: the loss could not be computed.
+        """
+        refusal = next((loss.refusal for loss in losses if loss.refusal is not None), None)
+        if not self._computed:
+            agree(self._groups.all, lambda: _raise(refusal))
+            self._computed = True
+        _raise(refusal)
+        if self._plan.stages * self._plan.directions * self._plan.replicas == 1:
+            return losses[0].value
+        total = torch.stack([loss.counted for loss in losses]).sum()
+        self._groups.all.of("reduce").all_reduce(total)
+        return total if over_batch else total / self._plan.mean_over
+
+    def _output_shape(self, compiled: Compiled) -> tuple[int, ...] | None:
+        """Return the shape of the loss's first argument for a micro-batch; None if it is no tensor."""
+        known = next((shape for other, shape in self._shapes if other is compiled), ())
+        if known != ():
+            return known
+        try:
+            picked = compiled.pick(output_leaves(compiled))
+        except Exception:  # the user's function cannot compute without values
+            picked = None
+        shape = tuple(picked.shape) if isinstance(picked, torch.Tensor) else None
+        self._shapes = [*self._shapes[-15:], (compiled, shape)]
+        return shape
+
+    def _check(self, compiled: Compiled, labels: torch.Tensor) -> None:
+        """Refuse a loss that is no mean over samples, for the labels of all replicas."""
+        subject = self._subject
+        whole, samples = labels.detach().cpu(), len(labels) // self._plan.microbatches
+        if self._plan.replicas > 1:
+            whole = self._all_labels(whole)
+        digest = hashlib.sha256(whole.contiguous().view(torch.uint8).numpy().tobytes()).digest()
+        if digest in self._checked:
+            return
+        leaves, plan, first = output_leaves(compiled), self._plan, not self._checked
+        # Micro-batches of replicas with shares differ in size; if single samples add up, so do they.
+        parts = [len(whole) if plan.shares else plan.microbatches * plan.replicas, *((2, len(whole)) if first else ())]
+        device = subject.device
+        reason = why_not_mean(subject.loss, compiled.pick, leaves, whole, samples, device, parts, quick=not first)
+        self._checked = {*self._checked, digest} if len(self._checked) < _CHECKED else {digest}
+        if reason is not None:
+            raise RequestError(
+                f'loss_over is "microbatch", but the loss is not a mean of terms of single samples: {reason}; pass '
+                f'loss_over="batch", or "auto"'
+            )
+
+    def _all_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        shares = self._plan.shares or (len(labels),) * self._plan.replicas
+        like = [labels.new_empty((share, *labels.shape[1:]), device="meta") for share in shares]
+        own = {self._groups.index: labels} if self._groups.replica.rank == 0 else {}
+        return torch.cat(gather_tensors(self._groups.all.of("reduce"), like, own, torch.device("cpu")))
+
+
+def output_leaves(compiled: Compiled) -> list[Any]:
+    """Return the leaves of the output for a micro-batch, tensors without values."""
+    values = compiled.program.values
+    return [
+        torch.empty(values[leaf.name].shape, dtype=values[leaf.name].dtype, device="meta")
+        if isinstance(leaf, Ref)
+        else leaf
+        for leaf in compiled.outputs
+    ]
+
+
+def _raise(refusal: RequestError | None) -> None:
+    if refusal is not None:
+        raise refusal

@@ -1,0 +1,55 @@
+"""The lowered schedules of one plan, made when they are first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.action import Schedule
+from hyfi_core.schedule.generate import forward_only, forwards_first, generate, only_forwards
+from hyfi_core.schedule.lower import lower
+from hyfi_core.schedule.simulate import validate
+
+Edges = Iterable[tuple[int, int]]
+
+
+class PlanSchedules:
+    """Training, its forwards alone, and prediction.
+
+    Args:
+        plan: with every cell as a rank.
+        placement: of its stages.
+    """
+
+    def __init__(self, plan: ParallelPlan, placement: Placement) -> None:
+        self._plan, self._placement = plan, placement
+        self._lowered: dict[tuple[tuple[tuple[int, int], ...], str], Schedule] = {}
+
+    def training(self, edges: Edges) -> Schedule:
+        """Return the schedule of a training step: every action of every rank of a replica."""
+        key = (tuple(edges), "training")
+        if key not in self._lowered:
+            mirror = self._plan.mirror
+            lowered = lower(generate(self._plan, self._placement), self._placement, key[0], mirror=mirror)
+            validate(lowered, self._placement, key[0], mirror=mirror)  # detects deadlocks before they can occur
+            self._lowered[key] = lowered
+        return self._lowered[key]
+
+    def forwards_first(self, edges: Edges) -> bool:
+        """Whether a training step runs all forwards before all backwards, so that all outputs exist at once."""
+        return forwards_first(self.training(edges))
+
+    def outputs(self, edges: Edges) -> Schedule:
+        """Return the forwards of a training step without its backwards, in the same order on each rank."""
+        key = (tuple(edges), "outputs")
+        if key not in self._lowered:
+            self._lowered[key] = lower(only_forwards(generate(self._plan, self._placement)), self._placement, key[0])
+        return self._lowered[key]
+
+    def prediction(self, edges: Edges, microbatches: int) -> Schedule:
+        """Return the forwards of a prediction."""
+        key = (tuple(edges), f"prediction of {microbatches}")
+        if key not in self._lowered:
+            self._lowered[key] = lower(forward_only(self._placement, microbatches), self._placement, key[0])
+        return self._lowered[key]
