@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import write_atomically
+from data.spelling import without_invisible
 from hyfi_core.errors import RequestError
 
 KEYS = ("slide_id", "case_id")
+_SEPARATORS = ",;\t|"
+_NUMBER = re.compile(r"[+-]?([0-9]+([.,][0-9]*)?|[.,][0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
+_FORMULA = re.compile(r"'*[=@+\t\r\n-]")
+"""What a spreadsheet may run, also with apostrophes in front, one of which is removed when the value is read."""
+_OTHER_FILES = {
+    b"PK\x03\x04": "a spreadsheet (a workbook of Excel or LibreOffice)",
+    b"\xd0\xcf\x11\xe0": "a workbook of Excel",
+    b"\x1f\x8b": "compressed",
+}
 
 
 @dataclass(frozen=True)
@@ -54,18 +66,20 @@ class Table:
 
 
 def read_table(path: Path, what: str) -> Table:
-    """Read a CSV in UTF-8, with or without a byte order mark; its first line names the columns.
+    """Read a CSV in UTF-8 or, with a byte order mark, UTF-16; its first line names the columns.
 
-    The separator is a comma, a semicolon or a tab. Cells and column names are stripped. Empty lines are skipped, and so
-    are the empty cells without a column that spreadsheets write at the end of lines.
+    The separator is a comma, a semicolon, a tab or a bar, or what a first line ``sep=…`` says. Cells are stripped, and
+    names of columns are without invisible characters, in composed Unicode. Empty lines are skipped, and so are the
+    empty cells without a column that spreadsheets write at the end of lines, and a first column without a name that
+    numbers the rows, as pandas and R write it. ``="007"`` is the text ``007``; `write_table` is undone.
 
     Args:
         path: The file.
         what: Purpose of the file, for messages ("labels", "splits", "manifest").
 
     Raises:
-        RequestError: The file is missing, not UTF-8 text or not CSV, has no rows, has two columns of the same name, or
-            has a value without a column.
+        RequestError: The file is missing, not text or not CSV, has no rows, has two columns of the same name, or has a
+            value without a column.
     """
     table = parse_table(path, what)
     if not table.rows:
@@ -75,17 +89,20 @@ def read_table(path: Path, what: str) -> Table:
 
 def parse_table(path: Path, what: str) -> Table:
     """Read a CSV as `read_table` does, but accept one without rows."""
-    text = _text_of(path, what)
-    separator = max(",;\t", key=text.partition("\n")[0].count)
+    text, skipped, separator = _without_hint(_text_of(path, what))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
-        lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
+        lines = [(reader.line_num + skipped, [_value(c) for c in row]) for row in reader if any(map(str.strip, row))]
     except csv.Error as error:
-        raise RequestError(f"{what}: {path}, line {reader.line_num} is not valid CSV ({error})") from error
-    columns = lines[0][1] if lines else []
+        line = reader.line_num + skipped
+        raise RequestError(f"{what}: {path}, line {line} is not valid CSV ({error})") from error
+    columns = [unicodedata.normalize("NFC", without_invisible(name)).strip() for name in lines[0][1]] if lines else []
     twice = sorted({name for name in columns if name and columns.count(name) > 1})
     if twice:
         raise RequestError(f"{path}: two columns are named {twice[0]!r}; column names must be unique")
+    _refuse_row_names(path, columns, lines[1:])
+    if columns and not columns[0] and _counts_rows([values[0] for _, values in lines[1:]]):
+        columns, lines = columns[1:], [(line, values[1:]) for line, values in lines]
     rows = tuple(_row(path, line, columns, values) for line, values in lines[1:])
     named = tuple(name for name in columns if name)
     return Table(str(path), named, rows, tuple(line for line, _ in lines[1:]))
@@ -93,42 +110,120 @@ def parse_table(path: Path, what: str) -> Table:
 
 def _text_of(path: Path, what: str) -> str:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        data = path.read_bytes()
     except OSError as error:
         raise RequestError(f"{what}: cannot read {path}: {error.strerror or error}") from error
+    for start, kind in _OTHER_FILES.items():
+        if data.startswith(start):
+            raise RequestError(f"{what}: {path} is {kind}, not a CSV; save the table as CSV UTF-8")
+    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        text = data.decode("utf-16" if wide else "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RequestError(f"{what}: {path} is not a CSV in UTF-8 ({error.reason} at byte {error.start})") from error
+        line = data.count(b"\n", 0, error.start) + 1
+        raise RequestError(
+            f"{what}: {path}, line {line} is not a CSV in UTF-8 ({error.reason} at byte {error.start}); save the table "
+            "as CSV UTF-8"
+        ) from error
     if "\0" in text:
         number = text.count("\n", 0, text.index("\0")) + 1
         raise RequestError(f"{what}: {path}, line {number} has a NUL character; save the file as a CSV in UTF-8")
     return text
 
 
+def _without_hint(text: str) -> tuple[str, int, str]:
+    """Return the text without a first line ``sep=…``, how many lines that is, and the separator of cells."""
+    hint = re.match(r'"?sep=(.)"?[,;\t]*(?:\r\n|\r|\n)', text, re.IGNORECASE)
+    if hint:
+        return text[hint.end() :], 1, hint[1]
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    outside = re.sub(r'"[^"]*"', "", first)
+    return text, 0, max(_SEPARATORS, key=outside.count)
+
+
+def _value(cell: str) -> str:
+    """Return the value of a cell: stripped, without what keeps spreadsheets from reading it as a formula or number."""
+    text = re.fullmatch(r'="([^"]*)"', cell.strip())
+    return text[1].strip() if text else unguarded(cell).strip()
+
+
+def _counts_rows(values: Sequence[str]) -> bool:
+    """Whether values count from 0 or 1."""
+    first = values[0] if values else ""
+    return first in ("0", "1") and values == [str(int(first) + k) for k in range(len(values))]
+
+
+def _refuse_row_names(path: Path, columns: Sequence[str], lines: Sequence[tuple[int, Sequence[str]]]) -> None:
+    """Refuse rows that all have one value more than the header: R writes names of rows without a name for them."""
+    longer = all(len(values) == len(columns) + 1 and values[-1] for _, values in lines)
+    if len(lines) > 1 and longer and _counts_rows([values[0] for _, values in lines]):
+        raise RequestError(
+            f"{path}: every row has one value more than there are columns ({', '.join(columns)}), the first being "
+            f"{lines[0][1][0]!r}: R writes names of rows like this; use write.csv(…, row.names = FALSE), or name the "
+            "first column"
+        )
+
+
 def _row(path: Path, line: int, columns: list[str], values: list[str]) -> dict[str, str]:
     """Return one line's values by column name."""
     padded = values + [""] * (len(columns) - len(values))
     names = columns + [""] * (len(values) - len(columns))
-    nameless = [value for name, value in zip(names, padded, strict=True) if value and not name]
-    if nameless:
-        raise RequestError(
-            f"{path}, line {line}: the value {nameless[0]!r} has no column name; put values that contain the "
-            f"separator into quotes"
-        )
+    for number, (name, value) in enumerate(zip(names, padded, strict=True)):
+        if value and not name:
+            advice = "name the column" if number < len(columns) else "put values with the separator into quotes"
+            raise RequestError(f"{path}, line {line}: the value {value!r} has no column name; {advice}")
     return {name: value for name, value in zip(names, padded, strict=True) if name}
 
 
 def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """Write a CSV atomically. None becomes an empty value.
+    """Write a CSV atomically, see `csv_bytes`.
 
     Raises:
         OSError: The folder cannot be created or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue().encode("utf-8", "surrogateescape"))
+    write_atomically(path, csv_bytes(columns, rows))
+
+
+def csv_bytes(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> bytes:
+    """Return a CSV in UTF-8. None and missing values are empty.
+
+    Texts that a spreadsheet would run as a formula get an apostrophe in front, which `read_table` removes: those that
+    start with ``=``, ``@``, a tab or a carriage return, or with ``+`` or ``-`` and are no numbers
+    (https://owasp.org/www-community/attacks/CSV_Injection).
+    """
+    lines = [_line(columns), *(_line([row.get(name) for name in columns]) for row in rows)]
+    return "".join(lines).encode("utf-8", "surrogateescape")
+
+
+def _line(values: Sequence[object]) -> str:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\r\n").writerow([guarded(value) for value in values])  # both are quoted in cells
+    return text.getvalue().removesuffix("\r\n") + "\n"
+
+
+def guarded(value: object) -> object:
+    """Return a value as it is to be in a CSV, see `csv_bytes`."""
+    if not isinstance(value, str):
+        return "" if value is None else value
+    return f"'{value}" if _FORMULA.match(value) and not _NUMBER.fullmatch(value) else value
+
+
+def unguarded(value: str) -> str:
+    """Return the value that `guarded` was given."""
+    return value[1:] if value.startswith("'") and _FORMULA.match(value) else value
+
+
+def read_own(data: bytes) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the columns and rows of `csv_bytes`, as they were given to it.
+
+    Raises:
+        csv.Error: It is not a CSV.
+    """
+    reader = csv.reader(io.StringIO(data.decode("utf-8-sig", "surrogateescape"), newline=""))
+    lines = [[unguarded(cell) for cell in line] for line in reader if line]
+    columns = lines[0] if lines else []
+    return columns, [dict(zip(columns, line + [""] * (len(columns) - len(line)), strict=False)) for line in lines[1:]]
 
 
 def natural_key(text: str) -> tuple[int, float, list[tuple[int, int, str]], str]:

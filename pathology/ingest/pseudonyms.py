@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import hmac
-import io
 import os
 import re
 import secrets
@@ -23,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from data.csv_table import csv_bytes, read_own
 from data.files import replacing
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim
@@ -173,18 +173,18 @@ def scrubbed(reason: str, source: Path, name: str) -> str:
 def _load(path: Path) -> dict[str, KeyRow]:
     """Return the rows by source path; empty if there is no file yet."""
     try:
-        text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
+        columns, rows = read_own(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise RequestError(f"--pseudonyms {path}: cannot be read ({error.strerror})") from error
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    if not set(_COLUMNS) <= set(reader.fieldnames or ()):
+    except csv.Error as error:
+        raise RequestError(f"--pseudonyms {path}: is not a CSV ({error}); choose another file") from error
+    if not set(_COLUMNS) <= set(columns):
         raise RequestError(
             f"--pseudonyms {path}: exists and is not a key of an earlier ingest (with the columns "
             f"{', '.join(_COLUMNS)}); choose another file"
         )
-    rows = [{k: v or "" for k, v in row.items() if k is not None} for row in reader]
     found = (KeyRow(**{k: row.pop(k) for k in _COLUMNS}, others=row) for row in rows)
     return {row.source_path: row for row in found}
 
@@ -192,12 +192,8 @@ def _load(path: Path) -> dict[str, KeyRow]:
 def _save(path: Path, rows: Iterable[KeyRow]) -> None:
     table = sorted((row.to_csv() for row in rows), key=lambda row: row["source_path"])
     columns = [*_COLUMNS, *sorted({name for row in table for name in row} - set(_COLUMNS))]
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
     with replacing(path) as temporary:
         # The mode is set on creation, so that others can never read the file.
         handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with os.fdopen(handle, "wb") as file:
-            file.write(text.getvalue().encode("utf-8", "surrogateescape"))
+            file.write(csv_bytes(columns, table))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from data.csv_table import parse_table
-from data.files import write_atomically
+from data.csv_table import read_own, write_table
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim
 
@@ -108,20 +106,14 @@ class PredictionTable:
         with Claim.wait(self.path.parent, CLAIM):
             self._rows = self._load()
             self._rows[prediction.slide_id] = prediction.row(self._class_names, self._with_spread)
-            text = io.StringIO(newline="")
-            writer = csv.DictWriter(text, self.columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self._rows[slide_id] for slide_id in sorted(self._rows))
-            write_atomically(self.path, text.getvalue().encode("utf-8"))
+            write_table(self.path, self.columns, [self._rows[slide_id] for slide_id in sorted(self._rows)])
 
     def _load(self) -> dict[str, dict[str, str]]:
         if not self.path.exists():
             return {}
         try:
-            with self.path.open(encoding="utf-8", newline="") as file:
-                reader = csv.DictReader(file)
-                found = list(reader.fieldnames or ())
-                rows = {row["slide_id"]: row for row in reader} if found == self.columns else {}
+            found, listed = read_own(self.path.read_bytes())
+            rows = {row["slide_id"]: row for row in listed} if found == self.columns else {}
         except (OSError, ValueError, csv.Error) as error:
             raise RequestError(f"{self.path}: cannot be read ({error}); choose another --out") from error
         if found != self.columns:
@@ -139,7 +131,12 @@ def predicted_files(folder: Path) -> dict[str, str]:
         RequestError: The table cannot be read.
     """
     path = folder / FILE_NAME
-    rows = parse_table(path, "predictions").rows if path.is_file() else ()
+    try:
+        rows = read_own(path.read_bytes())[1]
+    except FileNotFoundError:
+        return {}
+    except (OSError, csv.Error) as error:
+        raise RequestError(f"{path}: cannot be read ({error}); choose another --out") from error
     files = {row.get("slide_id", ""): row.get("path", "") for row in rows}
     return {name: file for name, file in files.items() if file and not file.endswith(".zarr")}
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from data.csv_table import read_own
 from data.location import is_remote, location
 from data.store.slide_store import StoreError
 from hyfi_core.errors import RequestError
@@ -139,8 +140,7 @@ def _of_input(item: SlideInput) -> GallerySlide:
 
 def _rows(folder: Path) -> list[dict[str, str]]:
     try:
-        with (folder / FILE_NAME).open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+        _, rows = read_own((folder / FILE_NAME).read_bytes())
     except (OSError, ValueError, csv.Error) as error:
         raise RequestError(f"{folder / FILE_NAME}: cannot be read ({error})") from error
     if not rows or not {"slide_id", "path", "prediction"} <= rows[0].keys():

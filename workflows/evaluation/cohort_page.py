@@ -5,7 +5,6 @@ The page is one self-contained file. Only the visible rows are rendered, so that
 
 from __future__ import annotations
 
-import csv
 import importlib.metadata
 import io
 import json
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from data.csv_table import write_table
+from data.csv_table import read_own, write_table
 from data.files import write_atomically
 from data.samples.dataset import SlideDataset
 from data.store.slide_store import SlideStore, slide_path
@@ -78,8 +77,8 @@ def predicted_slides(out: Path, class_names: Sequence[str]) -> list[CohortSlide]
     Raises:
         OSError: The table cannot be read.
     """
-    with (out / FILE_NAME).open(encoding="utf-8", newline="") as file:
-        return [_predicted_slide(out, row, class_names) for row in csv.DictReader(file)]
+    _, rows = read_own((out / FILE_NAME).read_bytes())
+    return [_predicted_slide(out, row, class_names) for row in rows]
 
 
 def _predicted_slide(out: Path, row: Mapping[str, str], class_names: Sequence[str]) -> CohortSlide:

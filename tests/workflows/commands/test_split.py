@@ -186,3 +186,12 @@ def test_missing_words_are_no_case_and_no_class(hyfi_here, tmp_path):
     done = hyfi_here(*command, "--missing", "unknown")
     parts = json.loads(done.stdout.splitlines()[-1])["parts"]
     assert {name for part in parts.values() for name in part["classes"]} == {"NA", "x", "y"}
+
+
+def test_names_like_formulas_are_written_as_texts_and_come_back(hyfi_here, tmp_path):
+    names = [f"{sign}cmd{i}" for i, sign in enumerate("=@+-" * 3)]
+    (tmp_path / "labels.csv").write_text("slide_id\n" + "\n".join(names))
+    assert hyfi_here("split", "labels.csv", "--out", "splits.csv").returncode == 0
+    lines = (tmp_path / "splits.csv").read_text().splitlines()[1:]
+    assert all(line.startswith("'") for line in lines)
+    assert [row["slide_id"] for row in rows_of(tmp_path / "splits.csv")] == names
