@@ -181,8 +181,11 @@ class _LaunchMonitor:
         codes = self._status.codes()
         if len(codes) == self._ranks and self._process.returncode == 0:
             return max(codes.values())
-        if self._stops and set(codes.values()) <= {0, STOPPED}:
-            return STOPPED
+        if self._stops > 1:
+            warn("hyfi: stopped at once, by a second request; what was not saved is lost")
+            return FAULT
+        if self._stops and len(codes) == self._ranks and set(codes.values()) <= {0, STOPPED}:
+            return STOPPED  # all have saved; mpiexec itself may return another code
         return self._report_death(output)
 
     def _report_death(self, output: mpiexec.Output) -> int:

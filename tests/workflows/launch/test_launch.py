@@ -58,6 +58,14 @@ def body():
         while not stopped:
             time.sleep(0.02)
         return 3
+    if what == "dies-saving":
+        while not stopped:
+            time.sleep(0.02)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.Barrier()
+    while what == "deaf":
+        time.sleep(0.02)
     if what in ("fail", "killed", "memory"):
         world.Barrier()
     if what == "threads":
@@ -107,6 +115,13 @@ class Job:
     def run(self, what: str, ranks: int = 2, **environment: str) -> tuple[int, str, str]:
         process = self.start(what, ranks, **environment)
         out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def run_within(self, what: str, seconds: float) -> tuple[int, str, str]:
+        """Run; all must end within some seconds after the ranks are up."""
+        process = self.start(what)
+        self.pids()
+        out, err = process.communicate(timeout=seconds)
         return process.returncode, out, err
 
     def pids(self, ranks: int = 2) -> list[int]:
@@ -162,9 +177,7 @@ def test_a_refusal_is_told_once(job: Job) -> None:
 
 
 def test_a_failing_rank_ends_all_and_is_named(job: Job) -> None:
-    began_s = time.monotonic()
-    code, out, err = job.run("fail")
-    assert time.monotonic() - began_s < 10
+    code, out, err = job.run_within("fail", seconds=30)
     assert (code, out) == (70, "")
     assert err.count("rank 1 failed") == err.count("ValueError: one bad part") == err.count("Traceback") == 1
     assert "BAD TERMINATION" not in err
@@ -189,9 +202,7 @@ def test_a_rank_that_the_kernel_ended_for_memory_is_told_as_such(job: Job) -> No
 
 
 def test_a_killed_rank_ends_all_and_is_named(job: Job) -> None:
-    began_s = time.monotonic()
-    code, out, err = job.run("killed")
-    assert time.monotonic() - began_s < 10
+    code, out, err = job.run_within("killed", seconds=30)
     assert (code, out) == (70, "")
     assert "rank 1 ended with signal 9" in err
     assert len(err.splitlines()) == 1
@@ -205,6 +216,26 @@ def test_a_request_to_stop_reaches_every_rank(job: Job, number: signal.Signals) 
     _, err = process.communicate(timeout=20)
     assert process.returncode == 3
     assert "Traceback" not in err
+
+
+def test_a_rank_that_dies_after_a_request_to_stop_has_not_saved(job: Job) -> None:
+    """Code 3 promises a checkpoint: scripts that requeue a job rely on it."""
+    process = job.start("dies-saving")
+    job.pids()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 70 and "rank 1 ended with signal 9" in err
+
+
+def test_a_second_request_stops_at_once_and_says_that_nothing_was_saved(job: Job) -> None:
+    process = job.start("deaf")
+    job.pids()
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)  # two at the same time would count as one
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 70
+    assert err == "hyfi: stopped at once, by a second request; what was not saved is lost\n"
 
 
 def test_ranks_end_with_a_killed_launcher(job: Job) -> None:
