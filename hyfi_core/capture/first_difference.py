@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyfi_core.capture.interpret import interpret
+from hyfi_core.capture.interpret import RepeatableDraws, interpret
 from hyfi_core.capture.program import Operator, Program
-from hyfi_core.capture.repeatable import RepeatableDraws
 
 _SMALL = 1e-3
 """The norm of a value counts as at least this fraction of the largest of its kind."""

@@ -10,13 +10,13 @@ os.environ["SCALE"]                      the environment
 ```
 
 A trace records their current values. The names that a function reads are found once, in its byte code; their values are
-looked up at every step.
+looked up at every step. Of classes, those methods and attributes count whose names code has that a forward reaches:
+loading of weights, configurations and exports, which large libraries have in the same classes, do not.
 """
 
 from __future__ import annotations
 
 import argparse
-import dis
 import enum
 import functools
 import os
@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hyfi_core.capture.code_names import chains_in, globals_assigned_in, words_in
 from hyfi_core.capture.places import INSTALLED, is_users, is_users_file
 
 _SETTINGS = (torch.dtype, torch.device, complex, bytes, enum.Enum)
@@ -50,11 +51,17 @@ _LISTS = frozenset({list, tuple})
 _CONTAINERS = frozenset({list, tuple, set, dict, OrderedDict})
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
+_CREATING = frozenset({"__init__", "__new__", "__post_init__"})
+_NEVER_REACHED = frozenset({"__del__", "__getstate__", "__init_subclass__", "__reduce__", "__repr__", "__setstate__"})
+_MAKE_NAMES = frozenset({"getattr", "attrgetter", "methodcaller", "vars", "__dict__", "eval", "exec", "globals"})
+"""Functions by which code reads attributes whose names are not in the code."""
 _NOTHING = object()
 _DEPTH = 6
 """Depth to which calls between functions of installed packages are followed; of the user's own, all are."""
 
 Values = Iterator[tuple[str, Any]]
+_Member = tuple[type, str, Any, bool]
+"""(class, name, value, whether the class is the user's own)."""
 
 
 def outside_values(model: nn.Module, attributes: Iterable[Any] | None = None) -> Values:
@@ -98,9 +105,9 @@ class _KnownClass:
     """What a class held when it was last read; kept alive, so that no address is used again.
 
     Attributes:
-        methods: the user's functions in it, unwrapped.
-        values: (name, value) of other attributes that count.
-        objects: the same of those that are no plain values.
+        methods: (name, function) of the user's functions in it, unwrapped.
+        values: the same of plain values that count.
+        objects: the same of others.
     """
 
     def __init__(self, holder: type) -> None:
@@ -110,7 +117,7 @@ class _KnownClass:
         functions = {name: _unwrapped(value) for name, value in self._held.items()}
         functions = {name: value for name, value in functions.items() if isinstance(value, types.FunctionType)}
         self._functions, self._codes = [*functions.values()], [f.__code__ for f in functions.values()]
-        self.methods = {name: function for name, function in functions.items() if _is_users(function)}
+        self.methods = [(name, function) for name, function in functions.items() if _is_users(function)]
         self.values = [(n, v) for n, v in self._held.items() if isinstance(v, _VALUES) and not n.startswith("__")]
         others = [(n, v) for n, v in self._held.items() if not isinstance(v, (*_VALUES, types.FunctionType))]
         self.objects = [(n, v) for n, v in others if type(v) not in _WRAPPERS and not n.startswith("__")]
@@ -128,20 +135,45 @@ _CLASSES: dict[type, _KnownClass] = {}
 
 
 class _Walk:
-    """One walk over the user's functions and classes, each once."""
+    """One walk over the user's functions and classes that a forward reaches, each once.
+
+    A method or attribute of a class is reached if code that is reached has its name, as an attribute or as a text. Code
+    of the user that makes up names as it runs (``getattr``) reaches all of the user's classes.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # id -> the object, so that no address is used again
         self.memoised: list[Memoised] = []
         self.assigned: list[tuple[Any, str]] = []
+        self._names: set[str] = {"forward"}
+        self._waiting: dict[str, list[_Member]] = {}
+        self._reached: list[_Member] = []
+        self._reaches_all = False
 
     def of_model(self, model: nn.Module, attributes: Iterable[Any]) -> Values:
         for kind in {type(module): None for module in model.modules()}:
-            yield from self._of_class(kind)
+            self._add_class(kind)
+        yield from self._of_reached()
         for value in attributes:
             kind = type(value)
             if kind not in _PLAIN and (kind not in _CONTAINERS or value):
                 yield from self._of_attribute(value)
+        yield from self._of_reached()
+
+    def _of_reached(self) -> Values:
+        while self._reached:
+            yield from self._of_member(*self._reached.pop())
+
+    def _of_member(self, holder: type, name: str, value: Any, own: bool) -> Values:
+        full = f"{holder.__qualname__}.{name}"
+        if isinstance(value, (*_VALUES, *_HOLDERS)):
+            yield full, value
+        elif _is_users(value):
+            if own or name == "forward":
+                yield full, value
+            yield from self._of_function(value, _DEPTH)
+        else:
+            yield from self._found_by_own(full, value, _DEPTH)
 
     def _of_attribute(self, value: Any) -> Values:
         """What an attribute of a module reads; the attribute itself is compared with the module."""
@@ -163,7 +195,7 @@ class _Walk:
             elif callable(item):  # as a hook
                 yield from self._of_object(of_item.__qualname__, item)
             elif _is_own_class(of_item):
-                yield from self._of_class(of_item)
+                self._add_class(of_item)
 
     def _of_method(self, name: str, method: types.MethodType, depth: int) -> Values:
         yield from self._of_object(name, method.__self__)
@@ -173,7 +205,7 @@ class _Walk:
         kind: Any = type(item)
         if _is_own_class(kind) and not issubclass(kind, (nn.Module, torch.Tensor)):
             yield name, item
-            yield from self._of_class(kind)
+            self._add_class(kind)
 
     def _is_new(self, item: Any) -> bool:
         if id(item) in self._seen:
@@ -185,31 +217,46 @@ class _Walk:
         found = (_unwrapped(value) for value in values)
         self.memoised += [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
 
-    def _of_class(self, kind: type) -> Values:
+    def _add_class(self, kind: type, created: bool = False) -> None:
+        """Add the members of a class and its bases; ``created``: by code that is reached."""
         for holder in kind.__mro__:
+            if created:
+                self._reached += self._waiting.pop(_created_by(holder), ())
             if not self._is_new(holder):
                 continue
             own, known = _is_own_class(holder), _CLASSES.get(holder)
             if known is None or not known.is_same():
                 known = _CLASSES[holder] = _KnownClass(holder)
-            if known.methods or own:
-                for name, value in known.values:
-                    yield f"{holder.__qualname__}.{name}", value
             self._keep_memoised(value for _, value in known.objects)
             if own:
                 self.assigned += [
                     (holder, name) for name, value in known.values if value is None or type(value) is bool
                 ]
                 self.assigned += [(holder, name) for name, value in known.objects if isinstance(value, torch.Tensor)]
-            for name, value in known.objects if own else ():
-                if isinstance(value, _HOLDERS):
-                    yield f"{holder.__qualname__}.{name}", value
-                else:
-                    yield from self._found_by_own(f"{holder.__qualname__}.{name}", value, _DEPTH)
-            for name, method in known.methods.items():
-                if own or name == "forward":
-                    yield f"{holder.__qualname__}.{name}", method
-                yield from self._of_function(method, _DEPTH)
+            members = known.methods + (known.values if known.methods or own else []) + (known.objects if own else [])
+            for name, value in members:
+                self._add_member((holder, name, value, own), created)
+
+    def _add_member(self, member: _Member, created: bool) -> None:
+        holder, name, _, own = member
+        creates = name in _CREATING
+        implicit = name.startswith("__") and name.endswith("__") and not creates and name not in _NEVER_REACHED
+        if implicit or name in self._names or (own and self._reaches_all) or (creates and created):
+            self._reached.append(member)
+        elif name not in _NEVER_REACHED:
+            self._waiting.setdefault(_created_by(holder) if creates else name, []).append(member)
+
+    def _read_names(self, code: types.CodeType, own: bool) -> None:
+        """Reach all that has one of the names in code."""
+        words = words_in(code)
+        for name in sorted((words - self._names).intersection(self._waiting)):
+            self._reached += self._waiting.pop(name)
+        self._names |= words
+        if own and not self._reaches_all and not _MAKE_NAMES.isdisjoint(words):
+            self._reaches_all = True
+            for members in self._waiting.values():
+                self._reached += [member for member in members if member[3]]
+                members[:] = [member for member in members if not member[3]]
 
     def _of_function(self, function: Any, depth: int) -> Values:
         function = _unwrapped(function)
@@ -219,6 +266,7 @@ class _Walk:
         if not _is_users(function) or not self._is_new(function):
             return
         name, own = function.__qualname__, _is_own(function.__code__)
+        self._read_names(function.__code__, own)
         if own and (function.__defaults__ or function.__kwdefaults__):
             yield f"{name}()", (function.__defaults__, function.__kwdefaults__)
         for cell, variable in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
@@ -227,8 +275,8 @@ class _Walk:
             except ValueError:  # not assigned yet
                 continue
             yield from self._found(f"{name}: {variable}", found, own, depth)
-        self.assigned += [(function.__globals__, assigned) for assigned in _assigned(function.__code__)]
-        for chain in _names(function.__code__):
+        self.assigned += [(function.__globals__, assigned) for assigned in globals_assigned_in(function.__code__)]
+        for chain in chains_in(function.__code__):
             if own:
                 self.assigned += _holders(function.__globals__, chain)
             yield from self._found(*_looked_up(function.__globals__, chain), own, depth)
@@ -236,6 +284,8 @@ class _Walk:
     def _found(self, name: str, value: Any, own: bool, depth: int) -> Values:
         """What a function found under a name; ``own``: code of the user, of which everything is followed."""
         self._keep_memoised((value,))
+        if value is sys.modules:
+            return  # an import changes nothing that a forward computes
         if isinstance(value, (*_VALUES, *_GENERATORS)):
             yield name, value
         elif own and (value is os.environ or value is os.getenv):
@@ -255,7 +305,7 @@ class _Walk:
             yield from self._found(name, value.func, True, depth)
         elif isinstance(value, type):
             if _is_own_class(value):
-                yield from self._of_class(value)
+                self._add_class(value, created=True)
         elif isinstance(value, types.MethodType):
             yield from self._of_method(name, value, depth)
         elif "__wrapped__" in (held := _dict_of(value)):  # functools.lru_cache
@@ -319,30 +369,9 @@ def _unwrapped(value: Any) -> Any:
     return getattr(value, _WRAPPERS[kind]) if kind in _WRAPPERS else value
 
 
-@functools.cache
-def _names(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Return the globals that code reads, with the attributes that it reads of them: chains of names."""
-    found: dict[tuple[str, ...], None] = {}
-    chain: list[str] = []
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
-            chain.append(str(step.argval))
-            continue
-        if chain:
-            found[tuple(chain)] = None
-        chain = [str(step.argval)] if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else []
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found.update(dict.fromkeys(_names(constant)))
-    return tuple(found)
-
-
-@functools.cache
-def _assigned(code: types.CodeType) -> tuple[str, ...]:
-    """Return the globals that code assigns."""
-    inside = [name for item in code.co_consts if isinstance(item, types.CodeType) for name in _assigned(item)]
-    own = [str(step.argval) for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"]
-    return tuple(dict.fromkeys([*own, *inside]))
+def _created_by(holder: type) -> str:
+    """Return the key under which methods wait that run when an object is created."""
+    return f"creates {id(holder)}"
 
 
 @functools.cache

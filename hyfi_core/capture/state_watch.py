@@ -7,18 +7,23 @@
     all others: lists, tensors, settings …     compared by identity and in full
 
 If anything differs, the state is computed again, which takes several times as long.
+
+A call of the engine takes the state once, for all its cells. A capture, too, may change it: a forward gives a warning
+once. Then it must compute the same again, and the state is the one afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import nn
 
 from hyfi_core.capture.module_state import (
+    OUTSIDE,
     REGISTRIES,
     ModuleState,
+    changed_since,
     comparable,
     is_constant,
     is_empty,
@@ -26,8 +31,13 @@ from hyfi_core.capture.module_state import (
     outside_attributes,
     own_objects,
 )
+from hyfi_core.capture.patching import PATCHING
+from hyfi_core.capture.program import Program
+from hyfi_core.errors import RequestError
 
 _MISSING = object()
+_MOST_CHANGES = 3
+"""Captures that are repeated at most, as each of them changes the state."""
 
 
 class _Contents:
@@ -74,6 +84,9 @@ class StateWatch:
 
     Args:
         model: the user's module.
+
+    Attributes:
+        taken: the state of the present call; None before the first.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,6 +96,34 @@ class StateWatch:
         self._own: dict[int, Hashable] = {}
         self._others: list[Hashable] = []
         self._state: ModuleState | None = None
+        self.taken: ModuleState | None = None
+
+    def take(self) -> ModuleState:
+        """Take the state for the next call, and return it."""
+        with PATCHING:  # another thread may be running a forward
+            self.taken = self.state()
+        return self.taken
+
+    def settled(self, capture: Callable[[], Program]) -> Program:
+        """Return a captured program, and take the state in which its capture leaves the model.
+
+        Args:
+            capture: captures the model.
+
+        Raises:
+            RequestError: the forward changes something outside of the model, and computes otherwise afterwards.
+        """
+        with PATCHING:
+            before, made = self.take(), capture()
+            for _ in range(_MOST_CHANGES):
+                now = self.take()
+                if now == before:
+                    break
+                if not capture().equals(made):
+                    raise RequestError(_changes(before, now))
+                before = now
+            self.take()
+        return made
 
     def state(self) -> ModuleState:
         """Return a value equal to ``module_state`` of the model: the same object while nothing changes."""
@@ -103,3 +144,12 @@ class StateWatch:
         others = [value for module in self._modules for value in module.others()]
         found = [comparable(value, seen) for value in others]
         return [*found, *outside_attributes(self._model, others, self._own).items()]
+
+
+def _changes(before: ModuleState, now: ModuleState) -> str:
+    names = [name if path == OUTSIDE else f"{path}.{name}" for path, name in changed_since(before, now)]
+    return (
+        f"the forward changes {names[0] if names else 'a value'!r} outside of the model and computes otherwise "
+        f"afterwards, which capture cannot record. Make it a buffer (register_buffer) changed in place, or change it "
+        f"between steps"
+    )

@@ -27,11 +27,10 @@ from hyfi_core.capture.checkpoints import plain_checkpoints
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.first_difference import equal, first_module
 from hyfi_core.capture.guards import restored
-from hyfi_core.capture.interpret import interpret
+from hyfi_core.capture.interpret import RepeatableDraws, interpret
 from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.program import Program
 from hyfi_core.capture.released import device_of
-from hyfi_core.capture.repeatable import RepeatableDraws
 from hyfi_core.capture.stored_tensors import Caches, OfImage, StoredTensors, StoringRun
 from hyfi_core.errors import RequestError
 

@@ -286,7 +286,8 @@ class Engine:
 
     def flops_per_image(self) -> float:
         """Return the operations of an image's forward and backward; see ``training_flops``."""
-        return training_flops(self._subject.program(self._micro), self._compiled().trained) / self._micro[0]
+        compiled = self._compiled()
+        return training_flops(compiled.program, compiled.trained) / self._micro[0]
 
     def spilled(self) -> PagerCounts | None:
         """Return the bytes that the last call wrote, read and recomputed; None if ``plan.spill`` is not set."""
@@ -325,6 +326,7 @@ class Engine:
         """
         if self._paging is None:
             return None
+        self._runners[0].observe()
         call = PagedCall(micro or self._micro, trains, pixels)
         self._trained = call if trains else self._trained
         return self._paging.begin(call, lambda: self._forecasts(call), call.new_bytes(self._model, self._optimizer))
@@ -335,6 +337,9 @@ class Engine:
         return call.forecasts(self._subject, self.plan, of_cells)
 
     def _compiled(self, micro: tuple[int, int, int, int] | None = None) -> Compiled:
+        """Return the compiled model for micro-batches of a shape in this call; without one, outside of a call."""
+        if micro is None:
+            self._runners[0].observe()
         return self._runners.each(lambda runner: runner.compiled(self._micro if micro is None else micro))[0]
 
     def _check_evaluation(self, call: str, images: Images) -> tuple[int, int, int, int]:

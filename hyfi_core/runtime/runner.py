@@ -67,19 +67,20 @@ class StageRunner:
         self.reader = Reader(plan, subject.shape, self.groups, subject.device, subject.dtype, subject.channels_last)
         self._cache: dict[Any, Compiled] = {}
         self._used: Hashable = None
-        self._state: Hashable = None  # of the model in this call
         self._unchecked = True  # whether its tensors may have been replaced since the last call
         self._schedules = PlanSchedules(plan, self._placement)
         self._trained: FollowingStatistics | FoldedStatistics | None = None
 
     def compiled(self, shape: Shape) -> Compiled:
-        """Return the compiled model for micro-batches of a shape, in its current modes."""
+        """Return the compiled model for micro-batches of a shape, in the state that was observed."""
         subject = self._subject
-        if self._state is None or self._unchecked:
+        if self._unchecked:
             subject.bindings.refuse_replaced()
             self._unchecked = False
-        key = (shape, subject.watch.state() if self._state is None else self._state)
-        self._used = key[1]
+        if (shape, subject.watch.taken) not in self._cache:
+            subject.program(shape)  # a capture takes the state again
+        self._used = subject.watch.taken
+        key = (shape, self._used)
         if key not in self._cache:
             while len(self._cache) >= CAPTURES_KEPT:
                 self._cache.pop(next(iter(self._cache)))
@@ -101,17 +102,21 @@ class StageRunner:
             subject.bindings.refuse_released(self._cache[key].names, self.groups.users)
         return self._cache[key]
 
+    def observe(self) -> Hashable:
+        """Take the model's Python state, for all runners of the process, until the next call; return it."""
+        self._unchecked = True
+        return self._subject.watch.take()
+
     def known(self, shape: Shape) -> str:
         """Return the digest of the program for micro-batches of a shape; "" for a new shape, "new" for a new state."""
-        self._state, self._unchecked = self._subject.watch.state(), True
-        key = (shape, self._state)
+        key = (shape, self.observe())
         if key in self._cache:
             return self._cache[key].digest
         return "new" if any(other[0] == shape for other in self._cache) else ""
 
     def changes(self) -> dict[tuple[str, str], str]:
         """Return the attributes that have changed since the last call: (module, attribute) -> current value."""
-        model, places = self._subject.model, changed_since(self._used, self._subject.watch.state())
+        model, places = self._subject.model, changed_since(self._used, self._subject.watch.taken)
         return {place: describe_value(model, *place) for place in places}
 
     def schedule(self, compiled: Compiled) -> Schedule:
@@ -149,7 +154,6 @@ class StageRunner:
         shape = self.reader.batch_shape(images)
         micro = self.reader.micro_shape(shape, strict=True)
         compiled = self.compiled(micro)
-        self._state = None
         statistics = self._statistics(compiled)
         pipeline = self._pipeline(compiled, statistics, gradients)
         actions = self.schedule(compiled).actions[self.groups.plane.rank]
@@ -228,7 +232,6 @@ class StageRunner:
         shape = self.reader.batch_shape(images)
         micro = self.reader.micro_shape(shape)
         compiled = self.compiled(micro)
-        self._state = None
         parts = self.reader.prediction_parts(compiled, shape[0])
         local = {} if self._cell else self.reader.read(images, parts)
         return compiled, parts, local, micro[0], shape[0] // micro[0]

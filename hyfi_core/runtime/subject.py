@@ -248,11 +248,12 @@ class Subject:
         return StateWatch(self.model)
 
     def program(self, shape: Shape) -> Program:
-        """Return the captured model for a shape of micro-batches, in its current state."""
-        key = (shape, self.watch.state())
-        if key not in self.programs:
+        """Return the captured model for a shape of micro-batches, in the state that ``watch`` has taken."""
+        state = self.watch.taken or self.watch.take()
+        if (shape, state) not in self.programs:
             while len(self.programs) >= CAPTURES_KEPT:
                 self.programs.pop(next(iter(self.programs)))
                 self.runs.clear()  # they are keyed by the identity of programs
-            self.programs[key] = capture(self.model, shape, self.dtype)
-        return self.programs[key]
+            program = self.watch.settled(lambda: capture(self.model, shape, self.dtype))
+            self.programs.setdefault((shape, self.watch.taken), program)
+        return self.programs[shape, self.watch.taken]

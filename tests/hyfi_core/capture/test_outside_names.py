@@ -95,6 +95,7 @@ class Outside(nn.Module):
         self.last = lambda x: x * factor[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.part(self.unit(x.to(self.dtype) * self.Inner.scale + self.shift.by * self.held.scale * self.limit))
         x = with_default(PARTIAL(Twice.doubled(SHIFT(activation(x))))) * cached() * float(os.environ.get("SCALE", 1))
         return self.last(helped(coded(x)) ** self.power * NUMBER * TABLE["gain"][0]) * self.UNREAD
 

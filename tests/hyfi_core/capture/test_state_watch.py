@@ -69,7 +69,7 @@ def test_every_change_outside_is_seen(name: str, monkeypatch: pytest.MonkeyPatch
     assert watch.state() != before and watch.state() == module_state(net)
 
 
-def test_another_name_and_a_new_method_of_a_class_are_seen() -> None:
+def test_another_name_and_a_new_property_of_a_class_are_seen_if_a_forward_reads_them() -> None:
     class Scaled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.gain
@@ -82,9 +82,18 @@ def test_another_name_and_a_new_method_of_a_class_are_seen() -> None:
     del Scaled.gain
     Scaled.factor = gain  # the same object at the same place
     states.append(watch.state())
-    Scaled.extra_repr = lambda self: "scaled"
+    Scaled.gain = property(lambda self: self.factor)
     states.append(watch.state())
     assert len({*states}) == 3 and states[2] == module_state(net)
+    Scaled.unread = lambda self: UNREAD
+    assert watch.state() == states[2]
+    Scaled.forward = lambda self, x: getattr(self, "un" + "read")() * x  # it may read all
+    states.append(watch.state())
+    Scaled.written = 3.0
+    assert len({*states, watch.state()}) == 5
+
+
+UNREAD = 1.0
 
 
 def test_values_of_tensors_do_not_count() -> None:
