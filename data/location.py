@@ -29,6 +29,7 @@ REQUESTS_AT_A_TIME = 32
 
 _NETWORK_DISKS = re.compile(r"(nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|afs|pvfs|orangefs|9p|virtiofs|fuse\.)")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
+_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2}[^\s/:@]*:)[^\s/]*@")
 _READ_AHEAD_BYTES = 2**14
 """Bytes at the end of an object that are read with its last ones: a request for fewer takes as long."""
 _Item = TypeVar("_Item")
@@ -72,6 +73,11 @@ def address_of(given: str | os.PathLike[str]) -> str | None:
 def is_address(given: str | os.PathLike[str]) -> bool:
     """Whether what a user gave has a scheme, ``s3://`` for instance."""
     return address_of(given) is not None
+
+
+def without_password(text: str) -> str:
+    """Return a text in which addresses have ``***`` for their password: ``https://name:***@host/store``."""
+    return _PASSWORD.sub(r"\1***@", text) if "@" in text else text
 
 
 def is_remote(path: Path) -> bool:
@@ -235,7 +241,7 @@ def create_exclusively(path: Path, data: bytes = b"") -> bool:
         if isinstance(path, ObjectPath):
             path.create(data)
             return True
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
         return False
     try:

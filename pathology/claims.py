@@ -196,7 +196,7 @@ def _parts(path: Path) -> tuple[str, int]:
 def _create(path: Path, token: str) -> bool:
     """Create a claim's file exclusively; return False if it exists."""
     try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
         return False
     try:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from data.location import without_password
+
 LINES_PER_PROGRESS = 10
 MIN_SECONDS_BETWEEN_LINES = 2.0
 
@@ -84,7 +86,8 @@ def _print(stream: TextIO, level: str, text: str) -> None:
 
 
 def show(stream: TextIO, text: str) -> None:
-    """Print a line as it is and flush it."""
+    """Print a line as it is, but without passwords of addresses, and flush it."""
+    text = without_password(text)
     encoding = getattr(stream, "encoding", None) or "utf-8"
     # Escape what the stream cannot encode: file names may have undecodable bytes, and a log may be ASCII only.
     shown = text.encode(encoding, "backslashreplace").decode(encoding)

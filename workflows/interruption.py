@@ -6,6 +6,7 @@ Such an error is told in a line that says what happened, where, and how to conti
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,11 @@ from hyfi_core.errors import RequestError
 if TYPE_CHECKING:
     from workflows.config.load import Config
 
+_FILE_ADVICE = {
+    errno.EACCES: "; let its owner give you access, or use another path",
+    errno.EPERM: "; let its owner give you access, or use another path",
+    errno.EROFS: "; choose a path on a disk that can be written",
+}
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -51,6 +57,16 @@ def describe_full_disk(error: OSError, path: Path | None) -> str:
         room = None
     has = "" if room is None else f"; its disk has {_size(room.free)} free of {_size(room.total)}"
     return f"{path or 'a file'} cannot be written ({error.strerror}{has}); make room there, or raise the quota"
+
+
+def describe_file_error(error: BaseException) -> str | None:
+    """Return which file or folder cannot be used, and why; None for errors that name no file."""
+    if not isinstance(error, OSError) or error.errno is None or not error.filename:
+        return None
+    advice = _FILE_ADVICE.get(error.errno, "")
+    return (
+        f"{os.fsdecode(error.filename)}: {error.strerror}{advice}" if isinstance(error.filename, (str, bytes)) else None
+    )
 
 
 def file_of(error: OSError) -> Path | None:

@@ -7,6 +7,7 @@
     a disk is full                      ──►  message_of(error): the file, and the room of its disk
     the disk of plan.spill is full      ──►  message_of(error): the message of the spill store
     a run whose disk or store is gone   ──►  message_of(error): see `workflows.interruption`
+    a file that cannot be used          ──►  message_of(error): the file, and why
     killed by the kernel's OOM killer   ──►  the launcher sees `kernel_kills` rise, and prints the advice
 """
 
@@ -17,7 +18,7 @@ import re
 from pathlib import Path
 
 from hyfi_core.errors import RequestError
-from workflows.interruption import RunInterruptedError, describe_full_disk, file_of, is_full_disk
+from workflows.interruption import RunInterruptedError, describe_file_error, describe_full_disk, file_of, is_full_disk
 from workflows.launch.status import RunStatus
 
 GENERAL_ADVICE = (
@@ -56,7 +57,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message_of(error: BaseException) -> str | None:
-    """Return the message for an out-of-memory error, a full disk or an interrupted run; None for other errors."""
+    """Return the message for errors of memory, disks, files and interrupted runs; None for other errors."""
     if isinstance(error, RunInterruptedError):
         return str(error)
     if isinstance(error, OSError) and is_full_disk(error):
@@ -65,7 +66,7 @@ def message_of(error: BaseException) -> str | None:
     if full_disk is not None:
         return full_disk
     if not is_out_of_memory(error):
-        return None
+        return describe_file_error(error)
     found = _REQUESTED.search(str(error))
     return f"out of memory{f' (when {_amount(found[1])} more were requested)' if found else ''}; {advice()}"
 

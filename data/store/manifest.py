@@ -180,9 +180,12 @@ def load_manifest(store: Path) -> list[dict[str, str]]:
     On object storage ``manifest.csv`` is read, in one request.
 
     Raises:
-        StoreError: There is no store in this folder.
+        StoreError: There is no store in this folder, or its records cannot be read.
     """
-    records = {} if is_remote(store) else load_records(store)
+    try:
+        records = {} if is_remote(store) else load_records(store)
+    except OSError as error:
+        raise StoreError(f"{store}: cannot be read ({error.strerror or error})") from error
     if records:
         return [record.row() for record in records.values()]
     try:

@@ -156,7 +156,10 @@ def write_tensors(
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     try:
+        path.touch()
+        mode = path.stat().st_mode  # by the umask; safetensors replaces the file by one that only its owner can read
         save_file(dict(tensors), path)
+        path.chmod(mode)
     except SafetensorError as error:  # its way of saying that the disk is full
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
@@ -282,10 +285,16 @@ def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _open(path: Path) -> tuple[Path, dict[str, Any]]:
-    if not path.exists():
+    try:
+        there, has_model = path.exists(), (path / MODEL_FILE).is_file()
+    except OSError as error:
+        raise RequestError(
+            f"checkpoint {path} cannot be read ({error.strerror}); let its owner give you access"
+        ) from error
+    if not there:
         raise RequestError(f"checkpoint {path}: no such folder; use RUN/checkpoints/best, latest or step-NNNNNNNN")
     folder = path.resolve()
-    if not (folder / MODEL_FILE).is_file():
+    if not has_model:
         hint = "; did you mean its checkpoints/best?" if (folder / "checkpoints").is_dir() else ""
         raise RequestError(f"{path} is not a checkpoint: it has no {MODEL_FILE}{hint}")
     model = _parse(folder / MODEL_FILE)
@@ -334,7 +343,16 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _check_file(folder: Path, name: str, model: Mapping[str, Any], digests: bool = True) -> None:
-    """Refuse a file that differs from what was saved."""
+    """Refuse a file that differs from what was saved, or cannot be read."""
+    try:
+        _check_content(folder, name, model, digests)
+    except OSError as error:
+        raise RequestError(
+            f"checkpoint file {folder / name} cannot be read ({error.strerror}); let its owner give you access"
+        ) from error
+
+
+def _check_content(folder: Path, name: str, model: Mapping[str, Any], digests: bool) -> None:
     path = folder / name
     known = model.get("files", {}).get(name)
     if not path.is_file() or known is None:

@@ -57,3 +57,14 @@ def test_the_remaining_time_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys
 def test_a_terminal_shows_the_remaining_time_once(estimate: bool) -> None:
     with console._bar(4, "ingest", 0.0, estimate) as shown:
         assert any(isinstance(column, TimeRemainingColumn) for column in shown._bars.columns) == estimate
+
+
+def test_passwords_of_addresses_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for address in ("https://me:s3cr:et@host/store", "https:/me:s3cret@host/store", "s3://key:s3cret@bucket"):
+        console.say(f"reading {address}")
+        console.warn(f"hyfi: {address} cannot be read")
+        console.emit_json({"store": address})
+    said = "".join(capsys.readouterr())
+    assert "s3c" not in said and said.count("//me:***@host/store") == 3 and said.count("//key:***@bucket") == 3
+    console.say("mail me@host, at 12:30 https://host:80/store, C:/a@b")
+    assert capsys.readouterr().out == "mail me@host, at 12:30 https://host:80/store, C:/a@b\n"

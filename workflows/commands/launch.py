@@ -154,7 +154,8 @@ def _write(path: Path, text: str, options: ScriptOptions, start: str) -> int:
     require_writable(path)
     before = path.read_bytes() if path.exists() else None
     path.write_text(text, encoding="utf-8")
-    path.chmod(0o755)
+    mode = path.stat().st_mode
+    path.chmod(mode | (mode & 0o444) >> 2)  # who may read it may run it
     job = _submitted(path, before) if options.submit else None
     say(f"{path}: submitted as job {job}" if job else f"{path}: {start}")
     reason = why_it_cannot_start(job) if job else None

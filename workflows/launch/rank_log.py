@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from data.location import without_password
 from hyfi_core.runtime.launch import inside_launcher
 from workflows import console
 from workflows.launch.status import RunStatus
@@ -110,7 +111,7 @@ class RankLog(logging.Handler):
     def _written(self, level: str, text: str, shown: bool) -> str:
         """Return lines in the form of the log, after they were written there."""
         head = f"{_now()} {self._head(level)}"
-        marked = "".join(f"{head}{line}\n" for line in text.splitlines() or [""])
+        marked = "".join(f"{head}{line}\n" for line in without_password(text).splitlines() or [""])
         with self.lock or contextlib.nullcontext():
             if self._file is not None:
                 with contextlib.suppress(OSError, ValueError):  # a full disk must not end a run, nor a late line

@@ -108,3 +108,12 @@ def test_a_manifest_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.csv").write_bytes(b"path\n\xff\xfe.svs\n")
     with pytest.raises(RequestError, match="UTF-8"):
         read_user_manifest(tmp_path / "m.csv")
+
+
+def test_records_of_somebody_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(store: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(store / ".records"))
+
+    monkeypatch.setattr("data.store.manifest.load_records", denied)
+    with pytest.raises(StoreError, match=r"cannot be read .Permission denied."):
+        load_manifest(tmp_path)

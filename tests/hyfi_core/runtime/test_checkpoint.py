@@ -139,3 +139,26 @@ def test_an_optimiser_of_another_model_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     with pytest.raises(RequestError, match="other parameters"):
         load_optimizer_state(optimizer, other.named_parameters(), cp.load_training_state(tmp_path / "c").optimizer)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_files_may_be_read_by_whom_the_umask_lets(tmp_path: Path, umask: int, mode: int) -> None:
+    """Weights and moments were the owner's alone, whatever the umask."""
+    before = os.umask(umask)
+    try:
+        save(tmp_path / "step-3")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "step-3").iterdir()} == {mode}
+
+
+def test_a_file_of_somebody_else_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "step-3")
+
+    def denied(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(cp, "_fingerprint", denied)
+    words = r"model.safetensors cannot be read .Permission denied.; let its owner give you access"
+    with pytest.raises(RequestError, match=words):
+        cp.load_checkpoint(tmp_path / "step-3")

@@ -334,3 +334,24 @@ def test_addresses_of_object_stores_are_refused(hyfi_here: Hyfi, tmp_path: Path,
     assert done.returncode == 2, done.stderr
     assert "://bucket/" in done.stderr and "local folder" in done.stderr
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_passwords_are_not_printed_by_commands(answer: Answer) -> None:
+    said = answer("ingest", "slides", "--out", "https://me:s3cret@host/store")
+    assert said[0] == 2 and "s3cret" not in said[1] and "me:***@host/store" in said[1]
+
+
+def test_a_file_that_may_not_be_read_is_named_in_a_line(
+    answer: Answer, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read everything, so the refusal is played."""
+
+    def denied(store: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(store / "manifest.csv"))
+
+    monkeypatch.setattr("workflows.commands.split.load_manifest", denied)
+    code, err = answer(
+        "split", archive / "slides" / "manifest.csv", "--out", "splits.csv", "--store", archive / "store"
+    )
+    assert "Traceback" not in err and err.count("\n") == 1 and code not in (0, 1, 2, 3)
+    assert "manifest.csv: Permission denied; let its owner give you access" in err
