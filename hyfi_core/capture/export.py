@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from hyfi_core.capture.functions.pointwise import function_of
 from hyfi_core.capture.guards import Assigned, reassigned, refuse_assigned, refuse_fake_constants, trace_guards
 from hyfi_core.capture.patching import PATCHING, patched
 from hyfi_core.capture.places import explained, traced_line
@@ -154,10 +155,11 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
         _declare(values, node.name, result, node.meta.get("stack_trace"))
     _refuse_numbers(node)
     stack = list((node.meta.get("nn_module_stack") or {}).values())
+    function = function_of(node.target, node.args)
     return Operator(
         name=node.name,
-        target=node.target,  # type: ignore[arg-type]
-        args=tuple(_argument(item) for item in node.args),
+        target=node.target if function is None else function,  # type: ignore[arg-type]
+        args=tuple(_argument(item) for item in (node.args if function is None else node.args[:2])),
         kwargs={key: _argument(item) for key, item in node.kwargs.items() if not _is_device_of_capture(node, key)},
         outputs=tuple(names),
         module=stack[-1][0] if stack else "",

@@ -31,6 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
 from hyfi_core.capture.checkpoints import plain_checkpoints
+from hyfi_core.capture.functions.pointwise import recorded
 from hyfi_core.capture.module_state import (
     Attributes,
     attributes,
@@ -80,6 +81,7 @@ def trace_guards(model: nn.Module, stored: StoredTensors, assigned: Assigned | N
             patched(nn.Module, "__setattr__", _assign),
             patched(_BatchNorm, "forward", _normalise),
             patched(torch, "manual_seed", _seed),
+            patched(torch.autograd.Function, "apply", classmethod(_apply)),
         ):
             yield
     finally:
@@ -236,6 +238,25 @@ def _seed(seed: int) -> torch.Generator:
         )
     generator: torch.Generator = _PLAIN_SEED(seed)
     return generator
+
+
+_PLAIN_APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+
+def _apply(function: Any, *given: Any, **named: Any) -> Any:
+    """``Function.apply``: those of the user's become operators of the program."""
+    if not _traces() or function.__module__.startswith("torch."):
+        return _PLAIN_APPLY(function, *given, **named)
+    return recorded(function, given, _untraced)
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    _here.traces = False
+    try:
+        yield
+    finally:
+        _here.traces = True
 
 
 _PLAIN_NORM: Any = _BatchNorm.forward

@@ -321,7 +321,7 @@ def _looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, A
         found = _NOTHING
         if value is not os.environ and not isinstance(value, (*_VALUES, types.FunctionType, torch.Tensor, nn.Module)):
             found = _attribute(value, attribute)
-        if isinstance(value, types.ModuleType) and _is_replaceable(found):
+        if isinstance(value, (types.ModuleType, type)) and _is_replaceable(found):
             found = _NOTHING
         if found is _NOTHING:
             return ".".join(chain[:number]), value
@@ -341,7 +341,7 @@ def _holders(names: Mapping[str, Any], chain: tuple[str, ...]) -> Iterator[tuple
 
 
 def _is_replaceable(found: Any) -> bool:
-    """Whether this is a function of PyTorch, which a trace in another thread may replace in its module."""
+    """Whether this is a function of PyTorch, which a trace in another thread may replace in its module or class."""
     return isinstance(found, _IDENTITIES) and found is not os.getenv and not _is_users(found)
 
 

@@ -8,7 +8,7 @@ with torch.no_grad(), inference_mode()   no gradient goes through the result    
 x.data                                   a constant                                 → x.detach()
 x.data.clamp_(), in place in no_grad     a change hidden from autograd              → refused
 x.data = y, x.detach_()                  the tensor object itself changes           → refused
-autograd.Function, hooks on tensors      their backward would be dropped            → refused
+f = Function.apply, hooks on tensors     their backward would be dropped            → refused
 random.random(), np.random.rand()        the first number would be kept             → refused
 ```
 """
@@ -117,8 +117,8 @@ class WatchedCalls(TorchFunctionMode):
                 used = "returned" if returned else f"used at {calling_line()}"
                 raise RequestError(
                     f"the model calls {owner.__module__}.{owner.__qualname__}, an autograd.Function, whose own "
-                    f"backward would be lost (its result is {used}); write it with PyTorch "
-                    f"operators that have the gradient you need (x + (f(x) - x).detach() passes gradients past f)"
+                    f"backward would be lost (its result is {used}); call {owner.__name__}.apply(...) in the forward, "
+                    f"not a name given to it before, or write it with PyTorch operators that have the gradient you need (x + (f(x) - x).detach() passes gradients past f)"
                 )
 
     def refuse_host_randomness(self) -> None:

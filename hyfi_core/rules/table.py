@@ -171,6 +171,7 @@ def _text(name: str) -> str:
 
 
 RULES: dict[str, Rule] = {_text(name): pointwise for name in _POINTWISE.split()}
+RULES["hyfi.pointwise_function.default"] = pointwise  # of the user's; see capture.functions
 RULES.update({_text(name): channelwise for name in _DIM_ARGUMENT})
 RULES.update(
     {

@@ -1,0 +1,209 @@
+"""An ``autograd.Function`` that computes pixel by pixel becomes one operator, called with its own backward.
+
+```
+class Swish(torch.autograd.Function)      forward saves x alone, backward computes the sigmoid again
+class Reversed(torch.autograd.Function)   forward returns x, backward -dy
+```
+
+A trace sees only what ``forward`` computes. Here it records one operator instead, whose calls are ``Function.apply``.
+Each rank may call it on its part of a map if every value depends on the values at its own place alone. This is tried on
+random numbers, forward and backward: in another order they must give the same in that order, and where the numbers stay
+the same, so must the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hyfi_core.capture.module_state import is_constant
+from hyfi_core.capture.places import calling_line
+from hyfi_core.errors import RequestError
+
+_SIDES = (2, 3, 4, 5)  # of the random numbers
+_ADVICE = (
+    "write it with PyTorch operators that have the gradient you need (x + (f(x) - x).detach() passes gradients past f)"
+)
+
+
+@dataclass(frozen=True)
+class PointwiseFunction:
+    """A user's function and its arguments that are no tensors: the target of an operator.
+
+    Attributes:
+        function: the class.
+        constants: arguments, None in place of tensors.
+        places: of the tensors in the arguments.
+    """
+
+    function: type[torch.autograd.Function]
+    constants: tuple[Any, ...]
+    places: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return str(torch.ops.hyfi.pointwise_function.default)
+
+    @property
+    def name(self) -> str:
+        """Class and constants, equal on all ranks."""
+        constants = ", ".join(repr(one) for at, one in enumerate(self.constants) if at not in self.places)
+        return f"{self.function.__module__}.{self.function.__qualname__}({constants})"
+
+    def __call__(self, tensors: Sequence[torch.Tensor], name: str = "", number: int = 0) -> torch.Tensor:
+        """Apply the function.
+
+        Args:
+            tensors: its arguments that are tensors.
+            name: for messages.
+            number: of the recorded operator.
+        """
+        given = list(self.constants)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            given[place] = tensor
+        apply: Callable[..., torch.Tensor] = self.function.apply
+        return apply(*given)
+
+
+_KNOWN: list[PointwiseFunction] = []
+"""By the number that a trace records."""
+
+
+@torch.library.custom_op("hyfi::pointwise_function", mutates_args=())
+def _recorded(tensors: list[torch.Tensor], name: str, number: int) -> torch.Tensor:
+    raise NotImplementedError(f"{name} is recorded by traces and called by programs")
+
+
+@_recorded.register_fake
+def _(tensors: list[torch.Tensor], name: str, number: int) -> torch.Tensor:
+    return torch.empty_like(tensors[0])
+
+
+def _not_here(context: Any, *cotangents: Any) -> Any:
+    raise NotImplementedError("a trace has no backward")
+
+
+_recorded.register_autograd(_not_here)
+
+
+def recorded(
+    function: type[torch.autograd.Function],
+    given: tuple[Any, ...],
+    untraced: Callable[[], contextlib.AbstractContextManager[None]],
+) -> torch.Tensor:
+    """Record a call of a user's function in the current trace.
+
+    Args:
+        function: the class.
+        given: its arguments.
+        untraced: returns a context in which functions are called and not recorded.
+
+    Raises:
+        RequestError: it is not pointwise; the message says why.
+    """
+    places = tuple(at for at, item in enumerate(given) if isinstance(item, torch.Tensor))
+    constants = tuple(None if at in places else item for at, item in enumerate(given))
+    called = PointwiseFunction(function, constants, places)
+    tensors = [given[place] for place in places]
+    reason = _unlike(tensors, constants)
+    if reason is None:
+        with untraced():
+            reason = _not_pointwise(called, tensors)
+    if reason is not None:
+        raise RequestError(
+            f"the model calls {function.__module__}.{function.__qualname__}, an autograd.Function that {reason}, at "
+            f"{calling_line()}: only those that compute pixel by pixel can be divided; {_ADVICE}"
+        )
+    if called not in _KNOWN:
+        _KNOWN.append(called)
+    result: torch.Tensor = _recorded(tensors, called.name, _KNOWN.index(called))
+    return result
+
+
+def function_of(target: Any, args: Sequence[Any]) -> PointwiseFunction | None:
+    """Return the user's function of a recorded operator; None for other operators."""
+    return _KNOWN[args[2]] if target is torch.ops.hyfi.pointwise_function.default else None
+
+
+def _unlike(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> str | None:
+    """Return why these arguments are not supported; None if they are."""
+    if not all(is_constant(item) for item in constants):
+        return "takes an argument that is neither a tensor nor a constant"
+    if not tensors or len({tuple(tensor.shape) for tensor in tensors}) != 1:
+        return "takes tensors of different shapes"
+    return None
+
+
+def _not_pointwise(called: PointwiseFunction, tensors: Sequence[torch.Tensor]) -> str | None:
+    """Return why the function is not pointwise, by trial; None if it is."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.random.fork_rng([]), torch.enable_grad():
+        drawn = torch.Generator().manual_seed(0)
+        shape = _SIDES[: tensors[0].dim()] if tensors[0].dim() <= len(_SIDES) else (2,) * tensors[0].dim()
+        kind = torch.float64 if tensors[0].is_floating_point() else tensors[0].dtype
+        given = [3.0 * torch.randn(shape, dtype=torch.float64, generator=drawn) for _ in (*tensors, None)]
+        given = [one.to(kind) for one in given]
+        try:
+            return _differs(called, given)
+        except _UnsuitableError as error:
+            return str(error)
+        except Exception as error:
+            return f"fails on small tensors of random numbers ({type(error).__name__}: {str(error)[:80]})"
+
+
+def _differs(called: PointwiseFunction, given: list[torch.Tensor]) -> str | None:
+    """Return in what the function differs from a pointwise one; the last tensor given is the result's cotangent."""
+    made = _results(called, given)
+    if not _equal(made, _results(called, given)):
+        return "returns something else when it is called again"
+    drawn = torch.Generator().manual_seed(1)
+    order = torch.randperm(given[0].numel(), generator=drawn)
+
+    def turned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.flatten()[order].view(tensor.shape)
+
+    moved = [tensor.flatten()[order].view(tensor.shape) for tensor in given]
+    if not _equal([turned(one) for one in made], _results(called, moved)):
+        return "depends on where values are"
+    kept = torch.rand(given[0].shape, generator=drawn) < 0.5
+    others = [torch.where(kept, one, one.flip(tuple(range(one.dim()))) * 0.5 + 1.0) for one in given]
+    inside = [None if one is None else one[kept] for one in made]
+    if not _equal(inside, [None if one is None else one[kept] for one in _results(called, others)]):
+        return "mixes values of different places"
+    return None
+
+
+def _results(called: PointwiseFunction, given: list[torch.Tensor]) -> list[Any]:
+    """Return the result and the gradients of all tensors, None for one that has none."""
+    leaves = [one.clone().requires_grad_(one.is_floating_point()) for one in given[:-1]]
+    inputs = [leaf * 1 for leaf in leaves]
+    before = [one.detach().clone() for one in inputs]
+    result = called(inputs)
+    if not isinstance(result, torch.Tensor):
+        raise _UnsuitableError("returns something else than one tensor")
+    if not all(torch.equal(one, kept) for one, kept in zip(inputs, before, strict=True)):
+        raise _UnsuitableError("changes its argument in place")
+    if result.shape != inputs[0].shape or result.dtype != inputs[0].dtype:
+        raise _UnsuitableError("returns another shape or dtype than it is given")
+    if not result.requires_grad:
+        return [result.detach(), *[None] * len(leaves)]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    return [result.detach(), *torch.autograd.grad(result, wanted, given[-1].to(result.dtype), allow_unused=True)]
+
+
+class _UnsuitableError(Exception):
+    """Why a function is not pointwise."""
+
+
+def _equal(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether tensors are equal but for rounding; None equals None."""
+    pairs = list(zip(ones, others, strict=True))
+    if any((one is None) != (other is None) for one, other in pairs):
+        return False
+    return all(
+        one is None or torch.allclose(one.double(), other.double(), rtol=1e-10, atol=1e-12, equal_nan=True)
+        for one, other in pairs
+    )
