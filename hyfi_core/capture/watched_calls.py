@@ -118,7 +118,8 @@ class WatchedCalls(TorchFunctionMode):
                 raise RequestError(
                     f"the model calls {owner.__module__}.{owner.__qualname__}, an autograd.Function, whose own "
                     f"backward would be lost (its result is {used}); call {owner.__name__}.apply(...) in the forward, "
-                    f"not a name given to it before, or write it with PyTorch operators that have the gradient you need (x + (f(x) - x).detach() passes gradients past f)"
+                    f"not a name given to it before, or write it with PyTorch operators that have the gradient you "
+                    f"need (x + (f(x) - x).detach() passes gradients past f)"
                 )
 
     def refuse_host_randomness(self) -> None:
