@@ -10,13 +10,14 @@ import torch
 
 from hyfi_core.capture.program import Ref
 from hyfi_core.comm.agree import agree
+from hyfi_core.comm.described import describe_function
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.additivity import why_not_mean
 from hyfi_core.runtime.losses.gathered import gather_tensors
-from hyfi_core.runtime.losses.known_means import known_mean
+from hyfi_core.runtime.losses.known_means import KnownMean, known_mean
 from hyfi_core.runtime.losses.step_loss import StepLoss
 from hyfi_core.runtime.subject import Subject
 
@@ -26,7 +27,7 @@ FLOAT16 = (
     "optimizer"
 )
 _CHECKED = 4096
-"""Batches of labels whose check is remembered."""
+"""Number of checks of labels that are remembered."""
 LossOver = Literal["auto", "batch", "microbatch"]
 """What a loss is computed over:
 
@@ -50,7 +51,6 @@ class TrainingLoss:
 
     def __init__(self, subject: Subject, over: LossOver, plan: ParallelPlan, groups: Groups) -> None:
         self._subject, self._over, self._plan, self._groups = subject, over, plan, groups
-        self._known = known_mean(subject.loss) if over == "auto" else None
         self._shapes: list[tuple[Compiled, tuple[int, ...] | None]] = []
         self._computed = False
         self._checked: set[bytes] = set()
@@ -58,7 +58,7 @@ class TrainingLoss:
     def describe(self, together: bool) -> list[str]:
         """Return what the loss costs besides the plan, as lines; see ``over_batch``."""
         pieces = self._plan.microbatches * self._plan.replicas
-        if pieces == 1 or together or self._over == "microbatch" or self._known is not None:
+        if pieces == 1 or together or self._over == "microbatch" or self._known() is not None:
             return []
         return [
             f"every forward runs twice: the loss is computed over the whole batch, but schedule {self._plan.schedule} "
@@ -84,16 +84,14 @@ class TrainingLoss:
         if self._over == "microbatch":
             self._check(compiled, labels)
             return False
-        if self._known is None:
+        known, output = self._known(), self._output_shape(compiled)
+        if known is None or output is None or not known.fits(output, labels):
             return True
-        output = self._output_shape(compiled)
-        if output is None or not self._known.fits(output, labels):
-            return True
-        if not self._known.by_index(output, labels):
+        if not known.by_index(output, labels):
             return False
         if together and labels.device.type != "cpu":
             return True  # reading labels would make every step wait for the device
-        ignored = torch.tensor([int(self._known.ignores(output, labels))])
+        ignored = torch.tensor([int(known.ignores(output, labels))])
         if self._plan.replicas > 1:
             self._groups.all.of("reduce").all_reduce(ignored, "max")
         return bool(ignored.item())
@@ -115,6 +113,10 @@ class TrainingLoss:
         self._groups.all.of("reduce").all_reduce(total)
         return total if over_batch else total / self._plan.mean_over
 
+    def _known(self) -> KnownMean | None:
+        """Return what is known of the loss now: its settings may change between steps."""
+        return known_mean(self._subject.loss) if self._over == "auto" else None
+
     def _output_shape(self, compiled: Compiled) -> tuple[int, ...] | None:
         """Return the shape of the loss's first argument for a micro-batch; None if it is no tensor."""
         known = next((shape for other, shape in self._shapes if other is compiled), ())
@@ -134,20 +136,23 @@ class TrainingLoss:
         whole, samples = labels.detach().cpu(), len(labels) // self._plan.microbatches
         if self._plan.replicas > 1:
             whole = self._all_labels(whole)
-        digest = hashlib.sha256(whole.contiguous().view(torch.uint8).numpy().tobytes()).digest()
-        if digest in self._checked:
+        digest = hashlib.sha256(whole.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(describe_function(subject.loss, frozenset(subject.model.modules())).encode())
+        if digest.digest() in self._checked:
             return
         leaves, plan, first = output_leaves(compiled), self._plan, not self._checked
         # Micro-batches of replicas with shares differ in size; if single samples add up, so do they.
         parts = [len(whole) if plan.shares else plan.microbatches * plan.replicas, *((2, len(whole)) if first else ())]
         device = subject.device
         reason = why_not_mean(subject.loss, compiled.pick, leaves, whole, samples, device, parts, quick=not first)
-        self._checked = {*self._checked, digest} if len(self._checked) < _CHECKED else {digest}
         if reason is not None:
             raise RequestError(
                 f'loss_over is "microbatch", but the loss is not a mean of terms of single samples: {reason}; pass '
                 f'loss_over="batch", or "auto"'
             )
+        if len(self._checked) == _CHECKED:
+            self._checked.clear()
+        self._checked.add(digest.digest())
 
     def _all_labels(self, labels: torch.Tensor) -> torch.Tensor:
         shares = self._plan.shares or (len(labels),) * self._plan.replicas

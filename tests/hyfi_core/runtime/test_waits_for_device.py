@@ -12,6 +12,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.runtime.engine import Engine
+from hyfi_core.runtime.losses.loss_function import Loss
 from tests.fake_gpu import FakeGpu, SynchronisationError
 from tests.harness import captured_once
 
@@ -36,13 +37,21 @@ class Network(nn.Module):
         return self.head(y.mean((2, 3)))
 
 
-def steps(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, plan: hyfi_core.ParallelPlan) -> Engine:
+def summed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Computed over the whole batch."""
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def steps(
+    model: nn.Module, images: torch.Tensor, labels: torch.Tensor, plan: hyfi_core.ParallelPlan, loss: Loss
+) -> Engine:
     torch.manual_seed(0)
     engine = hyfi_core.parallelize(
         model,
         SHAPE,
         plan,
         AloneCommunicator(),
+        loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     )
     engine.train_step(images, labels)  # compiled, and the optimizer has its state
@@ -55,21 +64,24 @@ PLANS = {
     "recomputed": hyfi_core.ParallelPlan(grids=((1, 1),), recompute=True),
     "cells": hyfi_core.ParallelPlan(grids=((1, 1),), cells=(2, 2)),
 }
+GPIPE = hyfi_core.ParallelPlan(grids=((1, 1),), microbatches=2, schedule="gpipe")
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_step_waits_for_the_device_only_when_its_loss_is_read(
-    plan: hyfi_core.ParallelPlan,
-) -> None:
+@pytest.mark.parametrize(
+    ("plan", "of_step"),
+    [*((plan, F.cross_entropy) for plan in PLANS.values()), (PLANS["micro-batches"], summed), (GPIPE, summed)],
+    ids=[*PLANS, "forwards that run twice", "all outputs at once"],
+)
+def test_a_step_waits_for_the_device_only_when_its_loss_is_read(plan: hyfi_core.ParallelPlan, of_step: Loss) -> None:
     torch.manual_seed(1)
     model = Network().double()
     images, labels = torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 2])
     # Captured here and not on the stand-in: export knows only real devices.
     captured_once(model, (SHAPE[0] // plan.microbatches, *SHAPE[1:]), torch.float64)
     reference = copy.deepcopy(model)
-    expected = steps(reference, images, labels, plan)
+    expected = steps(reference, images, labels, plan, of_step)
     with FakeGpu() as gpu:
-        engine = steps(model.to("cuda"), images.to("cuda"), labels.to("cuda"), plan)
+        engine = steps(model.to("cuda"), images.to("cuda"), labels.to("cuda"), plan, of_step)
         with gpu.no_synchronisation():
             loss = engine.accumulate_unread(images, labels)  # from the host's memory
             engine.update(max_norm=0.1)

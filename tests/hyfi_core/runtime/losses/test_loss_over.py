@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core import ParallelPlan
+from hyfi_core.cells import pager, paging
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from tests.harness import run_copies
@@ -154,8 +156,27 @@ def test_labels_that_show_it_later_are_refused_then() -> None:
     )
     images = torch.randn(4, 3, *SIZE_PX, dtype=torch.float64)
     engine.accumulate(images, torch.tensor([1, 1, 1, 1]))
-    with pytest.raises(RequestError, match="not a mean of terms of single samples"):
-        engine.accumulate(images, torch.tensor([0, 1, 2, 1]))
+    for _ in range(2):  # refused again
+        with pytest.raises(RequestError, match="not a mean of terms of single samples"):
+            engine.accumulate(images, torch.tensor([0, 1, 2, 1]))
+
+
+@pytest.mark.parametrize("over", ["auto", "microbatch"])
+def test_settings_of_a_loss_may_change_between_steps(over: Any) -> None:
+    """A mean over samples gets class weights: it is none any more."""
+    loss, images = nn.CrossEntropyLoss(), torch.randn(4, 3, *SIZE_PX, dtype=torch.float64)
+    model, labels, plan = Net().double(), torch.tensor([0, 1, 2, 1]), PLANS["2 micro-batches"]
+    engine = hyfi_core.parallelize(
+        model, (4, 3, *SIZE_PX), plan, AloneCommunicator(), loss=loss, loss_over=over, verify=False
+    )
+    engine.accumulate(images, labels)
+    loss.weight = torch.tensor([1.0, 5.0, 20.0], dtype=torch.float64)
+    if over == "microbatch":
+        with pytest.raises(RequestError, match="not a mean of terms of single samples"):
+            engine.accumulate(images, labels)
+    else:
+        logits = torch.cat([model(part) for part in images.chunk(2)])
+        assert engine.accumulate(images, labels) == pytest.approx(loss(logits, labels).item(), rel=1e-12)
 
 
 def test_labels_of_other_replicas_are_compared_too() -> None:
@@ -317,3 +338,16 @@ def test_a_penalty_on_weights_counts_once() -> None:
         assert found[0] == pytest.approx(wanted[0], rel=1e-12)
         for name in ("head.weight", "head.bias"):
             torch.testing.assert_close(found[1][name], wanted[1][name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "gems_mast"])
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_maps_may_be_spilled_between_both_forwards(
+    schedule: Any, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every map is a page, and fewer fit than a step has."""
+    monkeypatch.setattr(pager, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(paging, "page_limit", lambda *given: 12_000)
+    spill = "memory" if where == "memory" else str(tmp_path)
+    plan = ParallelPlan(ONE, cells=(2, 2), spill=spill, microbatches=2, schedule=schedule)
+    assert_loss_of_whole_batch(contrastive, classes, plan)
