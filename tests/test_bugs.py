@@ -184,7 +184,7 @@ def test_weights_under_way_are_waited_for_when_an_engine_goes() -> None:
             model, (2, 3, 8, 8), plan, comm, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
         )
         engine.train_step(torch.ones(2, 3, 8, 8), torch.tensor([0, 1]))
-        mirror = engine._mirror
+        mirror = engine._mirrors.current
         assert mirror is not None
         under = list(mirror._weights)
         del engine, mirror

@@ -24,6 +24,11 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.stored_state import StoredState
 
 T = TypeVar("T")
+_SAME_FACTOR = 1e-2
+"""Relative difference of factors that are the same: those of 16-bit gradients are rounded."""
+_LARGEST_FACTOR = 2.0**20
+_NO_FACTOR = -(2**61)
+"""The word of an unknown factor: less than any other."""
 Shape = tuple[int, int, int, int]
 
 
@@ -166,15 +171,21 @@ class CallConsensus:
         self._shares, self._stages = shares, stages
         self._updates = 0
         self._max_norm: float | None = None
+        self._factor: float | None = None
         self._loaded: dict[str, str] = {}
         self._model = model
         self._everyone = everyone
         self._replica = everyone if replica.size == everyone.size else replica
         self._changes = changes
 
-    def updated(self, max_norm: float | None) -> None:
-        """Count an optimizer step, clipped to this norm."""
-        self._updates, self._max_norm = self._updates + 1, max_norm
+    def updated(self, max_norm: float | None, factor: float | None = None) -> None:
+        """Count an optimizer step.
+
+        Args:
+            max_norm: to which gradients were clipped.
+            factor: by which the caller multiplied this rank's gradients before; None: not known.
+        """
+        self._updates, self._max_norm, self._factor = self._updates + 1, max_norm, factor
 
     def loaded(self, state: Mapping[str, torch.Tensor]) -> None:
         """Note a state that was loaded; with several stages no other rank may have the same weights to compare."""
@@ -231,21 +242,41 @@ class CallConsensus:
         modules, parameters = self._model.modules(), self._model.parameters()
         flags = bytes(m.training for m in modules) + bytes(p.requires_grad for p in parameters)
         number = zlib.crc32(f"{call} {shape} {program} {facts}".encode() + flags)
-        extremes = torch.tensor([number, -number, *(self._weights.words(weights) if weights is not None else ())])
+        scales = _scale_words(self._factor if weights == "training" else None)
+        words = self._weights.words(weights) if weights is not None else []
+        extremes = torch.tensor([number, -number, *scales, *words])
         comm.all_reduce(extremes, "max")
-        highest, lowest, *words = extremes.tolist()
+        highest, lowest, largest, smallest, *words = extremes.tolist()
         if highest != -lowest:
             compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))
             compare(comm, self._describe_changes())
             compare(comm, {"the program that will run": program or "new"} | dict(facts or {}))
+        if largest + smallest > _SAME_FACTOR * max(abs(largest), abs(smallest)):
+            self._refuse_factors(comm)
         if weights is not None:
             self._weights.check(comm, weights, words)
+
+    def _refuse_factors(self, comm: Communicator) -> None:
+        """Refuse gradients that were multiplied by other factors on other ranks, which are known to differ."""
+        what = (
+            "the factor by which gradients were multiplied between engine.accumulate and engine.update (a rank has "
+            "those of its own stages: clip by the norm of all with engine.update(max_norm=...))"
+        )
+        compare(comm, {what: "not known" if self._factor is None else f"{self._factor:.6g}"})
 
     def _describe_changes(self) -> dict[str, str]:
         return {
             f"{'.'.join(part for part in place if part)} (changed since the last call)": text
             for place, text in self._changes().items()
         }
+
+
+def _scale_words(factor: float | None) -> list[int]:
+    """Return the words of a factor, of which the group takes the largest: those of all known factors."""
+    if factor is None:
+        return [_NO_FACTOR, _NO_FACTOR]
+    word = round(max(-_LARGEST_FACTOR, min(_LARGEST_FACTOR, factor)) * 2**40)
+    return [word, -word]
 
 
 def _flags(model: nn.Module) -> dict[str, str]:

@@ -5,6 +5,7 @@ A checkpoint is a folder that appears complete or not at all::
     step-00000120/
         model.safetensors        weights and buffers under the names of the user's model
         ema.safetensors          their moving average, if kept
+        buffers.safetensors      buffers that forwards change and the state_dict leaves out (persistent=False)
         optimizer.safetensors    tensors of the optimizer, "<parameter name>/<key>"
         optimizer.json           its hyper-parameters by group, parameters by name
         state.json               state of training: step, epoch, sample, random state
@@ -41,6 +42,7 @@ from hyfi_core.stored_state import StoredState
 FORMAT = 1
 WEIGHTS_FILE = "model.safetensors"
 AVERAGE_FILE = "ema.safetensors"
+BUFFERS_FILE = "buffers.safetensors"
 OPTIMIZER_TENSORS_FILE = "optimizer.safetensors"
 OPTIMIZER_FILE = "optimizer.json"
 STATE_FILE = "state.json"
@@ -57,12 +59,14 @@ class Checkpoint:
         weights: host tensors under the names of the user's model, read from the files when they are used.
         model: the content of ``model.json``.
         averaged: the weights' moving average, under the same names; None if not kept.
+        buffers: those that forwards changed and that are not in the ``state_dict``, by name; None without any.
     """
 
     path: Path
     weights: Mapping[str, torch.Tensor]
     model: dict[str, Any]
     averaged: Mapping[str, torch.Tensor] | None = None
+    buffers: Mapping[str, torch.Tensor] | None = None
 
     @property
     def inference_weights(self) -> Mapping[str, torch.Tensor]:
@@ -123,6 +127,7 @@ def write_tensors(
     weights: Mapping[str, torch.Tensor],
     optimizer: Mapping[str, torch.Tensor] | None,
     averaged: Mapping[str, torch.Tensor] | None,
+    buffers: Mapping[str, torch.Tensor] | None = None,
     number: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
     """Write and sync the tensors of one rank: in host memory, contiguous, no two of them sharing memory.
@@ -132,6 +137,7 @@ def write_tensors(
         weights: those of this rank.
         optimizer: its tensors, "<parameter name>/<key>".
         averaged: its moving average.
+        buffers: its buffers that are not among the weights.
         number: (index of this file, number of files).
 
     Returns:
@@ -140,7 +146,7 @@ def write_tensors(
     Raises:
         OSError: a file could not be written; they are removed.
     """
-    kinds = {WEIGHTS_FILE: weights, AVERAGE_FILE: averaged, OPTIMIZER_TENSORS_FILE: optimizer}
+    kinds = {WEIGHTS_FILE: weights, AVERAGE_FILE: averaged, OPTIMIZER_TENSORS_FILE: optimizer, BUFFERS_FILE: buffers}
     paths = {temporary / _file_name(name, number): kinds[name] for name in kinds if kinds[name] is not None}
     try:
         for path, tensors in paths.items():
@@ -230,8 +236,11 @@ def load_checkpoint(path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     """
     folder, model = _open(path)
     weights = _stored_tensors(folder, WEIGHTS_FILE, model, share)
-    kept = bool(_files_of(AVERAGE_FILE, model))
-    return Checkpoint(folder, weights, model, _stored_tensors(folder, AVERAGE_FILE, model, share) if kept else None)
+    kept = [
+        _stored_tensors(folder, name, model, share) if _files_of(name, model) else None
+        for name in (AVERAGE_FILE, BUFFERS_FILE)
+    ]
+    return Checkpoint(folder, weights, model, *kept)
 
 
 def read_model_json(path: Path) -> dict[str, Any]:

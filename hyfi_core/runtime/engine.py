@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,9 @@ from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import resident_bytes
 from hyfi_core.runtime.attribution import Explanation, gather_explanation
 from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, lays_channels_last
+from hyfi_core.runtime.calls.engine_state import EngineState
+from hyfi_core.runtime.calls.gradient_scale import GradientScale
+from hyfi_core.runtime.calls.local_use import mark_stale, watch_local_use
 from hyfi_core.runtime.calls.runners import Runners
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
@@ -37,10 +40,14 @@ from hyfi_core.runtime.gradients import GradientsOfCells, ParameterHooks, StepGr
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.loss_function import Loss
 from hyfi_core.runtime.losses.training_loss import LossOver, TrainingLoss
-from hyfi_core.runtime.mirror import Mirror, trained_by_stage
-from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted, used_stages
+from hyfi_core.runtime.mirror import Mirrors
+from hyfi_core.runtime.ownership import (
+    ParameterOwnership,
+    made_optimizer,
+    used_stages,
+)
 from hyfi_core.runtime.paged_call import PagedCall, pixels_of
-from hyfi_core.runtime.statistics import ReplicaBuffers
+from hyfi_core.runtime.statistics import ReplicaBuffers, unsaved_buffers
 from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, RandomKey, Subject
 from hyfi_core.schedule.action import Action, Schedule
 from hyfi_core.stored_state import Weights
@@ -48,7 +55,7 @@ from hyfi_core.stored_state import Weights
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Engine:
+class Engine(EngineState):
     """A model distributed over ranks; created by ``parallelize``.
 
     All methods are collective over the ranks of the plan.
@@ -80,6 +87,8 @@ class Engine:
         loss_over: LossOver = "auto",
     ) -> None:
         self._model = model
+        if plan.stages > 1:
+            watch_local_use(model)
         self.device = device_of(model)
         dtype = image_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._micro = (shape[0] // plan.microbatches, *shape[1:])
@@ -97,6 +106,7 @@ class Engine:
         self._subject = replace(subject, channels_last=last)
         self._groups = Groups(comm, plan, Placement.of(plan))
         self._loss = TrainingLoss(self._subject, loss_over, plan, self._groups)
+        self._unsaved: set[str] = set()
         self._shared: list[tuple[Compiled, StepGradients, ReplicaBuffers]] = []
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, plan.share_of(self._groups.index)
@@ -108,29 +118,19 @@ class Engine:
         check(plan)
         bindings.share(used_stages(model, compiled), self._groups, release, source, self.device)
         self._ownership = ParameterOwnership(model, compiled, self._groups, self.device)
-        self._mirrors: dict[frozenset[str], Mirror] = {}
-        self._mirror: Mirror | None = None
-        self._watch = WeightWatch(model, self._arriving, plan.stages > 1)
+        self._missing = self._ownership.missing() if plan.stages > 1 else None
+        self._mirrors = Mirrors(model, self._groups, plan.mirror == "point_to_point")
+        self._watch = WeightWatch(model, self._mirrors.arriving, plan.stages > 1)
         weights = SameWeights(self._watch, self._ownership.held(), self.settle, self._resend)
         changes, replica = self._runners[0].changes, self._groups.replica
         self._consensus = CallConsensus(model, comm, replica, changes, weights, loss, bool(plan.shares), plan.stages)
-        self._choose_mirror(compiled)
+        self._scale = GradientScale(self._ownership.optimized() if plan.stages > 1 else ())
+        self._mirrors.choose(compiled, self.settle)
         self._optimizer = made_optimizer(optimizer, self._ownership.optimized()) if optimizer is not None else None
         parts = self._runners.each(
             lambda runner: runner.reader.training_parts(runner.compiled(self._micro), shape[0]).values()
         )
         self._input_parts = tuple(dict.fromkeys(part for found in parts for part in found))
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """This rank's optimizer, for the parameters of its stages.
-
-        Raises:
-            RequestError: the engine was created without one.
-        """
-        if self._optimizer is None:
-            raise RequestError("this engine has no optimizer; pass parallelize(..., optimizer=lambda params: ...)")
-        return self._optimizer
 
     @property
     def input_parts(self) -> tuple[InputPart, ...]:
@@ -211,66 +211,51 @@ class Engine:
         compiled = self._compiled(micro)
         over_batch = self._loss.over_batch(compiled, labels, self._runners[0].forwards_first(compiled))
         local = self._runners[0].read(images, compiled, shape[0])
-        self._choose_mirror(compiled)
+        self._mirrors.choose(compiled, self.settle)
         gradients, buffers = self._shared_by(compiled)
         taken = gradients if self._runners.cells == 1 else GradientsOfCells(gradients, self._runners.cells)
         hooks = ParameterHooks(self._subject.bindings.parameters_once, self.plan.microbatches * self.plan.replicas)
+        mark_stale(self._model, self._missing)
         with self._watch.changing(noticed=True), hooks:
             gradients.begin()
             self.reserve(micro, pixels=pixels_of(images))
-            given = images, local, labels, taken, self._arrived, over_batch
+            given = images, local, labels, taken, self._mirrors.arrived, over_batch
             done = self._runners.each(lambda runner: runner.train(*given))
             self._runners[0].publish()
             gradients.finish(hooks)
             buffers.take_over()
+        self._scale.note()
         ACTIVITY.action = None
         self.events = done[0].events
         self.random.step += 1
         return self._loss.total([trained.loss for trained in done], over_batch)
 
-    def update(self, max_norm: float | None = None) -> None:
-        """Clip gradients to a global norm, run the optimizer step, and clear the gradients."""
+    def update(self, max_norm: float | None = None) -> float | None:
+        """Clip gradients to a global norm, run the optimizer step, and clear the gradients.
+
+        Args:
+            max_norm: largest norm of all gradients of the model together, on any plan.
+
+        Returns:
+            That norm before clipping, the same on every rank; None without ``max_norm``: it is not computed then.
+        """
+        factor, norm = self._scale.factor(), None
         if max_norm is not None:
             owned, alone = self._ownership.optimized(), self.plan.stages == 1
             counted = owned if alone else self._ownership.counted()
-            clip(owned, counted, max_norm, None if alone else self._groups.plane)
+            norm = clip(owned, counted, max_norm, None if alone else self._groups.plane)
         with self._watch.changing():
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            self._consensus.updated(max_norm)
-            if self._mirror is not None:
-                self._mirror.send_weights()
+            self._consensus.updated(max_norm, factor)
+            self._mirrors.send_weights()
+        return None if norm is None else float(norm)  # read last: the device is busy meanwhile
 
     def train_step(self, images: Images, labels: torch.Tensor) -> float:
         """Call ``accumulate`` and ``update``; return the loss."""
         loss = self.accumulate_unread(images, labels)
         self.update()
         return float(loss)  # read last: the host starts the update while the device computes
-
-    def gather_gradients(self) -> dict[str, torch.Tensor] | None:
-        """Return copies of all gradients under the user's names on rank 0, None elsewhere; without unused ones."""
-        return self._ownership.gather_gradients()
-
-    def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
-        self.settle()
-        return self._ownership.gather_state_dict()
-
-    def owned_state(self) -> dict[str, torch.Tensor]:
-        """Return the entries of the user's ``state_dict`` that this rank writes, not copied; each has one writer."""
-        state = self._model.state_dict()
-        return {name: state[name] for name in self._ownership.owned_names()}
-
-    def owned_optimizer(self) -> dict[str, Any]:
-        """Return the optimizer state of these parameters, by name; see ``optimizer_state``."""
-        owned = set(self._ownership.owned_names())
-        return restricted(optimizer_state(self.optimizer, self._model.named_parameters()), owned)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load weights and buffers from a ``state_dict`` on every rank; the next call refuses ranks that differ."""
-        self.settle()
-        self._model.load_state_dict(self._ownership.here(state))
-        self._consensus.loaded(state)
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return messages and bytes sent by this rank in the last step, by kind; including those between its cells."""
@@ -292,12 +277,6 @@ class Engine:
     def spilled(self) -> PagerCounts | None:
         """Return the bytes that the last call wrote, read and recomputed; None if ``plan.spill`` is not set."""
         return None if self._paging is None else self._paging.pager.counts
-
-    def settle(self) -> None:
-        """Wait for weights that are being sent to this rank; then they may be read or changed."""
-        if self._mirror is not None:
-            with self._watch.changing():
-                self._mirror.settle()
 
     def describe(self, machine: MachineModel | None = None) -> str:
         """Return the plan as text, with forwards that run twice, maps that ranks gather, and what is spilled."""
@@ -336,6 +315,13 @@ class Engine:
         of_cells = self._runners.each(lambda runner: runner.compiled(call.micro))
         return call.forecasts(self._subject, self.plan, of_cells)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse ``copy.deepcopy`` and ``pickle``."""
+        raise RequestError(
+            "an engine cannot be copied or pickled: it has the connections of its rank; copy the model, or save the "
+            "state with engine.save(folder) and load it into another engine with engine.load(folder)"
+        )
+
     def _compiled(self, micro: tuple[int, int, int, int] | None = None) -> Compiled:
         """Return the compiled model for micro-batches of a shape in this call; without one, outside of a call."""
         if micro is None:
@@ -351,36 +337,17 @@ class Engine:
 
     def _resend(self) -> None:
         """Send weights of direction 0 again, where they have overwritten a change in direction 1."""
-        assert self._mirror is not None
         with self._watch.changing():
-            self._mirror.send_weights()
-            self._mirror.settle()
-
-    def _choose_mirror(self, compiled: Compiled) -> None:
-        """Choose the mirror for the currently trained parameters, after weights in transit have arrived."""
-        if self.plan.mirror != "point_to_point":
-            return
-        if compiled.trained not in self._mirrors:
-            stages = trained_by_stage(self._model, compiled)
-            self._mirrors[compiled.trained] = Mirror(Placement.of(self.plan), self._groups.plane, stages)
-        if self._mirror is not self._mirrors[compiled.trained]:
-            self.settle()
-            self._mirror = self._mirrors[compiled.trained]
+            self._mirrors.send_weights()
+            self._mirrors.settle()
 
     def _shared_by(self, compiled: Compiled) -> tuple[StepGradients, ReplicaBuffers]:
         """Return what reduces gradients, and what takes over buffers."""
         known = next(((gradients, buffers) for made, gradients, buffers in self._shared if made is compiled), None)
         if known is None:
             model, groups = self._model, self._groups
-            gradients = StepGradients(model, compiled, groups, self.plan, self._mirror)
+            gradients = StepGradients(model, compiled, groups, self.plan, self._mirrors.current)
             known = gradients, ReplicaBuffers(model, compiled, groups, self.plan.replicas)
+            self._unsaved |= unsaved_buffers(model, compiled)
             self._shared = [*self._shared[1 - CAPTURES_KEPT :], (compiled, *known)]
         return known
-
-    def _arriving(self) -> list[nn.Parameter]:
-        return [] if self._mirror is None else self._mirror.arriving()
-
-    def _arrived(self, direction: int) -> None:
-        """Wait for the weights of a direction."""
-        if direction == 1 and self._mirror is not None:
-            self._mirror.settle()

@@ -267,7 +267,7 @@ def _by_holders(
 
 def clip(
     owned: Sequence[nn.Parameter], counted: Sequence[nn.Parameter], max_norm: float, comm: CountedCommunicator | None
-) -> None:
+) -> torch.Tensor:
     """Scale gradients down to a norm over the whole model, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     Args:
@@ -275,17 +275,22 @@ def clip(
         counted: those that this rank counts; each is counted by one rank of ``comm``.
         max_norm: largest norm.
         comm: the ranks that hold the model together; None if this rank counts all of it.
+
+    Returns:
+        The norm before, float64 without dims, on the device.
     """
     device = owned[0].device
     norms = [p.grad.norm().double() for p in counted if p.grad is not None]
     total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
     if comm is not None:
         comm.of("reduce").all_reduce(total)
-    scale = max_norm / (total.sqrt() + 1e-6)
+    norm = total.sqrt()
+    scale = max_norm / (norm + 1e-6)
     gradients = [p.grad for p in owned if p.grad is not None]
     # On a device the host does not wait to learn whether the scale is 1.
     if gradients and (scale.device.type != "cpu" or scale < 1.0):
         torch._foreach_mul_(gradients, scale.clamp(max=1.0))
+    return norm
 
 
 @dataclass

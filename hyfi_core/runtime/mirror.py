@@ -13,7 +13,7 @@ Source: Jain et al., GEMS: GPU-Enabled Memory-Aware Model-Parallelism System for
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.compiled import Compiled
+from hyfi_core.runtime.groups import Groups
 
 _UNFINISHED: dict[int, _InTransit] = {}
 """Exchanges that have not been waited for. MPI accesses their memory even after their mirror has been freed."""
@@ -159,7 +160,55 @@ class Mirror:
         return transit
 
 
-def trained_by_stage(model: nn.Module, compiled: Compiled) -> list[list[nn.Parameter]]:
+class Mirrors:
+    """The mirrors of an engine: one for each set of trained parameters, of which one is in use.
+
+    Args:
+        model: the user's module.
+        groups: the plan's groups.
+        used: whether the plan has mirrors (``plan.mirror`` is point_to_point).
+
+    Attributes:
+        current: the one in use; None without mirrors.
+    """
+
+    def __init__(self, model: nn.Module, groups: Groups, used: bool) -> None:
+        self._model, self._groups, self._used = model, groups, used
+        self._known: dict[frozenset[str], Mirror] = {}
+        self.current: Mirror | None = None
+
+    def choose(self, compiled: Compiled, settle: Callable[[], None]) -> None:
+        """Choose the mirror for the currently trained parameters; first ``settle`` waits for weights in transit."""
+        if not self._used:
+            return
+        if compiled.trained not in self._known:
+            stages = _trained_by_stage(self._model, compiled)
+            self._known[compiled.trained] = Mirror(self._groups.placement, self._groups.plane, stages)
+        if self.current is not self._known[compiled.trained]:
+            settle()
+            self.current = self._known[compiled.trained]
+
+    def arriving(self) -> list[nn.Parameter]:
+        """Return the parameters whose new weights have not been copied to them yet."""
+        return [] if self.current is None else self.current.arriving()
+
+    def send_weights(self) -> None:
+        """Start sending new weights to direction 1."""
+        if self.current is not None:
+            self.current.send_weights()
+
+    def settle(self) -> None:
+        """Wait for weights in transit."""
+        if self.current is not None:
+            self.current.settle()
+
+    def arrived(self, direction: int) -> None:
+        """Wait for the weights of a direction."""
+        if direction == 1:
+            self.settle()
+
+
+def _trained_by_stage(model: nn.Module, compiled: Compiled) -> list[list[nn.Parameter]]:
     """Return the trained parameters of each stage, each once, in one order on all ranks."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return [

@@ -18,6 +18,7 @@ from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Message
 from hyfi_core.comm.same_weights import HeldWeights
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.calls.local_use import local_state
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.saving.shares import deal
@@ -70,13 +71,23 @@ class ParameterOwnership:
         groups = [updated[ranks] if rank in ranks else None for ranks in sorted(updated, key=sorted)]
         return HeldWeights(names, groups)
 
+    def missing(self) -> str | None:
+        """Return the first name of a parameter or buffer that only stages on other ranks use; None without one."""
+        rank = self._groups.plane.rank
+        return next((name for name, stages in self._stages.items() if rank not in self._groups.users(stages)), None)
+
     def owned_names(self) -> list[str]:
         """Return the entries of the ``state_dict`` that this rank writes; each is written by one rank.
 
         Parameters are dealt over all ranks that update them, of all replicas; buffers are those of replica 0.
         """
         rank = self._groups.all.rank
-        return [name for name in self._model.state_dict() if self._writers.get(name, self._owner(name)) == rank]
+        return [name for name in local_state(self._model) if self._writers.get(name, self._owner(name)) == rank]
+
+    def owned_buffers(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return those of these buffers that this rank writes, not copied; each has one writer."""
+        named = dict(self._model.named_buffers(remove_duplicate=False))
+        return {name: named[name] for name in sorted(names) if self._owner(name) == self._groups.all.rank}
 
     def here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a state in which tensors on the meta device stand for those that this rank has released."""
@@ -103,7 +114,7 @@ class ParameterOwnership:
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
-        state = self._model.state_dict()
+        state = local_state(self._model)
         names = [name for name in state if self._owner(name) != 0]
         return self._gather(names, state, state, list(state))
 

@@ -23,6 +23,7 @@ from hyfi_core.lowering.segment_compiler import CompileMode, SegmentCompiler, wh
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.batch_reader import MemoryFormat, check_share, divisor
+from hyfi_core.runtime.calls.local_use import own_use
 from hyfi_core.runtime.engine import Engine, OptimizerFactory
 from hyfi_core.runtime.groups import node_name
 from hyfi_core.runtime.losses.loss_function import Loss
@@ -254,6 +255,7 @@ def _compare_capture(
     model: nn.Module, shape: Shape, output: Callable[[Any], Any] | None, image_dtype: torch.dtype | None
 ) -> None:
     dtype = image_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    unseen = verify_capture(model, shape, dtype, output)
+    with own_use():  # of another engine's model, too
+        unseen = verify_capture(model, shape, dtype, output)
     if unseen is not None:
         warnings.warn(f"{type(model).__name__} could not be compared with its capture: {unseen}", stacklevel=2)

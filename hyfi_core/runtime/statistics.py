@@ -187,6 +187,16 @@ class FoldedStatistics:
         return [self._buffers[name] for name in names], [self._added[name, microbatch] for name in names]
 
 
+def unsaved_buffers(model: nn.Module, compiled: Compiled) -> set[str]:
+    """Return the buffers that forwards change and that are not in the ``state_dict`` (``persistent=False``)."""
+    lost = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    return lost & set(compiled.program.mutations)
+
+
 class ReplicaBuffers:
     """The buffers that forwards of one compiled model change, which all replicas take over from replica 0.
 

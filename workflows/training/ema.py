@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
+from hyfi_core.runtime.calls.local_use import local_state
+
 
 class MovingAverage:
     """The moving average of one rank's tensors, bitwise independent of the plan.
@@ -68,7 +70,7 @@ class MovingAverage:
         """Return the model's floating-point tensors that this rank holds by name, each tied tensor once."""
         seen: set[int] = set()
         found = {}
-        for name, value in self._model.state_dict().items():
+        for name, value in local_state(self._model).items():
             if value.is_floating_point() and not value.is_meta and value.data_ptr() not in seen:
                 seen.add(value.data_ptr())
                 found[name] = value

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from hyfi_core.runtime.calls.local_use import local_state
 from hyfi_core.runtime.checkpoint import load_checkpoint
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
@@ -195,7 +196,7 @@ class Validating:
         if not steps:
             return
         self._engine.settle()
-        own = {name: t for name, t in self._model.state_dict().items() if torch.is_tensor(t) and not t.is_meta}
+        own = {name: t for name, t in local_state(self._model).items() if torch.is_tensor(t) and not t.is_meta}
         current = {name: tensor.clone() for name, tensor in own.items()}
         self._unvalidated = list(steps)
         for step in steps:

@@ -37,11 +37,13 @@ class CheckpointPart:
         weights: under the names of the user's model.
         optimizer: from ``optimizer_state``, of the same parameters; None to leave it out.
         averaged: the moving average of the weights; None where none is kept.
+        buffers: those that forwards change and that are not among the weights.
     """
 
     weights: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Any] | None = None
     averaged: Mapping[str, torch.Tensor] | None = None
+    buffers: Mapping[str, torch.Tensor] | None = None
 
 
 @dataclass
@@ -111,6 +113,15 @@ class CheckpointWriter:
         """
         return self._open is not None and self._open.job.busy()
 
+    def wait(self) -> None:
+        """Wait until this rank has written or published what it has to.
+
+        Raises:
+            OSError: as ``busy``.
+        """
+        if self._open is not None:
+            self._open.job.result()
+
     def advance(self) -> int | None:
         """Go on after no rank was ``busy`` (collective then; without an open checkpoint nothing happens).
 
@@ -159,6 +170,8 @@ class CheckpointWriter:
         optimizer = part.optimizer["tensors"] if part.optimizer is not None else None
         kinds = {"weights": part.weights, "optimizer": optimizer, "averaged": part.averaged}
         given = {kind: tensors for kind, tensors in kinds.items() if tensors is not None}
+        if part.buffers:
+            given["buffers"] = part.buffers
         state = {f"{kind}/{name}": tensor for kind, tensors in given.items() for name, tensor in tensors.items()}
         snapshot = self._pool.acquire(step, state, changing=True)
         copies = unflatten(snapshot.flat, state)
@@ -172,9 +185,8 @@ class CheckpointWriter:
             snapshot.wait()
             found = {kind: {name: copies[f"{kind}/{name}"] for name in of} for kind, of in names.items()}
             temporary.mkdir(parents=True, exist_ok=True)
-            files = write_tensors(
-                temporary, found["weights"], found.get("optimizer"), found.get("averaged"), number=number
-            )
+            moments, averaged, buffers = (found.get(kind) for kind in ("optimizer", "averaged", "buffers"))
+            files = write_tensors(temporary, found["weights"], moments, averaged, buffers, number)
             self._pool.release(snapshot)
             return {"files": files, "groups": groups, "names": sizes}
 

@@ -1,0 +1,137 @@
+"""The state of an engine: what it trains, gathers, saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyfi_core.comm.agree import CallConsensus, agree
+from hyfi_core.comm.weight_watch import WeightWatch
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.calls.local_use import local_state, mark_stale
+from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.mirror import Mirrors
+from hyfi_core.runtime.ownership import ParameterOwnership, load_optimizer_state, optimizer_state, restricted
+from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart
+from hyfi_core.runtime.saving.engine_folder import read_engine, restore_random, save_engine
+from hyfi_core.runtime.subject import RandomKey
+
+
+class EngineState:
+    """The model and optimizer of an engine on this rank. All methods are collective over the ranks of the plan.
+
+    ``Engine`` sets the attributes.
+
+    Attributes:
+        random: the key of random operators, the same on all ranks of a replica.
+    """
+
+    random: RandomKey
+    _model: nn.Module
+    _groups: Groups
+    _ownership: ParameterOwnership
+    _optimizer: torch.optim.Optimizer | None
+    _mirrors: Mirrors
+    _watch: WeightWatch
+    _consensus: CallConsensus
+    _unsaved: set[str]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """This rank's optimizer, for the parameters of its stages.
+
+        Raises:
+            RequestError: the engine was created without one.
+        """
+        if self._optimizer is None:
+            raise RequestError("this engine has no optimizer; pass parallelize(..., optimizer=lambda params: ...)")
+        return self._optimizer
+
+    def gather_gradients(self) -> dict[str, torch.Tensor] | None:
+        """Return copies of all gradients under the user's names on rank 0, None elsewhere; without unused ones."""
+        return self._ownership.gather_gradients()
+
+    def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
+        self.settle()
+        return self._ownership.gather_state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load weights and buffers from a ``state_dict`` on every rank; the next call refuses ranks that differ."""
+        self.settle()
+        self._model.load_state_dict(self._ownership.here(state))
+        mark_stale(self._model, None)
+        self._consensus.loaded(state)
+
+    def save(self, folder: str | PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+        """Write weights, buffers, optimizer and random state to a folder; ``load`` goes on as if undisturbed.
+
+        The weights are safetensors under the names of the user's model. The folder depends neither on plan nor on
+        ranks. It is written beside, synced and renamed; an earlier checkpoint of this name is replaced.
+
+        Args:
+            folder: the same on every rank, on a disk that all of them see.
+            extra: what ``load`` will return: numbers, texts, lists and dicts, such as a scheduler's ``state_dict()``.
+
+        Raises:
+            RequestError: the folder has other files, or ``extra`` is not JSON.
+            OSError: it cannot be written.
+        """
+        self.settle()
+        optimizer = None if self._optimizer is None else self.owned_optimizer()
+        part = CheckpointPart(self.owned_state(), optimizer, buffers=self.owned_buffers())
+        save_engine(Path(folder), self._groups.all, part, self.random, extra)
+
+    def load(self, folder: str | PathLike[str]) -> Any:
+        """Load what ``save`` wrote, under any plan, and return its ``extra``; gradients that wait for ``update`` go.
+
+        An engine without optimizer loads weights and buffers only.
+
+        Raises:
+            RequestError: it is no checkpoint, damaged, of another model, or has no optimizer and this engine has one.
+        """
+        saved, training = read_engine(Path(folder), self._groups.all, self._model, self._optimizer is not None)
+        self.load_state_dict(saved.weights)
+        self.load_buffers(saved.buffers or {})
+        if training is None:
+            return None
+        self.optimizer.state.clear()
+        named = self._model.named_parameters()
+        agree(self._groups.all, lambda: load_optimizer_state(self.optimizer, named, training.optimizer))
+        self.optimizer.zero_grad(set_to_none=True)
+        restore_random(self.random, training.state)
+        return training.state.get("extra")
+
+    def owned_state(self) -> dict[str, torch.Tensor]:
+        """Return the entries of the user's ``state_dict`` that this rank writes, not copied; each has one writer."""
+        state = local_state(self._model)
+        return {name: state[name] for name in self._ownership.owned_names()}
+
+    def owned_optimizer(self) -> dict[str, Any]:
+        """Return the optimizer state of these parameters, by name; see ``optimizer_state``."""
+        owned = set(self._ownership.owned_names())
+        return restricted(optimizer_state(self.optimizer, self._model.named_parameters()), owned)
+
+    def owned_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that training changed and the ``state_dict`` leaves out, for this rank to write."""
+        return self._ownership.owned_buffers(self._unsaved)
+
+    @torch.no_grad()
+    def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Load what ``owned_buffers`` of all ranks returned."""
+        with self._watch.changing():
+            for name, buffer in self._model.named_buffers(remove_duplicate=False):
+                if name in buffers and not buffer.is_meta:
+                    buffer.copy_(buffers[name])
+        self._unsaved |= buffers.keys()
+
+    def settle(self) -> None:
+        """Wait for weights that are being sent to this rank; then they may be read or changed."""
+        if self._mirrors.current is not None:
+            with self._watch.changing():
+                self._mirrors.settle()

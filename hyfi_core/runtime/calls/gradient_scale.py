@@ -1,0 +1,67 @@
+"""What a rank has multiplied its gradients with between ``accumulate`` and ``update``; ranks of a pipeline must agree.
+
+::
+
+    rank 0    ‖g of stage 0‖ = 3   clip_grad_norm_(model.parameters(), 1)   × 1/3      one process: ‖g‖ = 5, × 1/5
+    rank 1    ‖g of stage 1‖ = 4   clip_grad_norm_(model.parameters(), 1)   × 1/4
+
+A rank has the gradients of its own stages, so a norm over them is not that of the model. A change leaves a trace in the
+version counter of a gradient; then a few values, kept from before, tell the factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+_VALUES = 64
+_TOLERANCE = 2e-2
+"""Largest relative difference of factors of single values: those of bfloat16 are rounded to 0.4 %."""
+
+
+class GradientScale:
+    """The factor by which the gradients of some parameters have been multiplied, found in the largest of them.
+
+    Args:
+        parameters: of this rank.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = sorted(parameters, key=lambda parameter: -parameter.numel())
+        self._noted: nn.Parameter | None = None
+        self._gradient: torch.Tensor | None = None
+        self._version = 0
+        self._values = torch.empty(0)
+
+    def note(self) -> None:
+        """Remember the gradients as they are now."""
+        self._noted = next((p for p in self._parameters if p.grad is not None and p.numel()), None)
+        if self._noted is not None and self._noted.grad is not None:
+            self._gradient = self._noted.grad
+            self._version, self._values = self._gradient._version, _few(self._gradient).clone()
+
+    def factor(self) -> float | None:
+        """Return the factor since ``note``; None if there are no gradients, or they were not multiplied by one number.
+
+        On a device the host waits for its values if they were changed.
+        """
+        gradient = None if self._noted is None else self._noted.grad
+        if gradient is None:
+            return None
+        if gradient is self._gradient and gradient._version == self._version:
+            return 1.0
+        used = self._values != 0
+        ratios = (_few(gradient)[used] / self._values[used]).double()
+        if not len(ratios):
+            return None
+        middle = ratios.median()
+        same = bool(((ratios - middle).abs() <= _TOLERANCE * middle.abs()).all())
+        return float(middle) if same and middle else None
+
+
+def _few(gradient: torch.Tensor) -> torch.Tensor:
+    """Return some values of a gradient, in one dim."""
+    flat = gradient.detach().flatten()
+    return flat[:: -(-len(flat) // _VALUES)]

@@ -1,0 +1,86 @@
+"""Uses of the user's module that see one rank only: in a pipeline, a rank trains the weights of its own stages.
+
+::
+
+    rank 0    stage 0   trained      stage 1   as they were at the start      model(x), model.state_dict(): neither
+    rank 1    stage 0   as they were at the start      stage 1   trained      the start nor the trained model
+
+Hooks of the module refuse its forward and warn of its ``state_dict``, and name the engine's method. They say nothing
+before a step has been trained, on copies of the module, and while the engine itself reads it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyfi_core.errors import RequestError
+
+_STALE: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""Module -> a weight of it that only other ranks train."""
+_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_OWN_USE: ContextVar[bool] = ContextVar("own_use", default=False)
+
+
+def watch_local_use(model: nn.Module) -> None:
+    """Add the hooks; before the model is captured, because hooks are part of its state."""
+    if _refuse_forward not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_refuse_forward)
+        model.register_state_dict_pre_hook(_warn_of_state)
+
+
+def mark_stale(model: nn.Module, name: str | None) -> None:
+    """Refuse and warn of local use from now on.
+
+    Args:
+        model: with the hooks.
+        name: a weight that only other ranks train; None: all are up to date.
+    """
+    if name is None:
+        _STALE.pop(model, None)
+    else:
+        _STALE[model] = name
+
+
+@contextmanager
+def own_use() -> Iterator[None]:
+    """Context in which this thread may use modules: it knows which of their weights it has."""
+    token = _OWN_USE.set(True)
+    try:
+        yield
+    finally:
+        _OWN_USE.reset(token)
+
+
+def local_state(model: nn.Module) -> dict[str, Any]:
+    """Return the module's ``state_dict`` on this rank, with whatever values it has of the weights of other ranks."""
+    with own_use():
+        return model.state_dict()
+
+
+def _refuse_forward(module: nn.Module, images: Any) -> None:
+    name = None if torch.compiler.is_exporting() or _OWN_USE.get() else _STALE.get(module)
+    if name is not None:
+        raise RequestError(f"{_partial(module, name, 'its forward')}; call engine.predict(images)")
+
+
+def _warn_of_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    name = None if _OWN_USE.get() or module in _WARNED else _STALE.get(module)
+    if name is not None:
+        _WARNED.add(module)
+        what = _partial(module, name, "its state_dict")
+        warnings.warn(f"{what}; call engine.gather_state_dict(), or engine.save(folder)", stacklevel=4)
+
+
+def _partial(module: nn.Module, name: str, what: str) -> str:
+    return (
+        f"{type(module).__name__} is trained in stages, and this rank has new values of the weights of its own only: "
+        f"{what} has {name!r} as it was before training"
+    )

@@ -1,0 +1,115 @@
+"""The folder of ``engine.save``: a checkpoint of weights, optimizer, buffers and random state, valid for any plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyfi_core.comm.agree import agree, compare
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.calls.local_use import local_state
+from hyfi_core.runtime.checkpoint import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    Checkpoint,
+    TrainingState,
+    load_checkpoint,
+    load_training_state,
+)
+from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
+from hyfi_core.runtime.subject import RandomKey
+
+
+def save_engine(
+    folder: Path, comm: Communicator, part: CheckpointPart, random: RandomKey, extra: Mapping[str, Any] | None
+) -> None:
+    """Write a checkpoint beside ``folder`` and rename it (collective); an earlier checkpoint there is replaced.
+
+    Args:
+        folder: the same on every rank, on a disk that all see.
+        comm: all ranks.
+        part: of this rank.
+        random: its key of random operators.
+        extra: what ``read_engine`` returns with it; JSON.
+
+    Raises:
+        RequestError: on every rank: the folder has other files, or ``extra`` is not JSON.
+        OSError: on every rank: it cannot be written; an earlier checkpoint stays as it was.
+    """
+    compare(comm, {"the folder to save to": str(folder)})
+    agree(comm, lambda: _check_request(folder, extra))
+    state = {"random": [random.seed, random.step], "rng": bytes(torch.get_rng_state().tolist()).hex()}
+    writer = CheckpointWriter(comm, bool(part.weights))
+    writer.begin(folder, part, step=random.step, model={"saved_by": "Engine.save"}, state={**state, "extra": extra})
+    try:
+        while writer.open_step is not None:
+            agree(comm, writer.wait, (OSError,), OSError)  # that any rank has failed
+            writer.advance()
+    except OSError:
+        writer.discard()
+        raise
+
+
+def read_engine(
+    folder: Path, comm: Communicator, model: nn.Module, with_optimizer: bool
+) -> tuple[Checkpoint, TrainingState | None]:
+    """Open a checkpoint for a model (collective).
+
+    Args:
+        folder: of the checkpoint, the same on every rank.
+        comm: all ranks.
+        model: its names and shapes must be those of the checkpoint.
+        with_optimizer: whether optimizer and random state are needed.
+
+    Raises:
+        RequestError: on every rank: it is no checkpoint, damaged, of another model, or has no optimizer.
+    """
+    compare(comm, {"the folder to load from": str(folder)})
+    return agree(comm, lambda: _opened(folder, (comm.rank, comm.size), local_state(model), with_optimizer))
+
+
+def restore_random(random: RandomKey, state: Mapping[str, Any]) -> None:
+    """Continue with the random numbers of a checkpoint's ``state.json``, those of torch's own generator, too."""
+    random.seed, random.step = state["random"]
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
+
+
+def _check_request(folder: Path, extra: Mapping[str, Any] | None) -> None:
+    others = folder.exists() and not (folder / MODEL_FILE).is_file() and (folder.is_file() or any(folder.iterdir()))
+    if others:
+        raise RequestError(f"{folder} exists and is no checkpoint: engine.save would replace it; pass a new folder")
+    try:
+        json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"extra cannot be saved as JSON ({error}); pass numbers, texts, lists and dicts") from error
+
+
+def _opened(
+    folder: Path, share: tuple[int, int], own: Mapping[str, torch.Tensor], with_optimizer: bool
+) -> tuple[Checkpoint, TrainingState | None]:
+    checkpoint = load_checkpoint(folder, share)
+    _check_names(folder, checkpoint.weights, own)
+    saved = OPTIMIZER_FILE in checkpoint.model["files"]
+    if with_optimizer and not saved:
+        raise RequestError(
+            f"checkpoint {folder} has no optimizer, but this engine has one; load its weights alone with "
+            f"engine.load_state_dict"
+        )
+    return checkpoint, load_training_state(folder, share) if with_optimizer else None
+
+
+def _check_names(folder: Path, saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Refuse the weights of another model."""
+    for name in (*own, *saved):
+        if name not in saved or name not in own:
+            has, lacks = ("the model", "the checkpoint") if name in own else ("the checkpoint", "the model")
+            raise RequestError(f"checkpoint {folder} is of another model: {has} has {name!r}, {lacks} does not")
+        if saved[name].shape != own[name].shape:
+            shapes = f"{tuple(saved[name].shape)} in the checkpoint, {tuple(own[name].shape)} in the model"
+            raise RequestError(f"checkpoint {folder} is of another model: {name!r} is {shapes}")
