@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from hyfi_core.errors import RequestError
 
@@ -48,6 +49,14 @@ class StoredState(Mapping[str, torch.Tensor]):
     def close(self) -> None:
         """Close the files; the state is empty afterwards. Tensors that are still in use stay valid."""
         self._file_of = {}
+
+
+@torch.no_grad()
+def fill_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Copy values into the model's buffers of these names, except into those that this rank has released."""
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in buffers and not buffer.is_meta:
+            buffer.copy_(buffers[name])
 
 
 Weights = str | PathLike[str] | Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]

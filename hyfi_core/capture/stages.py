@@ -57,7 +57,7 @@ def cut_program(program: Program, wanted: tuple[Any, ...], cuts: Sequence[str]) 
     alive = program.needed({*refs_in(wanted), *program.mutations.values()})
     operators = tuple(op for op in program.operators if any(o in alive for o in op.outputs if o is not None))
     ends = _ends(operators, cuts)
-    owner = {op.name: stage for stage, (a, b) in enumerate(ends) for op in operators[a:b]}
+    owner = _owners(program, operators, ends, wanted)
     free = free_values(program, operators)
     pieces = [_operators_of(operators, free, owner, stage) for stage in range(len(ends))]
     travels = _travels(operators, wanted, owner, free, len(ends))
@@ -122,6 +122,25 @@ def _ends(operators: Sequence[Operator], cuts: Sequence[str]) -> list[tuple[int,
         )
     bounds.append(len(operators))
     return list(pairwise(bounds))
+
+
+def _owners(
+    program: Program, operators: Sequence[Operator], ends: Sequence[tuple[int, int]], wanted: tuple[Any, ...]
+) -> dict[str, int]:
+    """Return operator -> its stage.
+
+    A capture writes changed buffers behind everything else. What only serves them belongs to the stage that computes
+    its inputs, which is where the model changes them.
+    """
+    owner = {op.name: stage for stage, (a, b) in enumerate(ends) for op in operators[a:b]}
+    serving = program.needed(set(refs_in(wanted)))
+    maker: dict[str, int] = {}
+    for op in operators:
+        inputs = [maker[name] for name in op.inputs if name in maker]
+        if inputs and not any(name in serving for name in op.outputs if name is not None):
+            owner[op.name] = min(owner[op.name], max(inputs))
+        maker |= {name: owner[op.name] for name in op.outputs if name is not None}
+    return owner
 
 
 def _nearest(operators: Sequence[Operator], cut: str) -> str:

@@ -59,7 +59,7 @@ class Checkpoint:
         weights: host tensors under the names of the user's model, read from the files when they are used.
         model: the content of ``model.json``.
         averaged: the weights' moving average, under the same names; None if not kept.
-        buffers: those that forwards changed and that are not in the ``state_dict``, by name; None without any.
+        buffers: those that training changed and that are not in the ``state_dict``, by name; None without any.
     """
 
     path: Path

@@ -47,7 +47,7 @@ from hyfi_core.runtime.ownership import (
     used_stages,
 )
 from hyfi_core.runtime.paged_call import PagedCall, pixels_of
-from hyfi_core.runtime.statistics import ReplicaBuffers, unsaved_buffers
+from hyfi_core.runtime.statistics import ReplicaBuffers, StageBuffers, unsaved_buffers
 from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, RandomKey, Subject
 from hyfi_core.schedule.action import Action, Schedule
 from hyfi_core.stored_state import Weights
@@ -106,7 +106,6 @@ class Engine(EngineState):
         self._subject = replace(subject, channels_last=last)
         self._groups = Groups(comm, plan, Placement.of(plan))
         self._loss = TrainingLoss(self._subject, loss_over, plan, self._groups)
-        self._unsaved: set[str] = set()
         self._shared: list[tuple[Compiled, StepGradients, ReplicaBuffers]] = []
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, plan.share_of(self._groups.index)
@@ -118,6 +117,8 @@ class Engine(EngineState):
         check(plan)
         bindings.share(used_stages(model, compiled), self._groups, release, source, self.device)
         self._ownership = ParameterOwnership(model, compiled, self._groups, self.device)
+        self._stage_buffers = StageBuffers(model, self._groups, self._ownership.owner)
+        self.unsaved = unsaved_buffers(model, compiled)
         self._missing = self._ownership.missing() if plan.stages > 1 else None
         self._mirrors = Mirrors(model, self._groups, plan.mirror == "point_to_point")
         self._watch = WeightWatch(model, self._mirrors.arriving, plan.stages > 1)
@@ -126,7 +127,9 @@ class Engine(EngineState):
         self._consensus = CallConsensus(model, comm, replica, changes, weights, loss, bool(plan.shares), plan.stages)
         self._scale = GradientScale(self._ownership.optimized() if plan.stages > 1 else ())
         self._mirrors.choose(compiled, self.settle)
-        self._optimizer = made_optimizer(optimizer, self._ownership.optimized()) if optimizer is not None else None
+        self._optimizer = None
+        if optimizer is not None:
+            self._optimizer = made_optimizer(optimizer, self._ownership.optimized(), plan.stages > 1)
         parts = self._runners.each(
             lambda runner: runner.reader.training_parts(runner.compiled(self._micro), shape[0]).values()
         )
@@ -209,6 +212,7 @@ class Engine(EngineState):
         ACTIVITY.action = "comparing this call"
         self._consensus.check_training(shape, self._runners[0].known(micro), labels, self._optimizer)
         compiled = self._compiled(micro)
+        self._bring_buffers(compiled)
         over_batch = self._loss.over_batch(compiled, labels, self._runners[0].forwards_first(compiled))
         local = self._runners[0].read(images, compiled, shape[0])
         self._mirrors.choose(compiled, self.settle)
@@ -224,6 +228,8 @@ class Engine(EngineState):
             self._runners[0].publish()
             gradients.finish(hooks)
             buffers.take_over()
+            if self.plan.stages > 1:
+                self._stage_buffers.changed(compiled)
         self._scale.note()
         ACTIVITY.action = None
         self.events = done[0].events
@@ -333,7 +339,15 @@ class Engine(EngineState):
         shape = self._runners[0].reader.batch_shape(images)
         micro = self._runners[0].reader.micro_shape(shape)
         self._consensus.check_evaluation(call, shape, self._runners[0].known(micro))
+        self._bring_buffers(self._compiled(micro))
         return micro
+
+    def _bring_buffers(self, compiled: Compiled) -> None:
+        """Bring the buffers that other stages have changed to those that read them."""
+        missing = self._stage_buffers.missing(compiled) if self.plan.stages > 1 else []
+        if missing:
+            with self._watch.changing():
+                self._stage_buffers.send(missing)
 
     def _resend(self) -> None:
         """Send weights of direction 0 again, where they have overwritten a change in direction 1."""
@@ -348,6 +362,6 @@ class Engine(EngineState):
             model, groups = self._model, self._groups
             gradients = StepGradients(model, compiled, groups, self.plan, self._mirrors.current)
             known = gradients, ReplicaBuffers(model, compiled, groups, self.plan.replicas)
-            self._unsaved |= unsaved_buffers(model, compiled)
+            self.unsaved |= unsaved_buffers(model, compiled)
             self._shared = [*self._shared[1 - CAPTURES_KEPT :], (compiled, *known)]
         return known

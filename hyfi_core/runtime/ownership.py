@@ -82,12 +82,12 @@ class ParameterOwnership:
         Parameters are dealt over all ranks that update them, of all replicas; buffers are those of replica 0.
         """
         rank = self._groups.all.rank
-        return [name for name in local_state(self._model) if self._writers.get(name, self._owner(name)) == rank]
+        return [name for name in local_state(self._model) if self._writers.get(name, self.owner(name)) == rank]
 
     def owned_buffers(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return those of these buffers that this rank writes, not copied; each has one writer."""
         named = dict(self._model.named_buffers(remove_duplicate=False))
-        return {name: named[name] for name in sorted(names) if self._owner(name) == self._groups.all.rank}
+        return {name: named[name] for name in sorted(names) if self.owner(name) == self._groups.all.rank}
 
     def here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a state in which tensors on the meta device stand for those that this rank has released."""
@@ -104,18 +104,18 @@ class ParameterOwnership:
         found: dict[str, torch.Tensor] = {}
         for name in names:
             grad = self._named[name].grad
-            if self._owner(name) == self._groups.all.rank:
+            if self.owner(name) == self._groups.all.rank:
                 empty[name] = grad is None
                 if grad is not None:
                     found[name] = grad
-        elsewhere = self._groups.all.gather_objects([name for name in found if self._owner(name) != 0])
+        elsewhere = self._groups.all.gather_objects([name for name in found if self.owner(name) != 0])
         wanted = [name for part in elsewhere for name in part] if elsewhere is not None else list(found)
         return self._gather(wanted, found, {name: p for name, p in self._named.items()}, names)
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
         state = local_state(self._model)
-        names = [name for name in state if self._owner(name) != 0]
+        names = [name for name in state if self.owner(name) != 0]
         return self._gather(names, state, state, list(state))
 
     def _gather(
@@ -124,12 +124,12 @@ class ParameterOwnership:
         """Gather ``names`` from their owners on rank 0, which returns them in order."""
         comm = self._groups.all
         if comm.rank != 0:
-            sends = [Message(0, mine[n].detach().contiguous()) for n in names if self._owner(n) == comm.rank]
+            sends = [Message(0, mine[n].detach().contiguous()) for n in names if self.owner(n) == comm.rank]
             comm.exchange(sends, []).wait()
             return None
         received = {n: self._room(like[n]) for n in names}
-        comm.exchange([], [Message(self._owner(n), tensor) for n, tensor in received.items()]).wait()
-        own = {n: tensor.detach().clone() for n, tensor in mine.items() if self._owner(n) == 0}
+        comm.exchange([], [Message(self.owner(n), tensor) for n, tensor in received.items()]).wait()
+        own = {n: tensor.detach().clone() for n, tensor in mine.items() if self.owner(n) == 0}
         return {n: received[n] if n in received else own[n] for n in order if n in received or n in own}
 
     def _dealt(self) -> dict[str, int]:
@@ -145,7 +145,7 @@ class ParameterOwnership:
             writers |= deal(of, [first + rank for first in planes for rank in sorted(holders)])
         return {name: writers[first_names[id(parameter)]] for name, parameter in self._named.items()}
 
-    def _owner(self, name: str) -> int:
+    def owner(self, name: str) -> int:
         """Return the rank of replica 0 that owns an entry."""
         return min(self._holders[name]) if name in self._holders else 0
 
@@ -349,15 +349,27 @@ def _restored(current: Any, saved: Any) -> Any:
 
 
 def made_optimizer(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter]
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter], staged: bool
 ) -> torch.optim.Optimizer:
     """Call the user's function and check the optimizer that it returns.
+
+    Args:
+        make: the function. It may choose among the parameters, such as matrices for ``torch.optim.Muon``.
+        parameters: of this rank.
+        staged: whether other stages have other parameters. If the function chooses none of this rank's, it gets empty
+            ones of all numbers of dims, too, because optimizers refuse empty lists.
 
     Raises:
         RequestError: it raises ValueError, returns something else, or an optimizer with a closure.
     """
+    device = parameters[0].device
     try:
-        optimizer = make(parameters)
+        try:
+            optimizer = make(parameters)
+        except ValueError as error:
+            if not staged or "empty parameter list" not in str(error):
+                raise
+            optimizer = make([*parameters, *(nn.Parameter(torch.zeros((0,) * n, device=device)) for n in range(1, 6))])
     except ValueError as error:
         raise RequestError(
             f"optimizer raised ValueError: {error}; on this rank it was passed {len(parameters)} parameters, those of "

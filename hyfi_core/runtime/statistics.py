@@ -11,11 +11,12 @@ take them over, so that each step starts, and each replica predicts, with the st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from hyfi_core.capture.released import device_of
 from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.compiled import Compiled, HostedStage
@@ -236,6 +237,52 @@ class ReplicaBuffers:
             pieces = flat.split([buffer.numel() for buffer in buffers])
             for buffer, piece in zip(buffers if comm.rank else (), pieces, strict=False):
                 buffer.copy_(piece.view(buffer.shape))
+
+
+class StageBuffers:
+    """Which ranks have the values of buffers that one stage changed, where other stages read them in another mode.
+
+    Such as a counter of the root module: the first stage counts in training, and the last one reads it in evaluation.
+
+    Args:
+        model: the user's module.
+        groups: the plan's groups.
+        owner: returns the rank of a plane that saves a buffer.
+    """
+
+    def __init__(self, model: nn.Module, groups: Groups, owner: Callable[[str], int]) -> None:
+        self._model, self._groups, self._owner = model, groups, owner
+        self._known_on: dict[str, frozenset[int]] = {}  # all others are known on every rank
+
+    def changed(self, compiled: Compiled) -> None:
+        """Record a step's changes; send them to the ranks that save them (collective over planes)."""
+        for name, stages in _stages_of(compiled, compiled.program.mutations).items():
+            self._known_on[name] = self._groups.users(stages)
+        self.send([name for name, known in self._known_on.items() if self._owner(name) not in known])
+
+    def missing(self, compiled: Compiled) -> list[str]:
+        """Return the buffers that stages of a compiled model read and do not have; the same on every rank."""
+        read = _stages_of(compiled, self._known_on)
+        return [name for name, stages in read.items() if not self._groups.users(stages) <= self._known_on[name]]
+
+    @torch.no_grad()
+    def send(self, names: Iterable[str]) -> None:
+        """Send buffers to all ranks (collective over planes)."""
+        named = dict(self._model.named_buffers(remove_duplicate=False))
+        for name in sorted(names):
+            buffer = named[name]
+            value = torch.empty_like(buffer, device=device_of(self._model)) if buffer.is_meta else buffer
+            self._groups.plane.broadcast(value, root=min(self._known_on.pop(name)))
+
+
+def _stages_of(compiled: Compiled, names: Collection[str]) -> dict[str, set[int]]:
+    """Return name -> the stages that use it, of these buffers."""
+    found: dict[str, set[int]] = {}
+    for stage, used in enumerate(compiled.buffers):
+        for name in used:
+            if name in names:
+                found.setdefault(name, set()).add(stage)
+    return found
 
 
 def _buffers(model: nn.Module, apart: bool) -> dict[str, torch.Tensor]:

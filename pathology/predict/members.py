@@ -13,6 +13,7 @@ from data.loading.normalise import Normalisation
 from hyfi_core.errors import RequestError
 from hyfi_core.models.by_name import build_model, is_built_in
 from hyfi_core.runtime.checkpoint import load_checkpoint
+from hyfi_core.stored_state import fill_buffers
 
 MIN_COVERAGE = 0.9
 """Default for checkpoints without this value."""
@@ -54,6 +55,7 @@ class Member:
         module = build_model(loaded.model["model"]) if model is None else model
         try:
             module.load_state_dict(loaded.inference_weights)
+            fill_buffers(module, loaded.buffers or {})
         except RuntimeError as error:
             raise RequestError(f"checkpoint {checkpoint}: its weights do not match its model: {error}") from error
         return cls(str(checkpoint), module.eval(), loaded.model, loaded.averaged is not None)

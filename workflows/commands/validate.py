@@ -117,6 +117,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     from hyfi_core.plan.parallel_plan import ParallelPlan
     from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint
     from hyfi_core.runtime.launch import own_device
+    from hyfi_core.stored_state import fill_buffers
     from workflows.evaluation.evaluate import Interrupted
     from workflows.evaluation.evaluator import Evaluator
     from workflows.launch.peer_watch import join
@@ -138,6 +139,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     evaluator = agree(
         world, lambda: Evaluator.of(loaded.model, dataset, plan, world, cells, whole=whole, device=device)
     )
+    fill_buffers(evaluator.module, loaded.buffers or {})
     logits: Logits = {}
     try:
         metrics = evaluator.evaluate(loaded.inference_weights, lambda: stop.requested_on_any(world), logits.update)

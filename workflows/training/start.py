@@ -32,6 +32,7 @@ from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.launch import gpus_seen
 from hyfi_core.runtime.ownership import load_optimizer_state
 from hyfi_core.runtime.parallelize import parallelize
+from hyfi_core.runtime.saving.engine_folder import restore_random
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 from hyfi_core.stored_state import StoredState
 from workflows.config.load import Config
@@ -299,12 +300,13 @@ class SavedRun:
     def restore(self, engine: Engine, model: torch.nn.Module) -> None:
         """Restore weights, optimizer and random state."""
         engine.load_state_dict(self.checkpoint.weights)
+        engine.load_buffers(self.checkpoint.buffers or {})
         load_optimizer_state(engine.optimizer, model.named_parameters(), self.training.optimizer)
-        torch.set_rng_state(torch.tensor(list(bytes.fromhex(self.training.state["rng"])), dtype=torch.uint8))
-        engine.random.seed, engine.random.step = self.training.state["random"]
+        restore_random(engine.random, self.training.state)
 
     def close(self) -> None:
         """Close the files when all has been restored: they may be removed."""
-        for tensors in (self.checkpoint.weights, self.checkpoint.averaged, self.training.optimizer["tensors"]):
+        saved = self.checkpoint
+        for tensors in (saved.weights, saved.averaged, saved.buffers, self.training.optimizer["tensors"]):
             if isinstance(tensors, StoredState):
                 tensors.close()

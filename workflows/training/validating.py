@@ -196,16 +196,18 @@ class Validating:
         if not steps:
             return
         self._engine.settle()
-        own = {name: t for name, t in local_state(self._model).items() if torch.is_tensor(t) and not t.is_meta}
+        every = {**local_state(self._model), **dict(self._model.named_buffers())}
+        own = {name: tensor for name, tensor in every.items() if torch.is_tensor(tensor) and not tensor.is_meta}
         current = {name: tensor.clone() for name, tensor in own.items()}
         self._unvalidated = list(steps)
         for step in steps:
             self._unvalidated.remove(step)
-            saved = load_checkpoint(step_folder(self._job.config.run.dir / "checkpoints", step)).inference_weights
+            saved = load_checkpoint(step_folder(self._job.config.run.dir / "checkpoints", step))
             if self._remote:
-                self.validate(step, saved)
+                self.validate(step, saved.inference_weights)
             else:
-                self._engine.load_state_dict(saved)
+                self._engine.load_state_dict(saved.inference_weights)
+                self._engine.load_buffers(saved.buffers or {})
                 self._validate_in_trainers(step)
         for name, tensor in own.items():
             tensor.copy_(current[name])

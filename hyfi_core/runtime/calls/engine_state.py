@@ -20,6 +20,7 @@ from hyfi_core.runtime.ownership import ParameterOwnership, load_optimizer_state
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart
 from hyfi_core.runtime.saving.engine_folder import read_engine, restore_random, save_engine
 from hyfi_core.runtime.subject import RandomKey
+from hyfi_core.stored_state import fill_buffers
 
 
 class EngineState:
@@ -29,9 +30,11 @@ class EngineState:
 
     Attributes:
         random: the key of random operators, the same on all ranks of a replica.
+        unsaved: names of buffers that training changes and the ``state_dict`` leaves out; ``save`` keeps them.
     """
 
     random: RandomKey
+    unsaved: set[str]
     _model: nn.Module
     _groups: Groups
     _ownership: ParameterOwnership
@@ -39,7 +42,6 @@ class EngineState:
     _mirrors: Mirrors
     _watch: WeightWatch
     _consensus: CallConsensus
-    _unsaved: set[str]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -118,17 +120,14 @@ class EngineState:
         return restricted(optimizer_state(self.optimizer, self._model.named_parameters()), owned)
 
     def owned_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that training changed and the ``state_dict`` leaves out, for this rank to write."""
-        return self._ownership.owned_buffers(self._unsaved)
+        """Return the buffers that training changes and the ``state_dict`` leaves out, for this rank to write."""
+        return self._ownership.owned_buffers(self.unsaved)
 
-    @torch.no_grad()
     def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Load what ``owned_buffers`` of all ranks returned."""
         with self._watch.changing():
-            for name, buffer in self._model.named_buffers(remove_duplicate=False):
-                if name in buffers and not buffer.is_meta:
-                    buffer.copy_(buffers[name])
-        self._unsaved |= buffers.keys()
+            fill_buffers(self._model, buffers)
+        self.unsaved |= buffers.keys()
 
     def settle(self) -> None:
         """Wait for weights that are being sent to this rank; then they may be read or changed."""

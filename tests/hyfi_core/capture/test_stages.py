@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.capture.stages import active_values, cut_program, edges
 from hyfi_core.errors import RequestError
-from tests.harness import assert_equal_to_one_process
+from tests.harness import assert_equal_to_one_process, compare, identity, one_process, parallel
+
+Grids = tuple[tuple[int, int], ...]
 
 pytestmark = pytest.mark.captures_each
 
@@ -80,6 +84,36 @@ def test_a_norm_that_two_stages_call_is_refused_by_name() -> None:
     shared = capture(SharedLayers(), (2, 3, 9, 9), torch.float32)
     with pytest.raises(RequestError, match=r"buffer 'norm\.\w+' is read or changed in several stages \(\[0, 1\]\)"):
         cut_program(shared, shared.outputs, ("b",))
+
+
+class Counting(nn.Module):
+    """Buffers of the root module: a counter of forwards, which scales, and a centre of features of the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.fc = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 1, 1), nn.Linear(4, 2)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.forwards += 1
+        y = self.a(x)
+        if self.training:
+            self.centre.mul_(0.9).add_(0.1 * y.detach().mean((0, 2, 3)))
+        y = self.b((y - self.centre.view(1, -1, 1, 1)).relu())
+        return self.fc(y.relu().mean((2, 3)) * torch.clamp(self.forwards / 4, max=1.0))
+
+
+@pytest.mark.parametrize("grids", [((1, 1), (1, 1)), ((1, 2), (1, 1))])
+def test_buffers_of_the_root_module_change_once_for_each_micro_batch(grids: Grids) -> None:
+    torch.manual_seed(0)
+    model, generator = Counting().double(), torch.Generator().manual_seed(0)
+    images = torch.randn((2, 3, 9, 12), dtype=torch.float64, generator=generator)
+    labels, plan = torch.tensor([0, 1]), hyfi_core.ParallelPlan(grids, ("a",), 2)
+    found = parallel(model, images, labels, plan, F.cross_entropy, None)
+    assert int(found.state["forwards"]) == 2
+    compare(found, one_process(model, images, labels, 2, F.cross_entropy, identity))
 
 
 class Casts(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,18 @@ def test_the_weights_are_safetensors_under_the_users_names(tmp_path: Path) -> No
     (state,) = run_copies(model(), 1, body)
     found = load_file(tmp_path / "saved" / "model.safetensors")
     assert set(found) == set(model().state_dict()) and all(torch.equal(found[name], state[name]) for name in found)
+
+
+def test_buffers_that_the_state_dict_leaves_out_are_named_at_start() -> None:
+    def body(comm: Any, module: nn.Module) -> list[str]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            made(comm, module, PLANS["alone"])
+            hyfi_core.parallelize(module, SHAPE, PLANS["alone"], comm)  # does not train
+        return [str(one.message) for one in said if "persistent" in str(one.message)]
+
+    ((said,),) = run_copies(model(), 1, body)
+    assert "'centre' changes in training" in said
 
 
 class Wider(Drawing):

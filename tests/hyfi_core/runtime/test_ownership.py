@@ -60,3 +60,44 @@ def test_an_optimizer_that_refuses_its_parameters_is_reported_with_their_number(
             AloneCommunicator(),
             optimizer=lambda params: torch.optim.SGD([p for p in params if p.ndim == 7]),
         )
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_an_optimizer_of_matrices_works_where_a_stage_has_none(mirrored: bool) -> None:
+    grids = (1, 1), (1, 1)
+    plan = hyfi_core.ParallelPlan(grids, ("0",), 2)
+    if mirrored:
+        plan = hyfi_core.ParallelPlan(grids, ("0",), 2, "chimera", mirror="point_to_point")
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)
+    model = nn.Sequential(*layers).double()
+    images, labels = torch.randn(4, 3, 9, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+
+    def muon(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.1)
+
+    def body(comm: Any, net: nn.Module) -> dict[str, torch.Tensor] | None:
+        engine = hyfi_core.parallelize(net, (4, 3, 9, 8), plan, comm, optimizer=muon)
+        for _ in range(2):
+            engine.train_step(images, labels)
+        return engine.gather_state_dict()
+
+    found = run_copies(model, 2, body)[0]
+    assert found is not None
+    optimizer = muon(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
+
+
+def test_an_optimizer_of_nothing_at_all_is_refused() -> None:
+    def matrices_of_five_dims(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in parameters if p.dim() == 5], lr=0.1)
+
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    plan = hyfi_core.ParallelPlan(((1, 1),))
+    with pytest.raises(RequestError, match="empty parameter list"):
+        hyfi_core.parallelize(net, (4, 3, 9, 8), plan, AloneCommunicator(), optimizer=matrices_of_five_dims)

@@ -66,7 +66,7 @@ class RunCheckpoints:
         given = [*owned.values(), *(averaged or {}).values()]
         if not bool(finite_everywhere(given, self._trainers, torch.empty(0, device=self._engine.device))):
             return False
-        part = CheckpointPart(owned, self._engine.owned_optimizer(), averaged)
+        part = CheckpointPart(owned, self._engine.owned_optimizer(), averaged, self._engine.owned_buffers())
         folder = step_folder(self._job.config.run.dir / "checkpoints", step)
         model = {**self._job.model_json(), "step": step}
         self._writer.begin(folder, part, step=step, model=model, state=state)
