@@ -87,8 +87,7 @@ class Engine(EngineState):
         loss_over: LossOver = "auto",
     ) -> None:
         self._model = model
-        if plan.stages > 1:
-            watch_local_use(model)
+        watch_local_use(model, plan.stages)
         self.device = device_of(model)
         dtype = image_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._micro = (shape[0] // plan.microbatches, *shape[1:])
@@ -127,13 +126,8 @@ class Engine(EngineState):
         self._consensus = CallConsensus(model, comm, replica, changes, weights, loss, bool(plan.shares), plan.stages)
         self._scale = GradientScale(self._ownership.optimized() if plan.stages > 1 else ())
         self._mirrors.choose(compiled, self.settle)
-        self._optimizer = None
-        if optimizer is not None:
-            self._optimizer = made_optimizer(optimizer, self._ownership.optimized(), plan.stages > 1)
-        parts = self._runners.each(
-            lambda runner: runner.reader.training_parts(runner.compiled(self._micro), shape[0]).values()
-        )
-        self._input_parts = tuple(dict.fromkeys(part for found in parts for part in found))
+        self._optimizer = made_optimizer(optimizer, self._ownership.optimized(), plan.stages > 1)
+        self._input_parts = self._runners.training_parts(self._micro, shape[0])
 
     @property
     def input_parts(self) -> tuple[InputPart, ...]:

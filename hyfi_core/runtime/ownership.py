@@ -349,9 +349,9 @@ def _restored(current: Any, saved: Any) -> Any:
 
 
 def made_optimizer(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter], staged: bool
-) -> torch.optim.Optimizer:
-    """Call the user's function and check the optimizer that it returns.
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None, parameters: list[nn.Parameter], staged: bool
+) -> torch.optim.Optimizer | None:
+    """Call the user's function and check the optimizer that it returns; None without a function.
 
     Args:
         make: the function. It may choose among the parameters, such as matrices for ``torch.optim.Muon``.
@@ -362,6 +362,8 @@ def made_optimizer(
     Raises:
         RequestError: it raises ValueError, returns something else, or an optimizer with a closure.
     """
+    if make is None:
+        return None
     device = parameters[0].device
     try:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -90,19 +90,21 @@ def parallelize(
     _refuse_shared(model, comm, release)
     given = model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format
     check = partial(_verify, comm, model, shape, output, image_dtype) if verify else lambda chosen: None
-    engine = Engine(*given, check, release, weights, _compiler(compile, plan, model, comm), loss_over)
-    if comm.rank == 0 and optimizer is not None and engine.unsaved:
-        warnings.warn(_describe_unsaved(sorted(engine.unsaved)), stacklevel=2)
+    return _told(comm, Engine(*given, check, release, weights, _compiler(compile, plan, model, comm), loss_over))
+
+
+def _told(comm: Communicator, engine: Engine) -> Engine:
+    """Return an engine; rank 0 warns of buffers that it trains and that are not in all files of weights."""
+    names = sorted(engine.unsaved)
+    if names and comm.rank == 0 and engine.trains:
+        more = f" and {len(names) - 1} more change" if names[1:] else " changes"
+        warnings.warn(
+            f"buffer {names[0]!r}{more} in training, but the model's state_dict leaves it out (persistent=False): "
+            f"checkpoints keep it beside for resumed runs and predictions, but gather_state_dict and validators do "
+            f"without it; register it with persistent=True",
+            stacklevel=3,
+        )
     return engine
-
-
-def _describe_unsaved(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 1} more change" if names[1:] else " changes"
-    return (
-        f"buffer {names[0]!r}{more} in training, but the model's state_dict leaves it out (persistent=False): "
-        f"checkpoints keep it beside for resumed runs and predictions, but gather_state_dict and validators do "
-        f"without it; register it with persistent=True"
-    )
 
 
 def _describe_weights(weights: Weights | None) -> str:

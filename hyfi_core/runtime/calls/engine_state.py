@@ -44,6 +44,11 @@ class EngineState:
     _consensus: CallConsensus
 
     @property
+    def trains(self) -> bool:
+        """Whether it has an optimizer."""
+        return self._optimizer is not None
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """This rank's optimizer, for the parameters of its stages.
 

@@ -29,9 +29,9 @@ _WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _OWN_USE: ContextVar[bool] = ContextVar("own_use", default=False)
 
 
-def watch_local_use(model: nn.Module) -> None:
-    """Add the hooks; before the model is captured, because hooks are part of its state."""
-    if _refuse_forward not in model._forward_pre_hooks.values():
+def watch_local_use(model: nn.Module, stages: int) -> None:
+    """Add the hooks, if there are several stages; before a capture, because hooks are part of the model's state."""
+    if stages > 1 and _refuse_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_refuse_forward)
         model.register_state_dict_pre_hook(_warn_of_state)
 

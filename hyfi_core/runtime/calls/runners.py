@@ -11,6 +11,7 @@ from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.batch_reader import InputPart, Shape
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.runner import StageRunner
 from hyfi_core.runtime.subject import Subject
@@ -64,6 +65,11 @@ class Runners(Sequence[StageRunner]):
         if self._turns is None:
             return [call(self._runners[0])]
         return self._turns.run(lambda cell: call(self._runners[cell]))
+
+    def training_parts(self, micro: Shape, batch: int) -> tuple[InputPart, ...]:
+        """Return the boxes and samples that this process reads of a batch, each once."""
+        parts = self.each(lambda runner: runner.reader.training_parts(runner.compiled(micro), batch).values())
+        return tuple(dict.fromkeys(part for found in parts for part in found))
 
     @overload
     def __getitem__(self, index: int) -> StageRunner: ...
