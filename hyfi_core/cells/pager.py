@@ -35,6 +35,7 @@ from hyfi_core.cells.page_forecast import SMALLEST_BYTES
 from hyfi_core.cells.recipe import Recipe, image_of, same_memory, tensors_in
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import SpillStore, queued
+from hyfi_core.current_device import make_current
 from hyfi_core.ops.constants import is_constant
 
 _THREADS = 2
@@ -49,12 +50,15 @@ class Pager:
         store: for spilled pages.
         limit_bytes: of pages in memory; exceeded only by a single step that needs more.
         cell: returns the cell whose turn it is.
+        device: of the pages, a ``torch.device`` or its name.
 
     Attributes:
         resident: lowers ``limit_bytes`` if the rest of the process grows; None: it is not measured.
     """
 
-    def __init__(self, store: SpillStore, limit_bytes: int, cell: Callable[[], int]) -> None:
+    def __init__(
+        self, store: SpillStore, limit_bytes: int, cell: Callable[[], int], device: torch.device | str = "cpu"
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.resident: ResidentLimit | None = None
         self.store = store
@@ -71,7 +75,7 @@ class Pager:
         self._memory_bytes = 0
         self._ready_bytes = 0
         self._ahead: dict[int, Page] = {}
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="spill")
+        self._threads = ThreadPoolExecutor(_THREADS, "spill", make_current, (torch.device(device),))
 
     # -- around each step of a cell
 

@@ -68,7 +68,7 @@ class Paging:
     def __init__(self, spill: str, memory_bytes: int | None, device: torch.device, cell: Callable[[], int]) -> None:
         return_what_is_freed()
         store = SpillMemory() if spill == "memory" else SpillFile(Path(spill))
-        self.pager = Pager(store, 0, cell)
+        self.pager = Pager(store, 0, cell, device)
         self._spill, self._memory_bytes, self._device = spill, memory_bytes, device
         self._limits: dict[PagedKey, _Limits] = {}
         self._held_bytes: int | None = None

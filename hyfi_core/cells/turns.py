@@ -29,16 +29,22 @@ class Turns:
     Args:
         size: number of cells.
         switched: called with a cell whenever its turn begins again after turns of others.
+        begun: called in the thread of each cell before anything else.
 
     Attributes:
         after_failure: called when all cells have ended and one of them had failed, to remove what it left unfinished.
     """
 
-    def __init__(self, size: int, switched: Callable[[int], None] = lambda cell: None) -> None:
+    def __init__(
+        self,
+        size: int,
+        switched: Callable[[int], None] = lambda cell: None,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
         self.size = size
         self.cell = 0
         self.after_failure: list[Callable[[], None]] = []
-        self._switched = switched
+        self._switched, self._begun = switched, begun
         self._lock = threading.Lock()
         # One for each cell: waking all of them for every turn would take time in the square of their number.
         self._turns = [threading.Condition(self._lock) for _ in range(size)]
@@ -60,6 +66,7 @@ class Turns:
 
         def target(cell: int) -> None:
             try:
+                self._begun()
                 self._take(cell)
                 results[cell] = body(cell)
             except BaseException as error:

@@ -14,8 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Pending
+from hyfi_core.current_device import current_device, make_current
 
 _FIRST_S = 100e-6
 _MOST_S = 2e-3
@@ -63,7 +66,8 @@ class _ProgressThread:
         with self._changed:
             self._watched.append(pending)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True, name="hyfi-progress")
+                device = current_device()
+                self._thread = threading.Thread(target=self._run, args=(device,), daemon=True, name="hyfi-progress")
                 self._thread.start()
             self._changed.notify()
 
@@ -71,7 +75,8 @@ class _ProgressThread:
         with self._changed:  # the helper thread makes calls only while it holds this
             self._watched = [other for other in self._watched if other is not pending]
 
-    def _run(self) -> None:
+    def _run(self, device: torch.device) -> None:
+        make_current(device)
         pause_s = _FIRST_S
         while True:
             with self._changed:

@@ -139,9 +139,10 @@ def made_current(name: str) -> torch.device:
     """Return a device by name; a GPU becomes the current device."""
     import torch
 
+    from hyfi_core.current_device import make_current
+
     device = torch.device(name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    make_current(device)
     return device
 
 

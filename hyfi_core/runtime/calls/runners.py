@@ -9,6 +9,7 @@ from hyfi_core.cells.communicator import cell_communicators
 from hyfi_core.cells.paging import Paging
 from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.base import Communicator
+from hyfi_core.current_device import make_current
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.batch_reader import InputPart, Shape
@@ -54,7 +55,8 @@ class Runners(Sequence[StageRunner]):
         if plan.spill is not None:
             self.paging = Paging(plan.spill, plan.memory_bytes, subject.device, lambda: turns.cell)
         pager = None if self.paging is None else self.paging.pager
-        turns = self._turns = Turns(self.cells, pager.resume if pager is not None else lambda cell: None)
+        resumed = pager.resume if pager is not None else lambda cell: None
+        turns = self._turns = Turns(self.cells, resumed, lambda: make_current(subject.device))
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(self.cells)]
         comms = cell_communicators(comm, turns, members)
         self._runners = turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=pager))

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator
+from hyfi_core.current_device import current_device, make_current
 from hyfi_core.runtime.checkpoint import WEIGHTS_FILE, publish, temporary_name, write_tensors
 from hyfi_core.runtime.saving.snapshot import SnapshotPool, unflatten
 
@@ -200,6 +201,7 @@ class _Job:
         self._result: dict[str, Any] = {}
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._device = current_device()
         if call is not None:
             # A run that fails does not wait for it: what is not renamed yet does not count.
             self._thread = threading.Thread(target=self._run, args=(call,), name="checkpoint", daemon=True)
@@ -222,6 +224,7 @@ class _Job:
 
     def _run(self, call: Callable[[], dict[str, Any]]) -> None:
         try:
+            make_current(self._device)
             self._result = call()
         except BaseException as error:  # raised on the main thread
             self._error = error
