@@ -16,6 +16,10 @@ class RequestError(ValueError):
     """
 
 
+class RendezvousError(RequestError):
+    """The ranks of a job did not come together; every rank may say so, because nothing has started."""
+
+
 class MemoryLimitError(RequestError):
     """``plan.memory_bytes`` is too small; the message says how much is needed.
 

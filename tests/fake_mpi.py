@@ -128,6 +128,6 @@ def adapter_over(fake: FakeMpi) -> ModuleType:
     spec = importlib.util.spec_from_file_location("mpi_adapter_over_a_stand_in", _ADAPTER)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, {"mpi4py": SimpleNamespace(MPI=fake), spec.name: module}):
+    with mock.patch.dict(sys.modules, {"mpi4py": SimpleNamespace(MPI=fake, rc=SimpleNamespace()), spec.name: module}):
         spec.loader.exec_module(module)
     return module

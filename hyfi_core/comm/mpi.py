@@ -17,32 +17,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
 import os
 import re
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import mpi4py
 import torch
 
 from hyfi_core.comm.activity import named_ranks
 from hyfi_core.comm.base import Message, ReduceOp
 from hyfi_core.comm.progress import OWN_CORE, SHARED_CORE, backed_off, set_patience
+from hyfi_core.comm.supervision.rendezvous import Expected, joined
 from hyfi_core.comm.wire import HostSlice, check_dense, decoded, encoded, from_wire, host_slices, to_wire
 
-if "PMI_FD" in os.environ and "SLURM_STEP_ID" in os.environ:
-    # MPICH tells the other ranks 4 KB of its memory, of which its address is a small part. Where they hold much else,
-    # Slurm's PMI-2 cuts off the lines and the ranks wait for ever. A new thread has memory of its own, full of zeros.
-    _beginner = threading.Thread(target=importlib.import_module, args=("mpi4py.MPI",))
-    _beginner.start()
-    _beginner.join()
-
-from mpi4py import MPI
+mpi4py.rc.initialize = False  # `world` does: mpi4py would keep the interpreter's lock until all ranks have come
+mpi4py.rc.finalize = True
+from mpi4py import MPI  # noqa: E402
 
 _MOST_BYTES = 1 << 30  # counts of MPI-3 are 32-bit
 _SLICE_BYTES = 16 << 20
@@ -163,7 +158,9 @@ def _await_copy(part: HostSlice, requests: list[Any], what: Callable[[], str]) -
 class _Requests:
     """Pending requests, and the tensors that must outlive them."""
 
-    needs_polls = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
+    @property
+    def needs_polls(self) -> bool:
+        return bool(MPI.Query_thread() >= MPI.THREAD_SERIALIZED)
 
     def __init__(
         self,
@@ -343,8 +340,30 @@ class MpiCommunicator:
 _GATHER_TAG = 32_000
 
 
-def world() -> MpiCommunicator:
-    """Return all ranks of the job, on a duplicate of MPI's world, so that users' messages cannot interfere."""
+def world(expected: Expected | None = None, interrupted: Callable[[], bool] = lambda: False) -> MpiCommunicator:
+    """Return all ranks of the job, on a duplicate of MPI's world, so that users' messages cannot interfere.
+
+    The arguments, and what is raised, are those of ``joined``.
+    """
+    # A new thread has memory of its own, full of zeros: MPICH tells the other ranks 4 KB of its memory, of which its
+    # address is a small part. Where they hold much else, Slurm's PMI-2 cuts off the lines, and ranks wait for ever.
+    return joined(_world, expected or Expected("mpi", os.environ), interrupted)
+
+
+def _initialise() -> None:
+    """Initialise MPI, if nobody has, without the interpreter's lock; mpi4py finalises it."""
+    if MPI.Is_initialized():
+        return
+    provided = ctypes.c_int()
+    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(provided))
+    if code != MPI.SUCCESS:
+        raise RuntimeError(f"MPI_Init_thread returned {code}")
+    for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # raised as exceptions, as after mpi4py's own start
+
+
+def _world() -> MpiCommunicator:
+    _initialise()
     duplicate = MPI.COMM_WORLD.Dup()
     set_patience(SHARED_CORE if _shares_cores() else OWN_CORE)
     if MPI.get_vendor()[0] == "MPICH":

@@ -26,7 +26,9 @@ import torch.distributed as dist
 
 from hyfi_core.comm.activity import ACTIVITY, named_ranks
 from hyfi_core.comm.base import Completed, Message, ReduceOp
+from hyfi_core.comm.supervision.rendezvous import Expected, joined
 from hyfi_core.comm.wire import decoded, encoded, from_wire, to_wire
+from hyfi_core.errors import RendezvousError, RequestError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _HEAD_BYTES = 4096  # of a small value in one message
@@ -255,12 +257,35 @@ def _on_gpu(messages: Sequence[Message]) -> bool:
     return any(message.tensor.is_cuda for message in messages)
 
 
-def world(limit_s: float = 0.0) -> TorchCommunicator:
+def world(
+    limit_s: float = 0.0, expected: Expected | None = None, interrupted: Callable[[], bool] = lambda: False
+) -> TorchCommunicator:
     """Return all ranks that ``torchrun`` started.
 
     Args:
         limit_s: time limit of a message in the library; 0 for its default.
+        expected: what the environment says about the other ranks, for messages.
+        interrupted: see ``joined``.
+
+    Raises:
+        RendezvousError: they have not come in time, or the variables are wrong.
     """
+    expected = expected or Expected("torchrun", os.environ)
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+    try:
+        return joined(lambda: _world(limit_s, gpu), expected, interrupted)
+    except (ValueError, dist.DistError) as error:
+        if isinstance(error, RequestError):
+            raise
+        reason = str(error).splitlines()[0]
+        raise RendezvousError(
+            f"torch.distributed cannot start ({reason}): {expected.describe()}. {expected.advice()}"
+        ) from error
+
+
+def _world(limit_s: float, gpu: int | None) -> TorchCommunicator:
+    if gpu is not None:
+        torch.cuda.set_device(gpu)  # each thread has a current device of its own
     if not dist.is_initialized():
         on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
         limit = timedelta(seconds=limit_s) if limit_s else None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hyfi_core.errors import RequestError
+from hyfi_core.errors import RendezvousError
 
 if TYPE_CHECKING:  # every command imports this module before anything else: without torch and plans
     import torch
 
     from hyfi_core.comm.base import Communicator
+    from hyfi_core.comm.supervision.rendezvous import Expected
     from hyfi_core.plan.device import DeviceRequest, RankGpus
 
 # Variables that Hydra (MPICH, Intel MPI), Open MPI and Slurm set for every rank.
@@ -39,23 +41,30 @@ def _is_only_task_of_slurm_step() -> bool:
     return tasks == "1" and not any(name in os.environ for name in (*_STARTED_BY_MPIEXEC, "TORCHELASTIC_RUN_ID"))
 
 
-def _check_tasks(size: int) -> None:
-    """Check that MPI sees all ranks that ``srun`` started.
+def _check_tasks(size: int, expected: Expected) -> None:
+    """Check that MPI sees all ranks that the environment says there are.
 
     Raises:
-        RequestError: it does not; otherwise each rank would do the whole work.
+        RendezvousError: it does not; otherwise each rank would do the whole work.
     """
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        stated = os.environ.get(name, "")
+        if stated.isdigit() and int(stated) != size and "SLURM_HET_SIZE" not in os.environ:
+            raise RendezvousError(
+                f"{expected.describe()}, but MPI sees {size} rank{'s' * (size > 1)}, not {stated} ({name}): no "
+                f"launcher of this process's MPI has started it. {expected.advice()}, with the mpiexec of the same MPI"
+            )
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if "SLURM_STEP_ID" in os.environ else None
     if tasks is None or "SLURM_HET_SIZE" in os.environ or any(name in os.environ for name in _STARTED_BY_MPIEXEC):
         return
     if int(tasks) != size:
-        raise RequestError(
+        raise RendezvousError(
             f"srun started {tasks} tasks, but MPI sees {size}. Start srun with the --mpi type of this MPI: "
             f"--mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI (`srun --mpi=list` shows those of this Slurm)"
         )
 
 
-def init(supervised: bool = True) -> Communicator:
+def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: False) -> Communicator:
     """Return this rank's communicator over all ranks of the job (collective).
 
     Started by ``mpiexec`` or ``srun`` it is MPI's world, by ``torchrun`` that of ``torch.distributed``; otherwise it is
@@ -65,38 +74,51 @@ def init(supervised: bool = True) -> Communicator:
     it, or a wait of more than ``HYFI_TIMEOUT_S`` seconds (1800; 0: no limit). The first error is printed once, with its
     rank, and the exit code is not zero.
 
+    If the other ranks have not come within ten seconds (``HYFI_NOTICE_S``), it says whom it waits for and which
+    variables of the environment say so; it gives up after ``HYFI_TIMEOUT_S``. Signals are handled meanwhile.
+
     With GPUs, the one of this rank's local rank becomes PyTorch's current device.
 
     Args:
         supervised: False for programs whose launcher handles failures.
+        interrupted: whether a request to stop has been received, for programs that only remember signals; it ends the
+            wait for other ranks with a KeyboardInterrupt.
 
     Raises:
-        RequestError: a launcher started several ranks and no MPI can be loaded, ``HYFI_TIMEOUT_S`` is no number, or
-            ``srun`` and MPI disagree on the number of ranks.
+        RequestError: ``HYFI_TIMEOUT_S`` or ``HYFI_NOTICE_S`` is no number.
+        RendezvousError: a RequestError: a launcher started several ranks and no MPI can be loaded, the launcher's and
+            MPI's number of ranks differ, or the other ranks have not come.
     """
     launcher = inside_launcher()
     if launcher is None:
         from hyfi_core.comm.alone import AloneCommunicator
 
         return AloneCommunicator()
-    from hyfi_core.comm.supervision.supervisor import time_limit_s
+    from hyfi_core.comm.supervision.rendezvous import Expected
+    from hyfi_core.comm.supervision.time_limit import time_limit_s
 
+    expected = Expected(launcher, os.environ)
     _select_gpu()
     if launcher == "torchrun":
         from hyfi_core.comm import torchdist
 
-        found: Communicator = torchdist.world(2 * time_limit_s())
+        found: Communicator = torchdist.world(_library_limit_s(time_limit_s()), expected, interrupted)
         return _supervised(found, torchdist.board_store()) if supervised else found
     try:
         from hyfi_core.comm.mpi import world
     except (ImportError, RuntimeError) as error:
-        raise RequestError(
+        raise RendezvousError(
             f"{launcher} started this rank, but no MPI library can be loaded ({error}); "
             "install one with `pip install 'hyfi[local]'` or load the cluster's MPI module"
         ) from error
-    everybody = world()
-    _check_tasks(everybody.size)
+    everybody = world(expected, interrupted)
+    _check_tasks(everybody.size, expected)
     return _supervised(everybody) if supervised else everybody
+
+
+def _library_limit_s(limit_s: float) -> float:
+    """Return the limit of a wait inside the library, which ends what is not supervised: well after ours, if any."""
+    return 2 * limit_s + 60 if limit_s else 30 * 24 * 3600.0
 
 
 def _select_gpu() -> None:

@@ -26,7 +26,9 @@ from types import FrameType
 
 from data.children import die_with_parent
 from data.cores import usable_cores
-from hyfi_core.errors import RequestError
+from hyfi_core.comm.supervision.rendezvous import notice_s
+from hyfi_core.comm.supervision.time_limit import LIMIT_VARIABLE, time_limit_s
+from hyfi_core.errors import RendezvousError, RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows import signals
 from workflows.console import warn
@@ -77,6 +79,7 @@ def launch(argv: Sequence[str], ranks: int, run: Path | None = None) -> int:
 def launch_program(program: Sequence[str], ranks: int, run: Path | None = None) -> int:
     """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`."""
     starter = mpiexec.find()
+    time_limit_s(), notice_s()  # refused before anything is started
     with own_folder() as folder:
         status = RunStatus(folder)
         process = subprocess.Popen(
@@ -122,6 +125,7 @@ class _LaunchMonitor:
     def __init__(self, process: subprocess.Popen[bytes], status: RunStatus, ranks: int, run: Path | None) -> None:
         self._process, self._status, self._ranks, self._run = process, status, ranks, run
         self._stops = 0
+        self._begin_s, self._told = time.monotonic(), False
         self._exits = ExitOrder()
         self._kills_before = kernel_kills()
 
@@ -148,10 +152,28 @@ class _LaunchMonitor:
                 self._exits.wait(started.values(), POLL_SECONDS)
             else:
                 time.sleep(POLL_SECONDS)
+                self._check_start()
             if failed_s is None and (self._status.failed or self._first_lost() is not None):
                 failed_s = time.monotonic()
             if failed_s is not None and time.monotonic() - failed_s > SECONDS_TO_END_AFTER_FAILURE:
                 kill_session(self._process.pid)
+
+    def _check_start(self) -> None:
+        """While no rank has begun: end on a request to stop, tell what is waited for, and do not wait for ever."""
+        waited_s, limit_s = time.monotonic() - self._begin_s, time_limit_s()
+        late = bool(limit_s) and waited_s >= limit_s
+        if waited_s >= notice_s() and not self._told:
+            self._told = True
+            warn(f"hyfi: no rank has begun after {waited_s:.3g} s; waiting for {self._shown()}")
+        if late:
+            warn(f"hyfi: no rank has begun within {limit_s:g} s ({LIMIT_VARIABLE}); all are stopped", "ERROR")
+        if late or self._stops:
+            kill_session(self._process.pid)
+
+    def _shown(self) -> str:
+        command = self._process.args if isinstance(self._process.args, list) else []
+        starter = " ".join(str(word) for word in command[:3])
+        return f"`{starter} …`, process {self._process.pid}; try `{starter} hostname`, which must end at once"
 
     def _first_lost(self) -> int | None:
         """Return the first rank that ended without writing its exit code, or None."""
@@ -228,9 +250,14 @@ def run_as_rank(body: Callable[[], int]) -> int:
     rank returns.
     """
     try:
-        return _run_as_rank(body)
+        code = _run_as_rank(body)
     finally:
         rank_log.end()
+    if peer_watch.still_waits():
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    return code
 
 
 def _run_as_rank(body: Callable[[], int]) -> int:
@@ -243,7 +270,8 @@ def _run_as_rank(body: Callable[[], int]) -> int:
         code = body()
     except RequestError as error:
         code = WRONG_REQUEST
-        if _reports_refusal(status, rank):
+        alone = status is None and isinstance(error, RendezvousError)  # there may be no rank 0
+        if alone or _reports_refusal(status, rank):
             warn(f"hyfi: {error}")
     except KeyboardInterrupt:
         code = STOPPED
@@ -311,7 +339,7 @@ def _fail(status: RunStatus | None, rank: int) -> None:
             stream.flush()
     # If a rank only exits, mpiexec ends the others, but not every srun does; MPI_Abort ends them everywhere.
     mpi = sys.modules.get("hyfi_core.comm.mpi")
-    if mpi is not None:
+    if mpi is not None and mpi.MPI.Is_initialized():
         with contextlib.suppress(Exception):
             mpi.MPI.COMM_WORLD.Abort(FAULT)
     os._exit(FAULT)

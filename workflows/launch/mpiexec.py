@@ -56,7 +56,7 @@ def find() -> MpiExec:
 def _flavour(path: str) -> str:
     """Return the name of the MPI that a process manager belongs to."""
     try:
-        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RequestError(f"{path} --version failed ({error}). {NO_MPI}") from None
     text = shown.stdout + shown.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hyfi_core.errors import RendezvousError
+from workflows import signals
 from workflows.console import warn
 from workflows.launch.status import RunStatus
 from workflows.out_of_memory import advice
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from hyfi_core.comm.supervision.peer_watch import PeerWatch
 
 _watch: PeerWatch | None = None
+_still_waits = False
 
 
 def join() -> Communicator:
@@ -22,15 +25,29 @@ def join() -> Communicator:
 
     Raises:
         RequestError: As :func:`hyfi_core.init`.
+        KeyboardInterrupt: A stop was requested while this rank waited for others.
     """
     import hyfi_core
     from hyfi_core.comm.supervision.peer_watch import watch_peers
 
-    global _watch
-    world = hyfi_core.init(supervised=False)
+    global _watch, _still_waits
+    try:
+        world = hyfi_core.init(supervised=False, interrupted=signals.requested)
+    except KeyboardInterrupt:
+        _still_waits = True
+        warn("hyfi: stopped on request, while it waited for other ranks; nothing was started")
+        raise
+    except RendezvousError:
+        _still_waits = True
+        raise
     if RunStatus.from_environment() is None:
         _watch = watch_peers(world, _report_lost)
     return world
+
+
+def still_waits() -> bool:
+    """Whether a thread may still wait for other ranks inside a library, which could crash while the process ends."""
+    return _still_waits
 
 
 def leave() -> None:

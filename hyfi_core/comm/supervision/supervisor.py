@@ -26,10 +26,9 @@ from hyfi_core.comm.activity import ACTIVITY, Wait, named_ranks
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.supervision.board import Board, RankStatus, open_board
 from hyfi_core.comm.supervision.peer_watch import PeerWatch, is_lost_peer, watch_peers
+from hyfi_core.comm.supervision.time_limit import LIMIT_VARIABLE, time_limit_s
 from hyfi_core.errors import FAULT, RequestError
 
-LIMIT_VARIABLE = "HYFI_TIMEOUT_S"
-LIMIT_S = 1800.0
 PEER_LOST_S = 2.0
 """Delay before a rank reports a failed message: most likely another rank has failed and reports the cause."""
 _PERIOD_S = 0.5
@@ -39,22 +38,6 @@ _ENDED_S = 1.5  # the same, if a rank has ended
 _STAY_S = 5.0  # how long a rank that leaves keeps its connections: others then say that they wait for it
 _SLOWEST_BYTES_S = 50e6  # lowest speed of a large message, during which no rank computes either
 _RANKS_PER_PERIOD = 256  # with more ranks, each reads the board less often
-
-
-def time_limit_s() -> float:
-    """Return how long a rank may wait for others, from ``HYFI_TIMEOUT_S``; 0 means forever.
-
-    Raises:
-        RequestError: the variable is not a number ≥ 0.
-    """
-    text = os.environ.get(LIMIT_VARIABLE, "")
-    try:
-        limit_s = float(text) if text else LIMIT_S
-    except ValueError:
-        limit_s = -1.0
-    if not 0 <= limit_s < float("inf"):
-        raise RequestError(f"{LIMIT_VARIABLE} is {text!r}; use a number of seconds, or 0 for no limit")
-    return limit_s
 
 
 def supervise(comm: Communicator, store: Any = None) -> None:

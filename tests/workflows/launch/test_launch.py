@@ -26,7 +26,8 @@ RANKS = """
 import os, signal, sys, time
 from pathlib import Path
 if sys.argv[2] in ("fail", "memory"):
-    from hyfi_core.comm.mpi import MPI  # as in a real command: ends through MPI's abort
+    from hyfi_core.comm.mpi import MPI, world  # as in a real command: ends through MPI's abort
+    world()
 else:
     from mpi4py import MPI
 from hyfi_core.errors import RequestError

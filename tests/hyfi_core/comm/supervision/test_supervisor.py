@@ -14,7 +14,8 @@ import pytest
 from hyfi_core.comm.activity import ACTIVITY, Wait
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.supervision.board import RankStatus, State
-from hyfi_core.comm.supervision.supervisor import RankSupervisor, time_limit_s
+from hyfi_core.comm.supervision.supervisor import RankSupervisor
+from hyfi_core.comm.supervision.time_limit import time_limit_s
 from hyfi_core.errors import RequestError
 from tests.conftest import MPIEXEC, ROOT
 from tests.hyfi_core.comm.supervision.failing_ranks import (
