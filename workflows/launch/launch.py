@@ -203,6 +203,9 @@ class _LaunchMonitor:
         codes = self._status.codes()
         if len(codes) == self._ranks and self._process.returncode == 0:
             return max(codes.values())
+        if self._stops and not self._status.pids():
+            warn("hyfi: stopped on request before any rank had begun; nothing was written")
+            return STOPPED
         if self._stops > 1:
             warn("hyfi: stopped at once, by a second request; what was not saved is lost")
             return FAULT
