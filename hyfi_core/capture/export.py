@@ -78,7 +78,7 @@ def _exported(
         with torch.enable_grad(), _quiet(), stood_in(model, mode), trace_guards(model, stored, assigned):
             traced = torch.export.export(model, (image,), strict=False)
         with _own_composites_only(traced):
-            exported: ExportedProgram = traced.run_decompositions(_DIFFERENTIABLE)
+            exported: ExportedProgram = traced.run_decompositions(_decompositions(traced))
         return exported
 
 
@@ -86,8 +86,41 @@ def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return source.to(into.dtype).expand(into.shape)
 
 
-_DIFFERENTIABLE: dict[Any, Any] = {torch.ops.aten.copy.default: _copied}
-"""Operators that export creates for assignments and that have no derivative -> equivalents that have one."""
+def _difference(
+    x: torch.Tensor, n: int = 1, dim: int = -1, prepend: torch.Tensor | None = None, append: torch.Tensor | None = None
+) -> torch.Tensor:
+    ends = [one for one in (prepend, x, append) if one is not None]
+    result = torch.cat(ends, dim) if len(ends) > 1 else x
+    for _ in range(n):
+        above, below = result.narrow(dim, 1, result.shape[dim] - 1), result.narrow(dim, 0, result.shape[dim] - 1)
+        result = above ^ below if result.dtype == torch.bool else above - below
+    return result.clone() if result is x else result
+
+
+def _rotated(x: torch.Tensor, k: int = 1, dims: tuple[int, int] = (0, 1)) -> torch.Tensor:
+    turned = x.flip((dims[1],)) if k % 4 in (1, 2) else x.flip((dims[0],)) if k % 4 == 3 else x
+    if k % 4 == 2:
+        return turned.flip((dims[0],))
+    return turned.transpose(*dims).clone() if k % 2 else turned.clone()
+
+
+_DECOMPOSED: dict[Any, Any] = {torch.ops.aten.diff.default: _difference, torch.ops.aten.rot90.default: _rotated}
+"""Operators of the user's that become others."""
+
+
+def _decompositions(traced: ExportedProgram) -> dict[Any, Any]:
+    """Return operator -> equivalent of those in the graph; copies, which export creates, have no derivative.
+
+    PyTorch refuses those of operators that ``_own_composites_only`` does not list.
+    """
+    own = _targets(traced)
+    found = {target: made for target, made in _DECOMPOSED.items() if target in own}
+    return {torch.ops.aten.copy.default: _copied, **found}
+
+
+def _targets(traced: ExportedProgram) -> set[Any]:
+    graphs = [module.graph for module in traced.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    return {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
 
 
 def _own_composites_only(traced: ExportedProgram) -> contextlib.AbstractContextManager[None]:
@@ -98,9 +131,7 @@ def _own_composites_only(traced: ExportedProgram) -> contextlib.AbstractContextM
     is_kept = getattr(importlib.import_module("torch._export.utils"), "_is_preservable_cia_op", None)
     if is_kept is None:  # a version of PyTorch that works otherwise
         return contextlib.nullcontext()
-    graphs = [module.graph for module in traced.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
-    operators = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
-    own = {target for target in operators if isinstance(target, torch._ops.OpOverload) and is_kept(target)}
+    own = {target for target in _targets(traced) if isinstance(target, torch._ops.OpOverload) and is_kept(target)}
     return patched(importlib.import_module("torch.export.exported_program"), _LISTED, lambda: set(own))
 
 

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree
 
 from hyfi_core.capture.checkpoints import plain_checkpoints
@@ -80,6 +81,7 @@ def trace_guards(model: nn.Module, stored: StoredTensors, assigned: Assigned | N
             plain_checkpoints(inside),
             patched(nn.Module, "__setattr__", _assign),
             patched(_BatchNorm, "forward", _normalise),
+            patched(_InstanceNorm, "forward", _normalise_instances),
             patched(torch, "manual_seed", _seed),
             patched(torch.autograd.Function, "apply", classmethod(_apply)),
         ):
@@ -281,6 +283,29 @@ def _normalise(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
         factor = 1.0 / batches.to(kept.dtype)
         kept.copy_(kept * (1.0 - factor) + new * factor)
     return result
+
+
+_PLAIN_INSTANCE_NORM: Any = _InstanceNorm.forward
+
+
+def _normalise_instances(module: _InstanceNorm, x: torch.Tensor) -> torch.Tensor:
+    """Instance norm with running statistics, which the captured operator would change unseen: traced as arithmetic.
+
+    They are means over the images of each image's mean and unbiased variance. In evaluation mode, it is a batch norm.
+    """
+    mean, variance = module.running_mean, module.running_var
+    if not _traces() or mean is None or variance is None or x.dim() != 4:
+        plain: torch.Tensor = _PLAIN_INSTANCE_NORM(module, x)
+        return plain
+    module._check_input_dim(x)
+    affine = module.weight, module.bias
+    if not module.training:
+        return F.batch_norm(x, mean, variance, *affine, False, 0.0, module.eps)
+    momentum = 0.0 if module.momentum is None else module.momentum
+    of_images = torch.var_mean(x.detach().to(mean.dtype), (2, 3), correction=1)
+    for kept, new in zip((variance, mean), of_images, strict=True):
+        kept.copy_(kept * (1.0 - momentum) + new.mean(0) * momentum)
+    return F.instance_norm(x, None, None, *affine, True, momentum, module.eps)
 
 
 _PLAIN_SETATTR: Any = nn.Module.__setattr__

@@ -12,11 +12,12 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from hyfi_core.capture.program import Operator
+from hyfi_core.capture.program import Operator, Ref
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, emit, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.blocks import view_of_blocks
+from hyfi_core.rules.moves.place import slice_of_space
 from hyfi_core.rules.pointwise import operands
 from hyfi_core.rules.replicated import gathered
 
@@ -103,14 +104,28 @@ def squeeze(builder: Builder, op: Operator) -> None:
 
 
 def select(builder: Builder, op: Operator) -> None:
-    """One index of a dim (``select``), or all one by one (``unbind``); along height or width, the map is gathered."""
+    """One index of a dim (``select``) or all (``unbind``); one row or column is gathered, for all of them the map."""
     name = op.args[0].name
     here = builder.same_pixels(op, name)
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
-    if dim in here.dims:
+    if dim in here.dims and here.plain and op.text == "aten.select.int":
+        _row(builder, op, dim)
+    elif dim in here.dims:
         gathered(builder, op, f"splits dim {dim}, which is height or width")
     else:
         _rename(builder, op, _renumbered(here, lambda at: at - (dim < at)))
+
+
+def _row(builder: Builder, op: Operator, dim: int) -> None:
+    """Emit a ``select`` of a row or a column: it alone is gathered."""
+    name = op.args[0].name
+    shape = builder.shape(name)
+    at = op.args[2] % shape[dim]
+    kept = builder.fresh(name, (*shape[:dim], 1, *shape[dim + 1 :]))
+    slice_of_space(builder, replace(op, args=(op.args[0], dim, at, at + 1), outputs=(kept,)), dim)
+    gathered(
+        builder, replace(op, args=(Ref(kept), dim, 0)), f"selects one index of dim {dim}, which is height or width"
+    )
 
 
 def stack(builder: Builder, op: Operator) -> None:

@@ -253,6 +253,8 @@ RULES.update(
             "argsort": rules_channel.along(1, None),
             "topk": rules_channel.along(2, None),
             "cumprod": rules_channel.along(1, None),
+            "cummax": rules_channel.along(1, None),
+            "cummin": rules_channel.along(1, None),
             "index_select": rules_channel.along(1, None, 0),
             "repeat_interleave.self_int": rules_channel.along(2, None, None),
             "one_hot": rules_channel.per_pixel,
