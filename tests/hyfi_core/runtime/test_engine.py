@@ -269,26 +269,26 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
 
 
 def test_an_operator_without_a_rule_is_refused_at_capture_by_name_and_module() -> None:
-    class Turns(nn.Module):
+    class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Sequential(Turn())
+            self.inner = nn.Sequential(Renormed())
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x).mean((2, 3))
 
-    class Turn(nn.Module):
+    class Renormed(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.rot90(x, 1, (2, 3))
+            return torch.renorm(x, 2.0, 2, 1.0)
 
     def body(comm: Any, module: nn.Module) -> None:
         plan = hyfi_core.ParallelPlan(grids=((2, 1),), gather_bytes=0)
         hyfi_core.parallelize(module, (1, 3, 8, 8), plan, comm)
 
-    with pytest.raises(RequestError, match=r"aten\.rot90\.default in module 'inner\.0'"):
-        run_copies(Turns(), 2, body)
+    with pytest.raises(RequestError, match=r"aten\.renorm\.default in module 'inner\.0'"):
+        run_copies(Outer(), 2, body)
     alone = hyfi_core.ParallelPlan(grids=((1, 1),))  # one rank takes any operator
-    hyfi_core.parallelize(Turns(), (1, 3, 8, 8), alone, AloneCommunicator())
+    hyfi_core.parallelize(Outer(), (1, 3, 8, 8), alone, AloneCommunicator())
 
 
 def test_a_model_that_cannot_be_captured_says_why() -> None:
