@@ -17,6 +17,7 @@ FLAG_MEANINGS = {
     "mpp_assumed": "the file does not state its microns per pixel; those given by the user, or usual at its "
     "magnification, are used",
     "mpp_doubtful": "the file contradicts itself about its microns per pixel",
+    "levels_left_out": "a level of the file does not fit its finest one, or shows something else, and is not used",
     "mpp_replaced": "the file's own microns per pixel were replaced by those given by the user",
     "mpp_changed": "predicted at another resolution than the model was trained with",
     "truncated": "the file is truncated, but the level that was read is complete",

@@ -94,7 +94,7 @@ def _faster(path: Path, slow: OpenSlideSource) -> TiffSource | None:
         fast = TiffSource(path, known=slow, fill_missing=fill_missing, stored=stored, reopen=open_source)
     except SlideError:
         return None
-    if all(_same_pixels(fast, k, slow, level) for k, level in enumerate(stored)):
+    if all(_same_pixels(fast, k, slow, stored[index]) for k, index in enumerate(fast.kept)):
         slow.close()  # opens itself again if a missing tile is read
         return fast
     fast.close()

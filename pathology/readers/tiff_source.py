@@ -22,12 +22,13 @@ import tifffile
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
+from pathology.readers.facts.levels import StatedLevel, fitted_levels, left_out, unlike_levels
 from pathology.readers.facts.pixel_size import checked_mpp
 from pathology.readers.facts.slide_facts import merged
 from pathology.readers.facts.stated_mpp import power_of_ome, stated_by_tiff
 from pathology.readers.slide_file import SlideFile, coalesced
 from pathology.readers.slide_source import SlideSource
-from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, levels_of_sizes, translation
+from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, translation
 from pathology.readers.threads import decode_threads, in_pool, submit
 from pathology.readers.tiff_level import TiffLevel, parse_level, propagate_missing_tiles
 from pathology.readers.tiff_metadata import is_truncated, keyframe
@@ -86,14 +87,40 @@ class TiffSource:
         self.mpp, self.facts, self.objective_power = checked.um, checked.facts, power
         self.bounds = Box.of_size(self._levels[0].height_px, self._levels[0].width_px)
         self.to_file_px: Affine = translation((0, 0))
-        geometry = levels_of_sizes([(v.height_px, v.width_px) for v in self._levels])
-        self.levels: tuple[SourceLevel, ...] = tuple(map(_described, geometry, self._levels))
         self._file = SlideFile(path)
+        self._kept = list(range(len(self._levels)))
+        self.levels: tuple[SourceLevel, ...] = ()
+        self._check_levels()
+
+    def _check_levels(self) -> None:
+        """Keep the levels that fit the finest one and show the same, without padding; note the others."""
+        stated = [StatedLevel((v.height_px, v.width_px), (v.tile_height_px, v.tile_width_px)) for v in self._levels]
+        fitted = fitted_levels(stated)
+        self._keep([k for k, level in enumerate(fitted) if level is not None], [v for v in fitted if v is not None])
+        unlike = {self._kept[k] for k in unlike_levels(self.levels, self.read)}
+        kept = [k for k, index in enumerate(self._kept) if index not in unlike]
+        self._keep(kept, [self.levels[k] for k in kept])
+        missing = [k for k in range(len(stated)) if k not in self._kept]
+        self.facts = self.facts.noting(*(left_out(k, stated[k], stated[0], k in unlike) for k in missing))
+
+    def _keep(self, indices: Sequence[int], levels: Sequence[SourceLevel]) -> None:
+        """Keep some of the levels, with these sizes."""
+        self._kept = [self._kept[k] for k in indices]
+        self._levels = [
+            replace(self._levels[k], height_px=level.height_px, width_px=level.width_px)
+            for k, level in zip(indices, levels, strict=True)
+        ]
+        self.levels = tuple(map(_described, levels, self._levels))
 
     @property
     def tiff_levels(self) -> tuple[TiffLevel, ...]:
         """The levels with the positions of their tiles in the file, for callers that copy encoded tiles."""
         return tuple(self._levels)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """For each level, its index among those that the file has; some may have been left out."""
+        return tuple(self._kept)
 
     @property
     def file(self) -> SlideFile:
@@ -126,7 +153,7 @@ class TiffSource:
         if self._fill_missing is None:
             part[...] = _WHITE
         else:
-            self._fill_missing(place, level, part)
+            self._fill_missing(place, self._kept[level], part)
 
     def close(self) -> None:
         """Close the file."""

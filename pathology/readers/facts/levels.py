@@ -1,0 +1,188 @@
+"""Which levels of a pyramid are believed: their sizes must fit the finest level, and their pixels must show it, too.
+
+```
+level 0   2048 × 2048
+level 1   1024 × 1024    2 in both directions                      kept, if it shows what level 0 shows
+level 2    256 ×  768    8 in rows, 2.67 in columns: a macro       left out, noted
+level 1   1024 × 1024    of a level 0 of 1900 × 1950, in whole tiles of 512: padded; 950 × 975 of it are the slide
+```
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from hyfi_core.plan.box import Box
+from pathology.errors import TileError
+from pathology.readers.facts.slide_facts import Note
+from pathology.readers.resample import make_taps, resample
+from pathology.readers.source_level import RGB, SourceLevel, levels_of_sizes
+
+LEVELS_FLAG = "levels_left_out"
+_ROUNDING_PX = 2
+_PATCH_PX = (16, 64)
+"""Smallest and largest side of the compared patches, in pixels of the coarser level."""
+_FINER_PX = 512
+"""Side of what is read of the finer level for one patch."""
+_PATCHES = 3
+_OVERVIEW_PX, _OVERVIEW_SHARE = 2**18, 1 / 128
+"""The coarsest level is read as a whole if it is smaller than one of these: pixels, or share of the finest level's."""
+_FIXED_PLACES = ((0.5, 0.5), (0.35, 0.65), (0.65, 0.35), (0.3, 0.3), (0.7, 0.7))
+"""Compared otherwise."""
+_FLAT = 4.0
+"""Standard deviation of grey values below which a patch has no structure to compare."""
+_ALIKE = 0.45
+"""Correlation of grey values: above 0.9 for scanners' levels, about 0 for other pictures."""
+_LARGEST_SHIFT = 30.0
+"""Difference of the mean colours of two levels."""
+
+Read = Callable[[Box, int], RGB]
+"""Reads a box of a level."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatedLevel:
+    """A level as the file states it: size and tile size, (height, width)."""
+
+    size_px: tuple[int, int]
+    tile_px: tuple[int, int]
+
+
+def fitted_levels(stated: Sequence[StatedLevel]) -> list[SourceLevel | None]:
+    """Return the levels with their downsample, without padding; None for those that do not fit the first one."""
+    finest = stated[0]
+    plain = levels_of_sizes([level.size_px for level in stated])
+    return [_fitted(finest, level, known) for level, known in zip(stated, plain, strict=True)]
+
+
+def _fitted(finest: StatedLevel, level: StatedLevel, plain: SourceLevel) -> SourceLevel | None:
+    (height, width), (h, w) = finest.size_px, level.size_px
+    if plain.downsample[0] == plain.downsample[1] == round(plain.downsample[0]):
+        return plain
+    padded = _padded_factor(finest, level)
+    if padded is not None:
+        size = math.ceil(height / padded), math.ceil(width / padded)
+        return replace(plain, height_px=size[0], width_px=size[1], downsample=(float(padded),) * 2)
+    # The longer side gives the more precise factor.
+    expected = (h, width / (height / h)) if height >= width else (height / (width / w), w)
+    fits = abs(expected[0] - h) <= _ROUNDING_PX and abs(expected[1] - w) <= _ROUNDING_PX
+    return plain if fits else None
+
+
+def _padded_factor(finest: StatedLevel, level: StatedLevel) -> int | None:
+    """Return the power of two of a level whose size is rounded up to whole tiles; None if it is not."""
+    if any(side % tile for side, tile in zip(level.size_px, level.tile_px, strict=True)):
+        return None
+    factor = 2 ** math.ceil(math.log2(max(f / s for f, s in zip(finest.size_px, level.size_px, strict=True))) - 1e-9)
+    whole = (
+        math.ceil(math.ceil(side / factor) / tile) * tile
+        for side, tile in zip(finest.size_px, level.tile_px, strict=True)
+    )
+    return factor if tuple(whole) == level.size_px and factor > 1 else None
+
+
+def unlike_levels(levels: Sequence[SourceLevel], read: Read) -> list[int]:
+    """Return the indices of the levels that do not show what the finer ones show.
+
+    A few patches with structure are compared with the next finer level that is believed: some tiles of each level are
+    decoded, less than one in a hundred of a slide.
+
+    Args:
+        levels: Finest first.
+        read: Reads a box of a level; a `TileError` leaves a patch out.
+    """
+    if len(levels) < 2:
+        return []
+    places = _structured_places(levels, read)
+    believed, unlike = 0, []
+    for k in sorted(range(1, len(levels)), key=lambda k: levels[k].downsample):
+        if _alike(levels, (believed, k), places, read):
+            believed = k
+        else:
+            unlike.append(k)
+    return unlike
+
+
+def left_out(index: int, level: StatedLevel, finest: StatedLevel, fits: bool) -> Note:
+    """Return the note on a level that is not believed."""
+    (height, width), (h, w) = finest.size_px, level.size_px
+    apart = f"it has {height / h:.4g} times fewer rows and {width / w:.4g} times fewer columns than the finest level"
+    why = "it does not show what the finest level shows" if fits else apart
+    return Note(LEVELS_FLAG, f"level {index} of {h} × {w} px (rows × columns) is left out: {why}")
+
+
+def _structured_places(levels: Sequence[SourceLevel], read: Read) -> Sequence[tuple[float, float]]:
+    """Return the centres, as fractions of the slide, of the most structured parts of the coarsest level."""
+    finest, coarsest = levels[0], levels[-1]
+    size_px = coarsest.height_px * coarsest.width_px
+    if size_px > max(_OVERVIEW_PX, finest.height_px * finest.width_px * _OVERVIEW_SHARE):
+        return _FIXED_PLACES
+    try:
+        grey = _grey(read(Box.of_size(coarsest.height_px, coarsest.width_px), len(levels) - 1))
+    except TileError:
+        return _FIXED_PLACES
+    block = max(4, min(grey.shape) // 16)
+    rows, columns = grey.shape[0] // block, grey.shape[1] // block
+    if rows < 1 or columns < 1:
+        return _FIXED_PLACES
+    blocks = grey[: rows * block, : columns * block].reshape(rows, block, columns, block).std((1, 3))
+    best = np.argsort(blocks, axis=None)[::-1][:_PATCHES]
+    scale = block / grey.shape[0], block / grey.shape[1]
+    return [((k // columns + 0.5) * scale[0], (k % columns + 0.5) * scale[1]) for k in best.tolist()]
+
+
+def _alike(
+    levels: Sequence[SourceLevel], compared: tuple[int, int], places: Sequence[tuple[float, float]], read: Read
+) -> bool:
+    """Whether two levels, the finer one first, show the same at some places."""
+    finer, coarser = (levels[k] for k in compared)
+    ratio = (coarser.downsample[0] / finer.downsample[0], coarser.downsample[1] / finer.downsample[1])
+    side = max(_PATCH_PX[0], min(_PATCH_PX[1], int(_FINER_PX / max(ratio))))
+    pairs = []
+    for place in places:
+        box = _patch(coarser, place, side)
+        rows = int(box.y0 * ratio[0]), min(finer.height_px, math.ceil(box.y1 * ratio[0]))
+        columns = int(box.x0 * ratio[1]), min(finer.width_px, math.ceil(box.x1 * ratio[1]))
+        with suppress(TileError):
+            wide = read(Box(*rows, *columns), compared[0])
+            pairs.append((read(box, compared[1]).reshape(-1, 3), _reduced(wide, box.shape).reshape(-1, 3)))
+    if not pairs:
+        return True
+    one, other = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    if np.abs(one.mean(0) - other.mean(0)).max() > _LARGEST_SHIFT:
+        return False
+    grey = one.mean(1), other.mean(1)
+    if min(g.std() for g in grey) < _FLAT:
+        return bool(max(g.std() for g in grey) < 3 * _FLAT)
+    return bool(np.corrcoef(*grey)[0, 1] >= _ALIKE)
+
+
+def _reduced(pixels: RGB, shape: tuple[int, int]) -> RGB:
+    """Return area means of ``(h, w, 3)`` pixels, of this height and width."""
+    taps = (make_taps(0, to, size / to, size) for to, size in zip(shape, pixels.shape, strict=False))
+    return resample(np.ascontiguousarray(pixels.transpose(2, 0, 1)), *taps).transpose(1, 2, 0)
+
+
+def _patch(level: SourceLevel, place: tuple[float, float], side: int) -> Box:
+    """Return a square of a level around a place, moved into one tile where it fits, so that one tile is decoded."""
+    spans = []
+    for at, size, tile in zip(place, (level.height_px, level.width_px), level.tile_px, strict=True):
+        centre = min(size - 1, int(at * size))
+        start = centre - side // 2
+        if tile >= side:
+            first = centre // tile * tile
+            start = max(first, min(start, first + tile - side))
+        start = max(0, min(start, size - side))
+        spans.append((start, min(size, start + side)))
+    return Box(*spans[0], *spans[1])
+
+
+def _grey(pixels: RGB) -> npt.NDArray[np.float32]:
+    grey: npt.NDArray[np.float32] = pixels.mean(2, dtype=np.float32)
+    return grey
