@@ -46,6 +46,15 @@ FromMagnification = Annotated[
         help="Slides that state a magnification only: take its usual microns per pixel, 0.25 for 40x.",
     ),
 ]
+Scene = Annotated[
+    str,
+    typer.Option(
+        "--scene", metavar="N|largest|all", help="Of files with several scenes of tissue: all, each a slide, or one."
+    ),
+]
+FocalPlane = Annotated[
+    int, typer.Option("--plane", min=0, help="Focal plane of files with several, from 1; 0: these are refused.")
+]
 
 Measure = Annotated[
     Path | None,

@@ -218,12 +218,8 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
     _refuse_mixed_names(request, records)
     key = None if request.pseudonyms is None else KeyFile(request.pseudonyms, request.store)
     known = {name: record.extra.get("case_id", "") for name, record in records.items()} if key is None else key.cases
-    jobs, note = written_in_one_way(
-        find_jobs(request.paths, _files_of(records) if key is None else {}),
-        known,
-        known.values(),
-        merge=request.merge_alike,
-    )
+    found = find_jobs(request.paths, _files_of(records) if key is None else {}, request.options.scene)
+    jobs, note = written_in_one_way(found, known, known.values(), merge=request.merge_alike)
     if key is not None:
         jobs = key.pseudonymise(jobs)
     refuse_store_among_slides(request.store, request.paths, jobs)

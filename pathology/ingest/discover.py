@@ -20,9 +20,12 @@ from data.spelling import joined_note, one_spelling
 from data.store.manifest import read_user_manifest, record_path
 from hyfi_core.errors import RequestError
 from pathology.readers.dicom_files import DicomHeader, file_of_slide, read_header, series_in
+from pathology.readers.facts.pictures import scene_count
 from pathology.readers.sources import SLIDE_SUFFIXES
 
 _LONGEST_NAME_BYTES = 160
+Place = tuple[Path, str]
+"""Where a slide is: its file, and the number of its scene; empty if the file has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,11 @@ class SlideJob:
     secret: str = ""
     seen: str = ""
 
+    @property
+    def place(self) -> Place:
+        """Its file, and its scene there."""
+        return self.source, self.row.get("scene", "")
+
     def to_json(self) -> dict[str, Any]:
         """Return the job in JSON's types."""
         return asdict(self) | {"source": str(self.source)}
@@ -53,7 +61,7 @@ class SlideJob:
         return cls(**values | {"source": Path(values["source"])})
 
 
-def find_jobs(paths: Sequence[Path], known: Mapping[str, str]) -> list[SlideJob]:
+def find_jobs(paths: Sequence[Path], known: Mapping[str, str], scene: str = "all") -> list[SlideJob]:
     """Return the slides in ``paths``, without duplicates, with unique names.
 
     A slide is named after its file without suffix; with suffix, if the folder has another slide of that name; and with
@@ -63,16 +71,37 @@ def find_jobs(paths: Sequence[Path], known: Mapping[str, str]) -> list[SlideJob]
         paths: Slides, folders (searched, links to folders followed once) and manifest CSVs.
         known: The file of each slide that has a name already, by slide_id, empty if it is not known; slides keep their
             names, and others do not get them while the file exists.
+        scene: Which scenes of files with several are slides: ``all``, ``largest`` or a number.
 
     Raises:
         RequestError: A path does not exist, a folder has no slide, a manifest is invalid, a name is used twice, or two
             rows contradict each other.
     """
-    rows: dict[Path, dict[str, str]] = {}
+    rows: dict[Place, dict[str, str]] = {}
     for path in paths:
         for source, row in _expand(path):
-            rows[source] = _merged(path, source, rows.get(source, {}), row)
-    return _jobs_with_names(_one_of_each_series(rows), known)
+            place = (source, row.get("scene", ""))
+            rows[place] = _merged(path, source, rows.get(place, {}), row)
+    return _jobs_with_names(_each_scene(_one_of_each_series(rows), scene), known)
+
+
+def _each_scene(rows: Mapping[Place, dict[str, str]], scene: str) -> dict[Place, dict[str, str]]:
+    """Return a row, with a column ``scene``, of each scene where none is given."""
+    found: dict[Place, dict[str, str]] = {}
+    for (source, given), row in rows.items():
+        count = 1 if given else scene_count(source)
+        if count == 1:
+            found[source, given] = row
+        numbers = range(1, count + 1) if scene == "all" else [0 if scene == "largest" else int(scene)]
+        for number in map(str, numbers if count > 1 else ()):
+            name = {"slide_id": row["slide_id"] + _suffix(number)} if row.get("slide_id") and scene == "all" else {}
+            found[source, number] = {**row, **name, "scene": number}
+    return found
+
+
+def _suffix(scene: str) -> str:
+    """Return what the name of a slide ends with if it is one of several scenes."""
+    return f"_scene{scene}" if scene not in ("", "0") else ""
 
 
 def written_in_one_way(
@@ -184,14 +213,14 @@ def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         yield _tidy(path), {}
 
 
-def _one_of_each_series(rows: Mapping[Path, dict[str, str]]) -> dict[Path, dict[str, str]]:
+def _one_of_each_series(rows: Mapping[Place, dict[str, str]]) -> dict[Place, dict[str, str]]:
     """Remove DICOM files that are not in a manifest and whose slide is represented by another file."""
-    series = {source: _series_of(source) for source in rows}
-    kept, represented = {}, {series[source] for source, row in rows.items() if row}
-    for source, row in rows.items():
-        if row or series[source] is None or series[source] not in represented:
-            kept[source] = row
-            represented.add(series[source])
+    series = {place: _series_of(place[0]) for place in rows}
+    kept, represented = {}, {series[place] for place, row in rows.items() if row}
+    for place, row in rows.items():
+        if row or series[place] is None or series[place] not in represented:
+            kept[place] = row
+            represented.add(series[place])
     return kept
 
 
@@ -245,30 +274,37 @@ def _search(folder: Path) -> Iterator[Path]:
     yield from unreadable
 
 
-def _jobs_with_names(rows: Mapping[Path, dict[str, str]], known: Mapping[str, str]) -> list[SlideJob]:
-    names = {Path(source): name for name, source in known.items() if source}
-    given = {source: _checked(row["slide_id"]) for source, row in rows.items() if row.get("slide_id")}
+def _jobs_with_names(rows: Mapping[Place, dict[str, str]], known: Mapping[str, str]) -> list[SlideJob]:
+    names = {(Path(source), suffix): name for name, source in known.items() if source for suffix in _suffixes_of(name)}
+    given = {place: _checked(row["slide_id"]) for place, row in rows.items() if row.get("slide_id")}
     twice = [name for name, count in Counter(given.values()).items() if count > 1]
     if twice:
         raise RequestError(f"slide_id {twice[0]!r} is used for two slides; it must be unique")
     folders = _Folders()
-    plain = {source: _plain_name(source, folders) for source in rows if source not in given}
+    plain = {place: _plain_name(*place, folders) for place in rows if place not in given}
     shared = Counter([*plain.values(), *given.values()])
     jobs = []
-    for source, row in rows.items():
-        name = given.get(source) or names.get(source)
+    for place, row in rows.items():
+        source, scene = place
+        name = given.get(place) or names.get((source, _suffix(scene)))
         if name is None:
-            name = plain[source]
+            name = plain[place]
             if shared[name] > 1 or _is_taken(name, known):
                 name = name_with_place(name, source)
         jobs.append(SlideJob(source, name, row))
     same = Counter(job.slide_id for job in jobs)
-    return [job if same[job.slide_id] == 1 or job.source in given else _named_by_path(job) for job in jobs]
+    return [job if same[job.slide_id] == 1 or job.place in given else _named_by_path(job) for job in jobs]
 
 
 def name_with_place(name: str, source: Path) -> str:
     """Return a name that is unique among slides with the same file name in other folders."""
     return f"{name}-{_short_digest(str(source.parent))}"
+
+
+def _suffixes_of(name: str) -> tuple[str, ...]:
+    """Return the endings for which a slide that is named already is found again: that of its scene, and none."""
+    found = re.search(r"_scene\d+$", name)
+    return ("",) if found is None else (found[0], "")
 
 
 def _named_by_path(job: SlideJob) -> SlideJob:
@@ -313,7 +349,7 @@ def _checked(name: str) -> str:
     return name
 
 
-def _plain_name(source: Path, folders: _Folders) -> str:
+def _plain_name(source: Path, scene: str, folders: _Folders) -> str:
     """Return the name of a slide from its file; of a DICOM series from its folder, or its UID if there are several."""
     stem, header = _stem(source), _header_or_none(source)
     if header is not None and header.whole_slide and header.series:
@@ -324,7 +360,7 @@ def _plain_name(source: Path, folders: _Folders) -> str:
     name = re.sub(r"[\\\x00-\x1f]", "_", stem).lstrip(".") or "slide"
     if len(name.encode("utf-8", "replace")) > _LONGEST_NAME_BYTES:
         name = f"{name[:30]}-{_short_digest(name)}"
-    return name
+    return name + _suffix(scene)
 
 
 def _short_digest(text: str) -> str:

@@ -66,7 +66,7 @@ def forecast(
     total = Forecast()
     for job in jobs:
         try:
-            with closing(open_source(job.source)) as source:
+            with closing(open_source(job.source, options.pick(job.row))) as source:
                 stated = options.mpp_of(source, job.row)
                 if options.lossless:
                     LosslessSlide(source)

@@ -9,6 +9,8 @@ from typing import Any
 
 from data.store.codec import PixelCodec
 from hyfi_core.errors import RequestError
+from pathology.errors import SlideError
+from pathology.readers.facts.pictures import Pick
 from pathology.readers.mpp import SENSIBLE_UM, SourceMpp, resolve_mpp
 from pathology.readers.slide_source import SlideSource
 from pathology.tissue.given import GivenTissue, SlideTissue
@@ -28,6 +30,8 @@ class IngestOptions:
         slide_mpp: Microns per pixel of the finest level of slides that do not state a plausible value.
         force_mpp: ``slide_mpp`` and the manifest override even a plausible value of the file.
         mpp_from_magnification: Slides that state a magnification only have its usual microns per pixel.
+        scene: Of files with several scenes of tissue: ``all``, each a slide; ``largest``; or a number from 1.
+        plane: Number of the focal plane of files with several, from 1; 0: such files are refused.
         codec: ``zstd:N``, N from 1 (fast) to 22 (small), or ``jpeg:Q``, Q from 1 to 100 (lossy).
         max_bad: Fraction of a slide's tiles that may be undecodable (white, and counted).
         glass: ``keep`` writes the whole slide; ``blank`` omits chunks far from tissue.
@@ -49,6 +53,8 @@ class IngestOptions:
     slide_mpp: float | None = None
     force_mpp: bool = False
     mpp_from_magnification: bool = False
+    scene: str = "all"
+    plane: int = 0
     codec: str = "zstd:1"
     max_bad: float = 0.0
     glass: str = "keep"
@@ -65,6 +71,10 @@ class IngestOptions:
         for name, value in (("--mpp", self.mpp), ("--slide-mpp", self.slide_mpp)):
             if value is not None and not low <= value <= high:
                 raise RequestError(f"{name} {value:g}: expected microns per pixel from {low:g} to {high:g}")
+        if self.scene not in ("all", "largest") and not (self.scene.isdecimal() and int(self.scene) > 0):
+            raise RequestError(f"--scene {self.scene}: expected all, largest or a number from 1")
+        if self.plane < 0:
+            raise RequestError(f"--plane {self.plane}: expected a number from 1")
         if not 0 <= self.max_bad <= 1:
             raise RequestError(f"--max-bad {self.max_bad:g}: expected a fraction from 0 to 1")
         if self.glass not in GLASS:
@@ -119,6 +129,17 @@ class IngestOptions:
             from_magnification=self.mpp_from_magnification,
         )
 
+    def pick(self, row: Mapping[str, str]) -> Pick:
+        """Return which picture of a slide's file is the slide; ``row``: its row, with the scene.
+
+        Raises:
+            SlideError: The row's scene is not a number.
+        """
+        scene = row.get("scene", "").strip()
+        if scene and not scene.isdecimal():
+            raise SlideError(f"the column scene is {scene!r}; expected a number from 1")
+        return Pick(int(scene or 0), self.plane)
+
     def tissue_of(self, slide_id: str) -> SlideTissue | None:
         """Return the given tissue of a slide; None to detect it.
 
@@ -142,6 +163,7 @@ class IngestOptions:
             "sharded": None if self.sharded else False,
             "crop_tissue": True if self.crop_tissue else None,
             "icc": None if self.icc == "keep" else self.icc,
+            "plane": self.plane or None,
         }
         pixels = {"mpp": "native" if self.native else self.mpp, "codec": str(self.pixel_codec)}
         always = {**({"lossless": True} if self.lossless else pixels), "tissue": self.tissue.to_json()}

@@ -106,6 +106,11 @@ class KeyFile:
         return True
 
     def _pseudonymised(self, job: SlideJob) -> SlideJob:
+        if job.row.get("scene", "0") != "0":
+            raise RequestError(
+                f"{job.source}: it has several scenes, which have no pseudonyms of their own; choose --scene largest, "
+                f"or ingest it without --pseudonyms"
+            )
         row = self._row(job)
         self._rows[row.source_path] = row
         shown = {"slide_id": row.slide_id, **{k: v for k, v in job.row.items() if k in KEPT_COLUMNS}}

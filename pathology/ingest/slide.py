@@ -134,7 +134,8 @@ class _SlideIngest:
         """Ingest the slide; `ingest_slide` turns exceptions into a record."""
         check_file(self.source)  # before it is copied or hashed: reading a pipe would block
         stamp = SourceStamp.of(self.source)
-        with self._local_file() as file, RunningDigest(file) as digest, closing(open_source(file)) as slide:
+        pick = self.options.pick(self.row)
+        with self._local_file() as file, RunningDigest(file) as digest, closing(open_source(file, pick)) as slide:
             mpp = self.options.mpp_of(slide, self.row)
             given = None if mpp.origin == "file" else mpp.um[0]
             identity = {

@@ -118,7 +118,7 @@ class _Share:
         return self.queue.take()
 
     def finished(self, outcome: Outcome) -> None:
-        index = next(k for k, job in enumerate(self.jobs) if job.source == outcome.job.source)
+        index = next(k for k, job in enumerate(self.jobs) if job.place == outcome.job.place)
         self.outcomes[index] = [asdict(outcome.record), outcome.job.to_json(), outcome.ours]
         self.queue.finish(index)
         self.of_slide(outcome)

@@ -109,7 +109,8 @@ def do_job(
 
 def _is_of_another(record: SlideRecord, job: SlideJob) -> bool:
     """Whether a record with the job's name is of another file."""
-    return not job.secret and record.source_path != str(job.source)
+    place = (record.source_path, record.extra.get("scene", ""))
+    return not job.secret and place != (str(job.source), job.row.get("scene", ""))
 
 
 def _another_name(

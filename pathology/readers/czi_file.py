@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pathology.errors import SlideError
+from pathology.readers.facts.pictures import HOW_TO_PICK, WHOLE, Pick, PlanesError
 from pathology.readers.mpp import parse_mpp
 from pathology.readers.slide_file import SlideFile
 
@@ -43,7 +44,8 @@ class CziBlock:
     """A block of pixels.
 
     Attributes:
-        scene: Number of the scene, one of the areas of the slide that were scanned separately.
+        scene: Number of the scene, from 0, one of the areas of the slide that were scanned separately.
+        depth: Number of the focal plane, from 0.
         y0: First row, in level-0 pixels and the scanner's coordinates; see `CziFile.origin`.
         x0: First column, in the same coordinates.
         downsample: Level-0 pixels for each pixel of the block.
@@ -56,6 +58,7 @@ class CziBlock:
     """
 
     scene: int
+    depth: int
     y0: int
     x0: int
     downsample: int
@@ -94,15 +97,19 @@ def is_czi(path: Path) -> bool:
         return file.read(10) == b"ZISRAWFILE"
 
 
-def read_czi(file: SlideFile) -> CziFile:
+def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
     """Parse the directory and metadata of a CZI file.
+
+    Args:
+        file: The open file.
+        pick: The scene and the focal plane whose blocks are returned; by default all scenes.
 
     Raises:
         SlideError: The file is damaged, its pixels are not 8-bit colour, or their compression is not supported.
     """
     try:
         directory, metadata = struct.unpack("<qq", file.read(32 + 52, 16))
-        blocks = _blocks(_segment(file, directory, b"ZISRAWDIRECTORY"))
+        blocks = _picked(_blocks(_segment(file, directory, b"ZISRAWDIRECTORY")), pick)
         xml = _segment(file, metadata, b"ZISRAWMETADATA")
         root = ElementTree.fromstring(xml[256 : 256 + struct.unpack_from("<i", xml)[0]].decode("utf-8", "replace"))
     except (struct.error, ElementTree.ParseError) as error:
@@ -144,6 +151,31 @@ def _blocks(directory: bytes) -> list[CziBlock]:
     return found
 
 
+def _picked(blocks: list[CziBlock], pick: Pick) -> list[CziBlock]:
+    """Return the blocks of the picked scene and focal plane.
+
+    Raises:
+        SlideError: There are none, or there are several focal planes and none is picked.
+    """
+    scenes, depths = (sorted({number(block) for block in blocks}) for number in (_scene_of, _depth_of))
+    if len(depths) > 1 and not pick.plane:
+        raise PlanesError(f"it has {len(depths)} focal planes; {HOW_TO_PICK}, from 1")
+    if pick.plane > len(depths) > 1 or pick.scene > len(scenes):
+        wrong = f"scene {pick.scene}" if pick.scene > len(scenes) else f"plane {pick.plane}"
+        raise SlideError(f"there is no {wrong}: the file has {len(scenes)} scenes and {len(depths)} focal planes")
+    scene = scenes[pick.scene - 1] if pick.scene else None
+    depth = depths[pick.plane - 1] if pick.plane and len(depths) > 1 else None
+    return [b for b in blocks if scene in (None, b.scene) and depth in (None, b.depth)]
+
+
+def _scene_of(block: CziBlock) -> int:
+    return block.scene
+
+
+def _depth_of(block: CziBlock) -> int:
+    return block.depth
+
+
 def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
     """Parse the entry at an offset; return it and the offset of the next one."""
     schema, pixels, position, _, compression, _, count = _ENTRY.unpack_from(directory, at)
@@ -156,20 +188,19 @@ def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
         dimensions[name.rstrip(b"\0").decode("ascii", "replace")] = (start, size, stored)
     _check(dimensions, pixels, compression)
     (x0, width, columns), (y0, _, rows) = dimensions["X"], dimensions["Y"]
-    scene, order = (dimensions.get(name, (0, 0, 0))[0] for name in "SM")
+    scene, order, depth = (dimensions.get(name, (0, 0, 0))[0] for name in "SMZ")
     downsample = max(1, (width + columns // 2) // columns)
     header_bytes = max(256, 16 + end - at)
-    return CziBlock(scene, y0, x0, downsample, rows, columns, order, compression, position, header_bytes), end
+    return CziBlock(scene, depth, y0, x0, downsample, rows, columns, order, compression, position, header_bytes), end
 
 
 def _check(dimensions: dict[str, tuple[int, int, int]], pixels: int, compression: int) -> None:
     if not {"X", "Y"} <= dimensions.keys() or min(dimensions["X"][1:] + dimensions["Y"][1:]) < 1:
         raise SlideError("the file is damaged: its directory has an entry without a size")
-    others = [name for name, (start, _, _) in dimensions.items() if start and name not in ("X", "Y", "S", "M")]
+    others = [name for name, (start, _, _) in dimensions.items() if start and name not in ("X", "Y", "S", "M", "Z")]
     if others:
         raise SlideError(
-            f"it has several planes along {others[0]} (channels, depths or times); only single-plane "
-            f"files are supported"
+            f"it has several planes along {others[0]} (channels or times); only single-plane files are supported"
         )
     if pixels != _BGR24:
         raise SlideError(f"its pixels have CZI type {pixels}; only 8-bit colour is supported")

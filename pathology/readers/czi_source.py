@@ -15,6 +15,7 @@ import numpy as np
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.czi_file import JPEG_XR, ZSTD, ZSTD_1, CziBlock, read_czi
+from pathology.readers.facts.pictures import WHOLE, Pick
 from pathology.readers.facts.pixel_size import checked_mpp
 from pathology.readers.facts.slide_facts import StatedMpp
 from pathology.readers.slide_file import SlideFile
@@ -38,14 +39,15 @@ class CziSource:
 
     Args:
         path: The slide's file.
+        pick: The scene and the focal plane to show; by default all scenes, where they are on the slide.
 
     Raises:
         SlideError: The file is damaged, or its pixel type or compression is not supported.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, SlideFile(path)
-        czi = read_czi(self._file)
+    def __init__(self, path: Path, pick: Pick = WHOLE) -> None:
+        self._path, self._file, self._pick = path, SlideFile(path), pick
+        czi = read_czi(self._file, pick)
         self._czi = czi
         stated = () if czi.mpp is None else (StatedMpp(czi.mpp, "the CZI metadata"),)
         checked = checked_mpp(stated, czi.objective_power, czi.size_px)
@@ -61,7 +63,7 @@ class CziSource:
         self._cached_blocks = max(2, _CACHE_BYTES // largest)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CziSource, (self._path,)
+        return CziSource, (self._path, self._pick)
 
     def _level(self, downsample: int, blocks: Sequence[CziBlock]) -> SourceLevel:
         height, width = self._czi.size_px

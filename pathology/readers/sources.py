@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from pathology.errors import SlideError, TileError
 from pathology.readers.czi_file import is_czi
 from pathology.readers.czi_source import CziSource
 from pathology.readers.dicom_files import file_of_slide
+from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError
 from pathology.readers.file_check import check_file
 from pathology.readers.openslide_source import OpenSlideSource, UnsupportedFormatError
 from pathology.readers.slide_source import SlideSource
@@ -41,41 +43,45 @@ _PLAIN_TIFF = "generic-tiff"
 _TILED_TIFF_VENDORS = frozenset(("aperio", _PLAIN_TIFF, "hamamatsu"))
 
 
-def open_source(path: Path) -> SlideSource:
+def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
     """Open a slide file, or the folder of one DICOM slide.
 
+    Args:
+        path: The file or folder.
+        pick: Which picture of the file is the slide.
+
     Raises:
-        SlideError: No reader supports the file, or it is damaged; the message says why.
+        SlideError: No reader supports the file, or it is damaged, or it has several planes; the message says why.
     """
     path = file_of_slide(path)
     check_file(path)
     if is_czi(path):
-        return CziSource(path)
+        return CziSource(path, pick)
     if is_ome_tiff(path):
-        return _upright(_tiff(path), path)
+        return _upright(_tiff(path, pick), path)
     try:
         slow = OpenSlideSource(path)
     except UnsupportedFormatError:
-        return _upright(_tiff(path), path)
+        return _upright(_tiff(path, pick), path)
     except SlideError:
         if not is_truncated(path):
             raise
-        return _upright(_tiff(path), path)  # the levels before the end of the file may be enough
+        return _upright(_tiff(path, pick), path)  # the levels before the end of the file may be enough
     if slow.vendor not in _TILED_TIFF_VENDORS:
         return slow
     if slow.vendor == _PLAIN_TIFF:
         slow.close()
         size = slow.levels[0].height_px, slow.levels[0].width_px
         largest = largest_page(path) == size  # OpenSlide takes the first page, which may be a label
-        return _upright(_tiff(path, known=slow if largest else None), path)
+        return _upright(_tiff(path, pick, known=slow if largest else None), path)
     if orientation_of_file(path) != 1:  # OpenSlide rotates each tile but not its position
         slow.close()
-        return _upright(_tiff(path, known=slow), path)
-    return _faster(path, slow) or slow
+        return _upright(_tiff(path, pick, known=slow), path)
+    return _faster(path, slow, pick) or slow
 
 
-def _tiff(path: Path, known: SlideSource | None = None) -> TiffSource:
-    return TiffSource(path, known=known, reopen=open_source)
+def _tiff(path: Path, pick: Pick, known: SlideSource | None = None) -> TiffSource:
+    return TiffSource(path, known=known, reopen=partial(open_source, pick=pick), pick=pick)
 
 
 def _upright(stored: TiffSource, path: Path) -> SlideSource:
@@ -83,18 +89,26 @@ def _upright(stored: TiffSource, path: Path) -> SlideSource:
     return stored if orientation == 1 else UprightSource(stored, orientation)
 
 
-def _faster(path: Path, slow: OpenSlideSource) -> TiffSource | None:
-    """Return a `TiffSource` if it has the same pixels as OpenSlide; None if it does not or cannot read the file."""
+def _faster(path: Path, slow: OpenSlideSource, pick: Pick) -> TiffSource | None:
+    """Return a `TiffSource` if it has the same pixels as OpenSlide; None if it does not or cannot read the file.
+
+    Raises:
+        PlanesError: The file has several planes.
+    """
     stored = _stored_levels(path, slow) if slow.vendor == "hamamatsu" else list(range(len(slow.levels)))
 
     def fill_missing(box: Box, level: int, out: RGB) -> None:
         slow.read_into(box, stored[level], out)
 
+    reopen = partial(open_source, pick=pick)
     try:
-        fast = TiffSource(path, known=slow, fill_missing=fill_missing, stored=stored, reopen=open_source)
+        fast = TiffSource(path, known=slow, fill_missing=fill_missing, stored=stored, reopen=reopen, pick=pick)
+    except PlanesError:
+        slow.close()
+        raise
     except SlideError:
         return None
-    if all(_same_pixels(fast, k, slow, stored[index]) for k, index in enumerate(fast.kept)):
+    if pick.plane or all(_same_pixels(fast, k, slow, stored[index]) for k, index in enumerate(fast.kept)):
         slow.close()  # opens itself again if a missing tile is read
         return fast
     fast.close()

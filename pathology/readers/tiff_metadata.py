@@ -17,7 +17,7 @@ _DATA_TAGS = {273: 279, 324: 325}
 """Tags with the offsets of strips and tiles, and those with their byte counts."""
 _MAX_DIRECTORIES = 10_000
 tifffile.logger().setLevel(logging.CRITICAL + 1)  # readers raise errors of their own instead
-_PARSE_ERRORS = (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError, TypeError)
+PARSE_ERRORS = (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError, TypeError)
 
 
 def is_ome_tiff(path: Path) -> bool:
@@ -25,7 +25,7 @@ def is_ome_tiff(path: Path) -> bool:
     try:
         with tifffile.TiffFile(path) as tiff:
             return bool(tiff.is_ome)
-    except (*_PARSE_ERRORS, struct.error):
+    except (*PARSE_ERRORS, struct.error):
         return False  # the reader will report what is wrong with it
 
 
@@ -34,7 +34,7 @@ def largest_page(path: Path) -> tuple[int, int]:
     try:
         with tifffile.TiffFile(path) as tiff:
             sizes = [(int(page.imagelength), int(page.imagewidth)) for page in map(keyframe, tiff.pages)]
-    except _PARSE_ERRORS:
+    except PARSE_ERRORS:
         return 0, 0
     return max(sizes, key=math.prod, default=(0, 0))
 
@@ -109,6 +109,6 @@ def orientation_of_file(path: Path) -> int:
         with tifffile.TiffFile(path) as tiff:
             tag = tiff.pages.first.tags.get("Orientation")
             value = 1 if tag is None else int(tag.value)
-    except _PARSE_ERRORS:
+    except PARSE_ERRORS:
         return 1  # the reader will report what is wrong with it
     return value if 1 <= value <= 8 else 1

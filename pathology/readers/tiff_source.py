@@ -8,6 +8,7 @@ box → its tiles → combined reads of adjacent tiles (pread, ≤ 8 MiB) → de
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -23,8 +24,9 @@ import tifffile
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.facts.levels import StatedLevel, fitted_levels, left_out, unlike_levels
+from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError, pages_of_ome, picked_plane
 from pathology.readers.facts.pixel_size import checked_mpp
-from pathology.readers.facts.slide_facts import merged
+from pathology.readers.facts.slide_facts import Note, merged
 from pathology.readers.facts.stated_mpp import power_of_ome, stated_by_tiff
 from pathology.readers.slide_file import SlideFile, coalesced
 from pathology.readers.slide_source import SlideSource
@@ -53,6 +55,7 @@ class TiffSource:
             and its metadata is used.
         fill_missing: Fills in tiles that the scanner left out; by default they are white.
         stored: Indices of the levels of ``known`` that are stored in the file; default: all.
+        pick: Which picture of the file is the slide.
         reopen: Opens the file again when the source is unpickled; default: this class, without the other arguments.
 
     Raises:
@@ -66,12 +69,13 @@ class TiffSource:
         fill_missing: FillMissing | None = None,
         stored: Sequence[int] | None = None,
         reopen: Callable[[Path], SlideSource] | None = None,
+        pick: Pick = WHOLE,
     ) -> None:
         self._path, self._reopen = path, reopen or TiffSource
         self._fill_missing = fill_missing
         try:
-            with tifffile.TiffFile(path) as tiff:
-                pages = _pages_of_series(tiff) if known is None else _pages_known(tiff, known, stored)
+            with tifffile.TiffFile(path, _multifile=False) as tiff:  # a set's other files are slides of their own
+                pages, notes = _pages(tiff, path.name, pick, known, stored)
                 levels = _complete_levels([parse_level(page) for page in pages], path.stat().st_size)
                 self._levels = propagate_missing_tiles(levels) if known and known.vendor == "aperio" else levels
                 first = pages[0]
@@ -84,7 +88,7 @@ class TiffSource:
         except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError) as error:
             reason = "the file is truncated within its directories" if is_truncated(path) else str(error)
             raise SlideError(f"neither OpenSlide nor tifffile can open it: {reason}") from error
-        self.mpp, self.facts, self.objective_power = checked.um, checked.facts, power
+        self.mpp, self.facts, self.objective_power = checked.um, checked.facts.noting(*notes), power
         self.bounds = Box.of_size(self._levels[0].height_px, self._levels[0].width_px)
         self.to_file_px: Affine = translation((0, 0))
         self._file = SlideFile(path)
@@ -256,7 +260,17 @@ def _complete_levels(levels: Sequence[TiffLevel], size_bytes: int) -> list[TiffL
     return [level for k, level in enumerate(levels) if k == 0 or ends[k] <= size_bytes]
 
 
-def _pages_of_series(tiff: tifffile.TiffFile) -> list[Any]:
+def _pages(
+    tiff: tifffile.TiffFile, name: str, pick: Pick, known: SlideSource | None, stored: Sequence[int] | None
+) -> tuple[list[Any], list[Note]]:
+    """Return the pages of the picked picture, finest first, and notes."""
+    if known is not None:
+        return _pages_known(tiff, known, stored, pick), []
+    found = pages_of_ome(tiff, name, pick) if tiff.is_ome else None
+    return found or (_pages_of_series(tiff, pick), [])
+
+
+def _pages_of_series(tiff: tifffile.TiffFile, pick: Pick) -> list[Any]:
     """Return the pages of the series with the most pixels; labels, macros and thumbnails are smaller."""
     try:
         if not tiff.series:
@@ -267,12 +281,25 @@ def _pages_of_series(tiff: tifffile.TiffFile) -> list[Any]:
             raise
         return pages
     largest = max(tiff.series, key=lambda s: int(np.prod(s.shape, dtype=np.int64)))
-    for level in largest.levels:
-        if len(level.pages) != 1:
-            raise SlideError(
-                f"the TIFF is a stack of {len(level.pages)} planes; only single-plane slides are supported"
-            )
-    return [keyframe(level.pages[0]) for level in largest.levels]
+    pages = [[keyframe(page) for page in level.pages if page is not None] for level in largest.levels]
+    size = _size(pages[0][0])
+    if tiff.is_imagej and len(pages[0]) == 1 and (count := _images_of_imagej(pages[0][0])) > 1:
+        raise PlanesError(f"it is an ImageJ stack of {count} pictures of {size[0]} × {size[1]} px in one; export one")
+    planes = pages[0] if len(pages[0]) > 1 else _of_one_size(tiff, pages[0][0])
+    if len(planes) == 1 and all(len(level) == 1 for level in pages):
+        return [level[0] for level in pages]
+    picked = picked_plane(planes, pick, size)
+    return [picked, *(level[pick.plane - 1] for level in pages[1:] if len(level) == len(planes))]
+
+
+def _images_of_imagej(page: Any) -> int:
+    found = re.search(r"^images=(\d+)$", page.description, re.MULTILINE)
+    return 1 if found is None else int(found[1])
+
+
+def _of_one_size(tiff: tifffile.TiffFile, page: Any) -> list[Any]:
+    """Return all pages of the size of this one that are not marked as reduced, in the order of the file."""
+    return [other for other in map(keyframe, tiff.pages) if _size(other) == _size(page) and not other.is_reduced]
 
 
 def _pages_before_the_damage(tiff: tifffile.TiffFile) -> list[Any]:
@@ -286,9 +313,15 @@ def _pages_before_the_damage(tiff: tifffile.TiffFile) -> list[Any]:
     return [page for page in tiled if abs(_size(page)[0] * width / (_size(page)[1] * height) - 1) < _ASPECT_TOLERANCE]
 
 
-def _pages_known(tiff: tifffile.TiffFile, known: SlideSource, stored: Sequence[int] | None) -> list[Any]:
-    """Return the tiled page with the size of each level of ``known``."""
+def _pages_known(tiff: tifffile.TiffFile, known: SlideSource, stored: Sequence[int] | None, pick: Pick) -> list[Any]:
+    """Return the tiled page with the size of each level of ``known``; of several planes those of the picked one."""
     found, pages = [], _tiled_pages(tiff)
+    first = next((page for page in pages if _size(page) == (known.levels[0].height_px, known.levels[0].width_px)), None)
+    planes = [] if first is None else _of_one_size(tiff, first)
+    if len(planes) > 1:
+        picked = picked_plane(planes, pick, _size(planes[0]))
+        others = [[page for page in pages if _size(page) == (v.height_px, v.width_px)] for v in known.levels[1:]]
+        return [picked, *(level[pick.plane - 1] for level in others if len(level) == len(planes))]
     plain = known.vendor == "generic-tiff"
     if plain:  # as OpenSlide does: the first page and those marked as reduced copies of it
         pages = [page for page in pages if page.index == 0 or page.is_reduced]

@@ -25,6 +25,7 @@ from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
 from pathology.predict.inputs import SlideInput, find_inputs
 from pathology.predict.table import FILE_NAME, PREDICTION_FILE
+from pathology.readers.facts.pictures import Pick
 from pathology.readers.sources import SLIDE_SUFFIXES
 from pathology.view.pixels import FilePixels, ShownSlide, StoredPixels
 
@@ -61,6 +62,7 @@ class GallerySlide:
     predictions: Path | None = None
     annotations: Path | None = None
     reason: str = ""
+    scene: str = ""
 
     def open(self, slide_mpp: float | None) -> ShownSlide:
         """Open the slide; the caller closes it.
@@ -75,7 +77,8 @@ class GallerySlide:
             raise SlideError(self.reason)
         if self.stored:
             return StoredPixels(self.path)
-        return FilePixels(self.path, self.manifest_mpp, slide_mpp, self._used_mpp())
+        scene = Pick(int(self.scene) if self.scene.isdecimal() else 0)
+        return FilePixels(self.path, self.manifest_mpp, slide_mpp, self._used_mpp(), scene)
 
     def _used_mpp(self) -> tuple[float, float] | None:
         """Return the micrometres per pixel, (y, x), with which the slide was predicted; None if they are not known."""
@@ -134,7 +137,13 @@ def _require_slide(path: Path) -> None:
 
 def _of_input(item: SlideInput) -> GallerySlide:
     return GallerySlide(
-        item.slide_id, item.slide_id, item.path, item.stored, item.row.get("source_mpp", ""), reason=item.reason
+        item.slide_id,
+        item.slide_id,
+        item.path,
+        item.stored,
+        item.row.get("source_mpp", ""),
+        reason=item.reason,
+        scene=item.row.get("scene", ""),
     )
 
 

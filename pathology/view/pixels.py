@@ -20,6 +20,7 @@ from data.store.slide_store import SlideStore, StoreError
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
 from pathology.ingest.thumbnail import thumbnail_of_source
+from pathology.readers.facts.pictures import WHOLE, Pick
 from pathology.readers.mpp import resolve_mpp
 from pathology.readers.source_level import RGB, BadTile
 from pathology.readers.sources import open_source
@@ -139,6 +140,7 @@ class FilePixels:
         manifest_mpp: The manifest's ``source_mpp``; may be empty.
         slide_mpp: Micrometres per pixel if neither file nor manifest states them.
         used_mpp: Those, (y, x), with which the slide was predicted; they take precedence. None if it was not.
+        pick: Which picture of the file is shown.
 
     Raises:
         SlideError: The file cannot be opened.
@@ -150,8 +152,9 @@ class FilePixels:
         manifest_mpp: str = "",
         slide_mpp: float | None = None,
         used_mpp: tuple[float, float] | None = None,
+        pick: Pick = WHOLE,
     ) -> None:
-        self._source = source = open_source(path)
+        self._source = source = open_source(path, pick)
         self.mpp: tuple[float, float] | None = None
         note = ""
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,17 @@ _MAX_SHOWN = 20
 
 
 @dataclass(frozen=True)
+class OpeningArguments:
+    """How slide files are opened; see `IngestOptions`."""
+
+    slide_mpp: float | None
+    force_mpp: bool
+    mpp_from_magnification: bool
+    scene: str
+    plane: int
+
+
+@dataclass(frozen=True)
 class IngestArguments:
     """The arguments of ``hyfi ingest``; see `hyfi ingest --help`, and `IngestOptions` for most."""
 
@@ -37,9 +48,7 @@ class IngestArguments:
     mpp: str
     workers: int
     overwrite: bool
-    slide_mpp: float | None
-    force_mpp: bool
-    mpp_from_magnification: bool
+    opening: OpeningArguments
     pen: str
     tissue_set: Sequence[str]
     tissue: str | None
@@ -70,9 +79,7 @@ class IngestArguments:
 
         options = IngestOptions(
             **_mpp(self.mpp),
-            slide_mpp=self.slide_mpp,
-            force_mpp=self.force_mpp,
-            mpp_from_magnification=self.mpp_from_magnification,
+            **asdict(self.opening),
             tissue=TissueParameters(pen=self.pen).with_settings(self.tissue_set),
             given_tissue=self.tissue,
             codec=self.codec,

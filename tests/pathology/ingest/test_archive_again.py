@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tifffile
 
-from data.store.manifest import DONE, FAILED, SlideRecord, load_manifest, load_records, record_state
+from data.store.manifest import DONE, FAILED, load_manifest, load_records, record_state
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim, ClaimLostError
@@ -65,9 +65,9 @@ def test_a_slide_that_another_run_finishes_while_this_one_plans_is_not_ingested_
 ) -> None:
     source, store = make_slide("0.tiff"), tmp_path / "store"
 
-    def find_jobs(paths: list[Path], records: dict[str, SlideRecord]) -> list[SlideJob]:
-        assert not records and ingest_slide(source, store, AT_HALF, slide_id="0").status == DONE
-        return discover.find_jobs(paths, records)
+    def find_jobs(paths: list[Path], known: dict[str, str], scene: str) -> list[SlideJob]:
+        assert not known and ingest_slide(source, store, AT_HALF, slide_id="0").status == DONE
+        return discover.find_jobs(paths, known, scene)
 
     monkeypatch.setattr(archive, "find_jobs", find_jobs)
     report = run([source], store)

@@ -52,6 +52,8 @@ def write_file(
     sop_class: str = WHOLE_SLIDE,
     patient: str = "Nobody",
     day: str = "20200101",
+    focal_planes: int = 1,
+    photometric: str = "YBR_FULL_422",
 ) -> Path:
     """Write one file of a series: a level, a label, or a picture of another kind."""
     height, width = picture.shape[:2]
@@ -72,7 +74,7 @@ def write_file(
         element(0x0020000E, "UI", series),
         element(0x00209311, "CS", "TILED_FULL"),
         element(0x00280002, "US", 3),
-        element(0x00280004, "CS", "YBR_FULL_422"),
+        element(0x00280004, "CS", photometric),
         element(0x00280006, "US", 0),
         element(0x00280008, "IS", str(len(frames))),
         element(0x00280010, "US", tile_px),
@@ -83,6 +85,7 @@ def write_file(
         element(0x00280103, "US", 0),
         element(0x00480006, "UL", width),
         element(0x00480007, "UL", height),
+        *([element(0x00480303, "UL", focal_planes)] if focal_planes > 1 else []),
         element(0x00480105, "SQ", [element(0x00480112, "DS", "20")]),
         element(0x52009229, "SQ", [element(0x00289110, "SQ", [spacing])]),
     ]

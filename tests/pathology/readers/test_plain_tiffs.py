@@ -15,6 +15,7 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.ingest.archive import IngestOptions, ingest_slide
 from pathology.ingest.lossless import LosslessSlide
+from pathology.readers.facts.pictures import Pick
 from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.sources import open_source
 from pathology.readers.tiff_metadata import is_truncated
@@ -175,14 +176,16 @@ def test_an_ome_tiff_is_known_by_what_is_in_it(tmp_path: Path, name: str, label:
     assert np.array_equal(source.read(WHOLE, 0), image)
 
 
-def test_of_two_pictures_of_one_size_the_first_is_read_and_checked(tmp_path: Path) -> None:
-    path = tmp_path / "a.tif"
+def test_of_two_pictures_of_one_size_one_is_picked_and_checked(tmp_path: Path) -> None:
+    path, first = tmp_path / "a.tif", Pick(plane=1)
     with tifffile.TiffWriter(path) as tiff:
         for seed in (0, 1):
             tiff.write(smooth(*SIZE, seed=seed), photometric="rgb", compression="deflate", **TILED)
-    assert np.array_equal(open_source(path).read(WHOLE, 0), smooth(*SIZE))
+    with pytest.raises(SlideError, match="2 pictures"):
+        open_source(path)
+    assert np.array_equal(open_source(path, first).read(WHOLE, 0), smooth(*SIZE))
     with pytest.raises(TileError):
-        open_source(damaged(path)).read(WHOLE, 0)
+        open_source(damaged(path), first).read(WHOLE, 0)
 
 
 @pytest.mark.parametrize("where", ["tile", "tag", "directory", "next"])

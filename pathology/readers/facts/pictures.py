@@ -1,0 +1,249 @@
+"""The pictures of one file: scenes of tissue, focal planes, channels, labels; and which of them is the slide.
+
+```
+OME-TIFF   Image 0   20000 × 30000, 0.25 µm   scene 1        OME-XML says where each picture is: its directory in this
+           Image 1   18000 × 25000, 0.25 µm   scene 2        file, or another file, whose pages are never read here
+           Image 2     800 ×   600, 12 µm     macro: no scene
+other TIFF pages of one size                  focal planes, times or channels: which, the file does not say
+```
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import tifffile
+
+from pathology.errors import SlideError
+from pathology.readers.facts.slide_facts import Note
+from pathology.readers.facts.stated_mpp import elements
+from pathology.readers.tiff_metadata import PARSE_ERRORS, keyframe
+
+HOW_TO_PICK = "`hyfi ingest --plane N` takes one of them"
+SCENES_FLAG = "several_scenes"
+_OTHER_NAMES = re.compile(r"label|macro|overview|thumbnail|preview|barcode", re.IGNORECASE)
+_SAME_MPP = 1.05
+_OME_SUFFIXES = {".tif", ".tiff", ".btf", ".qptiff", ".tf2", ".tf8"}
+
+
+class PlanesError(SlideError):
+    """The file has channels, focal planes or times of one picture, and none was chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Which picture of a file is the slide.
+
+    Attributes:
+        scene: Number of the scene, from 1; 0: the largest.
+        plane: Number of the focal plane, from 1; 0: there must be one only.
+    """
+
+    scene: int = 0
+    plane: int = 0
+
+
+WHOLE = Pick()
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture of an OME-TIFF, as its OME-XML describes it.
+
+    Attributes:
+        size_px: (height, width).
+        planes: Numbers of (depths, times).
+        channels: Number of channels; one of three samples is a colour picture.
+        colour: Whether all its channels are samples of one page.
+        um: PhysicalSizeX as written; empty if the file does not state it.
+        named_other: Whether its name is that of a label or macro.
+        directories: Index of the page of each plane, from plane 1; None for planes in another file.
+    """
+
+    size_px: tuple[int, int]
+    planes: tuple[int, int]
+    channels: int
+    colour: bool
+    um: str
+    named_other: bool
+    directories: tuple[int | None, ...]
+
+    @property
+    def area_px(self) -> int:
+        """Pixels of a plane."""
+        return self.size_px[0] * self.size_px[1]
+
+    @property
+    def described(self) -> str:
+        """The picture in words."""
+        kind = "" if self.colour else f", {self.channels} channel{'s' * (self.channels > 1)}"
+        depths, times = self.planes
+        several = [f"{n} {name}" for n, name in ((depths, "focal planes"), (times, "times")) if n > 1]
+        return f"{self.size_px[0]} × {self.size_px[1]} px (rows × columns){kind}" + "".join(f", {s}" for s in several)
+
+
+def pictures_of_ome(xml: str, name: str) -> list[Picture]:
+    """Return the pictures that OME-XML describes and whose pages are in this file.
+
+    Args:
+        xml: The OME-XML.
+        name: Name of the file, by which a set of files names its members.
+    """
+    try:
+        root = ElementTree.fromstring(xml)
+    except ElementTree.ParseError:
+        return []
+    own = root.get("UUID", "")
+    found = []
+    for image in elements(root, "Image"):
+        for pixels in elements(image, "Pixels")[:1]:
+            picture = _picture(image, pixels, own, name)
+            if picture is not None and any(index is not None for index in picture.directories):
+                found.append(picture)
+    return found
+
+
+def scenes_among(pictures: list[Picture]) -> list[Picture]:
+    """Return the pictures that are scenes of tissue, in the order of the file: alike in scale to the largest one."""
+    others = [picture for picture in pictures if not picture.named_other] or pictures
+    if not others:
+        return []
+    largest = max(others, key=lambda picture: picture.area_px)
+    return [picture for picture in others if picture is largest or _is_alike(picture, largest)]
+
+
+def scene_count(path: Path) -> int:
+    """Return the number of scenes of a file; 1 for files that cannot have several, or cannot be read."""
+    if path.suffix.lower() not in _OME_SUFFIXES:
+        return 1
+    try:
+        with tifffile.TiffFile(path, _multifile=False) as tiff:
+            xml = tiff.ome_metadata if tiff.is_ome else None
+    except PARSE_ERRORS:
+        return 1
+    return max(1, len(scenes_among(pictures_of_ome(xml, path.name)))) if xml else 1
+
+
+def pages_of_ome(tiff: tifffile.TiffFile, name: str, pick: Pick) -> tuple[list[Any], list[Note]] | None:
+    """Return the pages of the picked picture, finest first, and notes; None if OME-XML does not tell.
+
+    Raises:
+        PlanesError: The picture has channels, focal planes or times, and no plane is picked.
+        SlideError: There is no such scene or plane, or its pages are in another file.
+    """
+    pictures = pictures_of_ome(tiff.ome_metadata or "", name)
+    scenes = scenes_among(pictures)
+    if not scenes:
+        if elements_in_other_files(tiff.ome_metadata or ""):
+            raise SlideError("its OME-XML says that all pictures are in other files of a set; give those files")
+        return None
+    if pick.scene > len(scenes):
+        raise SlideError(f"there is no scene {pick.scene}: the file has {len(scenes)}")
+    number = pick.scene or 1 + max(range(len(scenes)), key=lambda k: (scenes[k].area_px, -k))
+    picture, notes = scenes[number - 1], []
+    if len(scenes) > 1:
+        listed = "; ".join(f"scene {k}: {scene.described}" for k, scene in enumerate(scenes, 1))
+        notes.append(Note(SCENES_FLAG, f"scene {number} of {len(scenes)} ({listed})"))
+    index = _picked_directory(picture, pick)
+    if index >= len(tiff.pages):
+        return None
+    page = keyframe(tiff.pages[index])
+    return [page, *map(keyframe, page.pages or ())], notes
+
+
+def elements_in_other_files(xml: str) -> bool:
+    """Whether OME-XML names other files."""
+    try:
+        return bool(elements(ElementTree.fromstring(xml), "UUID"))
+    except ElementTree.ParseError:
+        return False
+
+
+def picked_plane(planes: list[Any], pick: Pick, size_px: tuple[int, int]) -> Any:
+    """Return the picked one of several pages of one size, in a TIFF that does not say what they are.
+
+    Raises:
+        PlanesError: None is picked.
+        SlideError: There are fewer.
+    """
+    what = f"{len(planes)} pictures of {size_px[0]} × {size_px[1]} px (channels, focal planes or times)"
+    if not pick.plane:
+        raise PlanesError(f"the file has {what}; {HOW_TO_PICK}")
+    if pick.plane > len(planes):
+        raise SlideError(f"there is no plane {pick.plane}: the file has {what}")
+    return planes[pick.plane - 1]
+
+
+def _picked_directory(picture: Picture, pick: Pick) -> int:
+    depths, times = picture.planes
+    if picture.channels > 1 and not picture.colour:
+        raise PlanesError(
+            f"it has {picture.channels} channels ({picture.described}), as of fluorescence; slides are stained and in "
+            f"colour"
+        )
+    if times > 1:
+        raise PlanesError(f"it has {times} times ({picture.described}); slides are of one")
+    if depths > 1 and not pick.plane:
+        raise PlanesError(f"it has {depths} focal planes ({picture.described}); {HOW_TO_PICK}, from 1")
+    if pick.plane > max(1, depths) and depths > 1:
+        raise SlideError(f"there is no plane {pick.plane}: the file has {depths} focal planes")
+    index = picture.directories[pick.plane - 1 if depths > 1 else 0]
+    if index is None:
+        raise SlideError(f"its plane {pick.plane or 1} is in another file of the set; give that file")
+    return index
+
+
+def _is_alike(picture: Picture, largest: Picture) -> bool:
+    """Whether a picture is a scene like the largest one: at the same scale, or, if that is unknown, of like size."""
+    if picture.colour != largest.colour:
+        return False
+    try:
+        ratio = float(picture.um) / float(largest.um)
+    except (ValueError, ZeroDivisionError):
+        return picture.um == largest.um and picture.area_px >= largest.area_px / 4
+    return 1 / _SAME_MPP <= ratio <= _SAME_MPP
+
+
+def _picture(image: ElementTree.Element, pixels: ElementTree.Element, own: str, name: str) -> Picture | None:
+    try:
+        height, width, channels, depths, times = (int(pixels.get(f"Size{axis}", "1")) for axis in "YXCZT")
+        samples = [int(channel.get("SamplesPerPixel", "1")) for channel in elements(pixels, "Channel")]
+    except ValueError:
+        return None
+    colour = channels == 1 or samples == [channels] or (len(samples) == 0 and channels == 3)
+    return Picture(
+        (height, width),
+        (depths, times),
+        channels,
+        colour,
+        pixels.get("PhysicalSizeX", ""),
+        bool(_OTHER_NAMES.search(image.get("Name", ""))),
+        _directories(pixels, depths, own, name),
+    )
+
+
+def _directories(pixels: ElementTree.Element, depths: int, own: str, name: str) -> tuple[int | None, ...]:
+    """Return the index of the page of each focal plane of the first channel and time."""
+    found: list[int | None] = [None] * max(1, depths)
+    every = elements(pixels, "TiffData")
+    for data in every:
+        if not _is_here(data, own, name):
+            continue
+        first, index = int(data.get("FirstZ", "0")), int(data.get("IFD", "0"))
+        count = int(data.get("PlaneCount", str(depths) if len(every) == 1 else "1"))
+        for k in range(count):
+            if first + k < len(found) and found[first + k] is None and not int(data.get("FirstC", "0")):
+                found[first + k] = index + k
+    return tuple(found)
+
+
+def _is_here(data: ElementTree.Element, own: str, name: str) -> bool:
+    """Whether an element TiffData refers to this file: by its UUID, or by its name where it has none."""
+    for uuid in elements(data, "UUID"):
+        text = (uuid.text or "").strip()
+        return text == own if own else uuid.get("FileName", name) == name
+    return True
