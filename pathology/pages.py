@@ -19,6 +19,7 @@ FLAG_MEANINGS = {
     "mpp_doubtful": "the file contradicts itself about its microns per pixel",
     "levels_left_out": "a level of the file does not fit its finest one, or shows something else, and is not used",
     "several_scenes": "the file has several scenes of tissue; this is one of them",
+    "colour": "colours contradict the file's own statement and were corrected, or are those of no stain",
     "mpp_replaced": "the file's own microns per pixel were replaced by those given by the user",
     "mpp_changed": "predicted at another resolution than the model was trained with",
     "truncated": "the file is truncated, but the level that was read is complete",

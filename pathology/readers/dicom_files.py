@@ -19,11 +19,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+import imagecodecs
+
+from pathology.readers.facts.colour import believed_jpeg, has_own_transform, pixels_say
+from pathology.readers.jpeg_tile import stored_jpeg
+
 if TYPE_CHECKING:
     from pydicom.dataset import Dataset
 
 _WHOLE_SLIDE = "1.2.840.10008.5.1.4.1.1.77.1.6"
 _SOP_CLASS, _SERIES, _SERIES_NUMBER = 0x00020002, 0x0020000E, 0x00200011
+_PHOTOMETRIC, _PIXELS = 0x00280004, 0x7FE00010
+_JPEG_START = b"\xff\xd8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,35 @@ def series_in(folder: Path) -> dict[DicomHeader, Path]:
             if header is not None and header.whole_slide and header.series:
                 found.setdefault(header, folder / name)
     return found
+
+
+def colour_contradiction(path: Path) -> str:
+    """Return how the first frame of a DICOM file contradicts its PhotometricInterpretation; empty if it does not.
+
+    Damaged files are reported by the reader.
+    """
+    with suppress(Exception), path.open("rb") as file:
+        photometric, frame = _first_frame(file)
+        if frame.startswith(_JPEG_START):
+            declared = "rgb" if photometric == "RGB" else "ycbcr"
+            _, note = believed_jpeg(declared, [frame], stored_jpeg)
+            return "" if note is None else f"PhotometricInterpretation is {photometric}, its JPEG frames say otherwise"
+        if photometric in ("YBR_ICT", "YBR_RCT") and not has_own_transform(frame):
+            stored = imagecodecs.jpeg2k_decode(frame, numthreads=1)
+            if pixels_say([stored[..., :3]]) == "ycbcr":
+                return f"PhotometricInterpretation is {photometric}, but its JPEG 2000 frames hold YCbCr as it is"
+    return ""
+
+
+def _first_frame(file: BinaryIO) -> tuple[str, bytes]:
+    """Return PhotometricInterpretation, and the first fragment of encapsulated pixels (DICOM PS3.5, A.4)."""
+    from pydicom.filereader import read_partial
+
+    found = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=[_PHOTOMETRIC])
+    file.seek(file.tell() + 12)  # the element's tag, type and length
+    table = int.from_bytes(file.read(8)[4:], "little")
+    file.seek(table, os.SEEK_CUR)
+    return _text(found, _PHOTOMETRIC), file.read(int.from_bytes(file.read(8)[4:], "little"))
 
 
 def file_of_slide(path: Path) -> Path:

@@ -87,6 +87,18 @@ class RestartDecoder:
         return pixels
 
 
+def stored_jpeg(data: bytes) -> RGB:
+    """Decode a whole JPEG of three components to these components, ``(h, w, 3)``, whatever its markers say.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    segments = _split_segments(data)
+    whole = jpeg_prefix(None, ycbcr=False) + segments.others + data[segments.scan_start :]
+    pixels: RGB = simplejpeg.decode_jpeg(whole, "RGB", strict=True)
+    return pixels
+
+
 def jpeg_prefix(tables: bytes | None, ycbcr: bool) -> bytes:
     """Return the bytes to put before each tile's own segments.
 

@@ -21,7 +21,8 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.czi_file import is_czi
 from pathology.readers.czi_source import CziSource
-from pathology.readers.dicom_files import file_of_slide
+from pathology.readers.dicom_files import colour_contradiction, file_of_slide
+from pathology.readers.facts.colour import COLOUR_FLAG
 from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError
 from pathology.readers.file_check import check_file
 from pathology.readers.openslide_source import OpenSlideSource, UnsupportedFormatError
@@ -68,6 +69,7 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
             raise
         return _upright(_tiff(path, pick), path)  # the levels before the end of the file may be enough
     if slow.vendor not in _TILED_TIFF_VENDORS:
+        _check_dicom_colour(slow, path)
         return slow
     if slow.vendor == _PLAIN_TIFF:
         slow.close()
@@ -78,6 +80,17 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
         slow.close()
         return _upright(_tiff(path, pick, known=slow), path)
     return _faster(path, slow, pick) or slow
+
+
+def _check_dicom_colour(slow: OpenSlideSource, path: Path) -> None:
+    """Refuse a DICOM slide whose frames contradict its PhotometricInterpretation, which OpenSlide believes.
+
+    Raises:
+        SlideError: They do; the message has both.
+    """
+    if slow.vendor == "dicom" and (wrong := colour_contradiction(path)):
+        slow.close()
+        raise SlideError(f"{wrong}: its colours would be wrong; correct PhotometricInterpretation in its files")
 
 
 def _tiff(path: Path, pick: Pick, known: SlideSource | None = None) -> TiffSource:
@@ -108,7 +121,8 @@ def _faster(path: Path, slow: OpenSlideSource, pick: Pick) -> TiffSource | None:
         raise
     except SlideError:
         return None
-    if pick.plane or all(_same_pixels(fast, k, slow, stored[index]) for k, index in enumerate(fast.kept)):
+    recoloured = any(note.flag == COLOUR_FLAG for note in fast.facts.notes)  # OpenSlide believes the tag
+    if pick.plane or recoloured or all(_same_pixels(fast, k, slow, stored[index]) for k, index in enumerate(fast.kept)):
         slow.close()  # opens itself again if a missing tile is read
         return fast
     fast.close()

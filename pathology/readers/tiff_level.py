@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
-from pathology.readers.tile_decoders import Decode, compression_name, make_decoder
+from pathology.readers.facts.slide_facts import Note
+from pathology.readers.tile_decoders import Decode, believed_colour, compression_name, make_decoder
 
 _LARGEST_TILE_PX = 2**26
 _STRIP_BYTES = 2**20
@@ -31,6 +32,7 @@ class TiffLevel:
         lengths: Bytes of each tile; 0 if the scanner left it out.
         decode: Decoder of the tiles.
         compression: Name of the compression, for messages.
+        note: What its tiles contradict its tags in; None if nothing.
     """
 
     height_px: int
@@ -41,6 +43,7 @@ class TiffLevel:
     lengths: npt.NDArray[np.int64]
     decode: Decode
     compression: str
+    note: Note | None = None
 
     @property
     def columns(self) -> int:
@@ -72,10 +75,11 @@ def parse_level(page: Any) -> TiffLevel:
     tile = (min(tile[0], height), tile[1]) if not page.is_tiled else tile
     offsets = np.asarray(page.dataoffsets, np.int64)
     lengths = np.asarray(page.databytecounts, np.int64)
-    decode = make_decoder(page, *tile)
+    colour, note = believed_colour(page, *tile)
+    decode = make_decoder(page, *tile, colour)
     if page.compression == 1 and not page.is_tiled:
         tile, offsets, lengths = _split_strips(tile, height, int(page.samplesperpixel) * width, offsets, lengths)
-    level = TiffLevel(height, width, *tile, offsets, lengths, decode, compression_name(page))
+    level = TiffLevel(height, width, *tile, offsets, lengths, decode, compression_name(page), note)
     if tile[0] * tile[1] > _LARGEST_TILE_PX:
         raise SlideError(
             f"the TIFF is not tiled: a single compressed block has {tile[0]} × {tile[1]} px; convert it "

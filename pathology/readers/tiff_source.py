@@ -89,6 +89,7 @@ class TiffSource:
             reason = "the file is truncated within its directories" if is_truncated(path) else str(error)
             raise SlideError(f"neither OpenSlide nor tifffile can open it: {reason}") from error
         self.mpp, self.facts, self.objective_power = checked.um, checked.facts.noting(*notes), power
+        self.facts = self.facts.noting(*dict.fromkeys(level.note for level in self._levels if level.note))
         self.bounds = Box.of_size(self._levels[0].height_px, self._levels[0].width_px)
         self.to_file_px: Affine = translation((0, 0))
         self._file = SlideFile(path)

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import tifffile
 
 from pathology.errors import SlideError
+from pathology.readers.facts.colour import believed_jpeg, believed_jpeg_2000
+from pathology.readers.facts.slide_facts import Note
 from pathology.readers.jpeg_tile import JpegDecoder, RestartDecoder, jpeg_prefix
 from pathology.readers.source_level import RGB
 
@@ -25,6 +27,7 @@ JPEG_2000 = (33003, 33005, 34712)
 _JPEG_2000_YCBCR = 33003
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _YCBCR = 0, 1, 2, 6
 _OLD_JPEG = 6
+_SAMPLED_TILES = 3
 _SUBSAMPLED = {JPEG, _JPEG_2000_YCBCR}
 _ASSOCIATED, _UNASSOCIATED = 1, 2
 _CONVERT = (
@@ -33,20 +36,55 @@ _CONVERT = (
 )
 
 
-def make_decoder(page: Any, height_px: int, width_px: int) -> Decode:
+def make_decoder(page: Any, height_px: int, width_px: int, colour: str | None = None) -> Decode:
     """Return the decoder for the tiles of a TIFF page; the file must still be open.
 
     Args:
         page: A page of tifffile.
         height_px: Rows of a tile.
         width_px: Columns of a tile.
+        colour: ``rgb`` or ``ycbcr``; default: as its tags say.
 
     Raises:
         SlideError: The page is not 8-bit RGB (with or without alpha) or grey, or its compression is not supported.
     """
     _check_page(page)
-    decode = _decoder_of_samples(page, height_px, width_px)
+    decode = _decoder_of_samples(page, height_px, width_px, colour or _declared(page))
     return decode if page.samplesperpixel > 1 else GreyDecoder(decode, page.photometric == _WHITE_IS_ZERO)
+
+
+def believed_colour(page: Any, height_px: int, width_px: int) -> tuple[str, Note | None]:
+    """Return ``rgb`` or ``ycbcr``, and a note if that is not what the tags say; see `pathology.readers.facts.colour`.
+
+    Args:
+        page: A page of tifffile; the file must still be open.
+        height_px: Rows of a tile.
+        width_px: Columns of a tile.
+    """
+    declared = _declared(page)
+    if page.samplesperpixel != 3 or page.compression not in (JPEG, *JPEG_2000) or page.jpegheader:
+        return declared, None
+    tiles = _sample_of(page)
+    if page.compression in JPEG_2000:
+        return believed_jpeg_2000(declared, tiles)
+    stored = JpegDecoder(height_px, width_px, jpeg_prefix(page.jpegtables, ycbcr=False))
+    return believed_jpeg(declared, tiles, lambda tile: stored(tile, 0))
+
+
+def _declared(page: Any) -> str:
+    in_ycbcr = page.photometric == _YCBCR if page.compression == JPEG else page.compression == _JPEG_2000_YCBCR
+    return "ycbcr" if in_ycbcr else "rgb"
+
+
+def _sample_of(page: Any) -> list[bytes]:
+    """Return some encoded tiles of the middle of a page."""
+    stored = [k for k, length in enumerate(page.databytecounts) if length]
+    chosen = [stored[len(stored) * k // (_SAMPLED_TILES + 1)] for k in range(1, _SAMPLED_TILES + 1)] if stored else []
+    found = []
+    for k in dict.fromkeys(chosen):
+        page.parent.filehandle.seek(page.dataoffsets[k])
+        found.append(page.parent.filehandle.read(page.databytecounts[k]))
+    return found
 
 
 def compression_name(page: Any) -> str:
@@ -55,14 +93,14 @@ def compression_name(page: Any) -> str:
     return f"grey {name}" if page.samplesperpixel == 1 else name
 
 
-def _decoder_of_samples(page: Any, height_px: int, width_px: int) -> Decode:
+def _decoder_of_samples(page: Any, height_px: int, width_px: int, colour: str) -> Decode:
     """Return the decoder of the stored samples; grey stays one sample per pixel unless the codec returns RGB."""
     if page.compression == JPEG and page.jpegheader:
         return RestartDecoder(height_px, width_px, page.jpegheader)
     if page.compression == JPEG and page.samplesperpixel in (1, 3):
-        return JpegDecoder(height_px, width_px, jpeg_prefix(page.jpegtables, page.photometric == _YCBCR))
+        return JpegDecoder(height_px, width_px, jpeg_prefix(page.jpegtables, colour == "ycbcr"))
     if page.compression in JPEG_2000:
-        return Jpeg2000Decoder(page.compression == _JPEG_2000_YCBCR)
+        return Jpeg2000Decoder(colour == "ycbcr")
     if page.compression == 1 and page.fillorder == 1:
         return PlainDecoder(width_px, page.samplesperpixel, _alpha_of(page))
     if page.compression in (_OLD_JPEG, JPEG):  # its decoder returns wrong pixels for damaged tiles

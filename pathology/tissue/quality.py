@@ -21,6 +21,8 @@ BLURRED_SHARE = 0.08
 """Slides with a larger fraction of their tissue out of focus have the flag ``blur``."""
 PEN_SHARE = 0.002
 """Slides with a larger fraction of their area under ink have the flag ``pen``."""
+_FEWEST_COLOURS = 50
+"""Pixels of tissue below which its colours are not judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Quality:
             "no_tissue": not self.masks.tissue.any(),
             "pen": self._pen_share > PEN_SHARE,
             "blur": self.blur.share > BLURRED_SHARE,
+            "colour": has_unlikely_colours(self.overview[:, self.masks.tissue]),
         }
 
     @property
@@ -140,6 +143,23 @@ class QualityAccumulator:
             self.mpp_um * 2**self._sharp_level,
             stains,
         )
+
+
+def has_unlikely_colours(tissue: Planes) -> bool:
+    """Whether tissue looks as if YCbCr had been taken for RGB, or RGB for YCbCr.
+
+    In the first, green and blue are near 128 and vary less than half as much as red: stained tissue varies most in
+    green. In the second, red is saturated.
+
+    Args:
+        tissue: ``(3, n)`` uint8: red, green and blue of the tissue.
+    """
+    if tissue.shape[1] < _FEWEST_COLOURS:
+        return False
+    mean, spread = tissue.mean(1), tissue.std(1)
+    chroma = np.abs(mean[1:] - 128).max() < 35 and spread[0] > 8 and spread[1:].max() < 0.45 * spread[0]
+    saturated = (tissue[0] >= 254).mean() > 0.25 and mean[0] - mean[1] > 60
+    return bool(chroma or saturated)
 
 
 def mask_level(mpp_um: float, parameters: TissueParameters) -> int:

@@ -11,6 +11,7 @@ other TIFF pages of one size                  focal planes, times or channels: w
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,10 +122,12 @@ def scene_count(path: Path) -> int:
     if path.suffix.lower() not in _OME_SUFFIXES:
         return 1
     try:
+        if not path.is_file():  # opening a pipe would block
+            return 1
         with tifffile.TiffFile(path, _multifile=False) as tiff:
             xml = tiff.ome_metadata if tiff.is_ome else None
-    except PARSE_ERRORS:
-        return 1
+    except (*PARSE_ERRORS, struct.error):
+        return 1  # the reader will report what is wrong with it
     return max(1, len(scenes_among(pictures_of_ome(xml, path.name)))) if xml else 1
 
 

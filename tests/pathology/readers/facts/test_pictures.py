@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from pathology.ingest.discover import find_jobs
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.predict.inputs import find_inputs
-from pathology.readers.facts.pictures import Pick
+from pathology.readers.facts.pictures import Pick, scene_count
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.sources import open_source
 from tests.pathology.readers.czi_files import write_czi
@@ -208,3 +209,10 @@ def test_a_scene_of_a_czi_is_picked(tmp_path: Path) -> None:
         assert np.array_equal(read(path, scene), picture[y0:y1, x0:x1])
     with pytest.raises(SlideError, match="no scene 3"):
         open_source(path, Pick(3))
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_file_has_no_scenes_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.tiff")
+    (tmp_path / "text.tiff").write_text("II*")
+    assert [scene_count(tmp_path / name) for name in ("pipe.tiff", "text.tiff", "none.tiff")] == [1, 1, 1]

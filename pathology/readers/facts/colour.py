@@ -1,0 +1,125 @@
+"""Whether encoded tiles hold RGB or YCbCr: what the tag says against what the tiles say, and against the pixels.
+
+```
+the tag   the tile                        the pixels                      believed
+RGB       JFIF, or Adobe YCbCr            chroma near 128, and smooth     YCbCr, noted: Bio-Formats wrote such files
+RGB       JFIF, or Adobe YCbCr            as RGB                          RGB: some scanners write a JFIF marker
+YCbCr     Adobe RGB, or components R G B  as RGB                          RGB, noted
+YCbCr     JPEG 2000 with its transform    –                               RGB after decoding, noted
+RGB       nothing                         –                               RGB: a tag that nothing contradicts
+```
+
+Sources: JFIF 1.02; Adobe Technical Note 5116; ISO/IEC 15444-1, A.6.1 (multiple component transformation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pathology.readers.facts.slide_facts import Note
+from pathology.readers.jpeg_tile import APP0, APP14, header_segments
+from pathology.readers.source_level import RGB
+
+COLOUR_FLAG = "colour"
+_FRAMES = range(0xC0, 0xC3)
+_PALE = 200
+_NEUTRAL = 12
+_GLASS_SHARE = 0.02
+_NEAR = 30.0
+
+
+def jpeg_says(tile: bytes) -> str:
+    """Return ``ycbcr`` or ``rgb`` as a JPEG's markers say, with the reason; empty if they say nothing or is damaged."""
+    try:
+        segments = [(marker, tile[start + 4 : end]) for marker, start, end in header_segments(tile)]
+    except ValueError:
+        return ""
+    for marker, content in segments:
+        if marker == APP14 and content[:5] == b"Adobe" and len(content) >= 12:
+            return "rgb" if content[11] == 0 else "ycbcr"
+    for marker, content in segments:
+        if marker == APP0 and content[:5] == b"JFIF\0":
+            return "ycbcr"
+        if marker in _FRAMES and len(content) >= 15 and bytes(content[6:15:3]) == b"RGB":
+            return "rgb"
+    return ""
+
+
+def has_own_transform(tile: bytes) -> bool:
+    """Whether a JPEG 2000 codestream has its own colour transform, so that decoders return RGB."""
+    start = tile.find(b"\xff\x4f\xff\x51")
+    at = tile.find(b"\xff\x52", start)
+    return start >= 0 and at >= 0 and len(tile) > at + 8 and tile[at + 8] == 1
+
+
+def pixels_say(stored: Sequence[RGB]) -> str:
+    """Return ``ycbcr`` or ``rgb`` as the stored components of some tiles say; empty if they do not decide.
+
+    White glass is three times the same in RGB, and (white, 128, 128) in YCbCr. In tissue, chroma is near 128 and varies
+    less than luma, whereas the colours of a stain vary together.
+    """
+    if not stored:
+        return ""
+    values: npt.NDArray[np.float32] = np.concatenate([tile.reshape(-1, 3) for tile in stored]).astype(np.float32)
+    first, others = values[:, 0], values[:, 1:]
+    pale = first > _PALE
+    as_rgb = (pale & (np.abs(others - first[:, None]).max(1) < 2 * _NEUTRAL)).mean()
+    as_ycbcr = (pale & (np.abs(others - 128).max(1) < _NEUTRAL)).mean()
+    if max(as_rgb, as_ycbcr) > _GLASS_SHARE:
+        return "rgb" if as_rgb > as_ycbcr else "ycbcr"
+    spread = values.std(0)
+    if spread[0] < 1:
+        return ""
+    if np.abs(others.mean(0) - 128).max() < _NEAR and spread[1:].max() < 0.6 * spread[0]:
+        return "ycbcr"
+    together = min(np.corrcoef(first, other)[0, 1] if other.std() else 0.0 for other in others.T)
+    return "rgb" if together > 0.5 and spread[1:].min() > 0.35 * spread[0] else ""
+
+
+def believed_jpeg(declared: str, tiles: Sequence[bytes], decode: Callable[[bytes], RGB]) -> tuple[str, Note | None]:
+    """Return ``ycbcr`` or ``rgb`` for the JPEG tiles of a page, and a note if that is not what its tag says.
+
+    Args:
+        declared: What the tag says.
+        tiles: Some encoded tiles.
+        decode: Decodes a tile to its stored components; raises any exception if it is damaged.
+    """
+    said = {jpeg_says(tile) for tile in tiles} - {""}
+    if len(said) != 1 or said == {declared}:
+        return declared, None
+    (marked,) = said
+    seen = pixels_say(_decoded(tiles, decode))
+    if seen == declared:
+        return declared, None
+    return marked, _note(
+        f"the tag PhotometricInterpretation says {_NAMES[declared]}, its JPEG tiles {_NAMES[marked]}", marked
+    )
+
+
+def believed_jpeg_2000(declared: str, tiles: Sequence[bytes]) -> tuple[str, Note | None]:
+    """Return what JPEG 2000 decoders return for the tiles of a page, likewise."""
+    if declared == "rgb" or not tiles or not all(has_own_transform(tile) for tile in tiles):
+        return declared, None
+    return "rgb", _note(
+        "the tag Compression says YCbCr, its JPEG 2000 tiles have a colour transform of their own", "rgb"
+    )
+
+
+_NAMES = {"rgb": "RGB", "ycbcr": "YCbCr"}
+
+
+def _note(contradiction: str, believed: str) -> Note:
+    return Note(COLOUR_FLAG, f"{contradiction}; read as {_NAMES[believed]}")
+
+
+def _decoded(tiles: Sequence[bytes], decode: Callable[[bytes], RGB]) -> list[RGB]:
+    found = []
+    for tile in tiles:
+        try:
+            found.append(decode(tile))
+        except Exception:
+            continue
+    return found
