@@ -59,15 +59,15 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
     if is_czi(path):
         return CziSource(path, pick)
     if is_ome_tiff(path):
-        return _upright(_tiff(path, pick), path)
+        return _upright(_tiff(path, pick))
     try:
         slow = OpenSlideSource(path)
     except UnsupportedFormatError:
-        return _upright(_tiff(path, pick), path)
+        return _upright(_tiff(path, pick))
     except SlideError:
         if not is_truncated(path):
             raise
-        return _upright(_tiff(path, pick), path)  # the levels before the end of the file may be enough
+        return _upright(_tiff(path, pick))  # the levels before the end of the file may be enough
     if slow.vendor not in _TILED_TIFF_VENDORS:
         _check_dicom_colour(slow, path)
         return slow
@@ -75,10 +75,10 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
         slow.close()
         size = slow.levels[0].height_px, slow.levels[0].width_px
         largest = largest_page(path) == size  # OpenSlide takes the first page, which may be a label
-        return _upright(_tiff(path, pick, known=slow if largest else None), path)
+        return _upright(_tiff(path, pick, known=slow if largest else None))
     if orientation_of_file(path) != 1:  # OpenSlide rotates each tile but not its position
         slow.close()
-        return _upright(_tiff(path, pick, known=slow), path)
+        return _upright(_tiff(path, pick, known=slow))
     return _faster(path, slow, pick) or slow
 
 
@@ -97,9 +97,9 @@ def _tiff(path: Path, pick: Pick, known: SlideSource | None = None) -> TiffSourc
     return TiffSource(path, known=known, reopen=partial(open_source, pick=pick), pick=pick)
 
 
-def _upright(stored: TiffSource, path: Path) -> SlideSource:
-    orientation = orientation_of_file(path)
-    return stored if orientation == 1 else UprightSource(stored, orientation)
+def _upright(stored: TiffSource) -> SlideSource:
+    """Return the slide upright, as its own page says; that of a label before it may be stored another way."""
+    return stored if stored.orientation == 1 else UprightSource(stored, stored.orientation)
 
 
 def _faster(path: Path, slow: OpenSlideSource, pick: Pick) -> TiffSource | None:

@@ -107,8 +107,13 @@ def orientation_of_file(path: Path) -> int:
     """Return the tag Orientation of a TIFF's first page; 1 (upright) for other files and for invalid values."""
     try:
         with tifffile.TiffFile(path) as tiff:
-            tag = tiff.pages.first.tags.get("Orientation")
-            value = 1 if tag is None else int(tag.value)
+            return orientation_of_page(tiff.pages.first)
     except PARSE_ERRORS:
         return 1  # the reader will report what is wrong with it
+
+
+def orientation_of_page(page: Any) -> int:
+    """Return the tag Orientation of a page; 1 (upright) for invalid values."""
+    tag = page.tags.get("Orientation")
+    value = 1 if tag is None else int(tag.value)
     return value if 1 <= value <= 8 else 1

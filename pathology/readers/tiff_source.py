@@ -33,7 +33,7 @@ from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, translation
 from pathology.readers.threads import decode_threads, in_pool, submit
 from pathology.readers.tiff_level import TiffLevel, parse_level, propagate_missing_tiles
-from pathology.readers.tiff_metadata import is_truncated, keyframe
+from pathology.readers.tiff_metadata import is_truncated, keyframe, orientation_of_page
 
 _TASK_PX = 2**19
 _MAX_PENDING_BYTES = 24 * 2**20
@@ -82,6 +82,7 @@ class TiffSource:
                 power = known.objective_power if known else power_of_ome(tiff.ome_metadata or "")
                 stated = merged(known.facts.mpp if known else (), stated_by_tiff(tiff, first))
                 checked = checked_mpp(stated, power, _size(first))
+                self.orientation = orientation_of_page(first)
                 self.vendor = known.vendor if known else "ome-tiff" if tiff.is_ome else "generic-tiff"
                 # The tag itself: OpenSlide's binding returns the profile as rewritten by Little CMS.
                 self.icc: bytes | None = first.iccprofile or (known.icc if known else None)

@@ -15,6 +15,7 @@ import tifffile
 
 from pathology.errors import SlideError
 from pathology.readers.facts.colour import believed_jpeg, believed_jpeg_2000
+from pathology.readers.facts.sample_kinds import conversion, is_unsigned, sample_format
 from pathology.readers.facts.slide_facts import Note
 from pathology.readers.jpeg_tile import JpegDecoder, RestartDecoder, jpeg_prefix
 from pathology.readers.source_level import RGB
@@ -25,15 +26,11 @@ Decode = Callable[[bytes, int], RGB]
 JPEG = 7
 JPEG_2000 = (33003, 33005, 34712)
 _JPEG_2000_YCBCR = 33003
-_WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _YCBCR = 0, 1, 2, 6
+_WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
 _OLD_JPEG = 6
 _SAMPLED_TILES = 3
 _SUBSAMPLED = {JPEG, _JPEG_2000_YCBCR}
 _ASSOCIATED, _UNASSOCIATED = 1, 2
-_CONVERT = (
-    "Convert it to 8-bit RGB first, for example with libvips: "
-    "vips colourspace IN.tif 'OUT.tif[tile,pyramid,compression=deflate]' srgb"
-)
 
 
 def make_decoder(page: Any, height_px: int, width_px: int, colour: str | None = None) -> Decode:
@@ -50,6 +47,8 @@ def make_decoder(page: Any, height_px: int, width_px: int, colour: str | None = 
     """
     _check_page(page)
     decode = _decoder_of_samples(page, height_px, width_px, colour or _declared(page))
+    if page.photometric == _PALETTE:
+        return PaletteDecoder(decode, _palette(page.colormap))
     return decode if page.samplesperpixel > 1 else GreyDecoder(decode, page.photometric == _WHITE_IS_ZERO)
 
 
@@ -87,6 +86,12 @@ def _sample_of(page: Any) -> list[bytes]:
     return found
 
 
+def _palette(table: npt.NDArray[np.uint16]) -> RGB:
+    """Return ``(256, 3)`` of a table of 16-bit colours; some programs write 8-bit ones."""
+    colours: RGB = (table >> 8 if table.max() > 255 else table).T.astype(np.uint8)
+    return colours
+
+
 def compression_name(page: Any) -> str:
     """Return the name of a page's compression, as in ``JPEG``, ``grey JPEG``, ``LZW`` or ``uncompressed``."""
     name = "uncompressed" if page.compression == 1 else _name_of(tifffile.COMPRESSION, page.compression)
@@ -106,7 +111,7 @@ def _decoder_of_samples(page: Any, height_px: int, width_px: int, colour: str) -
     if page.compression in (_OLD_JPEG, JPEG):  # its decoder returns wrong pixels for damaged tiles
         raise SlideError(
             f"its type of JPEG cannot be checked for damage: {page.samplesperpixel} samples, "
-            f"{_name_of(tifffile.COMPRESSION, page.compression)}. {_CONVERT}"
+            f"{_name_of(tifffile.COMPRESSION, page.compression)}. {conversion(page)}"
         )
     decode = page.decode  # tifffile needs the open file to make it, not to call it
     return CodecDecoder(decode, page.jpegtables, _alpha_of(page))
@@ -116,12 +121,16 @@ def _check_page(page: Any) -> None:
     grey = page.samplesperpixel == 1 and page.photometric in (_WHITE_IS_ZERO, _BLACK_IS_ZERO)
     colours = page.photometric == _RGB or (page.photometric == _YCBCR and page.compression in _SUBSAMPLED)
     rgb = page.samplesperpixel in (3, 4) and page.planarconfig == 1 and colours
-    if page.bitspersample == 8 and (rgb or (grey and page.compression not in JPEG_2000)):
+    indices = page.samplesperpixel == 1 and page.photometric == _PALETTE and page.compression not in (JPEG, *JPEG_2000)
+    shown = rgb or indices or (grey and page.compression not in JPEG_2000)
+    if page.bitspersample == 8 and is_unsigned(page) and shown:
         return
-    kind = f"{page.samplesperpixel} × {page.bitspersample} bit {_name_of(tifffile.PHOTOMETRIC, page.photometric)}"
+    depth = f"{sample_format(page)}{page.bitspersample} bit"
+    kind = f"{page.samplesperpixel} × {depth} {_name_of(tifffile.PHOTOMETRIC, page.photometric)}"
     planes = " in separate planes" if page.samplesperpixel > 1 and page.planarconfig != 1 else ""
     packed = _name_of(tifffile.COMPRESSION, page.compression)
-    raise SlideError(f"its pixels are {kind}{planes} ({packed}); only 8-bit RGB or grey is supported. {_CONVERT}")
+    what = f"its pixels are {kind}{planes} ({packed}); only 8-bit RGB or grey is supported"
+    raise SlideError(f"{what}. {conversion(page)}")
 
 
 def _name_of(names: type[IntEnum], value: int) -> str:
@@ -186,6 +195,24 @@ class GreyDecoder:
         grey: RGB = self.decode(data, index)[..., :1]
         shown: RGB = 255 - grey if self.inverted else grey
         return np.broadcast_to(shown, (*grey.shape[:2], 3))
+
+
+@dataclass(frozen=True, slots=True)
+class PaletteDecoder:
+    """Indices of a table of colours as RGB.
+
+    Attributes:
+        decode: Decoder whose only sample is the index.
+        colours: ``(256, 3)`` uint8.
+    """
+
+    decode: Decode
+    colours: RGB
+
+    def __call__(self, data: bytes, index: int) -> RGB:
+        """Return a new ``(h, w, 3)``; see `Decode`."""
+        found: RGB = self.colours[self.decode(data, index)[..., 0]]
+        return found
 
 
 _NOT_IN_PACKETS = re.compile(rb"\xff[\x94-\xd8\xda-\xff]")

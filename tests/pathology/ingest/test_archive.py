@@ -341,7 +341,7 @@ def test_a_full_disk_stops_all_and_keeps_what_is_finished(
 def test_what_a_reader_did_not_foresee_fails_its_slide_alone(
     tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(path: Path) -> None:
+    def broken(path: Path, pick: object) -> None:
         raise KeyError("PhotometricInterpretation")
 
     monkeypatch.setattr("pathology.ingest.slide.open_source", broken)

@@ -27,6 +27,7 @@ from pathology.ingest.archive import IngestOptions, IngestReport, Request, inges
 from pathology.ingest.discover import SlideJob, part_of_names
 from pathology.ingest.work import CLAIMS, do_job
 from pathology.memory import WORKER_BYTES, parse_bytes, worker_count
+from pathology.readers.facts.pictures import Pick
 from tests.conftest import ROOT
 from tests.pathology.tiffs import MakeSlide, stained, write_slide
 
@@ -254,10 +255,10 @@ def test_an_error_of_the_sources_disk_fails_the_slide_alone(
 
     opened = module.open_source
 
-    def failing(path: Path) -> object:
+    def failing(path: Path, pick: Pick) -> object:
         if path.name == "0.tiff":
             raise OSError(5, "Input/output error", str(path))
-        return opened(path)
+        return opened(path, pick)
 
     monkeypatch.setattr(module, "open_source", failing)
     report = run([make_slide(f"{k}.tiff", seed=k) for k in range(2)], tmp_path / "store")
