@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import stat
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,8 +20,9 @@ from data.missing import is_missing
 from data.spelling import joined_note, one_spelling
 from data.store.manifest import read_user_manifest, record_path
 from hyfi_core.errors import RequestError
-from pathology.readers.dicom_files import DicomHeader, file_of_slide, read_header, series_in
+from pathology.readers.dicom_files import DicomHeader, file_of_slide, may_be_dicom, read_header, series_in
 from pathology.readers.facts.pictures import scene_count
+from pathology.readers.file_check import UNREAD_FORMATS
 from pathology.readers.sources import SLIDE_SUFFIXES
 
 _LONGEST_NAME_BYTES = 160
@@ -192,6 +194,7 @@ def _merged(path: Path, source: Path, one: Mapping[str, str], other: Mapping[str
 
 def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     """Yield the slides of an argument: a slide, a folder or a manifest; each with its row of the manifest."""
+    path = _as_on_disk(path)
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
         if is_folder:
@@ -230,7 +233,7 @@ def _series_of(source: Path) -> tuple[Path, str] | None:
 
 
 def _header_or_none(source: Path) -> DicomHeader | None:
-    if source.suffix.lower() != ".dcm":
+    if not may_be_dicom(source):
         return None
     with suppress(OSError):
         return read_header(source)
@@ -238,18 +241,32 @@ def _header_or_none(source: Path) -> DicomHeader | None:
 
 
 def _is_slide(source: Path) -> bool:
-    header = _header_or_none(source)
-    return source.suffix.lower() in SLIDE_SUFFIXES and (header is None or header.whole_slide)
+    """Whether a file of a folder is a slide, or one of a scanner whose format is not read, which fails by name."""
+    header, suffix = _header_or_none(source), source.suffix.lower()
+    if header is not None:
+        return header.whole_slide
+    return suffix in SLIDE_SUFFIXES or (suffix in UNREAD_FORMATS and suffix != ".ets")
 
 
 def _tidy(path: Path) -> Path:
     """Return the absolute path without ``.`` and ``..``, without resolving links, so that each file has one path."""
-    tidy = Path(os.path.normpath(path.absolute()))
+    tidy = Path(os.path.normpath(_as_on_disk(path.absolute())))
     # After a link to a folder, `..` differs from the text.
     try:
         return tidy if tidy.samefile(path) else path.absolute()
     except OSError:  # the reader reports the error
         return tidy if is_gone(path) else path.absolute()
+
+
+def _as_on_disk(path: Path) -> Path:
+    """Return the path of an existing file whose name differs in its Unicode form only: macOS writes another one."""
+    if path.name.isascii() or not is_gone(path):
+        return path
+    plain = unicodedata.normalize("NFC", path.name)
+    with suppress(OSError):
+        same = [name for name in os.listdir(path.parent) if unicodedata.normalize("NFC", name) == plain]  # noqa: PTH208
+        return path.with_name(same[0]) if len(same) == 1 else path
+    return path
 
 
 def _search(folder: Path) -> Iterator[Path]:
@@ -357,7 +374,7 @@ def _plain_name(source: Path, scene: str, folders: _Folders) -> str:
             stem = source.parent.name if len(folders.series_in(source.parent)) == 1 else header.series
     elif folders.has_twin(source):
         stem = source.name
-    name = re.sub(r"[\\\x00-\x1f]", "_", stem).lstrip(".") or "slide"
+    name = re.sub(r"[\\\x00-\x1f]", "_", unicodedata.normalize("NFC", stem)).lstrip(".") or "slide"
     if len(name.encode("utf-8", "replace")) > _LONGEST_NAME_BYTES:
         name = f"{name[:30]}-{_short_digest(name)}"
     return name + _suffix(scene)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from data.files import is_running
 from pathology.errors import SlideError
-from pathology.readers.dicom_files import series_files
+from pathology.readers.dicom_files import may_be_dicom, series_files
 
 _BLOCK_BYTES = 16 * 2**20
 _SPARE_BYTES = 2**30
@@ -76,7 +76,7 @@ def files_of(source: Path) -> list[Path]:
         return [source, *sorted(path for path in folder.rglob("*") if path.is_file())]
     if suffix in (".vms", ".vmu"):
         return [source, *_files_listed_in(source)]
-    if suffix in (".dcm", ""):
+    if may_be_dicom(source):
         return series_files(source)
     return [source]
 

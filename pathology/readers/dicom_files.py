@@ -62,6 +62,12 @@ def read_header(path: Path) -> DicomHeader | None:
     return _cached_header(str(path), state.st_size, state.st_mtime_ns)
 
 
+def may_be_dicom(path: Path) -> bool:
+    """Whether a file's name is one of DICOM: with its ending, with none, or a UID, which ends in a number."""
+    suffix = path.suffix.lower()
+    return suffix in (".dcm", ".dicom", "") or suffix[1:].isdecimal()
+
+
 def series_files(path: Path) -> list[Path]:
     """Return the files of a DICOM slide: ``path``, then the others of its series in the folder, sorted by name.
 

@@ -13,6 +13,16 @@ from pathology.readers.dicom_files import series_in
 _LARGEST_SLIDEDAT_BYTES = 2**20
 _LISTED_FILES = 10
 
+_TO_OME = "Bio-Formats (`bfconvert`) or QuPath makes an OME-TIFF of it"
+UNREAD_FORMATS = {
+    ".vsi": ("it is a slide of Olympus cellSens or VS", _TO_OME),
+    ".ets": ("it has the pixels of an Olympus .vsi, one folder up", f"{_TO_OME}, from the .vsi"),
+    ".isyntax": ("it is a slide of Philips IntelliSite", "libisyntax (`isyntax-to-tiff`) or isyntax2raw converts it"),
+    ".sdpc": ("it is a slide of SQRAY", "the scanner's own software exports SVS or TIFF"),
+    ".kfb": ("it is a slide of KFBIO", "KFBIO's converter makes SVS or TIFF of it"),
+}
+"""Formats that no reader here opens: what a file is, and what converts it."""
+
 UNREADABLE_FOLDER = "the folder cannot be searched for slides"
 """Start of the reason recorded for a folder that cannot be searched."""
 
@@ -21,9 +31,13 @@ def check_file(path: Path) -> None:
     """Check a file's type, size and first bytes.
 
     Raises:
-        SlideError: The file is missing, unreadable, empty, a PNG, JPEG or PDF with the extension of a slide, an MRXS
-            without its folder or a file in it, or a TIFF that is truncated before its directory.
+        SlideError: The file is of a format that is not read, missing, unreadable, empty, a PNG, JPEG or PDF with the
+            extension of a slide, an MRXS without its folder or a file in it, or a TIFF that is truncated before its
+            directory.
     """
+    if path.suffix.lower() in UNREAD_FORMATS and path.is_file():
+        what, converter = UNREAD_FORMATS[path.suffix.lower()]
+        raise SlideError(f"{what}, which is not read; {converter}")
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait forever
             raise SlideError(_folder_problem(path) if path.is_dir() else "it is not a regular file")

@@ -103,11 +103,18 @@ class TiffSource:
         stated = [StatedLevel((v.height_px, v.width_px), (v.tile_height_px, v.tile_width_px)) for v in self._levels]
         fitted = fitted_levels(stated)
         self._keep([k for k, level in enumerate(fitted) if level is not None], [v for v in fitted if v is not None])
-        unlike = {self._kept[k] for k in unlike_levels(self.levels, self.read)}
+        unlike = {self._kept[k] for k in unlike_levels(self.levels, self._read_stored)}
         kept = [k for k, index in enumerate(self._kept) if index not in unlike]
         self._keep(kept, [self.levels[k] for k in kept])
         missing = [k for k in range(len(stated)) if k not in self._kept]
         self.facts = self.facts.noting(*(left_out(k, stated[k], stated[0], k in unlike) for k in missing))
+
+    def _read_stored(self, box: Box, level: int) -> RGB:
+        """Return the pixels of a box; raise TileError if the scanner left a tile of it out, which shows nothing."""
+        lengths = self._levels[level].lengths
+        if any(lengths[index] == 0 for index in self._levels[level].tiles_in(box)):
+            raise TileError("a tile was left out by the scanner")
+        return self.read(box, level)
 
     def _keep(self, indices: Sequence[int], levels: Sequence[SourceLevel]) -> None:
         """Keep some of the levels, with these sizes."""

@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.ndimage import find_objects
 from skimage.filters import threshold_otsu
 
-from data.components import fill_small_holes, without_small
+from data.components import fill_small_holes, label, without_small
 from hyfi_core.errors import RequestError
 from pathology.readers.threads import run_in_pool
 from pathology.tissue.density import Float, density_of, glass_colour, row_strips
 from pathology.tissue.fat import find_fat, wall_contrast
-from pathology.tissue.morphology import closed
+from pathology.tissue.morphology import closed, dilated
 from pathology.tissue.pen import MIN_INK_DENSITY, classify_ink, pen_marks, without_texture
 from pathology.tissue.strokes import MIN_STROKE_DENSITY, thin_strokes
 
@@ -96,6 +97,8 @@ class TissueParameters:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
+_UNSCANNED_SHARE = 1e-3
+_RECTANGULAR = 0.95
 _SETTABLE = ("density", "colour", "smooth_um", "close_um", "smallest_um2", "hole_um2", "fat")
 
 
@@ -137,6 +140,7 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
     """
     p = parameters or TissueParameters()
     glass = glass_colour(image)
+    image = _without_unscanned(image, glass)
     features = _PixelFeatures.of(image, glass, mpp_um, p)
     marks = features.pen(image, glass, mpp_um)
     excluded = marks if p.pen == "mask" else np.zeros_like(marks)
@@ -151,6 +155,27 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
     # Areas at the image's border do not count as holes: a small slide without tissue would be one.
     fill_small_holes(tissue, _pixels(p.hole_um2, mpp_um))
     return TissueMasks(tissue & ~excluded, marks)
+
+
+def _without_unscanned(image: Planes, glass: Float) -> Planes:
+    """Return the image with glass where scanners leave exact black: beside and between the parts that they scanned.
+
+    Such areas reach the border of the image or are rectangles; ink does not. The pixels around them are mixtures.
+    """
+    black: Mask = ~(image[0] | image[1] | image[2]).astype(bool)
+    if np.count_nonzero(black) < _UNSCANNED_SHARE * black.size:
+        return image
+    labels = label(black)
+    sizes = np.bincount(labels.reshape(-1))
+    unscanned = np.zeros(len(sizes), bool)
+    border = (labels[0], labels[-1], labels[:, 0], labels[:, -1])
+    unscanned[np.unique(np.concatenate(border))] = True
+    for number, place in enumerate(find_objects(labels), 1):
+        height, width = (part.stop - part.start for part in place)
+        unscanned[number] |= min(height, width) > 2 and sizes[number] > _RECTANGULAR * height * width
+    unscanned[0] = False
+    found = dilated(unscanned[labels], 2)
+    return np.where(found, glass.astype(np.uint8)[:, None, None], image) if found.any() else image
 
 
 def _stained(features: _PixelFeatures, excluded: Mask, p: TissueParameters) -> Mask:

@@ -2,10 +2,11 @@
 
 ```
 the tag   the tile                        the pixels                      believed
-RGB       JFIF, or Adobe YCbCr            chroma near 128, and smooth     YCbCr, noted: Bio-Formats wrote such files
+RGB       JFIF, or Adobe YCbCr            as YCbCr                        YCbCr, noted: Bio-Formats wrote such files
 RGB       JFIF, or Adobe YCbCr            as RGB                          RGB: some scanners write a JFIF marker
 YCbCr     Adobe RGB, or components R G B  as RGB                          RGB, noted
 YCbCr     JPEG 2000 with its transform    –                               RGB after decoding, noted
+either    a marker that contradicts it    of neither kind                 the tag, noted
 RGB       nothing                         –                               RGB: a tag that nothing contradicts
 ```
 
@@ -28,7 +29,10 @@ _FRAMES = range(0xC0, 0xC3)
 _PALE = 200
 _NEUTRAL = 12
 _GLASS_SHARE = 0.02
-_NEAR = 30.0
+_DECIDES = 0.2
+"""Difference between the correlations of both readings."""
+_TO_RGB = np.array([[1, 1, 1], [0, -0.34414, 1.772], [1.402, -0.71414, 0]], np.float32)
+"""(Y, Cb, Cr) times this is (red, green, blue) but for constants."""
 
 
 def jpeg_says(tile: bytes) -> str:
@@ -58,8 +62,8 @@ def has_own_transform(tile: bytes) -> bool:
 def pixels_say(stored: Sequence[RGB]) -> str:
     """Return ``ycbcr`` or ``rgb`` as the stored components of some tiles say; empty if they do not decide.
 
-    White glass is three times the same in RGB, and (white, 128, 128) in YCbCr. In tissue, chroma is near 128 and varies
-    less than luma, whereas the colours of a stain vary together.
+    White glass is three times the same in RGB, and (white, 128, 128) in YCbCr. In stained tissue red, green and blue
+    are dark together; luma and chroma are not, nor are colours that were converted although they were RGB.
     """
     if not stored:
         return ""
@@ -70,13 +74,17 @@ def pixels_say(stored: Sequence[RGB]) -> str:
     as_ycbcr = (pale & (np.abs(others - 128).max(1) < _NEUTRAL)).mean()
     if max(as_rgb, as_ycbcr) > _GLASS_SHARE:
         return "rgb" if as_rgb > as_ycbcr else "ycbcr"
-    spread = values.std(0)
-    if spread[0] < 1:
+    as_stored, converted = _agreement(values), _agreement(values @ _TO_RGB)
+    if abs(as_stored - converted) < _DECIDES:
         return ""
-    if np.abs(others.mean(0) - 128).max() < _NEAR and spread[1:].max() < 0.6 * spread[0]:
-        return "ycbcr"
-    together = min(np.corrcoef(first, other)[0, 1] if other.std() else 0.0 for other in others.T)
-    return "rgb" if together > 0.5 and spread[1:].min() > 0.35 * spread[0] else ""
+    return "rgb" if as_stored > converted else "ycbcr"
+
+
+def _agreement(values: npt.NDArray[np.float32]) -> float:
+    """Return the lowest correlation between two of three channels, ``(n, 3)``; -1 if one of them is constant."""
+    if values.std(0).min() < 0.5:
+        return -1.0
+    return float(np.corrcoef(values.T).min())
 
 
 def believed_jpeg(declared: str, tiles: Sequence[bytes], decode: Callable[[bytes], RGB]) -> tuple[str, Note | None]:
@@ -94,18 +102,18 @@ def believed_jpeg(declared: str, tiles: Sequence[bytes], decode: Callable[[bytes
     seen = pixels_say(_decoded(tiles, decode))
     if seen == declared:
         return declared, None
-    return marked, _note(
-        f"the tag PhotometricInterpretation says {_NAMES[declared]}, its JPEG tiles {_NAMES[marked]}", marked
-    )
+    said_by = f"the tag PhotometricInterpretation says {_NAMES[declared]}, its JPEG tiles {_NAMES[marked]}"
+    # Where the pixels do not decide, the tag is as good as the marker: OpenSlide and libtiff believe it, too.
+    believed = seen or declared
+    return believed, _note(said_by if seen else f"{said_by}, and its pixels do not decide", believed)
 
 
 def believed_jpeg_2000(declared: str, tiles: Sequence[bytes]) -> tuple[str, Note | None]:
     """Return what JPEG 2000 decoders return for the tiles of a page, likewise."""
     if declared == "rgb" or not tiles or not all(has_own_transform(tile) for tile in tiles):
         return declared, None
-    return "rgb", _note(
-        "the tag Compression says YCbCr, its JPEG 2000 tiles have a colour transform of their own", "rgb"
-    )
+    said_by = "the tag Compression says YCbCr, its JPEG 2000 tiles have a colour transform of their own"
+    return "rgb", _note(said_by, "rgb")
 
 
 _NAMES = {"rgb": "RGB", "ycbcr": "YCbCr"}

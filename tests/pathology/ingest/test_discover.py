@@ -2,15 +2,21 @@ from __future__ import annotations
 
 import errno
 import os
+import unicodedata
 from pathlib import Path
 
 import pytest
 
 from data.store.manifest import DONE, FAILED, load_records
 from hyfi_core.errors import RequestError
+from pathology.errors import SlideError
 from pathology.ingest.archive import IngestOptions, Request, ingest, make_plan
 from pathology.ingest.discover import find_jobs
-from tests.pathology.tiffs import MakeSlide
+from pathology.ingest.slide import ingest_slide
+from pathology.readers.sources import open_source
+from tests.pathology.readers.dicom_slides import write_series
+from tests.pathology.readers.scanners import soft
+from tests.pathology.tiffs import MakeSlide, stained, write_slide
 
 AT_HALF = IngestOptions(mpp=0.5)
 TOO_LONG = "x" * 300 + ".tiff"
@@ -180,3 +186,33 @@ def test_names_of_an_earlier_version_stay(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     known = {"x": str(tmp_path / "x.tif")}
     assert {job.source.name: job.slide_id for job in find_jobs([tmp_path], known)} == {"x.tif": "x", "x.tiff": "x.tiff"}
+
+
+def test_slides_of_unread_scanners_are_named_with_their_converter(tmp_path: Path) -> None:
+    for name in ("a.vsi", "b.isyntax", "c.sdpc", "d.kfb", "e.ets"):
+        (tmp_path / name).write_bytes(b"something")
+    assert [job.slide_id for job in find_jobs([tmp_path], {})] == ["a", "b", "c", "d"]
+    for name, words in (("a.vsi", "Olympus.*bfconvert"), ("b.isyntax", "Philips.*isyntax"), ("e.ets", r"\.vsi")):
+        with pytest.raises(SlideError, match=words):
+            open_source(tmp_path / name)
+
+
+def test_a_name_is_found_in_either_unicode_form(tmp_path: Path) -> None:
+    written, listed = (unicodedata.normalize(form, "Müller-1.tif") for form in ("NFD", "NFC"))
+    write_slide(tmp_path / written, stained(300, 300))
+    (tmp_path / "m.csv").write_text(f"path,label\n{listed},a\n")
+    (job,) = find_jobs([tmp_path / "m.csv"], {})
+    assert job.source.is_file() and job.slide_id == "Müller-1"
+    assert find_jobs([tmp_path / listed, tmp_path], {}) == find_jobs([tmp_path / written], {})
+
+
+def test_dicom_without_an_ending_is_found_by_its_content(tmp_path: Path) -> None:
+    for path in write_series(tmp_path / "S1", "a", soft(512, 512), "1.2.3", levels=2):
+        path.rename(path.with_suffix(""))
+    (path,) = write_series(tmp_path / "S2", "b", soft(256, 256), "1.2.4", levels=1)[1:]
+    path.rename(path.with_name("1.2.840.10008.77"))
+    (tmp_path / "S2" / "README").write_text("no slide")
+    jobs = find_jobs([tmp_path], {})
+    assert [job.slide_id for job in jobs] == ["S1", "S2"]
+    record = ingest_slide(jobs[0].source, tmp_path / "store", IngestOptions(mpp=0.5))
+    assert record.status == "done" and record.height_px == 512

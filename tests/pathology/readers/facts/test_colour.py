@@ -29,8 +29,8 @@ SIZE = (512, 640)
 def tissue(seed: int = 0, glass: bool = True) -> RGB:
     """Return pink and violet tissue, with glass around it or without."""
     rng = np.random.default_rng(seed)
-    shares = np.kron(rng.random((SIZE[0] // 32, SIZE[1] // 32)), np.ones((32, 32)))[..., None]
-    image = shares * (225, 150, 190) + (1 - shares) * (120, 70, 140)
+    h, e = (np.kron(rng.random((SIZE[0] // 16, SIZE[1] // 16)), np.ones((16, 16)))[..., None] for _ in range(2))
+    image = 242 * np.exp(-0.8 * h * (0.65, 0.70, 0.29) - 0.6 * e * (0.07, 0.99, 0.11))
     if glass:
         image[: SIZE[0] // 4] = 242
     return image.astype(np.uint8)

@@ -23,12 +23,13 @@ HOW = {"photometric": "rgb", "metadata": None, "tile": (64, 64)}
 def textured(height: int, width: int, seed: int = 0) -> RGB:
     """Return tissue with structures of all sizes."""
     rng = np.random.default_rng(seed)
-    image = np.zeros((height, width))
+    stains = np.zeros((2, height, width))
     for cell in (4, 16, 64):
-        coarse = rng.random((-(-height // cell), -(-width // cell)))
-        image += np.kron(coarse, np.ones((cell, cell)))[:height, :width]
-    grey = (image / 3 * 120).astype(np.uint8)
-    return np.stack([230 - grey // 2, 180 - grey, 220 - grey // 2], -1).astype(np.uint8)
+        for stain in stains:
+            coarse = rng.random((-(-height // cell), -(-width // cell)))
+            stain += np.kron(coarse, np.ones((cell, cell)))[:height, :width] / 3
+    h, e = stains[..., None]
+    return (242 * np.exp(-0.8 * h * (0.65, 0.70, 0.29) - 0.6 * e * (0.07, 0.99, 0.11))).astype(np.uint8)
 
 
 def write(path: Path, pages: list[RGB], ome: bool = False, **how: object) -> Path:

@@ -1,0 +1,1 @@
+"""Cost of checking what slide files say about themselves."""
