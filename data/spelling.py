@@ -3,7 +3,7 @@
 ```
 canonical form     'P 007' 'p\u00a0007'   compared by Unicode form, invisible characters, dashes, white space and case
                    '007' '7' '7.0'        and, if the whole text is a number, by its zeros
-ending             'a.svs' 'a'            slides only, and only if one of them has none: a.tif and a.tiff are two
+ending             'a.svs' 'a'            only if one of them has none: a.tif and a.tiff are two slides
 no white space     'low grade' 'lowgrade' classes only
 ```
 """
@@ -19,7 +19,7 @@ from typing import Literal
 
 from hyfi_core.errors import RequestError
 
-Kind = Literal["slide", "case", "class"]
+Kind = Literal["name", "class"]
 
 ADVICE = "write each in one way, or join them with --merge-alike (in a run: data.merge_alike=true)"
 _MOST_NAMED = 10
@@ -51,16 +51,14 @@ def without_ending(name: str) -> str:
     return _ENDINGS.sub("", name)
 
 
-def forms_of(texts: Iterable[str], kind: Kind = "case") -> dict[str, str]:
+def forms_of(texts: Iterable[str], kind: Kind = "name") -> dict[str, str]:
     """Return the form of each text; texts of one form are spellings of one name."""
     forms = {text: canonical(text) for text in texts}
     if kind == "class":
-        return {text: form.replace(" ", "") for text, form in forms.items()}
-    if kind == "slide":
-        all_forms = set(forms.values())
-        shorter = {form: canonical(without_ending(form)) for form in all_forms}
-        return {text: shorter[form] if shorter[form] in all_forms else form for text, form in forms.items()}
-    return forms
+        forms = {text: form.replace(" ", "") for text, form in forms.items()}
+    all_forms = set(forms.values())
+    shorter = {form: canonical(without_ending(form)) for form in all_forms}
+    return {text: shorter[form] if shorter[form] in all_forms else form for text, form in forms.items()}
 
 
 @dataclass(frozen=True)

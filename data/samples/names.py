@@ -11,8 +11,6 @@ from data.missing import MISSING, is_missing
 from data.spelling import Kind, joined_note, one_spelling, shown
 from hyfi_core.errors import RequestError
 
-_KINDS: Mapping[str, Kind] = {"slide_id": "slide", "case_id": "case"}
-
 
 @dataclass(frozen=True)
 class NamedTable:
@@ -48,7 +46,7 @@ def with_one_name_each(
         if column in table.columns:
             names = [row.get(column, "") for row in known]
             named = without_missing(named, column, missing, keep=names if column == "slide_id" else ())
-            named = column_in_one_way(named, column, _KINDS[column], merge=merge, known=names)
+            named = column_in_one_way(named, column, "name", merge=merge, known=names)
     return named
 
 
@@ -104,7 +102,7 @@ def cases_in_one_way(
     """
     words, cases = tuple(missing), [row.get("case_id", "") for row in rows]
     cases = ["" if is_missing(case, words) else case for case in cases]
-    spelling = one_spelling(cases, "case", f"{where}: case_id", merge=merge).spelling
+    spelling = one_spelling(cases, "name", f"{where}: case_id", merge=merge).spelling
     return [{**row, "case_id": spelling.get(case, "")} for row, case in zip(rows, cases, strict=True)]
 
 

@@ -123,9 +123,9 @@ def written_in_one_way(
     """
     given = [job.row.get("slide_id", "") for job in jobs]
     advice = "slides need names that differ in more than spelling: change slide_id"
-    one_spelling(given, "slide", "manifest: slide_id", merge=False, known=names, advice=advice)
+    one_spelling(given, "name", "manifest: slide_id", merge=False, known=names, advice=advice)
     written = ["" if is_missing(case) else case for case in (job.row.get("case_id", "") for job in jobs)]
-    spelled = one_spelling(written, "case", "manifest: case_id", merge=merge, known=cases)
+    spelled = one_spelling(written, "name", "manifest: case_id", merge=merge, known=cases)
     notes = [joined_note("manifest: case_id", spelled.joined)] if spelled.joined else []
     without = sum(not case for job, case in zip(jobs, written, strict=True) if "case_id" in job.row)
     if without:

@@ -99,7 +99,7 @@ def _in_one_way(
         named = column_of_classes(named, stratify, merge=merge, missing=missing)
     if group not in KEYS:
         named.table.require(group, "--group")
-        named = column_in_one_way(without_missing(named, group, missing), group, "case", merge=merge)
+        named = column_in_one_way(without_missing(named, group, missing), group, "name", merge=merge)
     return named.table, list(named.notes)
 
 
