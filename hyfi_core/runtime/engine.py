@@ -98,8 +98,11 @@ class Engine(EngineState):
         if plan.cuts == "auto" and plan.stages > 1:
             plan = with_cuts(plan, subject.program(widest))
         if plan.cells == "auto":
-            held = comm.broadcast_object(resident_bytes())  # the same choice on all ranks
-            plan = with_cells(plan, subject.program(widest), held, self.device, model.training or optimizer is not None)
+            program = subject.program(widest)
+            held = comm.broadcast_object(
+                resident_bytes()
+            )  # after the capture, which loads libraries; one choice for all
+            plan = with_cells(plan, program, held, self.device, model.training or optimizer is not None)
         self.plan, grids = plan, plan.by_cells().grids
         last = lays_channels_last(memory_format, model, autocast, lambda: subject.program(widest), grids, self.device)
         self._subject = replace(subject, channels_last=last)

@@ -75,3 +75,23 @@ def test_evaluation_keeps_less_and_has_fewer_cells() -> None:
     plan = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=20_000)
     with pytest.raises(RequestError, match=r"is 20,000, but with any number of cells a rank needs at least 89,656"):
         with_cells(plan, program, 0, torch.device("cpu"), trains=False)
+
+
+def test_the_least_that_a_refusal_names_counts_what_the_capture_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first capture loads a hundred megabytes of libraries: measured before it, the least was too little to start."""
+    resident = {"bytes": 10_000}
+
+    def loading(*given: object) -> object:
+        resident["bytes"] = 50_000
+        return capture(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("hyfi_core.runtime.subject.capture", loading)
+    monkeypatch.setattr(engines, "resident_bytes", lambda: resident["bytes"])
+    comm = AloneCommunicator()
+    plan = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=20_000)
+    with pytest.raises(RequestError, match="a rank needs at least") as refused:
+        hyfi_core.parallelize(Dense(), SHAPE, plan, comm, verify=False)
+    least = int(str(refused.value).split("at least ")[1].split(" bytes")[0].replace(",", ""))
+    assert least > 50_000
+    enough = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=least)
+    hyfi_core.parallelize(Dense(), SHAPE, enough, comm, verify=False)
