@@ -121,7 +121,8 @@ def _sum_over_space(
 
 def mean_over_space(builder: Builder, name: str, output: str | None, keepdim: bool) -> None:
     """Emit the mean over the whole map."""
-    _sum_over_space(builder, name, output, builder.splits[name].dims, keepdim, mean=True)
+    dims = tuple(sorted(set(builder.splits[name].dims)))
+    _sum_over_space(builder, name, output, dims, keepdim, mean=True)
 
 
 def mean(builder: Builder, op: Operator) -> None:

@@ -23,6 +23,7 @@ from hyfi_core.rules import window as rules_window
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.calls import renamed
 from hyfi_core.rules.moves import interpolate as rules_interpolate
+from hyfi_core.rules.moves import line_windows as rules_line_windows
 from hyfi_core.rules.moves import patches as rules_patches
 from hyfi_core.rules.moves import place as rules_place
 from hyfi_core.rules.moves import resize as rules_resize
@@ -214,6 +215,12 @@ RULES.update(
     {
         _text(name): one_map(rule)
         for name, rule in {
+            "conv1d": rules_line_windows.conv1d,
+            "conv1d.padding": rules_line_windows.conv1d,
+            "max_pool1d": rules_line_windows.max_pool1d,
+            "avg_pool1d": rules_line_windows.avg_pool1d,
+            "adaptive_avg_pool1d": rules_line_windows.adaptive_pool1d,
+            "adaptive_max_pool1d": rules_line_windows.adaptive_pool1d,
             "slice.Tensor": sliced,
             "roll": rules_slices.roll,
             "col2im": rules_patches.fold,

@@ -1,0 +1,189 @@
+"""Rules for windows over the positions of a flat map ``(B, C, H · W)``: one-dimensional convolutions and pools.
+
+    kernel 3, columns 0 … 5 on two ranks; a row continues with the next one
+
+    rank 0 needs   end of the row above │ 0 1 2 │ 3
+    rank 1 needs                      2 │ 3 4 5 │ start of the row below
+
+So each rank opens its part into rows, receives what its windows reach, and applies the window to every row. The
+positions before the first and after the last row are the padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.ops.constants import Constant
+from hyfi_core.ops.reduce import FirstMaximum
+from hyfi_core.plan.boxes import Boxes, Interval
+from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import emit_on_part
+from hyfi_core.rules.reduction import mean_over_space
+from hyfi_core.rules.window_arguments import arguments
+
+_INSTEAD = (
+    "stride 1 and padding that keeps the number of positions, a kernel that reaches at most one row, or F.conv2d or a "
+    "pool of (B, C, H, W) before flattening"
+)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A window of stride 1 along the positions.
+
+    Attributes:
+        kernel: taps of the window.
+        before: positions that it reaches before its own.
+        dilation: distance between taps.
+        fill: value of the padding.
+    """
+
+    kernel: int
+    before: int
+    dilation: int = 1
+    fill: float = 0.0
+
+    @property
+    def after(self) -> int:
+        """Positions that it reaches after its own."""
+        return self.dilation * (self.kernel - 1) - self.before
+
+
+def conv1d(builder: Builder, op: Operator) -> None:
+    """Convolution over positions, with stride 1 and as many results: each row receives the ends of its neighbours."""
+    _, weight, bias, stride, padding, dilation, groups = arguments(op.args, (None, [1], [0], [1], 1), 2)
+    kernel, step = builder.shape(weight.name)[2], _number(dilation)
+    if isinstance(padding, str):
+        padding = step * (kernel - 1) // 2 if padding == "same" else 0
+    rows = _rows(builder, op, _Line(kernel, _number(padding), step), _number(stride))
+    if rows is None:
+        return
+
+    def call(tensor: torch.Tensor, taps: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        result = F.conv2d(tensor, taps.unsqueeze(2), rest[0] if rest else None, 1, 0, (1, step), groups)
+        return result.flatten(2)
+
+    inputs = (rows, weight.name) if bias is None else (rows, weight.name, bias.name)
+    builder.compute(call, inputs, op.outputs, builder.splits[op.args[0].name].owned)
+
+
+def max_pool1d(builder: Builder, op: Operator) -> None:
+    """Max pooling over positions, as a convolution over positions."""
+    _, kernel, stride, padding, dilation, _ = arguments(op.args, ([], [0], [1], False), 2)
+    line = _Line(_number(kernel), _number(padding), _number(dilation), float("-inf"))
+    rows = _rows(builder, op, line, _number(stride or kernel))
+    if rows is None:
+        return
+
+    def call(tensor: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(tensor, (1, line.kernel), 1, 0, (1, line.dilation)).flatten(2)
+
+    builder.compute(call, (rows,), op.outputs, builder.splits[op.args[0].name].owned)
+
+
+def avg_pool1d(builder: Builder, op: Operator) -> None:
+    """Average pooling over positions, as a convolution over positions."""
+    _, kernel, stride, padding, _, include_pad = arguments(op.args, ([], [0], False, True), 2)
+    line, here = _Line(_number(kernel), _number(padding)), builder.splits[op.args[0].name].owned
+    rows = _rows(builder, op, line, _number(stride or kernel))
+    if rows is None:
+        return
+    covered = Constant(_counts(line, here.layout, builder.rank))
+
+    def call(tensor: torch.Tensor) -> torch.Tensor:
+        if include_pad:
+            return F.avg_pool2d(tensor, (1, line.kernel), 1).flatten(2)
+        sums = F.avg_pool2d(tensor, (1, line.kernel), 1, divisor_override=1)
+        return (sums / covered.like(sums)).flatten(2)
+
+    builder.compute(call, (rows,), op.outputs, here)
+
+
+def _counts(line: _Line, layout: Layout, rank: int) -> torch.Tensor:
+    """Return how many positions of the map each window of a rank's part covers."""
+    box, area = layout.parts[rank], layout.map.area
+    at = torch.arange(area).view(layout.map.shape)[box.slices()]
+    return ((at + line.after + 1).clamp(max=area) - (at - line.before).clamp(min=0)).double()
+
+
+def _number(value: Any) -> int:
+    """Return a setting of the only axis, which may be given as a list of one number."""
+    return int(value) if isinstance(value, int) else int(value[0])
+
+
+def _rows(builder: Builder, op: Operator, line: _Line, stride: int) -> str | None:
+    """Return the name of the rows ``(B, C, h, before + w + after)`` that the windows of this rank's part read.
+
+    None if the operator is along other dims than the positions, or on one rank: then it has been emitted as it is.
+
+    Raises:
+        RequestError: there are not as many results as positions, or windows reach further than a row.
+    """
+    name = op.args[0].name
+    here, shape = builder.splits[name].owned, builder.shape(name)
+    count = builder.shape(op.first_output)[-1]
+    alone = builder.grid == (1, 1) and here.dims == (2, 2) and count == shape[-1]
+    if alone or here.dims == (0, 0):
+        emit_on_part(builder, op, here, here)
+        return None
+    if len(shape) != 3 or here.dims != (2, 2) or here.leads != (1, 1):
+        builder.refuse(op, f"works over dims (1, 2) of {shape}, not over positions", "(B, C, H · W)")
+    if stride != 1 or count != shape[2]:
+        builder.refuse(op, f"makes {count} results of {shape[2]} positions, with stride {stride}", _INSTEAD)
+    if max(line.before, line.after) > here.layout.map.width:
+        builder.refuse(op, f"reaches {max(line.before, line.after)} positions, more than a row", _INSTEAD)
+    return _with_ends(builder, builder.opened(builder.part(name, here)), line)
+
+
+def _with_ends(builder: Builder, name: str, line: _Line) -> str:
+    """Return the name of this rank's rows, each with what follows before and after it in the flat map."""
+    parts, width = builder.splits[name].layout.parts, builder.splits[name].layout.map.width
+    before, after = line.before, line.after
+    if not before and not after:
+        return name
+
+    def boxes(down: int, columns: Any) -> Boxes:
+        def moved(start: int, stop: int) -> Interval:
+            return (start + down, stop + down)
+
+        return parts.each(moved, lambda x0, x1: columns(x0, x1) if x0 < x1 else (0, 0))
+
+    needs = (
+        boxes(-1, lambda x0, x1: (min(width, width + x0 - before), width)),
+        boxes(0, lambda x0, x1: (max(0, x0 - before), min(width, x1 + after))),
+        boxes(1, lambda x0, x1: (0, max(0, x1 + after - width))),
+    )
+    pieces = [need for need in needs if any(not box.empty for box in need)]
+    inputs = tuple(builder.moved(name, need, fill=line.fill) for need in pieces)
+    some = [not need[builder.rank].empty for need in pieces]
+
+    def joined(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor for tensor, kept in zip(tensors, some, strict=True) if kept] or tensors[:1], 3)
+
+    result = builder.fresh(name)
+    builder.compute(joined, inputs, (result,))
+    return result
+
+
+def adaptive_pool1d(builder: Builder, op: Operator) -> None:
+    """Adaptive pooling of all positions to one: one sum, or the first maximum."""
+    name = op.args[0].name
+    here, shape = builder.splits[name], builder.shape(name)
+    if len(shape) != 3 or here.dims != (2, 2) or here.leads != (1, 1) or builder.shape(op.first_output)[2] != 1:
+        builder.refuse(op, f"pools {shape} to {builder.shape(op.first_output)}", "(B, C, H · W) pooled to one value")
+    if "avg" in op.text:
+        mean_over_space(builder, name, op.outputs[0], keepdim=True)
+        return
+    opened = builder.opened(builder.part(name, here.owned))
+    found = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
+    first = FirstMaximum(here.layout.parts[builder.rank], here.layout.width)
+    builder.communicate(first, (opened,), found, "reduce")
+    for pooled, output in zip(found, op.outputs, strict=True):
+        if pooled is not None:
+            builder.compute(lambda tensor: tensor.flatten(2).clone(), (pooled,), (output,))
