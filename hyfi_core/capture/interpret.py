@@ -11,6 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyfi_core.capture.program import Operator, Program, Ref, refs_in, substitute
 
 Watch = Callable[[Operator, Mapping[str, Any]], None]
+_WITHOUT_DERIVATIVE = frozenset(
+    {"aten.normal_functional.default", "aten.randint_like.default", "aten.randint_like.low_dtype"}
+)
+"""Draws whose numbers require no gradient in a forward, but would when called by these names; backward would fail."""
 
 
 def interpret(
@@ -39,7 +43,10 @@ def interpret(
     for op in program.operators:
         if not any(output in alive for output in op.outputs):
             continue
-        results = op.target(*substitute(op.args, values), **{k: substitute(v, values) for k, v in op.kwargs.items()})
+        with torch.set_grad_enabled(torch.is_grad_enabled() and op.text not in _WITHOUT_DERIVATIVE):
+            results = op.target(
+                *substitute(op.args, values), **{k: substitute(v, values) for k, v in op.kwargs.items()}
+            )
         if isinstance(results, torch.Tensor):
             results = (results,)
         values.update((n, r) for n, r in zip(op.outputs, results, strict=False) if n is not None)

@@ -60,14 +60,25 @@ def positions(
     return result
 
 
-def uniform(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers in [0, 1) of a floating type, one for each position; float64 has 53 random bits, others 24.
+def uniform(key: int, where: torch.Tensor, dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+    """Return numbers in [low, high) of a floating type, one for each position.
 
     Args:
         key: 64 bits.
         where: int64 positions.
-        dtype: of the result.
+        dtype: of the result; float64 has 53 random bits, others 24.
+        low: smallest number.
+        high: upper limit.
     """
+    numbers = _uniform(key, where, dtype)
+    if (low, high) == (0.0, 1.0):
+        return numbers
+    numbers = numbers.mul_(high - low).add_(low)
+    return numbers.masked_fill_(numbers >= high, low)  # rounded up to the limit
+
+
+def _uniform(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers in [0, 1)."""
     bits = _hashed(key, where)
     if dtype == torch.float64:
         return _shifted(bits, 11).to(dtype).mul_(2.0**-53)
@@ -77,11 +88,58 @@ def uniform(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return number.to(dtype).clamp_(max=1.0 - torch.finfo(dtype).eps)
 
 
-def normal(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return standard normal numbers, one for each position (Box and Muller, 1958)."""
-    radius = (-2.0 * torch.log1p(-uniform(mixed(key, 1), where, torch.float64))).sqrt()
-    angle = uniform(mixed(key, 2), where, torch.float64) * (2.0 * math.pi)
-    return (radius * angle.cos()).to(dtype)
+def normal(key: int, where: torch.Tensor, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+    """Return normal numbers, one for each position (Box and Muller, 1958)."""
+    return (_normal(key, where) * std + mean).to(dtype)
+
+
+def log_normal(key: int, where: torch.Tensor, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> torch.Tensor:
+    """Return numbers whose logarithm is normal, one for each position."""
+    return (_normal(key, where) * std + mean).exp().to(dtype)
+
+
+def exponential(key: int, where: torch.Tensor, dtype: torch.dtype, rate: float = 1.0) -> torch.Tensor:
+    """Return exponential numbers, one for each position; never 0, so that they have a logarithm."""
+    numbers = torch.log1p(-_uniform(key, where, torch.float64)) / -rate
+    return numbers.to(dtype).clamp_(min=torch.finfo(dtype).tiny)
+
+
+def cauchy(key: int, where: torch.Tensor, dtype: torch.dtype, median: float = 0.0, scale: float = 1.0) -> torch.Tensor:
+    """Return Cauchy numbers, one for each position."""
+    angle = (_uniform(key, where, torch.float64) - 0.5) * math.pi
+    return (angle.tan() * scale + median).to(dtype)
+
+
+def geometric(key: int, where: torch.Tensor, dtype: torch.dtype, probability: float) -> torch.Tensor:
+    """Return how many trials the first success takes, one number for each position."""
+    log_failure = math.log1p(-probability) if probability < 1.0 else -math.inf
+    trials = torch.log1p(-_uniform(key, where, torch.float64)) / log_failure
+    return trials.ceil().clamp_(min=1.0).to(dtype)
+
+
+def integers(key: int, where: torch.Tensor, dtype: torch.dtype, *limits: int) -> torch.Tensor:
+    """Return integers of a range, one for each position.
+
+    Args:
+        key: 64 bits.
+        where: int64 positions.
+        dtype: of the result.
+        limits: as of ``range``: (high,) or (low, high).
+    """
+    kept = range(*limits)
+    return (_shifted(_hashed(key, where), 1) % len(kept) + kept.start).to(dtype)
+
+
+def permutation(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the integers from 0 in a random order, as many as there are positions."""
+    return _uniform(key, where, torch.float64).argsort(stable=True).to(dtype)
+
+
+def _normal(key: int, where: torch.Tensor) -> torch.Tensor:
+    """Return standard normal numbers, float64."""
+    radius = (-2.0 * torch.log1p(-_uniform(mixed(key, 1), where, torch.float64))).sqrt()
+    angle = _uniform(mixed(key, 2), where, torch.float64) * (2.0 * math.pi)
+    return radius * angle.cos()
 
 
 def _hashed(key: int, where: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 
-from hyfi_core.capture.program import KEY, Operator
+from hyfi_core.capture.program import KEY, Operator, substitute
 from hyfi_core.ops import draws
 from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import renamed
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.pointwise import operands
 
-_Draw = Callable[[int, torch.Tensor, torch.dtype], torch.Tensor]
+_Draw = Callable[..., torch.Tensor]
+"""A function of ``ops.draws``: (key, positions, dtype, parameters of the distribution) -> numbers."""
 
 
 class _Numbers:
@@ -33,13 +37,15 @@ class _Numbers:
         box = split.held[builder.rank] if split is not None else None
         self._box = (box.y0, box.y1, box.x0, box.x1) if box is not None else (0, 0, 0, 0)
 
-    def __call__(self, draw: _Draw, key: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    def __call__(
+        self, draw: _Draw, key: torch.Tensor, device: torch.device, dtype: torch.dtype, *parameters: Any
+    ) -> torch.Tensor:
         """Return this rank's numbers; ``key`` holds seed, step and the micro-batch's first sample."""
         seed, step, sample = (int(word) for word in key)
         # Samples are consecutive, so that numbers do not depend on the division into micro-batches.
         first = sample * prod(self._shape) // self._images
         where = draws.positions(self._shape, self._dims, self._box, device, first)
-        numbers = draw(draws.mixed(seed, step, self._operator), where, dtype)
+        numbers = draw(draws.mixed(seed, step, self._operator), where, dtype, *parameters)
         return numbers if self._local is None else numbers.reshape(self._local)
 
 
@@ -78,29 +84,70 @@ def bernoulli(builder: Builder, op: Operator) -> None:
 
 
 def drawn_like(draw: _Draw) -> Callable[[Builder, Operator], None]:
-    """Return the rule of ``rand_like`` or ``randn_like``."""
+    """Return the rule of numbers like the first argument; the distribution's parameters are the others."""
 
     def rule(builder: Builder, op: Operator) -> None:
         """Random numbers with the shape of a map, the same on any grid."""
         output = op.first_output
         name, split = _laid_out(builder, op)
         numbers, dtype = _Numbers(builder, op, builder.shape(output), split), builder.values[output].dtype
-        builder.compute(lambda tensor, key: numbers(draw, key, tensor.device, dtype), (name, KEY), op.outputs, split)
+        parameters = op.args[1:]
+
+        def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return numbers(draw, key, tensor.device, dtype, *parameters)
+
+        builder.compute(call, (name, KEY), op.outputs, split)
 
     return rule
 
 
 def drawn(draw: _Draw) -> Callable[[Builder, Operator], None]:
-    """Return the rule of ``rand`` or ``randn``, whose result is replicated."""
+    """Return the rule of numbers of a given shape, the last argument; the distribution's parameters are the others."""
 
     def rule(builder: Builder, op: Operator) -> None:
         """Random numbers of a given shape, the same on every rank."""
         output = op.first_output
         numbers, dtype = _Numbers(builder, op, builder.shape(output), None), builder.values[output].dtype
-        device = torch.device(op.kwargs.get("device") or "cpu")
-        builder.compute(lambda key: numbers(draw, key, device, dtype), (KEY,), op.outputs)
+        device, parameters = _device(op), op.args[:-1]
+        builder.compute(lambda key: numbers(draw, key, device, dtype, *parameters), (KEY,), op.outputs)
 
     return rule
+
+
+def normal_of_pixels(builder: Builder, op: Operator) -> None:
+    """Normal numbers with a mean or a deviation for each pixel; no gradient passes through, as in PyTorch."""
+    output, names = op.first_output, dict[str, str]()
+    sizes, dtype = builder.shape(output), builder.values[output].dtype
+    split: Split | None = None
+    if any(name in builder.splits for name in op.inputs):
+        names, split = operands(builder, op, sizes)
+    numbers, moments = _Numbers(builder, op, sizes, split), renamed(op, names)
+    inputs = tuple(dict.fromkeys(moments.inputs))
+
+    def call(key: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        values = {name: tensor.detach() for name, tensor in zip(inputs, tensors, strict=True)}
+        mean, std = (*substitute(moments.args, values), 1.0)[:2]
+        result: torch.Tensor = numbers(draws.normal, key, tensors[0].device, dtype) * std + mean
+        return result
+
+    builder.compute(call, (KEY, *inputs), op.outputs, split)
+
+
+def permutation(builder: Builder, op: Operator) -> None:
+    """Numbers in a random order, the same on every rank and for all micro-batches and replicas of a step."""
+    output, operator, device = op.first_output, builder.program.ordinal(op), _device(op)
+    shape, dtype = builder.shape(output), builder.values[output].dtype
+
+    def call(key: torch.Tensor) -> torch.Tensor:
+        seed, step, _ = (int(word) for word in key)  # of channels, say, which all images share
+        where = draws.positions(shape, None, (0, 0, 0, 0), device, 0)
+        return draws.permutation(draws.mixed(seed, step, operator), where, dtype)
+
+    builder.compute(call, (KEY,), op.outputs)
+
+
+def _device(op: Operator) -> torch.device:
+    return torch.device(op.kwargs.get("device") or "cpu")
 
 
 def _laid_out(builder: Builder, op: Operator) -> tuple[str, Split | None]:
@@ -112,11 +159,30 @@ def _laid_out(builder: Builder, op: Operator) -> tuple[str, Split | None]:
 
 
 RANDOM: dict[str, Callable[[Builder, Operator], None]] = {
-    "aten.native_dropout.default": dropout,
-    "aten.bernoulli.p": bernoulli,
-    "aten.bernoulli.default": bernoulli,
-    "aten.rand_like.default": drawn_like(draws.uniform),
-    "aten.randn_like.default": drawn_like(draws.normal),
-    "aten.rand.default": drawn(draws.uniform),
-    "aten.randn.default": drawn(draws.normal),
+    f"aten.{name}": rule
+    for name, rule in {
+        "native_dropout.default": dropout,
+        "bernoulli.p": bernoulli,
+        "bernoulli.default": bernoulli,
+        "rand_like.default": drawn_like(draws.uniform),
+        "randn_like.default": drawn_like(draws.normal),
+        "randint_like.default": drawn_like(draws.integers),
+        "randint_like.low_dtype": drawn_like(draws.integers),
+        "random.to": drawn_like(draws.integers),
+        "uniform.default": drawn_like(draws.uniform),
+        "normal_functional.default": drawn_like(draws.normal),
+        "log_normal.default": drawn_like(draws.log_normal),
+        "exponential.default": drawn_like(draws.exponential),
+        "cauchy.default": drawn_like(draws.cauchy),
+        "geometric.default": drawn_like(draws.geometric),
+        "rand.default": drawn(draws.uniform),
+        "randn.default": drawn(draws.normal),
+        "randint.default": drawn(draws.integers),
+        "randint.low": drawn(draws.integers),
+        "normal.float_float": drawn(draws.normal),
+        "normal.Tensor_float": normal_of_pixels,
+        "normal.float_Tensor": normal_of_pixels,
+        "normal.Tensor_Tensor": normal_of_pixels,
+        "randperm.default": permutation,
+    }.items()
 }
