@@ -34,6 +34,7 @@ from hyfi_core.runtime.calls.engine_state import EngineState
 from hyfi_core.runtime.calls.gradient_scale import GradientScale
 from hyfi_core.runtime.calls.local_use import mark_stale, watch_local_use
 from hyfi_core.runtime.calls.runners import Runners
+from hyfi_core.runtime.calls.same_pixels import SamePixels
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.gradients import GradientsOfCells, ParameterHooks, StepGradients, clip
@@ -107,6 +108,7 @@ class Engine(EngineState):
         last = lays_channels_last(memory_format, model, autocast, lambda: subject.program(widest), grids, self.device)
         self._subject = replace(subject, channels_last=last)
         self._groups = Groups(comm, plan, Placement.of(plan))
+        self._pixels = SamePixels(comm, self._groups.index)
         self._loss = TrainingLoss(self._subject, loss_over, plan, self._groups)
         self._shared: list[tuple[Compiled, StepGradients, ReplicaBuffers]] = []
         self.random.seed = int(comm.broadcast_object(self.random.seed))
@@ -212,6 +214,7 @@ class Engine(EngineState):
         self._bring_buffers(compiled)
         over_batch = self._loss.over_batch(compiled, labels, self._runners[0].forwards_first(compiled))
         local = self._runners[0].read(images, compiled, shape[0])
+        self._pixels.check(self._runners[0].reader.training_parts(compiled, shape[0]), local)
         self._mirrors.choose(compiled, self.settle)
         gradients, buffers = self._shared_by(compiled)
         taken = gradients if self._runners.cells == 1 else GradientsOfCells(gradients, self._runners.cells)
@@ -242,6 +245,11 @@ class Engine(EngineState):
         Returns:
             That norm before clipping, the same on every rank; None without ``max_norm``: it is not computed then.
         """
+        norm = self.update_unread(max_norm)
+        return None if norm is None else float(norm)
+
+    def update_unread(self, max_norm: float | None = None) -> torch.Tensor | None:
+        """Like ``update``; the norm stays on the device, float64 without dims, and the host does not wait."""
         factor, norm = self._scale.factor(), None
         if max_norm is not None:
             owned, alone = self._ownership.optimized(), self.plan.stages == 1
@@ -252,12 +260,12 @@ class Engine(EngineState):
             self.optimizer.zero_grad(set_to_none=True)
             self._consensus.updated(max_norm, factor)
             self._mirrors.send_weights()
-        return None if norm is None else float(norm)  # read last: the device is busy meanwhile
+        return norm
 
     def train_step(self, images: Images, labels: torch.Tensor) -> float:
         """Call ``accumulate`` and ``update``; return the loss."""
         loss = self.accumulate_unread(images, labels)
-        self.update()
+        self.update_unread()
         return float(loss)  # read last: the host starts the update while the device computes
 
     def traffic(self) -> dict[str, dict[str, int]]:

@@ -169,7 +169,7 @@ class TrainingLoop:
 
     def _update(self, step: int) -> None:
         with self._trace.span("update", "update"):
-            self._engine.update(self._job.config.optimizer.max_norm)
+            self._engine.update_unread(self._job.config.optimizer.max_norm)
         if self._average is not None:
             self._engine.settle()
             self._average.update(step)

@@ -84,7 +84,7 @@ def test_a_step_waits_for_the_device_only_when_its_loss_is_read(plan: hyfi_core.
         engine = steps(model.to("cuda"), images.to("cuda"), labels.to("cuda"), plan, of_step)
         with gpu.no_synchronisation():
             loss = engine.accumulate_unread(images, labels)  # from the host's memory
-            engine.update(max_norm=0.1)
+            engine.update_unread(max_norm=0.1)
             with pytest.raises(SynchronisationError, match="_local_scalar_dense"):
                 float(loss)
         before = len(gpu.waits)

@@ -1,0 +1,113 @@
+"""Ranks of one image must be given the same image: pixels that two of them read are compared.
+
+::
+
+    rank 0  ████████████            each rank reads its part and a halo
+    rank 1          ████████████    ▲
+                    ▲▲▲▲            these pixels twice: a few rows of them must be equal
+
+Parts without a common pixel, as of a model that begins with patches, cannot be compared; neither can cells.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.box import Box
+from hyfi_core.runtime.batch_reader import InputPart, Key
+
+_EVERY = 64
+"""The first calls are compared (1, 2, 4, 8 …), then each of this number."""
+_LINES = 4
+"""Rows (or columns) of common pixels that are compared."""
+
+
+class SamePixels:
+    """Compares the pixels that several ranks of a replica read, in some of the calls.
+
+    Args:
+        comm: all trainers.
+        replica: the number of this rank's replica.
+    """
+
+    def __init__(self, comm: Communicator, replica: int) -> None:
+        self._comm, self._replica, self._calls = comm, replica, 0
+
+    def check(self, parts: Mapping[Key, InputPart], local: Mapping[Key, torch.Tensor]) -> None:
+        """Compare the pixels of a call (collective over all trainers).
+
+        Args:
+            parts: the boxes that this rank reads.
+            local: their pixels; empty if they are read later.
+
+        Raises:
+            RequestError: two ranks were given different pixels; the same on every rank.
+        """
+        self._calls += 1
+        calls = self._calls
+        if self._comm.size == 1 or (calls % _EVERY and calls & (calls - 1)):
+            return
+        read = {part: local[key] for key, part in parts.items() if key in local}
+        places = [[self._replica, part.first, part.stop, *_corners(part.box)] for part in read]
+        everywhere = self._comm.broadcast_object(self._comm.gather_objects(places))
+        sums = dict(self._sums(everywhere, read))
+        difference = self._comm.broadcast_object(_difference(self._comm.gather_objects(sums)))
+        if difference is not None:
+            raise RequestError(difference)
+
+    def _sums(
+        self, everywhere: list[list[list[int]]], read: Mapping[InputPart, torch.Tensor]
+    ) -> Iterator[tuple[str, list[Any]]]:
+        """Yield (name of two ranks' common pixels, [checksum, box]) for those of this rank; equal names on both."""
+        mine = self._comm.rank
+        for other, theirs in enumerate(everywhere):
+            for replica, first, stop, *corners in theirs if other != mine else ():
+                for part, pixels in read.items() if replica == self._replica else ():
+                    box = _few_lines(part.box.intersect(Box(*corners)))
+                    samples = range(max(first, part.first), min(stop, part.stop))
+                    if box.empty or not samples:
+                        continue
+                    y, x = box.y0 - part.box.y0, box.x0 - part.box.x0
+                    of = slice(samples.start - part.first, samples.stop - part.first)
+                    common = pixels[of, :, y : y + box.shape[0], x : x + box.shape[1]]
+                    name = f"{min(mine, other)} {max(mine, other)} {_corners(box)} {samples.start} {samples.stop}"
+                    yield name, [_checksum(common), _corners(box)]
+
+
+def _corners(box: Box) -> list[int]:
+    return [box.y0, box.y1, box.x0, box.x1]
+
+
+def _few_lines(box: Box) -> Box:
+    """Return a few rows of a box, or columns if it is higher than wide."""
+    height, width = box.shape
+    if height <= width:
+        return Box(box.y0, min(box.y1, box.y0 + _LINES), box.x0, box.x1)
+    return Box(box.y0, box.y1, box.x0, min(box.x1, box.x0 + _LINES))
+
+
+def _checksum(pixels: torch.Tensor) -> int:
+    values = pixels.detach().to("cpu").contiguous(memory_format=torch.contiguous_format)
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
+
+
+def _difference(gathered: list[dict[str, list[Any]]] | None) -> str | None:
+    """Return, on the root, a sentence about pixels that differ, None if all are equal."""
+    found: dict[str, tuple[int, int]] = {}
+    for rank, sums in enumerate(gathered or ()):
+        for name, (checksum, corners) in sums.items():
+            other, known = found.setdefault(name, (rank, checksum))
+            if known != checksum:
+                y0, y1, x0, x1 = corners
+                return (
+                    f"ranks {other} and {rank} were given different images: they differ in rows {y0} to {y1}, columns "
+                    f"{x0} to {x1}, which both read. Pass the same batch on all ranks of a replica: the same samples "
+                    f"in the same order, with the same augmentation"
+                )
+    return None
