@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyfi_core.capture.program import Program
 from hyfi_core.capture.released import device_of
 from hyfi_core.cells.budget import with_cells
 from hyfi_core.cells.page import PagerCounts
@@ -96,14 +97,7 @@ class Engine(EngineState):
         self.random = RandomKey(torch.initial_seed() & (2**63 - 1))
         bindings = Bindings(model, self.random)
         subject = Subject(model, shape, loss, output, autocast, self.device, dtype, bindings, {}, {}, compiler=compiler)
-        if plan.cuts == "auto" and plan.stages > 1:
-            plan = with_cuts(plan, subject.program(widest))
-        if plan.cells == "auto":
-            program = subject.program(widest)
-            held = comm.broadcast_object(
-                resident_bytes()
-            )  # after the capture, which loads libraries; one choice for all
-            plan = with_cells(plan, program, held, self.device, model.training or optimizer is not None)
+        plan = _resolved(plan, lambda: subject.program(widest), comm, self.device, model.training or bool(optimizer))
         self.plan, grids = plan, plan.by_cells().grids
         last = lays_channels_last(memory_format, model, autocast, lambda: subject.program(widest), grids, self.device)
         self._subject = replace(subject, channels_last=last)
@@ -370,3 +364,15 @@ class Engine(EngineState):
             self.unsaved |= unsaved_buffers(model, compiled)
             self._shared = [*self._shared[1 - CAPTURES_KEPT :], (compiled, *known)]
         return known
+
+
+def _resolved(
+    plan: ParallelPlan, program: Callable[[], Program], comm: Communicator, device: torch.device, trains: bool
+) -> ParallelPlan:
+    """Return the plan with cuts and cells that are "auto" chosen, the same on all ranks (collective)."""
+    if plan.cuts == "auto" and plan.stages > 1:
+        plan = with_cuts(plan, program())
+    if plan.cells == "auto":
+        captured = program()  # before memory is measured: a capture loads libraries
+        plan = with_cells(plan, captured, comm.broadcast_object(resident_bytes()), device, trains)
+    return plan
