@@ -246,7 +246,7 @@ def test_plans_that_are_returned_run() -> None:
         def train(comm: Communicator, model: nn.Module) -> float:
             each = batch // plan.replicas
             engine = hyfi_core.parallelize(model, (each, 3, PX, PX), plan, comm)
-            return engine.accumulate(torch.rand(each, 3, PX, PX), torch.zeros(each, dtype=torch.long))
+            return engine.accumulate(torch.ones(each, 3, PX, PX), torch.zeros(each, dtype=torch.long))
 
         return run_copies(Narrowing().train(), plan.ranks, train)
 
