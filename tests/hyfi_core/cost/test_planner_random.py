@@ -66,7 +66,7 @@ def runs(case: Case, plan: ParallelPlan) -> None:
 
     def train(comm: Communicator, model: nn.Module) -> float:
         engine = hyfi_core.parallelize(model, shape, plan, comm)
-        return engine.accumulate(torch.rand(shape), torch.zeros(each, dtype=torch.long))
+        return engine.accumulate(torch.ones(shape), torch.zeros(each, dtype=torch.long))
 
     losses = run_copies(case.model(), plan.ranks, train)
     assert len(set(losses)) == 1 and losses[0] > 0

@@ -56,7 +56,7 @@ def sent(plan: ParallelPlan, batch: int, model: nn.Module | None = None) -> Coun
         counted: Any = PeerBytes(comm, range(comm.size), found)
         engine = hyfi_core.parallelize(model, (batch, 3, PX, PX), plan, counted)
         found.clear()
-        engine.accumulate(torch.rand(batch, 3, PX, PX), torch.zeros(batch, dtype=torch.long))
+        engine.accumulate(torch.ones(batch, 3, PX, PX), torch.zeros(batch, dtype=torch.long))
         return found
 
     return sum(run_copies((model or Narrowing()).train(), plan.ranks, body), Counter())

@@ -50,7 +50,7 @@ def forecast(machine: str = "cpu", **plan: Any) -> StepForecast:
 def traffic(plan: ParallelPlan, batch: int) -> list[dict[str, dict[str, int]]]:
     def body(comm: Communicator, model: nn.Module) -> dict[str, dict[str, int]]:
         engine = hyfi_core.parallelize(model, (batch, 3, PX, PX), plan, comm)
-        engine.accumulate(torch.rand(batch, 3, PX, PX), torch.zeros(batch, dtype=torch.long))
+        engine.accumulate(torch.ones(batch, 3, PX, PX), torch.zeros(batch, dtype=torch.long))
         return engine.traffic()
 
     return run_copies(Network().train(), plan.ranks, body)

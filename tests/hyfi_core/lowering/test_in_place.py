@@ -106,7 +106,7 @@ def test_cotangents_of_a_chain_are_written_over(columns: int, monkeypatch: pytes
     def body(comm: Communicator) -> None:
         plan = ParallelPlan(grids=((1, columns),), fused_halo=1)
         engine = parallelize(copy.deepcopy(model), (1, 3, 96, 96), plan, comm)
-        engine.accumulate(torch.randn(1, 3, 96, 96), torch.tensor([1]))
+        engine.accumulate(torch.ones(1, 3, 96, 96), torch.tensor([1]))
 
     run_ranks(columns, body)
     # The last relu's comes from a mean, one number for many pixels; all others are memory of their own.

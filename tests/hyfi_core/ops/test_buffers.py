@@ -74,7 +74,7 @@ def test_no_message_takes_new_memory_after_the_first_step(plan: ParallelPlan, mo
         engine = parallelize(resnet.resnet10(2), (2, 3, 96, 96), plan, comm)
         after = []
         for _ in range(3):
-            engine.accumulate(torch.randn(2, 3, 96, 96), torch.tensor([0, 1]))
+            engine.accumulate(torch.ones(2, 3, 96, 96), torch.tensor([0, 1]))
             comm.barrier()
             after.append(sum(buffers.bytes for buffers in made))
             comm.barrier()
