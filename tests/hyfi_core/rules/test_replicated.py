@@ -16,7 +16,7 @@ from hyfi_core.lowering.lower import Target, lower
 from tests.harness import assert_equal_also_by_cells, run_copies
 
 MOVES: dict[str, Any] = {
-    "maxima so far": lambda x: x.cummax(3)[0],
+    "sums of exponentials so far": lambda x: x.logcumsumexp(3),
     "pixels": lambda x: x[:, :, [2, 0, 1]],
     "rows by rows": lambda x: torch.einsum("bchw,bchv->bcwv", x, x),
     "einsum": lambda x: torch.einsum("bchw,bdhw->bcd", x, x)[:, :, :, None],
@@ -53,12 +53,14 @@ def test_small_maps_are_gathered_and_parts_again_behind(name: str, grid: tuple[i
 
 
 def test_it_is_said_and_beyond_the_limit_refused() -> None:
-    program = capture(moved("maxima so far"), (2, 3, 9, 12), torch.float32)
+    program = capture(moved("sums of exponentials so far"), (2, 3, 9, 12), torch.float32)
     ranked = lower(program, Target((2, 2), 0, gather_bytes=960))
-    assert ranked.gathered == ("aten.cummax.default: (2, 4, 5, 6), 960 bytes on every rank",)
-    found = next(op.outputs[0] for op in program.operators if op.text == "aten.cummax.default")
+    assert ranked.gathered == ("aten.logcumsumexp.default: (2, 4, 5, 6), 960 bytes on every rank",)
+    found = next(op.outputs[0] for op in program.operators if op.text == "aten.logcumsumexp.default")
     assert found in ranked.splits, "what follows is computed by parts again"
-    with pytest.raises(RequestError, match=r"cummax.*no rule.*a grid of one rank; or plan\.gather_bytes=960 or more"):
+    with pytest.raises(
+        RequestError, match=r"logcumsumexp.*no rule.*a grid of one rank; or plan\.gather_bytes=960 or more"
+    ):
         lower(program, Target((2, 2), 0, gather_bytes=959))
 
 
@@ -68,10 +70,10 @@ def test_an_engine_says_what_it_gathers() -> None:
     def body(comm: Any, module: nn.Module) -> str:
         return hyfi_core.parallelize(module, (2, 3, 9, 12), plan, comm).describe()
 
-    (told, other) = run_copies(moved("maxima so far"), 2, body)
+    (told, other) = run_copies(moved("sums of exponentials so far"), 2, body)
     assert told == other
     assert told.startswith(plan.describe().rstrip())
-    assert "gathered on every rank: aten.cummax.default: (2, 4, 5, 6), 960 bytes on every rank" in told
+    assert "gathered on every rank: aten.logcumsumexp.default: (2, 4, 5, 6), 960 bytes on every rank" in told
 
 
 def test_a_refused_rule_leaves_nothing_behind() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import hyfi_core
+from hyfi_core.comm.supervision.rendezvous import Expected
 from hyfi_core.comm.thread_ranks.group import ThreadGroup
 from hyfi_core.plan.device import RankGpus, assign_devices
 from hyfi_core.runtime.launch import _check_tasks, _select_gpu, inside_launcher
@@ -74,7 +75,7 @@ def test_every_process_selects_a_gpu_of_its_own_before_all_else(
         with mock.patch.dict(os.environ, environment, clear=True):
             assert inside_launcher() == kind
             if kind != "torchrun":
-                _check_tasks(RANKS)
+                _check_tasks(RANKS, Expected(kind, os.environ))
             _select_gpu()
         seen.append(RankGpus(f"node{rank // GPUS}", environment.get("CUDA_VISIBLE_DEVICES", ""), 1 if bound else GPUS))
     assert current == ([0] * RANKS if bound else [rank % GPUS for rank in range(RANKS)])

@@ -199,5 +199,5 @@ def test_small_slides_are_surveyed_too() -> None:
     for level, size in enumerate(sizes):
         survey.add(level, 0, 0, np.full((3, size.height_px, size.width_px), 240, np.uint8))
     found = survey.result()
-    assert found.flags == {"no_tissue": True, "pen": False, "blur": False} and found.stains is None
+    assert found.flags == {"no_tissue": True, "pen": False, "blur": False, "colour": False} and found.stains is None
     assert found.to_json()["sharpness"] is None
