@@ -31,13 +31,13 @@ def at_update(monkeypatch: pytest.MonkeyPatch) -> AtUpdate:
     """Does something before each of a run's updates."""
 
     def plan(act: Callable[[], Any]) -> None:
-        update = Engine.update
+        update = Engine.update_unread
 
         def watched(self: Engine, *args: Any, **kwargs: Any) -> Any:
             act()
             return update(self, *args, **kwargs)
 
-        monkeypatch.setattr(Engine, "update", watched)
+        monkeypatch.setattr(Engine, "update_unread", watched)
 
     return plan
 

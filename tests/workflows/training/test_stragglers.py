@@ -61,14 +61,14 @@ def test_a_slow_rank_of_a_run_is_named_everywhere(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = dict[int, int]()
-    whole = Engine.update
+    whole = Engine.update_unread
 
     def slow_on_rank_1(self: Engine, *args: Any, **kwargs: Any) -> None:
         if ranks.setdefault(threading.get_ident(), self._groups.all.rank) == 1:
             time.sleep(0.6)  # far longer than a step, also on a busy machine
         whole(self, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "update", slow_on_rank_1)
+    monkeypatch.setattr(Engine, "update_unread", slow_on_rank_1)
     config = make_config(tmp_path, store, plan={"grids": [[1, 2]]}, validation={"every_steps": 50})
     assert run_on(2, config, "run.steps=4", "run.tensorboard=true") == [0, 0]
     last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-2]
