@@ -49,7 +49,7 @@ def faulty(classes: int, norm: str = "train", pool: str = "avg", width: int = 8)
     if fault and not (fault.endswith(":slow_until_requeued") and "SLURM_RESTART_COUNT" in os.environ):
         rank, call, method, kind = fault.split(":")
         if rank == _rank():
-            _break(method, int(call), kind)
+            _break("update_unread" if method == "update" else method, int(call), kind)  # which the loop calls
     return tiny(classes, norm, pool, width)
 
 
