@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hyfi_core.errors import RendezvousError
+from hyfi_core.errors import RendezvousError, RequestError
 
 if TYPE_CHECKING:  # every command imports this module before anything else: without torch and plans
     import torch
@@ -46,6 +46,7 @@ def _check_tasks(size: int, expected: Expected) -> None:
 
     Raises:
         RendezvousError: it does not; otherwise each rank would do the whole work.
+        RequestError: As many tasks of srun run, each alone: rank 0 is there to say so.
     """
     for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
         stated = os.environ.get(name, "")
@@ -58,7 +59,7 @@ def _check_tasks(size: int, expected: Expected) -> None:
     if tasks is None or "SLURM_HET_SIZE" in os.environ or any(name in os.environ for name in _STARTED_BY_MPIEXEC):
         return
     if int(tasks) != size:
-        raise RendezvousError(
+        raise RequestError(
             f"srun started {tasks} tasks, but MPI sees {size}. Start srun with the --mpi type of this MPI: "
             f"--mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI (`srun --mpi=list` shows those of this Slurm)"
         )

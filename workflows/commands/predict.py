@@ -127,13 +127,13 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
         require_local(checkpoint, "checkpoint")
         spec = InputSpec.of(read_model_json(checkpoint))
         IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"{out} is a file; choose a folder for the results")
     found = find_inputs(request.inputs, predicted_files(out))
     names = [one.slide_id for one in found]
     if (note := options.check_tissue(names)) and own_rank() == 0:
         console.warn(f"note: {note}")
     require_writable(out)
-    if out.exists() and not out.is_dir():
-        raise RequestError(f"{out} is a file; choose a folder for the results")
     mine = part_of_names(names, *request.part)
     return [one for one in found if one.slide_id in mine]
 

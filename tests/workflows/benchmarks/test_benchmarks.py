@@ -35,6 +35,7 @@ SMALL = {
     "remote": ["--slides", "2", "--size", "512", "--image", "256", "--rounds", "1"],
     "scale": ["--model", "resnet18", "--size", "512", "--most", "64"],
     "shares": ["--steps", "2"],
+    "slide_checks": ["SLIDE"],
     "snapshot": ["--size", "64", "--every", "1", "--validations", "2"],
     "spatial": ["--size", "128", "--rounds", "1", "--steps", "1"],
     "store": ["SLIDE", "--runs", "1"],

@@ -16,7 +16,7 @@ import sys, torch, hyfi_core
 from workflows.launch.threads import set_threads
 world = hyfi_core.init()
 set_threads(world, int(sys.argv[1]) if sys.argv[1:] else None)
-print("threads", torch.get_num_threads(), flush=True)
+sys.stdout.write(f"threads {torch.get_num_threads()}\\n")  # one write: both ranks share a pipe
 """
 
 
