@@ -230,14 +230,22 @@ class ObjectPath(PosixPath):
         Raises:
             OSError: Folders of this scheme cannot be listed.
         """
+        return {name: size for name, (size, _) in self.listing().items()}
+
+    def listing(self) -> dict[str, tuple[int, str]]:
+        """Return the size in bytes and the `version` of every object below, by its relative name.
+
+        Raises:
+            OSError: Folders of this scheme cannot be listed.
+        """
         import obstore
 
         self._require_listing()
         prefix = f"{self.key}/" if self.key else ""
 
-        def ask(client: ObjectStore) -> dict[str, int]:
-            pages = obstore.list(client, prefix)
-            return {meta["path"].removeprefix(prefix): meta["size"] for page in pages for meta in page}
+        def ask(client: ObjectStore) -> dict[str, tuple[int, str]]:
+            every = (meta for page in obstore.list(client, prefix) for meta in page)
+            return {meta["path"].removeprefix(prefix): (meta["size"], meta["e_tag"] or "") for meta in every}
 
         return self._request(ask)
 

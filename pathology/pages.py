@@ -18,6 +18,7 @@ FLAG_MEANINGS = {
     "magnification, are used",
     "mpp_doubtful": "the file contradicts itself about its microns per pixel",
     "levels_left_out": "a level of the file does not fit its finest one, or shows something else, and is not used",
+    "chunks_absent": "the OME-Zarr store lacks files of chunks: empty ones, or it is not complete",
     "several_scenes": "the file has several scenes of tissue; this is one of them",
     "colour": "colours contradict the file's own statement and were corrected, or are those of no stain",
     "mpp_replaced": "the file's own microns per pixel were replaced by those given by the user",

@@ -141,7 +141,7 @@ def synth(
 
 @app.command()
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Slides, folders, or a manifest CSV.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Slides, OME-Zarr, folders, or a manifest CSV.")],
     out: Annotated[Path, typer.Option("--out", help="The store; a folder, or s3://bucket/store, gs://bucket/store.")],
     mpp: IngestMpp = "1.0",
     workers: Annotated[int, typer.Option("--workers", min=0, help="Worker processes; 0: one for each core.")] = 0,

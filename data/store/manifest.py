@@ -16,7 +16,7 @@ from typing import Any
 from data.csv_table import parse_table, read_table, write_table
 from data.errors import StoreError
 from data.files import write_json_atomically
-from data.location import each, is_remote, version_of, versions_in
+from data.location import address_of, each, is_remote, version_of, versions_in
 from data.missing import is_missing
 from data.store.sharded_array import read_json
 from hyfi_core.errors import RequestError
@@ -235,7 +235,9 @@ def read_user_manifest(path: Path) -> list[dict[str, str]]:
         for name in ("slide_id", "source_mpp"):
             if is_missing(row.get(name, "")):
                 row.pop(name, None)
-        row["source_path"] = str(located if located.is_absolute() else path.absolute().parent / located)
+        row["source_path"] = address_of(located) or str(
+            located if located.is_absolute() else path.absolute().parent / located
+        )
     _refuse_twice(path, (row.get("slide_id", "") for row in rows))
     return rows
 

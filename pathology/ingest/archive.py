@@ -216,9 +216,9 @@ def make_plan(request: Request) -> Plan:
 def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[SlideJob], KeyFile | None, str]:
     """Return the slides of this part with their names in the store, the key of pseudonyms, and the plan's note."""
     _refuse_mixed_names(request, records)
-    key = None if request.pseudonyms is None else KeyFile(request.pseudonyms, request.store)
+    key, store = None if request.pseudonyms is None else KeyFile(request.pseudonyms, request.store), request.store
     known = {name: record.extra.get("case_id", "") for name, record in records.items()} if key is None else key.cases
-    found = find_jobs(request.paths, _files_of(records) if key is None else {}, request.options.scene)
+    found = find_jobs(request.paths, _files_of(records) if key is None else {}, request.options.scene, store)
     jobs, note = written_in_one_way(found, known, known.values(), merge=request.merge_alike)
     if key is not None:
         jobs = key.pseudonymise(jobs)

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import stat
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data.location import is_remote
+from data.location import is_address, is_remote, location
 from data.missing import is_missing
 from data.spelling import joined_note, one_spelling
-from data.store.manifest import read_user_manifest, record_path
+from data.store.manifest import record_path
 from hyfi_core.errors import RequestError
-from pathology.readers.dicom_files import DicomHeader, file_of_slide, may_be_dicom, read_header, series_in
-from pathology.readers.facts.pictures import scene_count
-from pathology.readers.file_check import UNREAD_FORMATS
-from pathology.readers.sources import SLIDE_SUFFIXES
+from pathology.readers.dicom_files import DicomHeader, series_in
+from pathology.readers.ngff.groups import is_own_slide, name_of_store
+from pathology.readers.sources import SLIDE_SUFFIXES, scene_count
+from pathology.search import header_or_none, is_gone, slides_at
 
 _LONGEST_NAME_BYTES = 160
 Place = tuple[Path, str]
@@ -60,10 +58,12 @@ class SlideJob:
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> SlideJob:
         """Return a job from `to_json`."""
-        return cls(**values | {"source": Path(values["source"])})
+        return cls(**values | {"source": location(values["source"])})
 
 
-def find_jobs(paths: Sequence[Path], known: Mapping[str, str], scene: str = "all") -> list[SlideJob]:
+def find_jobs(
+    paths: Sequence[Path], known: Mapping[str, str], scene: str = "all", store: Path | None = None
+) -> list[SlideJob]:
     """Return the slides in ``paths``, without duplicates, with unique names.
 
     A slide is named after its file without suffix; with suffix, if the folder has another slide of that name; and with
@@ -74,6 +74,7 @@ def find_jobs(paths: Sequence[Path], known: Mapping[str, str], scene: str = "all
         known: The file of each slide that has a name already, by slide_id, empty if it is not known; slides keep their
             names, and others do not get them while the file exists.
         scene: Which scenes of files with several are slides: ``all``, ``largest`` or a number.
+        store: The store that is written, whose slides are not searched; None: there is none.
 
     Raises:
         RequestError: A path does not exist, a folder has no slide, a manifest is invalid, a name is used twice, or two
@@ -81,7 +82,7 @@ def find_jobs(paths: Sequence[Path], known: Mapping[str, str], scene: str = "all
     """
     rows: dict[Place, dict[str, str]] = {}
     for path in paths:
-        for source, row in _expand(path):
+        for source, row in slides_at(location(path), store):
             place = (source, row.get("scene", ""))
             rows[place] = _merged(path, source, rows.get(place, {}), row)
     return _jobs_with_names(_each_scene(_one_of_each_series(rows), scene), known)
@@ -149,17 +150,23 @@ def refuse_store_among_slides(store: Path, paths: Sequence[Path], jobs: Sequence
         RequestError: ``store`` is, or is in, one of the folders; or has slides in it at any depth, or a manifest
             directly in it.
     """
+    if inside := [job.source for job in jobs if not is_remote(job.source) and is_own_slide(job.source)]:
+        own = store if is_remote(store) else store.resolve()
+        if among := [source for source in inside if source.parent.resolve() == own]:
+            raise RequestError(f"--out {store}: {among[0]} is one of its slides; choose another --out")
     if is_remote(store) or record_path(store, "").parent.is_dir():
         return
     target, advice = store.resolve(), "choose an --out outside of the slides' folders"
     for path in paths:
         source = path.resolve()
+        if is_address(path):
+            continue
         if path.is_dir() and target.is_relative_to(source):
             where = "is" if target == source else "is inside"
             raise RequestError(f"--out {store}: it {where} the folder of slides {path}; {advice}")
         if not path.is_dir() and source.parent == target:
             raise RequestError(f"--out {store}: {path} is in this folder; {advice}")
-    for folder in {job.source.parent for job in jobs}:
+    for folder in {job.source.parent for job in jobs if not is_remote(job.source)}:
         if folder.resolve().is_relative_to(target):
             below = "" if folder.resolve() == target else f" ({folder})"
             raise RequestError(f"--out {store}: slides are in this folder{below}; {advice}")
@@ -168,17 +175,6 @@ def refuse_store_among_slides(store: Path, paths: Sequence[Path], jobs: Sequence
 def user_columns(row: Mapping[str, str]) -> dict[str, str]:
     """Return a manifest row without the path columns."""
     return {k: v for k, v in row.items() if k not in ("path", "source_path")}
-
-
-def is_gone(path: Path) -> bool:
-    """Whether the file no longer exists; inaccessible ones may still exist."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _merged(path: Path, source: Path, one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
@@ -190,30 +186,6 @@ def _merged(path: Path, source: Path, one: Mapping[str, str], other: Mapping[str
                 f"{one[column]!r} and {other[column]!r}; keep one of them"
             )
     return {**one, **other}
-
-
-def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield the slides of an argument: a slide, a folder or a manifest; each with its row of the manifest."""
-    path = _as_on_disk(path)
-    try:
-        is_folder = stat.S_ISDIR(path.stat().st_mode)
-        if is_folder:
-            os.scandir(path).close()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise RequestError(f"{path}: no such file or folder") from error
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if is_folder:
-        found = sorted(_search(path))
-        if not found:
-            suffixes = ", ".join(sorted(SLIDE_SUFFIXES))
-            raise RequestError(f"{path}: no slide in this folder or below; slides are files ending in {suffixes}")
-        yield from ((source, {}) for source in found)
-    elif path.suffix.lower() in {".csv", ".tsv"}:
-        for row in read_user_manifest(path):
-            yield file_of_slide(_tidy(Path(row["source_path"]))), row
-    else:
-        yield _tidy(path), {}
 
 
 def _one_of_each_series(rows: Mapping[Place, dict[str, str]]) -> dict[Place, dict[str, str]]:
@@ -228,71 +200,14 @@ def _one_of_each_series(rows: Mapping[Place, dict[str, str]]) -> dict[Place, dic
 
 
 def _series_of(source: Path) -> tuple[Path, str] | None:
-    header = _header_or_none(source)
+    header = header_or_none(source)
     return (source.parent, header.series) if header is not None and header.series else None
 
 
-def _header_or_none(source: Path) -> DicomHeader | None:
-    if not may_be_dicom(source):
-        return None
-    with suppress(OSError):
-        return read_header(source)
-    return None  # the reader reports the error
-
-
-def _is_slide(source: Path) -> bool:
-    """Whether a file of a folder is a slide, or one of a scanner whose format is not read, which fails by name."""
-    header, suffix = _header_or_none(source), source.suffix.lower()
-    if header is not None:
-        return header.whole_slide
-    return suffix in SLIDE_SUFFIXES or (suffix in UNREAD_FORMATS and suffix != ".ets")
-
-
-def _tidy(path: Path) -> Path:
-    """Return the absolute path without ``.`` and ``..``, without resolving links, so that each file has one path."""
-    tidy = Path(os.path.normpath(_as_on_disk(path.absolute())))
-    # After a link to a folder, `..` differs from the text.
-    try:
-        return tidy if tidy.samefile(path) else path.absolute()
-    except OSError:  # the reader reports the error
-        return tidy if is_gone(path) else path.absolute()
-
-
-def _as_on_disk(path: Path) -> Path:
-    """Return the path of an existing file whose name differs in its Unicode form only: macOS writes another one."""
-    if path.name.isascii() or not is_gone(path):
-        return path
-    plain = unicodedata.normalize("NFC", path.name)
-    with suppress(OSError):
-        same = [name for name in os.listdir(path.parent) if unicodedata.normalize("NFC", name) == plain]  # noqa: PTH208
-        return path.with_name(same[0]) if len(same) == 1 else path
-    return path
-
-
-def _search(folder: Path) -> Iterator[Path]:
-    """Yield slides, and folders that cannot be searched, which fail like unreadable slides."""
-    visited: set[str] = set()
-    unreadable: list[Path] = []
-
-    def note(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # removed in the meantime
-            unreadable.append(Path(error.filename))
-
-    for here, folders, files in os.walk(_tidy(folder), onerror=note, followlinks=True):
-        real = os.path.realpath(here)
-        if real in visited:
-            folders.clear()
-            continue
-        visited.add(real)
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and not f.endswith(".zarr"))
-        for name in files:
-            if not name.startswith(".") and _is_slide(Path(here, name)):
-                yield Path(here, name)
-    yield from unreadable
-
-
 def _jobs_with_names(rows: Mapping[Place, dict[str, str]], known: Mapping[str, str]) -> list[SlideJob]:
-    names = {(Path(source), suffix): name for name, source in known.items() if source for suffix in _suffixes_of(name)}
+    names = {
+        (location(source), suffix): name for name, source in known.items() if source for suffix in _suffixes_of(name)
+    }
     given = {place: _checked(row["slide_id"]) for place, row in rows.items() if row.get("slide_id")}
     twice = [name for name, count in Counter(given.values()).items() if count > 1]
     if twice:
@@ -331,7 +246,7 @@ def _named_by_path(job: SlideJob) -> SlideJob:
 
 def _is_taken(name: str, known: Mapping[str, str]) -> bool:
     """Whether the name belongs to a slide at another path that still exists; otherwise it was moved."""
-    return name in known and (not known[name] or not is_gone(Path(known[name])))
+    return name in known and (not known[name] or not is_gone(location(known[name])))
 
 
 class _Folders:
@@ -349,11 +264,13 @@ class _Folders:
 def _stems_in(folder: Path) -> Counter[str]:
     with suppress(OSError):
         found = (path for path in folder.iterdir() if not path.name.startswith("."))
-        return Counter(_stem(path) for path in found if path.suffix.lower() in SLIDE_SUFFIXES - {".dcm"})
+        return Counter(_stem(path) for path in found if path.suffix.lower() in SLIDE_SUFFIXES - {".dcm"} | {".zarr"})
     return Counter()
 
 
 def _stem(source: Path) -> str:
+    if source.suffix.lower() == ".zarr":
+        return name_of_store(source)
     return re.sub(r"\.ome$", "", source.stem, flags=re.IGNORECASE)
 
 
@@ -368,7 +285,7 @@ def _checked(name: str) -> str:
 
 def _plain_name(source: Path, scene: str, folders: _Folders) -> str:
     """Return the name of a slide from its file; of a DICOM series from its folder, or its UID if there are several."""
-    stem, header = _stem(source), _header_or_none(source)
+    stem, header = _stem(source), header_or_none(source)
     if header is not None and header.whole_slide and header.series:
         with suppress(OSError):
             stem = source.parent.name if len(folders.series_in(source.parent)) == 1 else header.series

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from data.object_path import ObjectPath
 from pathology.errors import SlideError
 from pathology.ingest.staging import files_of
 
@@ -22,7 +23,8 @@ class SourceStamp:
 
     Attributes:
         size_bytes: Total size.
-        mtime_ns: Time of modification; for several files a digest of the names, sizes and times of all.
+        mtime_ns: Time of modification; for several files a digest of the names, sizes and times of all, on object
+            storage with versions in place of times.
     """
 
     size_bytes: int
@@ -35,6 +37,9 @@ class SourceStamp:
         Raises:
             SlideError: The slide does not exist or cannot be read.
         """
+        if isinstance(path, ObjectPath):
+            listing, size_bytes = _listed(path)
+            return cls(size_bytes, int(hashlib.sha256(listing).hexdigest()[:14], 16))
         try:
             found = [(f.name, f.stat()) for f in files_of(path)]
         except OSError as error:
@@ -61,6 +66,28 @@ def _hidden_time(mtime_ns: int, secret: str) -> int:
     return int.from_bytes(digest[:7], "big")
 
 
+_DOCUMENTS = ("zarr.json", ".zgroup", ".zattrs", "0/zarr.json", "0/.zattrs", "0/.zarray", "OME/METADATA.ome.xml")
+
+
+def _listed(store: ObjectPath) -> tuple[bytes, int]:
+    """Return names, sizes and versions of all objects of a store as bytes, and the sum of their sizes.
+
+    Web servers do not list: there they are those of its metadata.
+
+    Raises:
+        SlideError: The server cannot be reached.
+    """
+    try:
+        if store.can_list:
+            every = store.listing()
+        else:
+            there = [name for name in _DOCUMENTS if (store / name).is_file()]
+            every = {name: ((store / name).stat().st_size, (store / name).version()) for name in there}
+    except OSError as error:
+        raise SlideError(f"the store cannot be read: {error.strerror or error}") from error
+    return repr(sorted(every.items())).encode(), sum(size for size, _ in every.values())
+
+
 def source_digest(path: Path) -> str:
     """Return the SHA-256 of the slide's file; for several files, that of their digests.
 
@@ -73,6 +100,8 @@ def source_digest(path: Path) -> str:
 
 class RunningDigest:
     """The SHA-256 of a slide's files, computed by a thread while the slide is decoded.
+
+    On object storage it is that of the names, sizes and versions of all objects, which are not read a second time.
 
     It reads the file sequentially, slightly ahead of the decoder if possible, so that the disk is read once. A context
     manager that stops the thread on exit.
@@ -103,6 +132,8 @@ class RunningDigest:
         return self._digest.result()
 
     def _run(self) -> str:
+        if isinstance(self._path, ObjectPath):
+            return hashlib.sha256(_listed(self._path)[0]).hexdigest()
         try:
             digests = [self._digest_of(file) for file in files_of(self._path)]
         except OSError as error:

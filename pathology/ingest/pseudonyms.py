@@ -26,8 +26,9 @@ from data.csv_table import csv_bytes, read_own
 from data.files import replacing
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim
-from pathology.ingest.discover import SlideJob, is_gone
+from pathology.ingest.discover import SlideJob
 from pathology.readers.mpp import is_sensible, parse_mpp
+from pathology.search import is_gone
 
 KEPT_COLUMNS = ("source_mpp", "label", "split")
 """Columns of the user's manifest that are copied to the store; all others stay in the key."""

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data.files import is_running
+from data.location import is_remote
 from pathology.errors import SlideError
 from pathology.readers.dicom_files import may_be_dicom, series_files
 
@@ -33,7 +34,7 @@ _PREFIX = "hyfi-stage-"
 
 @contextmanager
 def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterator[Path]:
-    """Context that yields the path of a local copy of a slide, or of the slide itself if the copy does not fit.
+    """Context that yields the path of a local copy of a slide, or the slide itself if that does not fit or is remote.
 
     Args:
         source: The slide.
@@ -44,6 +45,9 @@ def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterat
         SlideError: The slide cannot be read, or changed during the copy.
         OSError: The folder cannot be written for a reason other than a full disk.
     """
+    if is_remote(source):
+        yield source
+        return
     cache.mkdir(parents=True, exist_ok=True)
     _remove_left_behind(cache)
     try:
@@ -65,12 +69,14 @@ def files_of(source: Path) -> list[Path]:
     """Return all files of a slide, itself first.
 
     An MRXS has a folder of the same name; VMS and VMU files list the others; the levels of a DICOM slide are the files
-    of one series.
+    of one series; an OME-Zarr store is a folder.
 
     Raises:
         OSError: The folder or the list of names cannot be read.
     """
     suffix = source.suffix.lower()
+    if source.is_dir():
+        return sorted(path for path in source.rglob("*") if path.is_file())
     if suffix == ".mrxs":
         folder = source.with_suffix("")
         return [source, *sorted(path for path in folder.rglob("*") if path.is_file())]

@@ -14,6 +14,7 @@ from data.store.manifest import FAILED, SlideRecord, load_manifest, record_path
 from data.store.slide_store import slide_path
 from hyfi_core.errors import RequestError
 from pathology.ingest.discover import find_jobs
+from pathology.readers.ngff.groups import is_ome_zarr, is_own_slide
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,24 @@ def find_inputs(paths: Sequence[Path], known: Mapping[str, str] | None = None) -
 
 
 def _is_stored(folder: Path) -> bool:
-    """Whether a folder is a store, or one slide of a store; nothing else is read from object storage."""
+    """Whether a folder is a store of `hyfi ingest`, or one slide of it, and no other OME-Zarr or folder of slides."""
+    if is_own_slide(folder):
+        return True
+    if is_ome_zarr(folder):
+        return False
+    if is_remote(folder):
+        return (folder / "manifest.csv").is_file() or not _has_ome_zarr(folder)
     return (
-        is_remote(folder)
-        or folder.name.endswith(".zarr")
-        or (folder / ".records").is_dir()
-        or any(folder.glob("*.zarr"))
+        folder.name.endswith(".zarr") or (folder / ".records").is_dir() or any(map(is_own_slide, folder.glob("*.zarr")))
     )
+
+
+def _has_ome_zarr(folder: Path) -> bool:
+    """Whether an address has OME-Zarr stores directly below it."""
+    try:
+        return any(map(is_ome_zarr, folder.iterdir()))
+    except OSError:
+        return False  # the store's reader reports it
 
 
 def _stored(folder: Path) -> list[SlideInput]:

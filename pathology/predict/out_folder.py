@@ -10,12 +10,15 @@ from typing import Any
 from data.files import write_json_atomically
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim
+from pathology.errors import SlideError
+from pathology.ingest.identity import SourceStamp
 from pathology.predict.inputs import SlideInput
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.options import PredictOptions
 from pathology.predict.results import write_results
 from pathology.predict.slide_result import SlideResult
 from pathology.predict.table import CLAIM, DONE, FILE_NAME, INCOMPLETE, PREDICTION_FILE, Prediction, PredictionTable
+from pathology.readers.ngff.groups import is_ome_zarr
 
 RUN_FILE = "predictions.json"
 
@@ -125,12 +128,7 @@ class OutFolder:
 
     def _key(self, one: SlideInput) -> dict[str, Any]:
         """Return all that a slide's results depend on: checkpoints, settings, and the size and time of its file."""
-        source = one.path / "zarr.json" if one.stored else one.path
-        try:
-            status = source.stat()
-            identity = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-        except OSError:
-            identity = {}
+        identity = _identity(one)
         given = self._options.tissue_given(one.slide_id)
         return {
             **self._made_by,
@@ -140,6 +138,18 @@ class OutFolder:
             **({"mpp_from_magnification": True} if self._options.mpp_from_magnification and not one.stored else {}),
             **({} if given is None else {"tissue": given}),
         }
+
+
+def _identity(one: SlideInput) -> dict[str, int]:
+    """Return size and time of a slide's file, of all files of an OME-Zarr store; empty if they cannot be read."""
+    try:
+        if not one.stored and is_ome_zarr(one.path):
+            stamp = SourceStamp.of(one.path)
+            return {"bytes": stamp.size_bytes, "mtime_ns": stamp.mtime_ns}
+        status = (one.path / "zarr.json" if one.stored else one.path).stat()
+    except (OSError, SlideError):
+        return {}
+    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
 def _read(path: Path) -> dict[str, Any]:

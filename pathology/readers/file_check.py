@@ -7,8 +7,10 @@ import re
 import stat
 from pathlib import Path
 
+from data.location import is_remote
 from pathology.errors import SlideError
 from pathology.readers.dicom_files import series_in
+from pathology.readers.ngff.groups import is_ome_zarr, read_group
 
 _LARGEST_SLIDEDAT_BYTES = 2**20
 _LISTED_FILES = 10
@@ -19,6 +21,7 @@ UNREAD_FORMATS = {
     ".ets": ("it has the pixels of an Olympus .vsi, one folder up", f"{_TO_OME}, from the .vsi"),
     ".isyntax": ("it is a slide of Philips IntelliSite", "libisyntax (`isyntax-to-tiff`) or isyntax2raw converts it"),
     ".sdpc": ("it is a slide of SQRAY", "the scanner's own software exports SVS or TIFF"),
+    ".ozx": ("it is an OME-Zarr store in a ZIP archive", "`unzip` makes a folder of it, which is read"),
     ".kfb": ("it is a slide of KFBIO", "KFBIO's converter makes SVS or TIFF of it"),
 }
 """Formats that no reader here opens: what a file is, and what converts it."""
@@ -35,6 +38,10 @@ def check_file(path: Path) -> None:
             extension of a slide, an MRXS without its folder or a file in it, or a TIFF that is truncated before its
             directory.
     """
+    if is_ome_zarr(path):
+        return
+    if is_remote(path):
+        raise SlideError("there is no OME-Zarr store at this address; other slides are read from a disk only")
     if path.suffix.lower() in UNREAD_FORMATS and path.is_file():
         what, converter = UNREAD_FORMATS[path.suffix.lower()]
         raise SlideError(f"{what}, which is not read; {converter}")
@@ -72,6 +79,8 @@ def _folder_problem(path: Path) -> str:
     error = folder_error(path)
     if error:
         return f"{UNREADABLE_FOLDER}: {error.strerror}"
+    if read_group(path) is not None:
+        return "it is a zarr group without images of OME-Zarr (`multiscales`)"
     slides = [file.name for file in series_in(path).values()]
     if slides:
         names = ", ".join(slides[:_LISTED_FILES])

@@ -21,7 +21,15 @@ from pathology.readers.facts.slide_facts import StatedMpp, merged
 from pathology.readers.facts.stated_mpp import TAGS
 from pathology.readers.mpp import mpp_of_resolution, parse_mpp
 from pathology.readers.per_thread import PerThread
-from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, levels_of_sizes, translation
+from pathology.readers.source_level import (
+    RGB,
+    Affine,
+    BadTile,
+    SourceLevel,
+    levels_of_sizes,
+    split_on_grid,
+    translation,
+)
 from pathology.readers.threads import run_in_pool
 
 _BLOCK_PX = 1024
@@ -114,7 +122,7 @@ class OpenSlideSource:
                 return []
             return self._read_undamaged(block, level, part)
 
-        found = run_in_pool(read, _split_on_grid(box, (_BLOCK_PX, _BLOCK_PX)))
+        found = run_in_pool(read, split_on_grid(box, (_BLOCK_PX, _BLOCK_PX)))
         if bad is not None:
             bad += [tile for tiles in found for tile in tiles]
 
@@ -138,7 +146,7 @@ class OpenSlideSource:
             pass
         bad = []
         size = self.levels[level]
-        for place in _split_on_grid(block, size.tile_px):
+        for place in split_on_grid(block, size.tile_px):
             part = out[place.relative_to(block).slices()]
             try:
                 self._read(place, level, part)
@@ -167,14 +175,6 @@ class OpenSlideSource:
     def close(self) -> None:
         """Close OpenSlide's handles. Reading again opens new ones."""
         self._handles.close()
-
-
-def _split_on_grid(box: Box, size: tuple[int, int]) -> list[Box]:
-    """Split a box along the lines of a grid with cells of ``size`` that starts at (0, 0)."""
-    height, width = size
-    rows = range(box.y0 // height * height, box.y1, height)
-    columns = range(box.x0 // width * width, box.x1, width)
-    return [Box(y, y + height, x, x + width).intersect(box) for y in rows for x in columns]
 
 
 def _whole_levels(slide: openslide.OpenSlide) -> tuple[SourceLevel, ...]:

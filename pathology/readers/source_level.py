@@ -67,3 +67,11 @@ def levels_of_sizes(sizes: list[tuple[int, int]]) -> tuple[SourceLevel, ...]:
 def translation(offset: tuple[float, float]) -> Affine:
     """Return the map that adds ``offset`` (y, x) to a point."""
     return ((1.0, 0.0, float(offset[0])), (0.0, 1.0, float(offset[1])))
+
+
+def split_on_grid(box: Box, size: tuple[int, int]) -> list[Box]:
+    """Split a box along the lines of a grid with cells of ``size`` (height, width) that starts at (0, 0)."""
+    height, width = size
+    rows = range(box.y0 // height * height, box.y1, height)
+    columns = range(box.x0 // width * width, box.x1, width)
+    return [Box(y, y + height, x, x + width).intersect(box) for y in rows for x in columns]

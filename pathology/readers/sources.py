@@ -2,6 +2,7 @@
 
 | file | reader | reason |
 |---|---|---|
+| OME-Zarr, a folder or on object storage | `ngff` | |
 | CZI | `czi_source` | OpenSlide does not decode JPEG XR, and crashes on damaged files |
 | OME-TIFF | `tiff_source` | OpenSlide does not find levels in SubIFDs |
 | TIFF of no known scanner | `tiff_source` | libtiff, in OpenSlide, returns damaged tiles without an error |
@@ -23,8 +24,10 @@ from pathology.readers.czi_file import is_czi
 from pathology.readers.czi_source import CziSource
 from pathology.readers.dicom_files import colour_contradiction, file_of_slide
 from pathology.readers.facts.colour import COLOUR_FLAG
-from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError
+from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError, scenes_of_tiff
 from pathology.readers.file_check import check_file
+from pathology.readers.ngff.groups import is_ome_zarr
+from pathology.readers.ngff.source import OmeZarrSource, scenes_of_store
 from pathology.readers.openslide_source import OpenSlideSource, UnsupportedFormatError
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB
@@ -45,15 +48,17 @@ _TILED_TIFF_VENDORS = frozenset(("aperio", _PLAIN_TIFF, "hamamatsu"))
 
 
 def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
-    """Open a slide file, or the folder of one DICOM slide.
+    """Open a slide file, the folder of one DICOM slide, or an OME-Zarr store.
 
     Args:
-        path: The file or folder.
+        path: The file or folder; a store may be on object storage.
         pick: Which picture of the file is the slide.
 
     Raises:
         SlideError: No reader supports the file, or it is damaged, or it has several planes; the message says why.
     """
+    if is_ome_zarr(path):
+        return OmeZarrSource(path, pick)
     path = file_of_slide(path)
     check_file(path)
     if is_czi(path):
@@ -80,6 +85,11 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
         slow.close()
         return _upright(_tiff(path, pick, known=slow))
     return _faster(path, slow, pick) or slow
+
+
+def scene_count(path: Path) -> int:
+    """Return the number of scenes of a slide file or store; 1 if it cannot have several, or cannot be read."""
+    return scenes_of_store(path) if is_ome_zarr(path) else scenes_of_tiff(path)
 
 
 def _check_dicom_colour(slow: OpenSlideSource, path: Path) -> None:

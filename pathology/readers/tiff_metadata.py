@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 
 import tifffile
 
+from data.location import is_remote
+
 _TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
 _DATA_TAGS = {273: 279, 324: 325}
 """Tags with the offsets of strips and tiles, and those with their byte counts."""
@@ -44,6 +46,8 @@ def is_truncated(path: Path) -> bool:
 
     Always False for classic TIFFs of 4 GiB or more: some scanners write these with non-standard offsets.
     """
+    if is_remote(path):
+        return False
     try:
         with path.open("rb") as file:
             size, head = os.fstat(file.fileno()).st_size, file.read(8)

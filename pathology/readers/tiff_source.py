@@ -23,14 +23,14 @@ import tifffile
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
-from pathology.readers.facts.levels import StatedLevel, fitted_levels, left_out, unlike_levels
+from pathology.readers.facts.levels import StatedLevel, believed_levels, fitted_levels
 from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError, pages_of_ome, picked_plane
 from pathology.readers.facts.pixel_size import checked_mpp
 from pathology.readers.facts.slide_facts import Note, merged
 from pathology.readers.facts.stated_mpp import power_of_ome, stated_by_tiff
 from pathology.readers.slide_file import SlideFile, coalesced
 from pathology.readers.slide_source import SlideSource
-from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, translation
+from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, levels_of_sizes, translation
 from pathology.readers.threads import decode_threads, in_pool, submit
 from pathology.readers.tiff_level import TiffLevel, parse_level, propagate_missing_tiles
 from pathology.readers.tiff_metadata import is_truncated, keyframe, orientation_of_page
@@ -95,19 +95,21 @@ class TiffSource:
         self.to_file_px: Affine = translation((0, 0))
         self._file = SlideFile(path)
         self._kept = list(range(len(self._levels)))
-        self.levels: tuple[SourceLevel, ...] = ()
+        sizes = [(level.height_px, level.width_px) for level in self._levels]
+        self.levels = tuple(map(_described, levels_of_sizes(sizes), self._levels))
         self._check_levels()
 
     def _check_levels(self) -> None:
         """Keep the levels that fit the finest one and show the same, without padding; note the others."""
         stated = [StatedLevel((v.height_px, v.width_px), (v.tile_height_px, v.tile_width_px)) for v in self._levels]
-        fitted = fitted_levels(stated)
-        self._keep([k for k, level in enumerate(fitted) if level is not None], [v for v in fitted if v is not None])
-        unlike = {self._kept[k] for k in unlike_levels(self.levels, self._read_stored)}
-        kept = [k for k, index in enumerate(self._kept) if index not in unlike]
-        self._keep(kept, [self.levels[k] for k in kept])
-        missing = [k for k in range(len(stated)) if k not in self._kept]
-        self.facts = self.facts.noting(*(left_out(k, stated[k], stated[0], k in unlike) for k in missing))
+        believed = believed_levels(stated, fitted_levels(stated), self._read_stored)
+        self._kept = list(believed.kept)
+        self._levels = [
+            replace(self._levels[k], height_px=level.height_px, width_px=level.width_px)
+            for k, level in zip(believed.kept, believed.levels, strict=True)
+        ]
+        self.levels = tuple(map(_described, believed.levels, self._levels))
+        self.facts = self.facts.noting(*believed.notes)
 
     def _read_stored(self, box: Box, level: int) -> RGB:
         """Return the pixels of a box; raise TileError if the scanner left a tile of it out, which shows nothing."""
@@ -115,15 +117,6 @@ class TiffSource:
         if any(lengths[index] == 0 for index in self._levels[level].tiles_in(box)):
             raise TileError("a tile was left out by the scanner")
         return self.read(box, level)
-
-    def _keep(self, indices: Sequence[int], levels: Sequence[SourceLevel]) -> None:
-        """Keep some of the levels, with these sizes."""
-        self._kept = [self._kept[k] for k in indices]
-        self._levels = [
-            replace(self._levels[k], height_px=level.height_px, width_px=level.width_px)
-            for k, level in zip(indices, levels, strict=True)
-        ]
-        self.levels = tuple(map(_described, levels, self._levels))
 
     @property
     def tiff_levels(self) -> tuple[TiffLevel, ...]:

@@ -26,6 +26,7 @@ from pathology.errors import SlideError
 from pathology.predict.inputs import SlideInput, find_inputs
 from pathology.predict.table import FILE_NAME, PREDICTION_FILE
 from pathology.readers.facts.pictures import Pick
+from pathology.readers.ngff.groups import is_own_slide
 from pathology.readers.sources import SLIDE_SUFFIXES
 from pathology.view.pixels import FilePixels, ShownSlide, StoredPixels
 
@@ -171,7 +172,7 @@ def _predicted(folder: Path, row: dict[str, str], given: dict[str, SlideInput], 
         if not is_remote(path) and not path.is_absolute() and not path.exists() and (folder.parent / path).exists():
             path = folder.parent / path
         missing = "" if path.exists() else f"{path} no longer exists; give its store or folder as another PATH"
-        slide = GallerySlide(slide_id, slide_id, path, path.suffix == ".zarr", reason=missing)
+        slide = GallerySlide(slide_id, slide_id, path, is_own_slide(path), reason=missing)
     return replace(slide, prediction=row["prediction"], predictions=folder, annotations=annotations)
 
 

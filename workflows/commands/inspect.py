@@ -27,7 +27,7 @@ def run(
     """Print levels, microns per pixel, tissue fraction and provenance.
 
     Args:
-        path: A store, a slide of a store, or a slide file.
+        path: A store, a slide of a store, a slide file, or an OME-Zarr store of another program.
         png: File for a thumbnail with the tissue outline (of a store: a contact sheet); None: none.
         as_json: Print everything as one JSON object.
         slide_mpp: Microns per pixel of a slide file that does not state them.
@@ -51,9 +51,9 @@ def run(
         require_writable(png)
     if geojson is not None:
         _export_tissue(path, geojson)
-    if path.is_dir() and (path / "zarr.json").exists():
+    if _is_stored_slide(path):
         found = _slide_of_store(path, png)
-    elif path.is_dir() and not _is_dicom_slide(path):
+    elif path.is_dir() and not _is_slide(path):
         found = _store(path, png)
     else:
         found = _file(path, png, slide_mpp)
@@ -82,9 +82,9 @@ def _export_tissue(path: Path, geojson: Path) -> None:
     from data.store.slide_store import SlideStore, slide_path
     from pathology.tissue.outlines import SlideGrid, mask_to_geojson
 
-    if not path.is_dir() or _is_dicom_slide(path):
+    if not path.is_dir() or (_is_slide(path) and not _is_stored_slide(path)):
         raise RequestError(f"--tissue {geojson}: {path} is a slide file; ingest it, and inspect the ingested slide")
-    single = (path / "zarr.json").exists()
+    single = _is_stored_slide(path)
     names = [] if single else [row["slide_id"] for row in load_manifest(path) if row["status"] == DONE]
     try:
         for slide in map(SlideStore.open, [path] if single else [slide_path(path, name) for name in names]):
@@ -98,11 +98,21 @@ def _export_tissue(path: Path, geojson: Path) -> None:
     console.say(f"tissue: {geojson}")
 
 
-def _is_dicom_slide(folder: Path) -> bool:
-    """Whether a folder is not a store and has DICOM slides; opening it names them if there are several."""
+def _is_stored_slide(path: Path) -> bool:
+    """Whether a folder is a slide of a store; also one whose metadata are damaged, as its name says."""
+    from pathology.readers.ngff.groups import is_ome_zarr, is_own_slide
+
+    return is_own_slide(path) or (path.suffix == ".zarr" and path.is_dir() and not is_ome_zarr(path))
+
+
+def _is_slide(folder: Path) -> bool:
+    """Whether a folder is an OME-Zarr store, or has DICOM slides; opening it names them if there are several."""
     from data.location import is_remote
     from pathology.readers.dicom_files import series_in
+    from pathology.readers.ngff.groups import is_ome_zarr
 
+    if is_ome_zarr(folder):
+        return True
     return not is_remote(folder) and not (folder / "manifest.csv").exists() and bool(series_in(folder))
 
 
@@ -126,13 +136,15 @@ def _require_readable(path: Path) -> None:
 
 
 def _require_stored(path: Path) -> None:
-    """Check that there is a store or a slide of a store on object storage; slide files are not read from there.
+    """Check that there is a store, or a slide that is one, on object storage; other slides are not read from there.
 
     Raises:
         RequestError: There is none.
         OSError: The server cannot be reached.
     """
-    if not path.is_dir():
+    from pathology.readers.ngff.groups import is_ome_zarr
+
+    if not is_ome_zarr(path) and not path.is_dir():
         (path / "zarr.json").read_bytes()  # its error names a missing bucket, too
 
 

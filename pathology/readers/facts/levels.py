@@ -54,6 +54,33 @@ class StatedLevel:
     tile_px: tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class BelievedLevels:
+    """The levels that are believed, with their true sizes; their indices among the stated ones; notes on the others."""
+
+    levels: tuple[SourceLevel, ...]
+    kept: tuple[int, ...]
+    notes: tuple[Note, ...]
+
+
+def believed_levels(stated: Sequence[StatedLevel], fitted: Sequence[SourceLevel | None], read: Read) -> BelievedLevels:
+    """Return the levels that fit the finest one in size and in what they show.
+
+    Args:
+        stated: The levels as the file states them, finest first.
+        fitted: From `fitted_levels`.
+        read: Reads a box of a stated level, by its index there; a `TileError` leaves a patch out.
+    """
+    fits = [(k, level) for k, level in enumerate(fitted) if level is not None]
+    of_fits = [level for _, level in fits]
+    unlike = {fits[k][0] for k in unlike_levels(of_fits, lambda box, k: read(box, fits[k][0]))}
+    kept = [(k, level) for k, level in fits if k not in unlike]
+    indices = tuple(k for k, _ in kept)
+    others = (k for k in range(len(stated)) if k not in indices)
+    notes = tuple(_left_out(k, stated[k], stated[0], k in unlike) for k in others)
+    return BelievedLevels(tuple(level for _, level in kept), indices, notes)
+
+
 def fitted_levels(stated: Sequence[StatedLevel]) -> list[SourceLevel | None]:
     """Return the levels with their downsample, without padding; None for those that do not fit the first one."""
     finest = stated[0]
@@ -109,7 +136,7 @@ def unlike_levels(levels: Sequence[SourceLevel], read: Read) -> list[int]:
     return unlike
 
 
-def left_out(index: int, level: StatedLevel, finest: StatedLevel, fits: bool) -> Note:
+def _left_out(index: int, level: StatedLevel, finest: StatedLevel, fits: bool) -> Note:
     """Return the note on a level that is not believed."""
     (height, width), (h, w) = finest.size_px, level.size_px
     apart = f"it has {height / h:.4g} times fewer rows and {width / w:.4g} times fewer columns than the finest level"

@@ -26,7 +26,7 @@ from pathology.readers.tiff_metadata import PARSE_ERRORS, keyframe
 
 HOW_TO_PICK = "`hyfi ingest --plane N` takes one of them"
 SCENES_FLAG = "several_scenes"
-_OTHER_NAMES = re.compile(r"label|macro|overview|thumbnail|preview|barcode", re.IGNORECASE)
+NAMES_OF_OTHERS = re.compile(r"label|macro|overview|thumbnail|preview|barcode", re.IGNORECASE)
 _SAME_MPP = 1.05
 _OME_SUFFIXES = {".tif", ".tiff", ".btf", ".qptiff", ".tf2", ".tf8"}
 
@@ -117,8 +117,8 @@ def scenes_among(pictures: list[Picture]) -> list[Picture]:
     return [picture for picture in others if picture is largest or _is_alike(picture, largest)]
 
 
-def scene_count(path: Path) -> int:
-    """Return the number of scenes of a file; 1 for files that cannot have several, or cannot be read."""
+def scenes_of_tiff(path: Path) -> int:
+    """Return the number of scenes of a TIFF; 1 for files that cannot have several, or cannot be read."""
     if path.suffix.lower() not in _OME_SUFFIXES:
         return 1
     try:
@@ -144,18 +144,28 @@ def pages_of_ome(tiff: tifffile.TiffFile, name: str, pick: Pick) -> tuple[list[A
         if elements_in_other_files(tiff.ome_metadata or ""):
             raise SlideError("its OME-XML says that all pictures are in other files of a set; give those files")
         return None
-    if pick.scene > len(scenes):
-        raise SlideError(f"there is no scene {pick.scene}: the file has {len(scenes)}")
-    number = pick.scene or 1 + max(range(len(scenes)), key=lambda k: (scenes[k].area_px, -k))
-    picture, notes = scenes[number - 1], []
-    if len(scenes) > 1:
-        listed = "; ".join(f"scene {k}: {scene.described}" for k, scene in enumerate(scenes, 1))
-        notes.append(Note(SCENES_FLAG, f"scene {number} of {len(scenes)} ({listed})"))
-    index = _picked_directory(picture, pick)
+    picture, notes = picked_scene(scenes, pick)
+    index = picked_directory(picture, pick)
     if index >= len(tiff.pages):
         return None
     page = keyframe(tiff.pages[index])
     return [page, *map(keyframe, page.pages or ())], notes
+
+
+def picked_scene(scenes: list[Picture], pick: Pick) -> tuple[Picture, list[Note]]:
+    """Return the picked scene, the largest if none is, and a note that lists them if there are several.
+
+    Raises:
+        SlideError: There is no such scene.
+    """
+    if pick.scene > len(scenes):
+        raise SlideError(f"there is no scene {pick.scene}: the file has {len(scenes)}")
+    number = pick.scene or 1 + max(range(len(scenes)), key=lambda k: (scenes[k].area_px, -k))
+    notes = []
+    if len(scenes) > 1:
+        listed = "; ".join(f"scene {k}: {scene.described}" for k, scene in enumerate(scenes, 1))
+        notes.append(Note(SCENES_FLAG, f"scene {number} of {len(scenes)} ({listed})"))
+    return scenes[number - 1], notes
 
 
 def elements_in_other_files(xml: str) -> bool:
@@ -181,7 +191,13 @@ def picked_plane(planes: list[Any], pick: Pick, size_px: tuple[int, int]) -> Any
     return planes[pick.plane - 1]
 
 
-def _picked_directory(picture: Picture, pick: Pick) -> int:
+def picked_directory(picture: Picture, pick: Pick) -> int:
+    """Return the index of the page, or of the focal plane, that is the slide.
+
+    Raises:
+        PlanesError: The picture has channels, times or focal planes, and none is picked.
+        SlideError: There is no such plane, or it is in another file.
+    """
     depths, times = picture.planes
     if picture.channels > 1 and not picture.colour:
         raise PlanesError(
@@ -224,7 +240,7 @@ def _picture(image: ElementTree.Element, pixels: ElementTree.Element, own: str, 
         channels,
         colour,
         pixels.get("PhysicalSizeX", ""),
-        bool(_OTHER_NAMES.search(image.get("Name", ""))),
+        bool(NAMES_OF_OTHERS.search(image.get("Name", ""))),
         _directories(pixels, depths, own, name),
     )
 

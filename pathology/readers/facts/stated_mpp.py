@@ -27,6 +27,8 @@ _UM_PER_UNIT = {
     "micrometer": 1.0,
     "micrometre": 1.0,
     "\\u00b5m": 1.0,
+    "angstrom": 1e-4,
+    "meter": 1e6,
     "mm": 1e3,
     "millimeter": 1e3,
     "cm": 1e4,
@@ -118,8 +120,11 @@ def _of_ome(xml: str, page: Any) -> StatedMpp | None:
     except ElementTree.ParseError:
         return None
     pixels = _pixels_of_page(root, page)
-    if pixels is None:
-        return None
+    return None if pixels is None else stated_by_pixels(pixels)
+
+
+def stated_by_pixels(pixels: ElementTree.Element) -> StatedMpp | None:
+    """Return PhysicalSizeY and PhysicalSizeX of an element Pixels of OME-XML; None if one is missing."""
     sizes, repaired = [], ""
     for axis in "YX":
         unit = um_of_unit(pixels.get(f"PhysicalSize{axis}Unit", "µm"))

@@ -66,9 +66,9 @@ def test_a_slide_that_another_run_finishes_while_this_one_plans_is_not_ingested_
 ) -> None:
     source, store = make_slide("0.tiff"), tmp_path / "store"
 
-    def find_jobs(paths: list[Path], known: dict[str, str], scene: str) -> list[SlideJob]:
+    def find_jobs(paths: list[Path], known: dict[str, str], scene: str, store: Path) -> list[SlideJob]:
         assert not known and ingest_slide(source, store, AT_HALF, slide_id="0").status == DONE
-        return discover.find_jobs(paths, known, scene)
+        return discover.find_jobs(paths, known, scene, store)
 
     monkeypatch.setattr(archive, "find_jobs", find_jobs)
     report = run([source], store)

@@ -13,8 +13,7 @@ import tifffile
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
 from pathology.ingest.options import IngestOptions
-from pathology.readers.facts.pictures import scene_count
-from pathology.readers.sources import open_source
+from pathology.readers.sources import open_source, scene_count
 from tests.pathology.readers.dicom_slides import write_series
 from tests.pathology.readers.facts.test_colour import adobe, jfif
 from tests.pathology.readers.facts.test_levels import textured

@@ -19,9 +19,9 @@ from pathology.ingest.discover import find_jobs
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.predict.inputs import find_inputs
-from pathology.readers.facts.pictures import Pick, scene_count
+from pathology.readers.facts.pictures import Pick
 from pathology.readers.slide_source import SlideSource
-from pathology.readers.sources import open_source
+from pathology.readers.sources import open_source, scene_count
 from tests.pathology.readers.czi_files import write_czi
 from tests.pathology.readers.dicom_slides import write_series
 from tests.pathology.readers.scanners import soft

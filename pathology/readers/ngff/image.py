@@ -1,0 +1,199 @@
+"""The images of an OME-Zarr store as its metadata describe them: axes, levels, pixel size, channels.
+
+```
+x.zarr/                      one image: `multiscales` at the top
+    0/ 1/ 2/                 its levels
+    labels/                  no image of the slide
+
+x.zarr/                      of bioformats2raw: `bioformats2raw.layout` at the top
+    OME/METADATA.ome.xml     the same facts a second time
+    0/                       a series: an image with its levels 0/0/ 0/1/ …
+    1/                       another one: a scene, a label, a macro
+```
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from pathology.errors import SlideError
+from pathology.readers.facts.stated_mpp import elements
+from pathology.readers.ngff.groups import ZarrGroup, read_bytes, read_group
+
+_OLD_AXES = ("t", "c", "z", "y", "x")
+"""Of NGFF 0.1 and 0.2, which state none."""
+_MOST_SERIES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class NgffAxis:
+    """An axis: one of t, c, z, y, x; and its unit, empty if the store states none."""
+
+    name: str
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NgffLevel:
+    """A level as stated: its place below the group, and its scale along each axis; None if it states none."""
+
+    path: str
+    scale: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class NgffImage:
+    """One image.
+
+    Attributes:
+        group: Its zarr group.
+        name: As the store states it; else empty.
+        axes: In the order of the arrays' dimensions.
+        levels: As listed, finest first.
+        channels: Label and colour (six hexadecimal digits) of each channel, as far as stated.
+        more: Number of further multiscales of the group, which are not read.
+        xml: The element Image of this image in OME-XML; None if there is none.
+    """
+
+    group: ZarrGroup
+    name: str
+    axes: tuple[NgffAxis, ...]
+    levels: tuple[NgffLevel, ...]
+    channels: tuple[tuple[str, str], ...]
+    more: int
+    xml: ElementTree.Element | None
+
+    def axis(self, name: str) -> int | None:
+        """Return the index of an axis; None if the image has not got it."""
+        return next((k for k, axis in enumerate(self.axes) if axis.name == name), None)
+
+
+def images_of(path: Path) -> tuple[list[NgffImage], str]:
+    """Return the images of a store in order, and its OME-XML, empty if there is none.
+
+    Raises:
+        SlideError: It is no OME-Zarr store of images, or is damaged; the message says what it is.
+    """
+    root = read_group(path)
+    if root is None:
+        raise SlideError("it is a folder, but no OME-Zarr store: it has neither zarr.json nor .zattrs")
+    _refuse_others(root)
+    if "multiscales" in root.attributes:
+        own_series = path.name.isdecimal()
+        xml = _xml_of(path.parent) if own_series else _xml_of(path)
+        return [_image(root, _xml_images(xml), int(path.name) if own_series else 0)], xml
+    xml = _xml_of(path)
+    described = _xml_images(xml)
+    found: list[NgffImage] = []
+    for name in _series_names(root, len(described)):
+        group = read_group(path / name)
+        if group is None:
+            break
+        _refuse_others(group)
+        found.append(_image(group, described, len(found)))
+    if not found:
+        raise SlideError("it is a zarr group without an image of OME-Zarr (`multiscales`)")
+    if len(described) > len(found):
+        raise SlideError(f"its OME-XML describes {len(described)} images, but it has {len(found)}: it is not complete")
+    return found, xml
+
+
+def _refuse_others(group: ZarrGroup) -> None:
+    attributes = group.attributes
+    if "plate" in attributes or "well" in attributes:
+        what = "plate" if "plate" in attributes else "well of a plate"
+        raise SlideError(f"it is a {what} of fields, as of high-content screening; give one field of it")
+    if "image-label" in attributes:
+        raise SlideError("it is a label image, which numbers regions of another one; give that one")
+
+
+def _series_names(root: ZarrGroup, described: int) -> list[str]:
+    """Return the names of the groups of the series: those listed, else numbers from 0."""
+    group = read_group(root.path / "OME")
+    listed = group.attributes.get("series") if group is not None else None
+    if isinstance(listed, list) and listed:
+        return [str(name) for name in listed]
+    numbers = range(described) if described else count()
+    return [str(k) for k in _existing(root, numbers)]
+
+
+def _existing(root: ZarrGroup, numbers: range | count[int]) -> list[int]:
+    found = []
+    for number in numbers:
+        if number >= _MOST_SERIES or read_group(root.path / str(number)) is None:
+            break
+        found.append(number)
+    return found
+
+
+def _xml_of(path: Path) -> str:
+    data = read_bytes(path / "OME" / "METADATA.ome.xml")
+    return "" if data is None else data.decode("utf-8", "replace")
+
+
+def _xml_images(xml: str) -> list[ElementTree.Element]:
+    with suppress(ElementTree.ParseError):
+        return elements(ElementTree.fromstring(xml), "Image") if xml else []
+    return []
+
+
+def _image(group: ZarrGroup, described: list[ElementTree.Element], index: int) -> NgffImage:
+    try:
+        every = group.attributes["multiscales"]
+        first = every[0]
+        axes = tuple(map(_axis, first.get("axes") or _OLD_AXES))
+        shared = _scale(first, len(axes))
+        levels = tuple(_level(dataset, shared, len(axes)) for dataset in first["datasets"])
+        channels = tuple(_channel(one) for one in (group.attributes.get("omero") or {}).get("channels") or ())
+        name = str(first.get("name") or "")
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise SlideError(f"its OME-Zarr metadata (`multiscales`) are not complete: {error!r}") from error
+    if not levels:
+        raise SlideError("its OME-Zarr metadata (`multiscales`) list no level")
+    names = [axis.name for axis in axes]
+    if len(set(names)) != len(names) or not {"y", "x"} <= set(names):
+        raise SlideError(f"its axes are {', '.join(names)}; a slide has y and x, and may have t, c and z")
+    xml = described[index] if index < len(described) else None
+    return NgffImage(group, name, axes, levels, channels, len(every) - 1, xml)
+
+
+def _axis(stated: Any) -> NgffAxis:
+    """Return an axis from its name, or from name, type and unit."""
+    if isinstance(stated, str):
+        return NgffAxis(stated.lower())
+    name, kind = str(stated["name"]).lower(), stated.get("type")
+    plain = {"channel": "c", "time": "t"}.get(str(kind), name)
+    if plain not in _OLD_AXES:
+        raise SlideError(f"its axis {stated['name']!r} of type {kind!r} is none of t, c, z, y, x")
+    return NgffAxis(plain, str(stated.get("unit") or ""))
+
+
+def _level(dataset: Mapping[str, Any], shared: tuple[float, ...] | None, axes: int) -> NgffLevel:
+    own = _scale(dataset, axes)
+    if own is not None and shared is not None:
+        own = tuple(a * b for a, b in zip(own, shared, strict=True))
+    return NgffLevel(str(dataset["path"]), own or shared)
+
+
+def _scale(of: Mapping[str, Any], axes: int) -> tuple[float, ...] | None:
+    """Return the product of the scales of a list of coordinate transformations; None if it has none."""
+    found: tuple[float, ...] | None = None
+    for step in of.get("coordinateTransformations") or ():
+        if step.get("type") == "scale" and "scale" in step:
+            one = tuple(float(value) for value in step["scale"])
+            if len(one) != axes:
+                raise ValueError(f"a scale of {len(one)} numbers for {axes} axes")
+            found = one if found is None else tuple(a * b for a, b in zip(found, one, strict=True))
+    return found
+
+
+def _channel(stated: Any) -> tuple[str, str]:
+    colour = str(stated.get("color") or "").lstrip("#").upper()
+    return str(stated.get("label") or ""), colour if re.fullmatch(r"[0-9A-F]{6}", colour) else ""

@@ -1,0 +1,103 @@
+"""What an image of OME-Zarr is, from its metadata: a picture of a slide or of channels, and its microns per pixel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pathology.readers.facts.pictures import NAMES_OF_OTHERS, Picture, PlanesError
+from pathology.readers.facts.slide_facts import Note, StatedMpp
+from pathology.readers.facts.stated_mpp import elements, stated_by_pixels, um_of_unit
+from pathology.readers.ngff.image import NgffImage
+
+SCALE = "the scale of level 0"
+_CHANNELS_FLAG = "colour"
+_COLOURS = {"FF0000": 0, "00FF00": 1, "0000FF": 2}
+_PRIMARIES = {"red": 0, "r": 0, "green": 1, "g": 1, "blue": 2, "b": 2}
+_SAYS_NOTHING = re.compile(r"(channel|ch|c)?[\s:_-]*[\d:]*|rgb|brightfield|bf|tl|transmitted.*", re.IGNORECASE)
+_DYES = ("EmissionWavelength", "ExcitationWavelength", "Fluor")
+RGB_ORDER = (0, 1, 2)
+
+
+def picture_of(image: NgffImage, shape: Sequence[int]) -> Picture:
+    """Return an image as a picture, of which scenes and planes are picked like those of an OME-TIFF.
+
+    Args:
+        image: The image.
+        shape: Shape of its finest level.
+    """
+    sizes = {axis.name: size for axis, size in zip(image.axes, shape, strict=True)}
+    depths, channels = sizes.get("z", 1), sizes.get("c", 1)
+    stated, _ = stated_mpp(image)
+    xml_name = "" if image.xml is None else image.xml.get("Name", "")
+    return Picture(
+        (sizes["y"], sizes["x"]),
+        (depths, sizes.get("t", 1)),
+        channels,
+        channels == 1 or (channels == 3 and not _stains(image)),
+        f"{stated[0].um[1]}" if stated else "",
+        bool(NAMES_OF_OTHERS.search(f"{image.name} {xml_name}")),
+        tuple(range(depths)),
+    )
+
+
+def stated_mpp(image: NgffImage) -> tuple[tuple[StatedMpp, ...], str]:
+    """Return the microns per pixel that coordinate transformations and OME-XML state, and why a scale is not one."""
+    found, doubt = [], ""
+    y, x = image.axis("y"), image.axis("x")
+    assert y is not None and x is not None, "checked when the image was read"
+    scale = image.levels[0].scale
+    units = [um_of_unit(image.axes[k].unit) for k in (y, x)]
+    if scale is not None and units[0] is not None and units[1] is not None:
+        um = (scale[y] * units[0][0], scale[x] * units[1][0])
+        found.append(StatedMpp(um, SCALE, repaired=units[0][1] or units[1][1]))
+    elif scale is not None and (scale[y], scale[x]) != (1.0, 1.0):
+        unit = image.axes[x].unit
+        doubt = f"{SCALE} says {scale[x]:g} in {f'the unit {unit!r}' if unit else 'no unit'}"
+    for pixels in [] if image.xml is None else elements(image.xml, "Pixels")[:1]:
+        of_xml = stated_by_pixels(pixels)
+        found += [] if of_xml is None else [of_xml]
+    return tuple(found), "" if found else doubt
+
+
+def colour_order(image: NgffImage) -> tuple[tuple[int, int, int], Note | None]:
+    """Return which channels are red, green and blue, and a note if that is not their order."""
+    named = [_PRIMARIES.get(label.strip().lower()) for label, _ in image.channels]
+    shown = [_COLOURS.get(colour) for _, colour in image.channels]
+    for places, what in ((named, "names"), (shown, "colours")):
+        if sorted(place if place is not None else -1 for place in places) == [0, 1, 2] and places != [0, 1, 2]:
+            order = (places.index(0), places.index(1), places.index(2))
+            text = f"the channels' {what} say that red, green and blue are {', '.join(f'{k}' for k in order)}"
+            return order, Note(_CHANNELS_FLAG, text)
+    return RGB_ORDER, None
+
+
+def refuse_dark_ground(median: float, picture: Picture) -> None:
+    """Refuse an image whose ground is dark, as that of fluorescence: a store does not say whether channels are colours.
+
+    Args:
+        median: Median over the overview of the brightest channel, without exact black; nan if all of it is.
+        picture: The image.
+
+    Raises:
+        PlanesError: It is.
+    """
+    if median < _DARK:
+        raise PlanesError(
+            f"its ground is dark (median {median:.0f} of 255), as of fluorescence ({picture.described}); slides are "
+            f"stained and in colour on bright glass"
+        )
+
+
+_DARK = 64
+
+
+def _stains(image: NgffImage) -> bool:
+    """Whether three channels are named as something else than the colours of one picture."""
+    described = [] if image.xml is None else elements(image.xml, "Channel")
+    if any(channel.get(dye) for channel in described for dye in _DYES):
+        return True
+    labels = [label.strip() for label, _ in image.channels]
+    names = {label.lower() for label in labels or [channel.get("Name", "").strip() for channel in described]}
+    known = all(name in _PRIMARIES or _SAYS_NOTHING.fullmatch(name) for name in names)
+    return not known and len(names) > 1

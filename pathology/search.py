@@ -1,0 +1,171 @@
+"""Search for slides: what a path that a user gave is, and the slides in a folder or at an address."""
+
+from __future__ import annotations
+
+import os
+import stat
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from data.location import each, is_remote, location
+from data.store.manifest import read_user_manifest
+from hyfi_core.errors import RequestError
+from pathology.readers.dicom_files import DicomHeader, file_of_slide, may_be_dicom, read_header
+from pathology.readers.file_check import UNREAD_FORMATS
+from pathology.readers.ngff.groups import is_ome_zarr
+from pathology.readers.sources import SLIDE_SUFFIXES
+
+
+def is_gone(path: Path) -> bool:
+    """Whether the file no longer exists; inaccessible ones may still exist."""
+    try:
+        if is_remote(path):
+            return not path.exists()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def slides_at(path: Path, store: Path | None) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield the slides of an argument: a slide, a folder or a manifest; each with its row of the manifest.
+
+    Args:
+        path: From `data.location.location`.
+        store: The store that is written, whose own slides are left out; None: there is none.
+
+    Raises:
+        RequestError: There is nothing at the path, no slide in it, or the manifest is invalid.
+    """
+    if is_remote(path):
+        yield from ((source, {}) for source in _remote_slides(path))
+        return
+    path = _as_on_disk(path)
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+        if is_folder:
+            os.scandir(path).close()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RequestError(f"{path}: no such file or folder") from error
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if is_folder and is_ome_zarr(path):
+        yield _tidy(path), {}
+    elif is_folder:
+        found = sorted(_search(path, store))
+        if not found:
+            suffixes = ", ".join(sorted(SLIDE_SUFFIXES))
+            raise RequestError(
+                f"{path}: no slide in this folder or below; slides are OME-Zarr stores, and files ending in {suffixes}"
+            )
+        yield from ((source, {}) for source in found)
+    elif path.suffix.lower() in {".csv", ".tsv"}:
+        for row in read_user_manifest(path):
+            source = location(row["source_path"])
+            yield source if is_remote(source) else file_of_slide(_tidy(source)), row
+    else:
+        yield _tidy(path), {}
+
+
+def header_or_none(source: Path) -> DicomHeader | None:
+    """Return the header of a DICOM file; None for other files, and for those that cannot be read."""
+    if not may_be_dicom(source):
+        return None
+    with suppress(OSError):
+        return read_header(source)
+    return None  # the reader reports the error
+
+
+def _is_slide(source: Path) -> bool:
+    """Whether a file of a folder is a slide, or one of a scanner whose format is not read, which fails by name."""
+    header, suffix = header_or_none(source), source.suffix.lower()
+    if header is not None:
+        return header.whole_slide
+    return suffix in SLIDE_SUFFIXES or (suffix in UNREAD_FORMATS and suffix != ".ets")
+
+
+def _tidy(path: Path) -> Path:
+    """Return the absolute path without ``.`` and ``..``, without resolving links, so that each file has one path."""
+    tidy = Path(os.path.normpath(_as_on_disk(path.absolute())))
+    # After a link to a folder, `..` differs from the text.
+    try:
+        return tidy if tidy.samefile(path) else path.absolute()
+    except OSError:  # the reader reports the error
+        return tidy if is_gone(path) else path.absolute()
+
+
+def _as_on_disk(path: Path) -> Path:
+    """Return the path of an existing file whose name differs in its Unicode form only: macOS writes another one."""
+    if path.name.isascii() or not is_gone(path):
+        return path
+    plain = unicodedata.normalize("NFC", path.name)
+    with suppress(OSError):
+        same = [name for name in os.listdir(path.parent) if unicodedata.normalize("NFC", name) == plain]  # noqa: PTH208
+        return path.with_name(same[0]) if len(same) == 1 else path
+    return path
+
+
+def _remote_slides(path: Path) -> list[Path]:
+    """Return the OME-Zarr stores at an address, or directly below it; other files are not read from there.
+
+    Raises:
+        RequestError: There is none, or the server cannot be reached.
+    """
+    try:
+        if is_ome_zarr(path):
+            return [path]
+        below = sorted(path.iterdir()) if getattr(path, "can_list", False) else []
+        found = [source for source, is_slide in zip(below, each(is_ome_zarr, below, path), strict=True) if is_slide]
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if not found:
+        raise RequestError(
+            f"{path}: no OME-Zarr store at this address or directly below; slides of other formats are read from a "
+            f"disk only: copy them first"
+        )
+    return found
+
+
+def _search(folder: Path, store: Path | None) -> Iterator[Path]:
+    """Yield slides, and folders that cannot be searched, which fail like unreadable slides.
+
+    Stores of `hyfi ingest` that are below are left out: their slides are copies. So is the store that is written.
+    """
+    visited: set[str] = set()
+    unreadable: list[Path] = []
+
+    def note(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # removed in the meantime
+            unreadable.append(Path(error.filename))
+
+    for here, folders, files in os.walk(_tidy(folder), onerror=note, followlinks=True):
+        real = os.path.realpath(here)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        if _is_zarr(here, files):
+            folders.clear()
+            if is_ome_zarr(Path(here)):
+                yield Path(here)
+            continue
+        if ".records" in folders and (len(visited) > 1 or _is_same(here, store)):
+            folders[:] = [name for name in folders if not name.endswith(".zarr")]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in files:
+            if not name.startswith(".") and _is_slide(Path(here, name)):
+                yield Path(here, name)
+    yield from unreadable
+
+
+def _is_zarr(folder: str, files: Sequence[str]) -> bool:
+    """Whether a folder is a group or an array of zarr, or named like one; its own folders are not searched."""
+    return folder.endswith(".zarr") or not {"zarr.json", ".zgroup", ".zattrs", ".zarray"}.isdisjoint(files)
+
+
+def _is_same(folder: str, store: Path | None) -> bool:
+    return store is not None and not is_remote(store) and store.exists() and store.samefile(folder)
