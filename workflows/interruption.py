@@ -36,7 +36,7 @@ def interruption(error: RequestError | OSError, config: Config) -> str | None:
         config: The configuration of the run.
     """
     reason = _of_request(error, config) if isinstance(error, RequestError) else _of_file(error, config.run.dir)
-    return None if reason is None else f"the run cannot continue: {reason}; {_how_to_continue(config.run.dir)}"
+    return None if reason is None else f"the run cannot continue: {reason}; {how_to_continue(config.run.dir)}"
 
 
 def is_full_disk(error: BaseException | None) -> bool:
@@ -93,7 +93,8 @@ def _of_file(error: OSError, run: Path) -> str | None:
     return None
 
 
-def _how_to_continue(run: Path) -> str:
+def how_to_continue(run: Path) -> str:
+    """Return after which step a run continues."""
     latest = run / "checkpoints" / "latest"
     if not latest.exists():
         return "there is no checkpoint yet, so --resume begins the run again"

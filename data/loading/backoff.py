@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from hyfi_core.comm.activity import ACTIVITY
+
 
 class Backoff:
     """Pauses that double from ``first_s`` to ``max_s`` seconds until ``reset``."""
@@ -16,9 +18,11 @@ class Backoff:
 
     def pause(self, sleep: Callable[[float], None] = time.sleep) -> None:
         """Sleep; the next pause is twice as long. ``sleep``: called with the seconds; may return early."""
+        ACTIVITY.idle_s = time.monotonic()
         sleep(self._next_s)
         self._next_s = min(self._max_s, self._next_s * 2)
 
     def reset(self) -> None:
         """Start again with the shortest pause; call it after every success."""
+        ACTIVITY.count += 1
         self._next_s = self._first_s

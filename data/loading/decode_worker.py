@@ -37,6 +37,7 @@ from data.children import child_environment, die_with_parent
 from data.loading.decode import Lease, Pixels, Samples, decode
 from data.samples.dataset import MOST_AT_A_TIME
 from data.store.node_cache import node_cache
+from hyfi_core.comm.activity import ACTIVITY
 
 # Not ``-m``: pickled classes must be found under this module's name, not under ``__main__``.
 _PROGRAM = "from data.loading.decode_worker import main; main()"
@@ -214,6 +215,7 @@ class ChildWorker:
             process_group=0,  # the parent handles Ctrl-C and the signals of launchers
         )
         theirs.close()
+        ACTIVITY.helpers.add(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -228,6 +230,7 @@ class ChildWorker:
     def stop(self, patience_s: float = 0.0) -> bool:
         """Kill the process unless it ends by itself in ``patience_s``; see :class:`Worker`."""
         self._connection.close()
+        ACTIVITY.helpers.discard(self._process.pid)
         try:
             code = self._process.wait(patience_s)
         except subprocess.TimeoutExpired:

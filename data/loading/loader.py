@@ -26,6 +26,7 @@ from data.loading.decode_pool import Counts, DecodePool
 from data.loading.decode_worker import ChildWorker, StartWorker
 from data.loading.loader_link import CONTROL_TAG, PIXELS_TAG, REPORT_TAG
 from data.loading.order import SampleStream
+from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.plan.box import Box, hull
 
@@ -136,6 +137,7 @@ class LoaderService:
         Raises:
             Exception: What reading a sample raised, for example because the store is damaged.
         """
+        ACTIVITY.action = "loading images"
         try:
             self._await_hellos()
             if self._ranks:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -34,14 +34,39 @@ class Activity:
     """The current activity of a process.
 
     Attributes:
-        step: number of training steps begun.
+        step: the current training step; a run that is resumed sets that of its checkpoint before.
+        begun: number of training steps that this process has begun.
         action: the current action, anything with a text form; None outside of steps.
         wait: for other ranks, None while it does not wait.
+        count: of events in a service, such as messages received and files written.
+        idle_s: when it last paused because it had nothing to do, by ``time.monotonic``.
+        slow: actions in progress that may take long without any event, the latest last.
+        helpers: ids of the child processes that work for this one.
     """
 
     step: int = 0
+    begun: int = 0
     action: Any = None
     wait: Wait | None = None
+    count: int = 0
+    idle_s: float = float("-inf")
+    slow: list[str] = field(default_factory=list)
+    helpers: set[int] = field(default_factory=set)
+
+    def begin_step(self) -> None:
+        """Record the begin of a training step."""
+        self.step += 1
+        self.begun += 1
+
+    @contextmanager
+    def slowly(self, what: str) -> Iterator[None]:
+        """Record an action that may take many minutes without any event: compiling, writing to a slow disk."""
+        self.slow.append(what)
+        try:
+            yield
+        finally:
+            self.slow.remove(what)
+            self.count += 1
 
     @contextmanager
     def waiting(self, what: Callable[[], str], nbytes: int = 0) -> Iterator[None]:
@@ -56,8 +81,9 @@ class Activity:
 
     def where(self) -> str:
         """Return the place in the program: ``step 3, F0.s1.d0``."""
-        where = f"step {self.step}" if self.step else "before the first step"
-        return where if self.action is None else f"{where}, {self.action}"
+        service = not self.step and self.action is not None  # such as that of a loader
+        where = [f"step {self.step}" if self.step else "before the first step"] if not service else []
+        return ", ".join([*where, *([] if self.action is None else [str(self.action)]), *self.slow])
 
 
 ACTIVITY = Activity()

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 
+from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.lowering.joined_calls import FUSED_FROM, JoinedCalls
 from hyfi_core.rules.instructions import Instruction, LocalCall, RankProgram
 
@@ -83,7 +84,7 @@ class SegmentCompiler:
     def made(self, joined: JoinedCalls, tensors: Sequence[torch.Tensor]) -> tuple[Function, Any]:
         """Return (compiled function, its results for ``tensors``); the joined calls if it cannot be compiled."""
         try:
-            with _COMPILING:
+            with _COMPILING, ACTIVITY.slowly("compiling"):
                 return self._made(joined, tensors)
         except torch.OutOfMemoryError:
             raise

@@ -201,7 +201,7 @@ class Engine(EngineState):
         """Like ``accumulate``; the loss stays on the device, float64 without dims, and the host does not wait."""
         self._groups.reset_traffic(*self._runners.groups)
         shape, micro = self._runners[0].reader.training_shapes(images, labels)
-        ACTIVITY.step += 1
+        ACTIVITY.begin_step()
         ACTIVITY.action = "comparing this call"
         self._consensus.check_training(shape, self._runners[0].known(micro), labels, self._optimizer)
         compiled = self._compiled(micro)

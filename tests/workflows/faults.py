@@ -41,7 +41,7 @@ class Tiny(nn.Module):
 def faulty(classes: int, norm: str = "train", pool: str = "avg", width: int = 8) -> nn.Module:
     """Return ``tiny`` on a rank to which ``HYFI_TEST_FAULT=<rank>:<call>:<method>:<kind>`` happens.
 
-    At the ``call``-th call of the engine's ``method`` the rank raises, dies, runs out of memory, or can
+    At the ``call``-th call of the engine's ``method`` the rank raises, dies, hangs, runs out of memory, or can
     write small files only;
     ``slow`` makes each call last ``call`` times 0.2 s, ``slow_until_requeued`` until Slurm has started the job again.
     """
@@ -78,6 +78,8 @@ def _break(method: str, call: int, kind: str) -> None:
             torch.empty(2**61, dtype=torch.uint8)
         elif calls == call and kind == "full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        elif calls == call and kind == "hang":
+            time.sleep(10_000)
         elif calls == call and kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(self, *args, **kwargs)

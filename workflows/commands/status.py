@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from workflows.training.throughput import describe_loading, describe_throughput
 
 _RATES = ("images_per_second", "gigapixels_per_second", "flops_per_second", "utilisation", "memory_bytes")
 _LATEST_STEPS = 50
+_LEAST_STALL_S = 60.0
 
 
 def run(folder: Path, as_json: bool) -> int:
@@ -32,13 +34,16 @@ def run(folder: Path, as_json: bool) -> int:
     if not (folder / "config.yaml").is_file():
         raise RequestError(f"{folder}: not a run (it has no config.yaml); give the run.dir of a configuration")
     found = read_status(folder)
-    say(f"{folder}: {found['state']}{_owner_text(found)}")
+    say(f"{folder}: {found['state']}{', but stalled' * found['stalled']}{_owner_text(found)}")
     for text in filter(None, (found["reason"], found["nonfinite"])):
         say(text)
     if found["step"]:
         of = f" of {found['steps']}" if found["steps"] else ""
         left = f", about {duration(found['seconds_left'])} left" if found["seconds_left"] is not None else ""
-        say(f"step {found['step']}{of}, epoch {found['epoch']}, loss {_number(found['loss'])}{left}")
+        ago = f", {duration(found['last_step_s'])} ago" if found["state"] == "running" else ""
+        say(f"step {found['step']}{of}, epoch {found['epoch']}, loss {_number(found['loss'])}{ago}{left}")
+        if found["stalled"]:
+            say("no step for ten times the longest one: a rank is frozen, or a validation or a file takes long")
         if found["throughput"]:
             say(found["throughput"])
     if found["loading"]:
@@ -64,7 +69,8 @@ def read_status(folder: Path) -> dict[str, Any]:
 
     ``state`` is ``running`` (a process has locked the folder), ``done``, ``stopped`` (on request), ``failed`` (numbers
     are not finite, see ``reason``) or ``interrupted`` (its processes were killed or failed: ``--resume`` continues from
-    the latest checkpoint).
+    the latest checkpoint). ``last_step_s`` is the age of the last record, a step or a validation; ``stalled`` says that
+    it is older than ``run.stall_s``, or ten times the longest step with its validation and checkpoint.
     """
     owner = owner_of(folder)
     saved = _json(folder / "status.json")
@@ -75,8 +81,9 @@ def read_status(folder: Path) -> dict[str, Any]:
     if owner is None and state == "running":
         state = "interrupted"
     steps, step = saved.get("steps"), trained.get("step")
-    left = None
-    if state == "running" and steps and step:
+    left, age_s = None, _age_s(folder / "metrics.jsonl") if step else None
+    stalled = state == "running" and age_s is not None and age_s > _stall_s(folder, records)
+    if state == "running" and steps and step and not stalled:
         left = (steps - step) * _step_s(records)
     checkpoints = folder / "checkpoints"
     return {
@@ -95,6 +102,8 @@ def read_status(folder: Path) -> dict[str, Any]:
         "slowest": compared.get("slowest"),
         "fullest": compared.get("fullest"),
         "seconds_left": left,
+        "last_step_s": age_s,
+        "stalled": stalled,
         "loading": saved.get("loading"),
         "validation": {k: v for k, v in validated.items() if k != "kind"} or None,
         "latest": _link(checkpoints / "latest"),
@@ -115,11 +124,33 @@ def _last(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return records[-1] if records else {}
 
 
+def _age_s(metrics: Path) -> float | None:
+    """Return for how many seconds nothing has been recorded; None without a record."""
+    try:
+        return max(0.0, time.time() - metrics.stat().st_mtime)
+    except OSError:
+        return None
+
+
+def _stall_s(folder: Path, records: Sequence[Mapping[str, Any]]) -> float:
+    """Return after how many seconds without a record a run counts as stalled: the first validation may take long."""
+    match = re.search(r"^  stall_s: (\d[\d.]*)$", (folder / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    if match is not None:
+        return float(match[1]) or float("inf")
+    trained = [record for record in records if record["kind"] == "train"][1:]  # the first captures and compiles
+    longest_s = max((_spent_s(record) for record in trained), default=0.0)
+    least_s = _LEAST_STALL_S if any(record["kind"] == "validation" for record in records) else 5 * _LEAST_STALL_S
+    return max(least_s, 10 * longest_s)
+
+
+def _spent_s(record: Mapping[str, Any]) -> float:
+    return sum(float(record.get(key) or 0.0) for key in ("seconds", "validation_seconds", "save_seconds"))
+
+
 def _step_s(records: Sequence[Mapping[str, Any]]) -> float:
     """Return the mean time of the latest steps, with the validations and checkpoints between them."""
     latest = [record for record in records if record["kind"] == "train"][-_LATEST_STEPS:]
-    keys = ("seconds", "validation_seconds", "save_seconds")
-    return sum(float(record.get(key) or 0.0) for record in latest for key in keys) / max(1, len(latest))
+    return sum(map(_spent_s, latest)) / max(1, len(latest))
 
 
 def _throughput_text(trained: Mapping[str, Any]) -> str:

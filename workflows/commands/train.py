@@ -90,12 +90,14 @@ def train_rank(config: Config, resume: bool, as_json: bool, accepts_changes: boo
     rank_log.begin(own_rank())
 
     from hyfi_core.arithmetic import set_arithmetic
-    from workflows.launch.peer_watch import join
+    from workflows.interruption import how_to_continue
+    from workflows.launch.peer_watch import expect_progress, join
     from workflows.launch.stop import StopFlag
     from workflows.launch.threads import set_threads
 
     set_arithmetic(config.run.tf32, config.run.deterministic)
     world = join()
+    expect_progress(config.run.stall_s, partial(how_to_continue, config.run.dir))
     set_threads(world, config.run.threads)
     code = train_in(world, config, resume, as_json, StopFlag(signals.requested), accepts_changes)
     world.barrier()  # when one rank exits with a code other than 0, a launcher may kill ranks that still write

@@ -29,6 +29,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "run.checkpoint_every_steps",
         "run.keep",
         "run.on_nonfinite",
+        "run.stall_s",
         "run.tensorboard",
         "run.trace",
         "run.machine",

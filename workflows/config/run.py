@@ -94,6 +94,14 @@ class RunConfig(Section):
         "default: no early stopping",
     )
 
+    stall_s: float | None = Field(
+        None,
+        ge=0,
+        description="a number ≥ 0: seconds after which a rank that shows no sign of life (frozen) or makes no progress "
+        "in training ends the run with its name; 0: never; default: 10 times the longest step, at least 300; while "
+        "something compiles, a checkpoint is written or the first step runs, lack of progress is allowed for at least "
+        "1800 s; after a request to stop, a frozen rank ends it in 10 s or 3 steps",
+    )
     on_nonfinite: OnNonfinite = Field(
         "stop",
         description="stop, skip or continue: what happens to a step whose loss or gradient is not finite: the run ends "

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.loading.backoff import Backoff
+from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.errors import RequestError
 from workflows.console import warn
@@ -98,6 +99,7 @@ class ValidationService:
 
     def serve(self) -> bool:
         """Serve until trainer 0 ends the service; return whether the run was stopped before its end."""
+        ACTIVITY.action = "validating snapshots"
         try:
             if not self._is_leader:
                 return self._run_follower()

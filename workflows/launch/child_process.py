@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from data.children import child_environment, die_with_parent
+from hyfi_core.comm.activity import ACTIVITY
 
 ChildMessage = dict[str, Any]
 LOST_PEER = "a lost connection to another child"
@@ -51,6 +52,7 @@ class ChildProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
+        ACTIVITY.helpers.add(self._process.pid)
         self._connection = Connection(ours.detach())
         self.send(description)
 
@@ -81,6 +83,7 @@ class ChildProcess:
         """Kill the process and return when it has ended."""
         self._process.kill()
         self._process.wait()
+        ACTIVITY.helpers.discard(self._process.pid)
         self._connection.close()
 
 

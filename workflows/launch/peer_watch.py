@@ -1,27 +1,31 @@
-"""Detection of dead ranks, for commands whose launcher is not this project's own."""
+"""Detection of ranks that have died or do not go on; of dead ones only where the launcher is not this project's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hyfi_core.errors import RendezvousError
+from hyfi_core.errors import FAULT, RendezvousError
 from workflows import signals
 from workflows.console import warn
-from workflows.launch.status import RunStatus
+from workflows.launch import rank_log
+from workflows.launch.status import RunStatus, leave_exit_code
 from workflows.out_of_memory import advice
 
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
     from hyfi_core.comm.supervision.peer_watch import PeerWatch
+    from hyfi_core.comm.supervision.stall import Stall
 
 _watch: PeerWatch | None = None
 _still_waits = False
+_how_to_continue: Callable[[], str] = lambda: ""  # noqa: E731 (replaced as a value)
 
 
 def join() -> Communicator:
-    """Return the communicator of all ranks of this command, and watch for ranks that die (collective).
+    """Return the communicator of all ranks of this command, and watch for ranks that die or freeze (collective).
 
-    Under this project's own launcher (`workflows.launch.launch`) no watch is needed, because it supervises the ranks.
+    Under this project's own launcher (`workflows.launch.launch`), that detects ranks that die.
 
     Raises:
         RequestError: As :func:`hyfi_core.init`.
@@ -40,9 +44,22 @@ def join() -> Communicator:
     except RendezvousError:
         _still_waits = True
         raise
-    if RunStatus.from_environment() is None:
-        _watch = watch_peers(world, _report_lost)
+    foreign = RunStatus.from_environment() is None
+    _watch = watch_peers(world, _report_lost, _report_stalled, signals.requested, ends_with_dead=foreign)
     return world
+
+
+def expect_progress(limit_s: float | None, how_to_continue: Callable[[], str]) -> None:
+    """Set after how many seconds without progress a rank counts as stalled.
+
+    Args:
+        limit_s: None: from the time of the steps; 0: never.
+        how_to_continue: Returns what the user can do then.
+    """
+    global _how_to_continue
+    _how_to_continue = how_to_continue
+    if _watch is not None:
+        _watch.rule.limit_s = limit_s
 
 
 def still_waits() -> bool:
@@ -67,6 +84,22 @@ def is_lost_peer(error: BaseException) -> bool:
     from hyfi_core.comm.supervision.peer_watch import is_lost_peer
 
     return is_lost_peer(error)
+
+
+def _report_stalled(stall: Stall) -> None:
+    """Report ranks that do not go on: to this project's own launcher, which ends all, or to the user."""
+    advice = _how_to_continue()
+    text = f"{stall.text}\n{advice}" if advice else stall.text
+    status = RunStatus.from_environment()
+    leave_exit_code(FAULT)
+    rank_log.note_error(text)
+    if status is None:
+        warn(f"hyfi: {text}\nhyfi: all ranks stop", "ERROR")
+        return
+    try:
+        status.claim_failure(stall.ranks[0], text)
+    except OSError:  # a full disk
+        warn(f"hyfi: {text}", "ERROR")
 
 
 def _report_lost(rank: int) -> None:

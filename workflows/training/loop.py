@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.runtime.engine import Engine
 from workflows.console import say, warn
 from workflows.launch.stop import StopFlag
@@ -144,6 +145,7 @@ class TrainingLoop:
             with self._trace.span("data", "images"):
                 pixels = self._feed.batch(turn)
             labels = torch.tensor(self._job.batch_labels(turn, self._replica))
+            ACTIVITY.step = step - 1  # the engine counts on, and counts every accumulated batch
             losses.append(self._engine.accumulate_unread(BatchImages(pixels, self._prepare), labels))
             self._trace.accumulated()
         lr = self._rate.set(step)

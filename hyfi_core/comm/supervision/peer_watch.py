@@ -1,10 +1,11 @@
-"""Detection of ranks that have died, under any launcher.
+"""Detection of ranks that have died or do not go on, under any launcher.
 
 ::
 
     rank 0 ── listens ──┬── connection of rank 1          the connection of a dead process is closed: rank 0 reports
                         ├── connection of rank 2          which rank it was, and every rank ends;
                         └── …                             a lost node stops answering: the same after 7 s
+           ◀── heartbeats, both ways, every second ──▶     rank 0 judges all ranks (``stall``), the others judge rank 0
 
 Launchers differ: ``mpiexec`` ends the other ranks within a second or two, ``torchrun`` after half a minute, ``srun``
 without ``--kill-on-bad-exit`` never. Connections are kept by the kernel, so a rank in a long computation or in a wait
@@ -15,27 +16,35 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import os
 import re
 import resource
 import secrets
 import selectors
+import signal
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
+from hyfi_core.comm.supervision.heartbeat import Beat, Heart
+from hyfi_core.comm.supervision.stall import Place, Stall, StallRule
 from hyfi_core.errors import FAULT
 
 if TYPE_CHECKING:  # the watch itself needs no torch
     from hyfi_core.comm.base import Communicator
 
-_LEAVES, _FAILS, _END = b"L", b"F", b"E"
+_LEAVES, _FAILS, _END, _BEAT, _KILL = b"L", b"F", b"E", b"B", b"K"
 _TOKEN_BYTES = 16
 _CONNECT_S = 20.0
+_PERIOD_S = 1.0
+_RANKS_PER_PERIOD = 256  # with more ranks, each beats less often
+_TELL_S = 1.0  # for which the others may still act before this process ends
 _LOST_MS = 7000
 """A peer that has not acknowledged anything for this time is lost: its node or the network has failed."""
 
@@ -58,11 +67,27 @@ class PeerWatch:
         rank: this one.
         peers: rank -> connection: on rank 0 to all others, on others to rank 0.
         tell: reports that a rank has died; called on one rank, before its process ends.
+        places: where all ranks run, by rank; without it, there are no heartbeats.
+        tell_stalled: reports ranks that do not go on; called on one rank, before its process ends.
+        stops: whether this rank was requested to stop.
+        ends_with_dead: whether this process ends when another has died; not if a launcher sees to that.
     """
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket], tell: Callable[[int], None]) -> None:
-        self._rank, self._peers, self._tell = rank, peers, tell
-        self._leaving = False
+    def __init__(
+        self,
+        rank: int,
+        peers: dict[int, socket.socket],
+        tell: Callable[[int], None],
+        places: Sequence[Place] = (),
+        tell_stalled: Callable[[Stall], None] = lambda stall: None,
+        stops: Callable[[], bool] = lambda: False,
+        ends_with_dead: bool = True,
+    ) -> None:
+        self._rank, self._peers, self._tell, self._tell_stalled = rank, peers, tell, tell_stalled
+        self._places, self._ends_with_dead = tuple(places), ends_with_dead
+        self._leaving, self._full = False, set[int]()
+        self.rule = StallRule(dict(enumerate(self._places)))
+        self._heart = Heart(stops)
         # A child that outlives this process would keep the connections open.
         os.register_at_fork(after_in_child=self._close)
         threading.Thread(target=self._watch, daemon=True, name="hyfi-peers").start()
@@ -75,7 +100,8 @@ class PeerWatch:
     def fail(self) -> None:
         """Tell the others that this rank ends by an error, which it reports itself."""
         self._leaving = True
-        self._send(_FAILS)
+        if self._ends_with_dead:
+            self._send(_FAILS)
 
     def _close(self) -> None:
         for peer in self._peers.values():
@@ -87,16 +113,81 @@ class PeerWatch:
                 peer.sendall(word)
 
     def _watch(self) -> None:
+        period_s = _PERIOD_S * max(1.0, len(self._places) / _RANKS_PER_PERIOD)
+        beaten_s = time.monotonic()
         with selectors.DefaultSelector() as ready:
             for rank, peer in self._peers.items():
                 ready.register(peer, selectors.EVENT_READ, rank)
             while ready.get_map():
-                for key, _ in ready.select():
-                    rank = int(key.data)
-                    word = _read(self._peers[rank])
-                    if not word or word in (_FAILS, _END):
-                        self._end(rank, reported=bool(word))
-                    ready.unregister(key.fileobj)  # it has ended normally
+                due_s = beaten_s + period_s
+                events = ready.select(max(0.0, due_s - time.monotonic()) if self._places else None)
+                now = time.monotonic()
+                if self._places and now >= due_s:
+                    if now > due_s + 3 * period_s:
+                        self.rule.forgive(now)  # this process itself did not run
+                    beaten_s = now
+                    self._beat(now)
+                for key, _ in events:
+                    if not self._read(int(key.data)):
+                        ready.unregister(key.fileobj)
+                        self.rule.leave(int(key.data))
+                if now == beaten_s:  # only after what has arrived in the meantime was read
+                    self._judge(now)
+
+    def _read(self, rank: int) -> bool:
+        """Handle what a rank says; return whether it may say more."""
+        peer = self._peers[rank]
+        word = _read(peer)
+        if word == _BEAT:
+            text = _read(peer, struct.unpack("!H", _read(peer, 2).rjust(2, b"\0"))[0])
+            with contextlib.suppress(ValueError, TypeError):
+                self.rule.hear(rank, Beat(*json.loads(text)), time.monotonic())
+            return True
+        if word == _KILL:
+            self._kill(struct.unpack("!I", _read(peer, 4).rjust(4, b"\0"))[0])
+            return True
+        if word == _END or (self._ends_with_dead and (not word or word == _FAILS)):
+            self._end(rank, reported=bool(word))
+        return False  # it has ended
+
+    def _beat(self, now_s: float) -> None:
+        beat = self._heart.beat()
+        self.rule.hear(self._rank, beat, now_s)
+        text = json.dumps([*astuple(beat)]).encode()[:65535]
+        for rank, peer in self._peers.items():
+            if rank not in self._full:
+                try:
+                    sent = peer.send(_BEAT + struct.pack("!H", len(text)) + text, socket.MSG_DONTWAIT)
+                    if sent < len(text) + 3:
+                        self._full.add(rank)
+                except OSError:  # it reads no more, or has ended
+                    self._full.add(rank)
+
+    def _judge(self, now_s: float) -> None:
+        """End all ranks if some do not go on: rank 0 judges all, the others judge rank 0, first rank 1."""
+        if self._leaving:
+            return
+        if self._rank == 0:
+            stall = self.rule.frozen(now_s) or self.rule.stuck(now_s)
+        else:
+            stall = self.rule.frozen(now_s - (0.0 if self._rank == 1 else 2 * _TELL_S))
+        if stall is None:
+            return
+        if self._rank in (0, 1):
+            self._tell_stalled(stall)
+        for rank in stall.ranks:
+            if rank != self._rank:
+                self._send(_KILL + struct.pack("!I", rank))
+                self._kill(rank)
+        self._send(_END)
+        time.sleep(_TELL_S)
+        os._exit(FAULT)
+
+    def _kill(self, rank: int) -> None:
+        """Kill a frozen rank of this host: it cannot end by itself, and some launchers wait for it."""
+        if rank < len(self._places) and rank != self._rank and self._places[rank].host == socket.gethostname():
+            with contextlib.suppress(OSError):
+                os.kill(self._places[rank].pid, signal.SIGKILL)
 
     def _end(self, lost: int, reported: bool) -> None:
         """End this process, because rank ``lost`` has died or failed.
@@ -120,17 +211,26 @@ class _Address:
     token: bytes
 
 
-def watch_peers(world: Communicator, tell: Callable[[int], None]) -> PeerWatch | None:
+def watch_peers(
+    world: Communicator,
+    tell: Callable[[int], None],
+    tell_stalled: Callable[[Stall], None] | None = None,
+    stops: Callable[[], bool] = lambda: False,
+    ends_with_dead: bool = True,
+) -> PeerWatch | None:
     """Start watching (collective); None for a single process, or if a rank cannot connect to rank 0.
 
     Args:
         world: all ranks of the job.
-        tell: see :class:`PeerWatch`.
+        tell: see :class:`PeerWatch`, as the others.
+        tell_stalled: None: ranks that do not go on are not detected.
+        stops: see there.
+        ends_with_dead: see there.
     """
     if world.size == 1:
         return None
-    hosts = world.broadcast_object(world.gather_objects(socket.gethostname()))
-    listener, address = _listen(hosts) if world.rank == 0 else (None, None)
+    places = [Place(*at) for at in world.broadcast_object(world.gather_objects((socket.gethostname(), os.getpid())))]
+    listener, address = _listen([at.host for at in places]) if world.rank == 0 else (None, None)
     found = world.broadcast_object([address.host, address.port, address.token.hex()] if address else None)
     peers: dict[int, socket.socket] | None = None
     if listener is not None and address is not None:
@@ -139,7 +239,9 @@ def watch_peers(world: Communicator, tell: Callable[[int], None]) -> PeerWatch |
         peers = _connect(_Address(found[0], found[1], bytes.fromhex(found[2])), world.rank)
     refused = world.broadcast_object(_missing(world.gather_objects(peers is not None)))
     if refused is None and peers is not None:
-        return PeerWatch(world.rank, peers, tell)
+        if tell_stalled is None:
+            return PeerWatch(world.rank, peers, tell)
+        return PeerWatch(world.rank, peers, tell, places, tell_stalled, stops, ends_with_dead)
     if world.rank == 0:
         message = f"hyfi: rank {refused} cannot connect to rank 0, so only the launcher detects ranks that are killed"
         print(message, file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Communicator
 from hyfi_core.current_device import current_device, make_current
 from hyfi_core.runtime.checkpoint import WEIGHTS_FILE, publish, temporary_name, write_tensors
@@ -225,7 +226,8 @@ class _Job:
     def _run(self, call: Callable[[], dict[str, Any]]) -> None:
         try:
             make_current(self._device)
-            self._result = call()
+            with ACTIVITY.slowly("writing a checkpoint"):
+                self._result = call()
         except BaseException as error:  # raised on the main thread
             self._error = error
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -39,8 +41,30 @@ def test_a_run_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert status.run(run, as_json=True) == 0
     owner.release()
     said = capsys.readouterr().out
-    assert "step 4 of 10, epoch 1, loss 0.5000, about 12 s left" in said
+    assert "step 4 of 10, epoch 1, loss 0.5000, 0 s ago, about 12 s left" in said
     assert json.loads(said.splitlines()[-1])["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("age_s", "config", "stalled"),
+    [(50, "", False), (70, "", True), (70, "run:\n  stall_s: 100.0\n", False), (110, "run:\n  stall_s: 100.0\n", True)],
+)
+def test_a_run_without_steps_is_stalled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], age_s: float, config: str, stalled: bool
+) -> None:
+    """It showed the time left as if all were well."""
+    run = make_run(tmp_path, "running")
+    (run / "config.yaml").write_text(config)
+    then = time.time() - age_s
+    os.utime(run / "metrics.jsonl", (then, then))
+    owner = FolderOwner(run, "")
+    assert status.run(run, as_json=True) == 0
+    owner.release()
+    said = capsys.readouterr().out
+    found = json.loads(said.splitlines()[-1])
+    assert (found["stalled"], found["seconds_left"] is None) == (stalled, stalled)
+    assert age_s <= found["last_step_s"] < age_s + 10
+    assert ("running, but stalled" in said) is stalled
 
 
 def test_no_run_is_a_wrong_request(tmp_path: Path) -> None:
