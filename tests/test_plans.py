@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -16,12 +17,14 @@ import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.stages import cut_program
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.operators import operator_costs
 from hyfi_core.errors import RequestError
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet10, resnet18
+from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.gradients import ReductionGroup
 from tests.harness import identity, one_process, run_copies
 from tests.steps import (
@@ -145,6 +148,21 @@ def test_recomputed_stages_repeat_no_communication(schedule: str) -> None:
     again = plan_of("4+2+1+1", cuts, schedule, recompute=True)
     told = [assert_plan_equals_one_process(model, (4, 3, 37, 45), plan, steps=1) for plan in (plain, again)]
     assert [traffic for traffic, _ in told[0]] == [traffic for traffic, _ in told[1]]
+
+
+@pytest.mark.parametrize(("microbatches", "schedule", "forwards"), [(1, "1f1b", 1), (2, "1f1b", 2), (2, "gpipe", 4)])
+def test_what_would_save_nothing_is_not_recomputed(microbatches: int, schedule: str, forwards: int) -> None:
+    model, _ = make("hourglass")
+    plan = ParallelPlan(((1, 1),), microbatches=microbatches, schedule=schedule, recompute=True)  # type: ignore[arg-type]
+    assert_plan_equals_one_process(model, (2, 3, 37, 45), plan, steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = hyfi_core.parallelize(model, (2, 3, 37, 45), plan, AloneCommunicator())
+    assert any("saves no memory" in str(one.message) for one in caught) == (schedule == "1f1b")
+    run = Executor.forward
+    with mock.patch.object(Executor, "forward", autospec=True, side_effect=run) as counted:
+        engine.accumulate(torch.rand(2, 3, 37, 45), torch.tensor([0, 1]))
+    assert counted.call_count == forwards
 
 
 @pytest.mark.parametrize(

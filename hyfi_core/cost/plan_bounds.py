@@ -17,6 +17,7 @@ from hyfi_core.cost.stage_cost import has_live_statistics, update_s
 from hyfi_core.lowering.lower import lowered_operators
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.schedule.in_flight import recomputes
 
 Programs = Callable[[int], Program]
 """Returns the captured model for micro-batches of this number of images."""
@@ -257,7 +258,7 @@ def _map_sizes(program: Program, costs: Mapping[str, OperatorCost]) -> dict[str,
 def _modes(plan: ParallelPlan) -> tuple[_Mode, ...]:
     """Return how each stage of a plan computes."""
     cells = prod(plan.cell_grid or (1, 1))
-    return tuple(_Mode(prod(grid) * cells > 1, 1 + plan.recomputes(stage)) for stage, grid in enumerate(plan.grids))
+    return tuple(_Mode(prod(grid) * cells > 1, 1 + recomputes(plan, stage)) for stage, grid in enumerate(plan.grids))
 
 
 def _divided(plan: ParallelPlan) -> tuple[tuple[int, int], ...]:

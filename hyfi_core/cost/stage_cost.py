@@ -27,6 +27,7 @@ from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.transfer import Strip, Transfer
 from hyfi_core.rules.instructions import CollectiveCall, RankProgram
+from hyfi_core.schedule.in_flight import recomputes
 
 _STATISTICS = 3 * 8
 """Bytes of a channel's statistics in a message: count, mean and variance in float64."""
@@ -172,7 +173,7 @@ class StageCosts:
         clock = self._computed(divided, operators, costs, ranks)
         waits = max((self._waits(plane, clock.each_s, index) for plane in divided.planes), key=lambda w: w.total_s)
         waits.branch_s = self._branch_s(divided)
-        recompute_s = clock.forward_s if self._plan.recomputes(index) else 0.0
+        recompute_s = clock.forward_s if recomputes(self._plan, index) else 0.0
         scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
         gradients = [(ready_s, scale * length) for ready_s, length in clock.gradients]
         group = GradientHolders.of(self._plan, index, self.machine.devices_per_node)

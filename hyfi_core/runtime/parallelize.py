@@ -28,6 +28,7 @@ from hyfi_core.runtime.engine import Engine, OptimizerFactory
 from hyfi_core.runtime.groups import node_name
 from hyfi_core.runtime.losses.loss_function import Loss
 from hyfi_core.runtime.losses.training_loss import FLOAT16, LossOver
+from hyfi_core.schedule.in_flight import recomputes
 from hyfi_core.stored_state import Weights
 
 
@@ -94,7 +95,14 @@ def parallelize(
 
 
 def _told(comm: Communicator, engine: Engine) -> Engine:
-    """Return an engine; rank 0 warns of buffers that it trains and that are not in all files of weights."""
+    """Return an engine; rank 0 warns of what its plan does not do, and of buffers that are not in all files."""
+    plan = engine.plan
+    if comm.rank == 0 and plan.recompute and not any(recomputes(plan, stage) for stage in range(plan.stages)):
+        warnings.warn(
+            "plan.recompute saves no memory in this plan, so nothing is recomputed: backward follows forward at once; "
+            "plan.cells, plan.spill or larger plan.grids save memory",
+            stacklevel=3,
+        )
     names = sorted(engine.unsaved)
     if names and comm.rank == 0 and engine.trains:
         more = f" and {len(names) - 1} more change" if names[1:] else " changes"

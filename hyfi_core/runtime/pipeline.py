@@ -103,7 +103,7 @@ class Pipeline:
         statistics: storage of buffers; None for prediction.
         gradients: reduction of gradients; None for prediction, whose schedule has only forwards.
         autocasting: creates the autocast context.
-        recomputes: whether a stage recomputes its activations.
+        recomputes: whether a forward, as an action, keeps nothing and is computed again in backward.
         memory: creates the paging callbacks of a stage, given the tensors that must stay in memory; None: no paging.
     """
 
@@ -117,7 +117,7 @@ class Pipeline:
         statistics: Statistics | None,
         gradients: Gradients | None,
         autocasting: Callable[[], AbstractContextManager[Any]],
-        recomputes: Callable[[int], bool],
+        recomputes: Callable[[Action], bool],
         memory: Callable[[HostedStage, Values], StepMemory] | None = None,
     ) -> None:
         self._compiled = compiled
@@ -156,7 +156,7 @@ class Pipeline:
         key, m, exchange = (action.stage, action.direction), action.microbatch or 0, self._exchange
         match action.verb:
             case Verb.F:
-                self._flights[key, m] = self._forward(key, m, step)
+                self._flights[key, m] = self._forward(key, m, step, self._recomputes(action))
             case Verb.B:
                 self._backward(key, m, step)
             case Verb.SEND_F:
@@ -198,7 +198,7 @@ class Pipeline:
         elif flight.sends == edges:
             flight.exits.clear()
 
-    def _forward(self, key: Key, microbatch: int, step: Step) -> _MicroBatch:
+    def _forward(self, key: Key, microbatch: int, step: Step, recomputes: bool) -> _MicroBatch:
         stage, flight = self._compiled.hosted[key], _MicroBatch()
         values = step.begin(key, microbatch)
         if self._statistics is not None:
@@ -211,7 +211,7 @@ class Pipeline:
         with self._autocasting():
             if self._gradients is None:
                 self._executor(stage, key, flight).forward(values, record=False)
-            elif self._recomputes(key[0]):
+            elif recomputes:
                 recorder = RecordingCommunicator(self._groups[key])
                 copies, peers = (RecordingCommunicator(c, recorder.log) for c in (self._copies[key], self._peers))
                 flight.again = (dict(values), recorder.log)

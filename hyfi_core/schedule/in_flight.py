@@ -4,20 +4,22 @@
     waiting     0   1   2   2   2   2   1   0       others, meanwhile
 
 What waits takes memory, and so do gradients, which exist from a stage's first backward on. A rank needs most at one of
-few moments: those in which no more waits, nor has more gradients, while the same stage runs.
+few moments: those in which no more waits, nor has more gradients, while the same stage runs. Where the last stage's
+backward follows its forward at once, nothing waits: to recompute it takes time and saves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.parallel_plan import Schedule as ScheduleName
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Action, Verb
+from hyfi_core.schedule.action import COMPUTE, Action, Verb
 from hyfi_core.schedule.generate import generate
 
 Hosted = tuple[tuple[int, int], ...]
@@ -56,9 +58,7 @@ def fullest_moments(plan: ParallelPlan) -> dict[Hosted, tuple[Moment, ...]]:
     Raises:
         RequestError: as ``generate``.
     """
-    sizes = tuple(map(prod, plan.grids))
-    alike = plan.directions == 1 or sizes == sizes[::-1]  # then the sizes do not change which stages ranks hold
-    return _moments((1,) * len(sizes) if alike else sizes, plan.schedule, plan.microbatches, plan.interleave)
+    return _moments(_sizes(plan), plan.schedule, plan.microbatches, plan.interleave)
 
 
 def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
@@ -72,17 +72,60 @@ def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
     )
 
 
+def _sizes(plan: ParallelPlan) -> tuple[int, ...]:
+    """Return numbers of ranks of which ranks hold the same stages as the plan's; 1 wherever possible."""
+    sizes = tuple(map(prod, plan.grids))
+    alike = plan.directions == 1 or sizes == sizes[::-1]  # then the sizes do not change which stages ranks hold
+    return (1,) * len(sizes) if alike else sizes
+
+
+def followed_at_once(actions: Iterable[Action], last: int) -> frozenset[Action]:
+    """Return the forwards of a rank's last stage whose backward is the next thing that it computes.
+
+    Args:
+        actions: of the rank.
+        last: index of the last stage, whose backward takes nothing from other stages.
+    """
+    computed = [action for action in actions if action.verb in COMPUTE]
+    return frozenset(
+        a for a, b in pairwise(computed) if a.stage == last and a.verb is Verb.F and b == replace(a, verb=Verb.B)
+    )
+
+
+def recomputes(plan: ParallelPlan, stage: int) -> bool:
+    """Return whether a stage recomputes any activations: it is asked to, and some have to wait for their backward.
+
+    Cells of a rank take turns, so that all forwards wait.
+    """
+    if not plan.recomputes(stage):
+        return False
+    if plan.cells is not None:
+        return True
+    return any(
+        action.stage == stage
+        for actions in _rows(_sizes(plan), plan.schedule, plan.microbatches, plan.interleave).values()
+        for action in {one for one in actions if one.verb is Verb.F} - followed_at_once(actions, plan.stages - 1)
+    )
+
+
 @lru_cache(maxsize=4096)
 def _moments(
     sizes: tuple[int, ...], schedule: ScheduleName, microbatches: int, interleave: int
 ) -> dict[Hosted, tuple[Moment, ...]]:
+    rows = _rows(sizes, schedule, microbatches, interleave)
+    return {hosted: tuple(_fullest(_all(hosted, actions))) for hosted, actions in rows.items()}
+
+
+def _rows(
+    sizes: tuple[int, ...], schedule: ScheduleName, microbatches: int, interleave: int
+) -> dict[Hosted, tuple[Action, ...]]:
+    """Return the actions of a rank for all that hold the same stages."""
     plan = ParallelPlan(
         tuple((1, size) for size in sizes), microbatches=microbatches, schedule=schedule, interleave=interleave
     )
     placement = Placement.of(plan)
     rows = generate(plan, placement).actions
-    ranks = {placement.hosted(rank): rank for rank in range(placement.size)}
-    return {hosted: tuple(_fullest(_all(hosted, rows[rank]))) for hosted, rank in ranks.items()}
+    return {placement.hosted(rank): rows[rank] for rank in range(placement.size)}
 
 
 def _all(hosted: Hosted, actions: Sequence[Action]) -> Iterator[Moment]:

@@ -61,7 +61,7 @@ def steps(
 PLANS = {
     "one piece": hyfi_core.ParallelPlan(grids=((1, 1),)),
     "micro-batches": hyfi_core.ParallelPlan(grids=((1, 1),), microbatches=2),
-    "recomputed": hyfi_core.ParallelPlan(grids=((1, 1),), recompute=True),
+    "recomputed": hyfi_core.ParallelPlan(grids=((1, 1),), microbatches=2, schedule="gpipe", recompute=True),
     "cells": hyfi_core.ParallelPlan(grids=((1, 1),), cells=(2, 2)),
 }
 GPIPE = hyfi_core.ParallelPlan(grids=((1, 1),), microbatches=2, schedule="gpipe")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import Verb
 from hyfi_core.schedule.generate import generate
-from hyfi_core.schedule.in_flight import Moment, fullest_moments, microbatches_in_flight
+from hyfi_core.schedule.in_flight import Moment, fullest_moments, microbatches_in_flight, recomputes
 
 SHAPES = [(1, 3), (2, 2), (2, 8), (3, 6), (4, 4), (4, 16), (8, 8)]
 """Stages D and micro-batches N."""
@@ -45,6 +46,29 @@ def test_interleaved_stages_run_as_many_ahead_as_published(d: int, v: int, n: in
     for (first, *_), moments in fullest_moments(plan).items():
         ahead = min(n * v, 2 * (d - 1 - first[0]) + (v - 1) * d + 1)
         assert max(sum(moment.waiting) + 1 for moment in moments) == ahead
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches", "expected"),
+    [
+        ("sequential", 1, 1, [False]),
+        ("1f1b", 1, 4, [False]),
+        ("gpipe", 1, 4, [True]),
+        ("sequential", 2, 2, [True, False]),
+        ("1f1b", 3, 4, [True, True, False]),
+        ("gpipe", 3, 4, [True, True, True]),
+        ("gems_master", 2, 2, [True, False]),
+        ("chimera", 2, 4, [True, False]),
+    ],
+)
+def test_what_its_backward_follows_at_once_is_not_recomputed(
+    schedule: str, stages: int, microbatches: int, expected: list[bool]
+) -> None:
+    plan = ParallelPlan(((1, 1),) * stages, microbatches=microbatches, schedule=schedule, recompute=True)  # type: ignore[arg-type]
+    assert [recomputes(plan, stage) for stage in range(stages)] == expected
+    assert not any(recomputes(replace(plan, recompute=False), stage) for stage in range(stages))
+    in_cells = replace(plan, cells=(2, 2))  # each cell's forward waits while others run
+    assert all(recomputes(in_cells, stage) for stage in range(stages))
 
 
 def test_first_backwards_have_no_gradients_yet() -> None:
