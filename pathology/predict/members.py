@@ -19,6 +19,36 @@ MIN_COVERAGE = 0.9
 """Default for checkpoints without this value."""
 
 
+_OF_IMAGES = ("class_names", "task", "mpp", "size_px", "view", "align_px", "normalisation")
+_EXAMPLE = (
+    '{"model": {"name": "package.module:factory", "classes": 2}, "class_names": ["no", "yes"], "task": "multiclass", '
+    '"mpp": 1.0, "size_px": [8192, 8192], "view": "pack", "align_px": 32, "normalisation": {"mean": [0.485, 0.456, '
+    '0.406], "std": [0.229, 0.224, 0.225]}}'
+)
+
+
+def check_complete(config: Mapping[str, Any], checkpoint: Path, builds: bool = True) -> None:
+    """Check that a checkpoint's ``model.json`` says how to build its images and, if ``builds``, its model.
+
+    Raises:
+        RequestError: It does not; the message names what is missing, and what would work.
+    """
+    model = config.get("model")
+    fields_of_model = [] if not builds else ["model"] if model is None else ["model.name", "model.classes"]
+    held = {*config, *(f"model.{name}" for name in model or ())}
+    missing = [name for name in (*fields_of_model, *_OF_IMAGES) if name not in held]
+    if missing:
+        how = (
+            f"save with engine.save(folder, model_json={_EXAMPLE}), with your values"
+            if config.get("saved_by") == "Engine.save"
+            else "use a checkpoint of hyfi train"
+        )
+        raise RequestError(
+            f"checkpoint {checkpoint} does not say how images are read for it: its model.json has no "
+            f"{', '.join(missing)}; {how}"
+        )
+
+
 def temperature_of(config: Mapping[str, Any]) -> float:
     """Return the temperature by which a checkpoint's logits are divided; 1 if not fitted."""
     return float((config.get("calibration") or {}).get("temperature", 1.0))
@@ -52,6 +82,7 @@ class Member:
             RequestError: The checkpoint is damaged, its model cannot be built, or its weights do not match the model.
         """
         loaded = load_checkpoint(checkpoint)
+        check_complete(loaded.model, checkpoint, builds=model is None)
         module = build_model(loaded.model["model"]) if model is None else model
         try:
             module.load_state_dict(loaded.inference_weights)

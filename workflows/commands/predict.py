@@ -119,13 +119,15 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     from pathology.ingest.discover import part_of_names
     from pathology.ingest.options import IngestOptions
     from pathology.predict.inputs import find_inputs
-    from pathology.predict.members import InputSpec
+    from pathology.predict.members import InputSpec, check_complete
     from pathology.predict.table import predicted_files
 
     options, out = request.options, request.out
     for checkpoint in request.checkpoints:
         require_local(checkpoint, "checkpoint")
-        spec = InputSpec.of(read_model_json(checkpoint))
+        config = read_model_json(checkpoint)
+        check_complete(config, checkpoint)
+        spec = InputSpec.of(config)
         IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
     if out.exists() and not out.is_dir():
         raise RequestError(f"{out} is a file; choose a folder for the results")

@@ -117,7 +117,9 @@ def validate_rank(request: EvaluationRequest) -> int:
     from hyfi_core.plan.parallel_plan import ParallelPlan
     from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint
     from hyfi_core.runtime.launch import own_device
+    from hyfi_core.runtime.saving.engine_folder import check_names
     from hyfi_core.stored_state import fill_buffers
+    from pathology.predict.members import MIN_COVERAGE, check_complete
     from workflows.evaluation.evaluate import Interrupted
     from workflows.evaluation.evaluator import Evaluator
     from workflows.launch.peer_watch import join
@@ -128,6 +130,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     world, cells = join(), _cells_of(request)
     set_threads(world)
     loaded = agree(world, lambda: load_checkpoint(request.checkpoint))
+    check_complete(loaded.model, request.checkpoint)
     set_arithmetic(loaded.model.get("tf32", False))  # as in training, so that metrics are the same
     dataset = agree(world, lambda: _dataset(loaded.model, request))
     if cells is None:
@@ -139,6 +142,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     evaluator = agree(
         world, lambda: Evaluator.of(loaded.model, dataset, plan, world, cells, whole=whole, device=device)
     )
+    check_names(request.checkpoint, loaded.inference_weights, evaluator.module.state_dict())
     fill_buffers(evaluator.module, loaded.buffers or {})
     logits: Logits = {}
     try:
@@ -147,7 +151,7 @@ def validate_rank(request: EvaluationRequest) -> int:
         return STOPPED
     if metrics is None:
         return DONE
-    least = float(loaded.model["min_coverage"])
+    least = float(loaded.model.get("min_coverage", MIN_COVERAGE))
     low = [dataset.samples[i].slide_id for i in range(len(dataset)) if dataset.view(i).coverage < least]
     if evaluator.whole is not None:
         _print_enlarged(evaluator.whole, loaded.model, len(dataset))

@@ -14,6 +14,7 @@ from hyfi_core.capture.export import capture
 from hyfi_core.errors import RequestError
 from hyfi_core.models.by_name import build_model, is_built_in
 from hyfi_core.runtime.checkpoint import read_model_json
+from pathology.predict.members import check_complete
 from workflows.evaluation.models import DTYPES
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class EvaluatedModel:
         import yaml
 
         model = read_model_json(checkpoint)
+        check_complete(model, checkpoint)
         size = model["size_px"]
         for override in overrides:
             if not override.startswith(_SIZE):

@@ -75,7 +75,12 @@ class EngineState:
         mark_stale(self._model, None)
         self._consensus.loaded(state)
 
-    def save(self, folder: str | PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        folder: str | PathLike[str],
+        extra: Mapping[str, Any] | None = None,
+        model_json: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write weights, buffers, optimizer and random state to a folder; ``load`` goes on as if undisturbed.
 
         The weights are safetensors under the names of the user's model. The folder depends neither on plan nor on
@@ -84,15 +89,17 @@ class EngineState:
         Args:
             folder: the same on every rank, on a disk that all of them see.
             extra: what ``load`` will return: numbers, texts, lists and dicts, such as a scheduler's ``state_dict()``.
+            model_json: what else goes to ``model.json``, where ``hyfi predict`` and ``hyfi validate`` read how to build
+                the model and its images.
 
         Raises:
-            RequestError: the folder has other files, or ``extra`` is not JSON.
+            RequestError: the folder has other files, or ``extra`` or ``model_json`` is not JSON.
             OSError: it cannot be written.
         """
         self.settle()
         optimizer = None if self._optimizer is None else self.owned_optimizer()
         part = CheckpointPart(self.owned_state(), optimizer, buffers=self.owned_buffers())
-        save_engine(Path(folder), self._groups.all, part, self.random, extra)
+        save_engine(Path(folder), self._groups.all, part, self.random, extra, model_json)
 
     def load(self, folder: str | PathLike[str]) -> Any:
         """Load what ``save`` wrote, under any plan, and return its ``extra``; gradients that wait for ``update`` go.

@@ -27,7 +27,12 @@ from hyfi_core.runtime.subject import RandomKey
 
 
 def save_engine(
-    folder: Path, comm: Communicator, part: CheckpointPart, random: RandomKey, extra: Mapping[str, Any] | None
+    folder: Path,
+    comm: Communicator,
+    part: CheckpointPart,
+    random: RandomKey,
+    extra: Mapping[str, Any] | None,
+    model_json: Mapping[str, Any] | None,
 ) -> None:
     """Write a checkpoint beside ``folder`` and rename it (collective); an earlier checkpoint there is replaced.
 
@@ -37,16 +42,23 @@ def save_engine(
         part: of this rank.
         random: its key of random operators.
         extra: what ``read_engine`` returns with it; JSON.
+        model_json: what else goes to ``model.json``; JSON.
 
     Raises:
-        RequestError: on every rank: the folder has other files, or ``extra`` is not JSON.
+        RequestError: on every rank: the folder has other files, or ``extra`` or ``model_json`` is not JSON.
         OSError: on every rank: it cannot be written; an earlier checkpoint stays as it was.
     """
     compare(comm, {"the folder to save to": str(folder)})
-    agree(comm, lambda: _check_request(folder, extra))
+    agree(comm, lambda: _check_request(folder, extra, model_json))
     state = {"random": [random.seed, random.step], "rng": bytes(torch.get_rng_state().tolist()).hex()}
     writer = CheckpointWriter(comm, bool(part.weights))
-    writer.begin(folder, part, step=random.step, model={"saved_by": "Engine.save"}, state={**state, "extra": extra})
+    writer.begin(
+        folder,
+        part,
+        step=random.step,
+        model={**(model_json or {}), "saved_by": "Engine.save"},
+        state={**state, "extra": extra},
+    )
     try:
         while writer.open_step is not None:
             agree(comm, writer.wait, (OSError,), OSError)  # that any rank has failed
@@ -80,21 +92,26 @@ def restore_random(random: RandomKey, state: Mapping[str, Any]) -> None:
     torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
 
 
-def _check_request(folder: Path, extra: Mapping[str, Any] | None) -> None:
+def _check_request(folder: Path, extra: Mapping[str, Any] | None, model_json: Mapping[str, Any] | None) -> None:
     others = folder.exists() and not (folder / MODEL_FILE).is_file() and (folder.is_file() or any(folder.iterdir()))
     if others:
         raise RequestError(f"{folder} exists and is no checkpoint: engine.save would replace it; pass a new folder")
-    try:
-        json.dumps(extra, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"extra cannot be saved as JSON ({error}); pass numbers, texts, lists and dicts") from error
+    for name, value in (("extra", extra), ("model_json", model_json)):
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise RequestError(
+                f"{name} cannot be saved as JSON ({error}); pass numbers, texts, lists and dicts"
+            ) from error
+    if reserved := sorted({"files", "format", "saved_by", "step"}.intersection(model_json or ())):
+        raise RequestError(f"model_json has {reserved[0]!r}, which engine.save writes itself; leave it out")
 
 
 def _opened(
     folder: Path, share: tuple[int, int], own: Mapping[str, torch.Tensor], with_optimizer: bool
 ) -> tuple[Checkpoint, TrainingState | None]:
     checkpoint = load_checkpoint(folder, share)
-    _check_names(folder, checkpoint.weights, own)
+    check_names(folder, checkpoint.weights, own)
     saved = OPTIMIZER_FILE in checkpoint.model["files"]
     if with_optimizer and not saved:
         raise RequestError(
@@ -104,8 +121,17 @@ def _opened(
     return checkpoint, load_training_state(folder, share) if with_optimizer else None
 
 
-def _check_names(folder: Path, saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Refuse the weights of another model."""
+def check_names(folder: Path, saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Refuse the weights of another model.
+
+    Args:
+        folder: of the checkpoint.
+        saved: its weights.
+        own: the model's ``state_dict``.
+
+    Raises:
+        RequestError: names or shapes differ; the message has the first.
+    """
     for name in (*own, *saved):
         if name not in saved or name not in own:
             has, lacks = ("the model", "the checkpoint") if name in own else ("the checkpoint", "the model")
