@@ -143,9 +143,9 @@ def _same_content_notes(rows: Sequence[Mapping[str, str]], slides: Mapping[str, 
     """Return a sentence for each group of labelled slides with the same content."""
     groups = same_content(row for row in rows if row["slide_id"] in slides)
     return [
-        "the same content (source files that are equal byte by byte): "
-        + ", ".join(f"{slide} ({slides[slide]})" for slide in group)
+        f"{group.text}: " + ", ".join(f"{slide} ({slides[slide]})" for slide in group.slides)
         for group in groups
+        if not group.scenes
     ]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from data.csv_table import KEYS, Table
 from data.missing import MISSING, is_missing
 from data.spelling import Kind, joined_note, one_spelling, shown
+from data.store.manifest import SameContent
 from hyfi_core.errors import RequestError
 
 
@@ -107,7 +108,7 @@ def cases_in_one_way(
 
 
 def refuse_content_in_two_splits(
-    groups: Iterable[Sequence[str]], splits: Mapping[str, str], where: str = "splits"
+    groups: Iterable[SameContent], splits: Mapping[str, str], where: str = "splits"
 ) -> None:
     """Check that slides with the same content are not in two splits.
 
@@ -121,12 +122,17 @@ def refuse_content_in_two_splits(
     """
     for group in groups:
         first: dict[str, str] = {}
-        for slide in group:
+        for slide in group.slides:
             if slide in splits:
                 first.setdefault(splits[slide], slide)
         if len(first) > 1:
             (one, slide), (other, same), *_ = first.items()
+            have = (
+                "are scenes of one file"
+                if group.scenes
+                else "have the same content: the source files are equal byte by byte"
+            )
             raise RequestError(
-                f"{where}: {slide} (in {one}) and {same} (in {other}) have the same content: the source files are "
-                "equal byte by byte; put them into one split (`hyfi split --store STORE` does), or use one of them only"
+                f"{where}: {slide} (in {one}) and {same} (in {other}) {have}; put them into one split (`hyfi split "
+                f"--store STORE` does), or use one of them only"
             )

@@ -198,13 +198,37 @@ def load_manifest(store: Path) -> list[dict[str, str]]:
         ) from error
 
 
-def same_content(rows: Iterable[Mapping[str, str]]) -> list[tuple[str, ...]]:
+@dataclass(frozen=True, slots=True)
+class SameContent:
+    """Stored slides of source files that are equal byte by byte.
+
+    Attributes:
+        slides: Their names, in the manifest's order.
+        scenes: Whether they are different scenes of one file, and thus of one glass slide, but not the same picture.
+    """
+
+    slides: tuple[str, ...]
+    scenes: bool
+
+    @property
+    def text(self) -> str:
+        """What they have in common."""
+        return "scenes of one file" if self.scenes else "the same content (source files that are equal byte by byte)"
+
+
+def same_content(rows: Iterable[Mapping[str, str]]) -> list[SameContent]:
     """Return the groups of stored slides whose source files are equal byte by byte, in the manifest's order."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[Mapping[str, str]]] = {}
     for row in rows:
         if row.get("source_sha256") and row.get("status", DONE) == DONE:
-            groups.setdefault(row["source_sha256"], []).append(row["slide_id"])
-    return [tuple(group) for group in groups.values() if len(group) > 1]
+            groups.setdefault(row["source_sha256"], []).append(row)
+    found = []
+    for group in groups.values():
+        scenes = [row.get("scene", "") for row in group]
+        if len(group) > 1:
+            names = tuple(row["slide_id"] for row in group)
+            found.append(SameContent(names, all(scenes) and len(set(scenes)) == len(scenes)))
+    return found
 
 
 def read_user_manifest(path: Path) -> list[dict[str, str]]:

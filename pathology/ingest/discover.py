@@ -20,7 +20,7 @@ from data.store.manifest import record_path
 from hyfi_core.errors import RequestError
 from pathology.readers.dicom_files import DicomHeader, series_in
 from pathology.readers.ngff.groups import is_own_slide, name_of_store
-from pathology.readers.sources import SLIDE_SUFFIXES, scene_count
+from pathology.readers.sources import SLIDE_SUFFIXES, largest_scene, scene_count
 from pathology.search import header_or_none, is_gone, slides_at
 
 _LONGEST_NAME_BYTES = 160
@@ -95,7 +95,9 @@ def _each_scene(rows: Mapping[Place, dict[str, str]], scene: str) -> dict[Place,
         count = 1 if given else scene_count(source)
         if count == 1:
             found[source, given] = row
-        numbers = range(1, count + 1) if scene == "all" else [0 if scene == "largest" else int(scene)]
+        numbers = (
+            range(1, count + 1) if scene == "all" else [largest_scene(source) if scene == "largest" else int(scene)]
+        )
         for number in map(str, numbers if count > 1 else ()):
             name = {"slide_id": row["slide_id"] + _suffix(number)} if row.get("slide_id") and scene == "all" else {}
             found[source, number] = {**row, **name, "scene": number}

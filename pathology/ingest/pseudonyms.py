@@ -28,6 +28,7 @@ from hyfi_core.errors import RequestError
 from pathology.claims import Claim
 from pathology.ingest.discover import SlideJob
 from pathology.readers.mpp import is_sensible, parse_mpp
+from pathology.readers.sources import largest_scene
 from pathology.search import is_gone
 
 KEPT_COLUMNS = ("source_mpp", "label", "split")
@@ -107,7 +108,7 @@ class KeyFile:
         return True
 
     def _pseudonymised(self, job: SlideJob) -> SlideJob:
-        if job.row.get("scene", "0") != "0":
+        if job.row.get("scene", "0") not in ("0", str(largest_scene(job.source))):
             raise RequestError(
                 f"{job.source}: it has several scenes, which have no pseudonyms of their own; choose --scene largest, "
                 f"or ingest it without --pseudonyms"
@@ -119,6 +120,8 @@ class KeyFile:
             shown["source_mpp"] = "…"  # still invalid, without revealing the value
         if row.case_id:
             shown["case_id"] = row.case_id
+        if (scene := job.row.get("scene", "0")) != "0":
+            shown["scene"] = scene
         return replace(job, slide_id=row.slide_id, row=shown, secret=row.secret)
 
     def _row(self, job: SlideJob) -> KeyRow:

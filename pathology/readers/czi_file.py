@@ -81,6 +81,7 @@ class CziFile:
         size_px: (height, width) of the finest level.
         mpp: Microns per pixel (y, x); None if the file does not state it.
         objective_power: Magnification of the objective; None if the file does not state it.
+        scenes_px: (height, width) of every scene of the file, whichever is picked.
     """
 
     blocks: tuple[tuple[CziBlock, ...], ...]
@@ -89,6 +90,7 @@ class CziFile:
     size_px: tuple[int, int]
     mpp: tuple[float, float] | None
     objective_power: float | None
+    scenes_px: tuple[tuple[int, int], ...]
 
 
 def is_czi(path: Path) -> bool:
@@ -109,7 +111,8 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
     """
     try:
         directory, metadata = struct.unpack("<qq", file.read(32 + 52, 16))
-        blocks = _picked(_blocks(_segment(file, directory, b"ZISRAWDIRECTORY")), pick)
+        every = _blocks(_segment(file, directory, b"ZISRAWDIRECTORY"))
+        blocks = _picked(every, pick)
         xml = _segment(file, metadata, b"ZISRAWMETADATA")
         root = ElementTree.fromstring(xml[256 : 256 + struct.unpack_from("<i", xml)[0]].decode("utf-8", "replace"))
     except (struct.error, ElementTree.ParseError) as error:
@@ -130,7 +133,33 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
         (ends[0] - origin[0], ends[1] - origin[1]),
         _mpp(root),
         _power(root),
+        _scene_sizes(every),
     )
+
+
+def scenes_of_czi(path: Path) -> tuple[tuple[int, int], ...]:
+    """Return (height, width) of every scene of a CZI file; none if it is damaged, which `read_czi` reports."""
+    file = None
+    try:
+        file = SlideFile(path)
+        (directory,) = struct.unpack("<q", file.read(32 + 52, 8))
+        return _scene_sizes(_blocks(_segment(file, directory, b"ZISRAWDIRECTORY")))
+    except (SlideError, OSError, struct.error):
+        return ()
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _scene_sizes(blocks: list[CziBlock]) -> tuple[tuple[int, int], ...]:
+    sizes = []
+    for scene in sorted({block.scene for block in blocks}):
+        own = [block for block in blocks if block.scene == scene]
+        finest = [block for block in own if block.downsample == min(block.downsample for block in own)]
+        rows = max(b.y0 + b.height_px * b.downsample for b in finest) - min(b.y0 for b in finest)
+        columns = max(b.x0 + b.width_px * b.downsample for b in finest) - min(b.x0 for b in finest)
+        sizes.append((rows, columns))
+    return tuple(sizes)
 
 
 def _segment(file: SlideFile, position: int, name: bytes) -> bytes:

@@ -14,10 +14,10 @@ import numpy as np
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
-from pathology.readers.czi_file import JPEG_XR, ZSTD, ZSTD_1, CziBlock, read_czi
-from pathology.readers.facts.pictures import WHOLE, Pick
+from pathology.readers.czi_file import JPEG_XR, ZSTD, ZSTD_1, CziBlock, CziFile, read_czi
+from pathology.readers.facts.pictures import SCENES_FLAG, WHOLE, Pick
 from pathology.readers.facts.pixel_size import checked_mpp
-from pathology.readers.facts.slide_facts import StatedMpp
+from pathology.readers.facts.slide_facts import Note, StatedMpp
 from pathology.readers.slide_file import SlideFile
 from pathology.readers.source_level import RGB, BadTile, SourceLevel, translation
 from pathology.readers.threads import decode_threads, run_in_pool
@@ -52,6 +52,7 @@ class CziSource:
         stated = () if czi.mpp is None else (StatedMpp(czi.mpp, "the CZI metadata"),)
         checked = checked_mpp(stated, czi.objective_power, czi.size_px)
         self.mpp, self.facts, self.objective_power = checked.um, checked.facts, czi.objective_power
+        self.facts = self.facts.noting(*_scenes_note(czi, pick))
         self.vendor = "zeiss"
         self.icc: bytes | None = None
         self.levels = tuple(map(self._level, czi.downsamples, czi.blocks))
@@ -143,6 +144,15 @@ class CziSource:
         """Close the file and drop the decoded blocks."""
         self._file.close()
         self._cache.clear()
+
+
+def _scenes_note(czi: CziFile, pick: Pick) -> list[Note]:
+    """Return a note that lists the scenes of a file with several."""
+    if len(czi.scenes_px) < 2:
+        return []
+    sizes = [f"scene {k}: {rows} × {columns} px (rows × columns)" for k, (rows, columns) in enumerate(czi.scenes_px, 1)]
+    which = f"scene {pick.scene} of" if pick.scene else "where they are on the glass, all"
+    return [Note(SCENES_FLAG, f"{which} {len(sizes)} scenes ({'; '.join(sizes)})")]
 
 
 def _decode(block: CziBlock, data: bytes) -> RGB:

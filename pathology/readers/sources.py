@@ -20,7 +20,7 @@ import numpy as np
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
-from pathology.readers.czi_file import is_czi
+from pathology.readers.czi_file import is_czi, scenes_of_czi
 from pathology.readers.czi_source import CziSource
 from pathology.readers.dicom_files import colour_contradiction, file_of_slide
 from pathology.readers.facts.colour import COLOUR_FLAG
@@ -89,7 +89,22 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
 
 def scene_count(path: Path) -> int:
     """Return the number of scenes of a slide file or store; 1 if it cannot have several, or cannot be read."""
-    return scenes_of_store(path) if is_ome_zarr(path) else scenes_of_tiff(path)
+    if is_ome_zarr(path):
+        return scenes_of_store(path)
+    return len(scenes_of_czi(path)) or 1 if _is_czi(path) else scenes_of_tiff(path)
+
+
+def largest_scene(path: Path) -> int:
+    """Return the number of the largest scene of a CZI file; 0 for other files, whose readers take it for that."""
+    sizes = scenes_of_czi(path) if _is_czi(path) else ()
+    return 1 + max(range(len(sizes)), key=lambda k: (sizes[k][0] * sizes[k][1], -k)) if len(sizes) > 1 else 0
+
+
+def _is_czi(path: Path) -> bool:
+    try:
+        return path.is_file() and is_czi(path)  # opening a pipe would block
+    except OSError:
+        return False  # the reader reports what is wrong with it
 
 
 def _check_dicom_colour(slow: OpenSlideSource, path: Path) -> None:

@@ -20,7 +20,7 @@ from workflows.option_values import parse_part
 from workflows.paths import require_folder, require_writable
 
 if TYPE_CHECKING:
-    from data.store.manifest import SlideRecord
+    from data.store.manifest import SameContent, SlideRecord
     from pathology.ingest.archive import IngestReport, Plan, Request
     from pathology.ingest.discover import SlideJob
     from pathology.ingest.work import Outcome
@@ -288,8 +288,8 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
     used = {} if request.options.force_mpp else {record.slide_id: record.source_mpp for record in report.done}
     if note := not_used_note(request.options.slide_mpp, used):
         console.warn(note)
-    for slides in _same_content(report, out):
-        console.warn(f"note: the same content (source files that are equal byte by byte): {', '.join(slides)}")
+    for same in _same_content(report, out):
+        console.warn(f"note: {same.text}: {', '.join(same.slides)}")
     if report.stopped:
         console.warn(f"stopped: {report.stopped}. Finished slides are kept; run the same command to continue")
     counts = f"{len(report.done)} done, {len(report.failed)} failed, {len(report.skipped)} finished before"
@@ -314,14 +314,15 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
     return SOME_FAILED if report.failed or report.stopped else DONE
 
 
-def _same_content(report: IngestReport, store: Path) -> list[tuple[str, ...]]:
-    """Return the groups of slides with the same content that have one of this run's slides."""
+def _same_content(report: IngestReport, store: Path) -> list[SameContent]:
+    """Return the groups of slides with the same content that have one of this run's slides, without scenes."""
     from data.errors import StoreError
     from data.store.manifest import load_manifest, same_content
 
     ours = {record.slide_id for record in report.done} | set(report.skipped)
     with suppress(StoreError, OSError):  # a store that cannot be read is reported elsewhere
-        return [slides for slides in same_content(load_manifest(store)) if ours.intersection(slides)]
+        every = [same for same in same_content(load_manifest(store)) if not same.scenes]
+        return [same for same in every if ours.intersection(same.slides)]
     return []
 
 

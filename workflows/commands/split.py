@@ -156,10 +156,10 @@ def _with_same_content(
     key, joined, notes = table.key, {name: name for name in groups}, []
     group_of = {row[key]: name for row, name in zip(table.rows, groups, strict=True)}
     item_of = {row["slide_id"]: row.get(key, "") for row in rows if row.get("slide_id")}
-    for slides in same_content(rows):
-        found = list(dict.fromkeys(joined[group_of[item_of[s]]] for s in slides if item_of[s] in group_of))
-        if found:
-            notes.append(f"the same content (source files that are equal byte by byte): {', '.join(slides)}")
+    for same in same_content(rows):
+        found = list(dict.fromkeys(joined[group_of[item_of[s]]] for s in same.slides if item_of[s] in group_of))
+        if found and not same.scenes:
+            notes.append(f"{same.text}: {', '.join(same.slides)}")
         joined = {name: found[0] if now in found else now for name, now in joined.items()}
     return [joined[name] for name in groups], notes
 

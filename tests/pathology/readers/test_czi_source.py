@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from data.store.manifest import DONE, FAILED
 from data.store.slide_store import SlideStore, slide_path
+from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.ingest.archive import IngestOptions, Request, ingest, ingest_slide
@@ -111,8 +114,14 @@ def test_the_store_holds_the_slide(slide: Path, tmp_path: Path, mpp: float) -> N
 
 
 def test_no_name_is_kept_and_lossless_says_why_not(slide: Path, tmp_path: Path) -> None:
-    request = Request([slide], tmp_path / "store", IngestOptions(mpp=0.5), pseudonyms=tmp_path / "key.csv")
-    assert len(ingest(request, workers=1).done) == 1
+    options = IngestOptions(mpp=0.5)
+    with pytest.raises(RequestError, match="--scene largest"):
+        ingest(Request([slide], tmp_path / "store", options, pseudonyms=tmp_path / "key.csv"), workers=1)
+    options = replace(options, scene="largest")
+    request = Request([slide], tmp_path / "store", options, pseudonyms=tmp_path / "key.csv")
+    (record,) = ingest(request, workers=1).done
+    largest = max(CziSource(slide)._czi.scenes_px, key=math.prod)
+    assert (record.height_px * 2, record.width_px * 2) == largest
     for file in (tmp_path / "store").rglob("*"):
         assert not file.is_file() or NAME.encode() not in file.read_bytes(), file
     record = ingest_slide(slide, tmp_path / "lossless", IngestOptions(mpp=0.5, lossless=True))

@@ -11,6 +11,7 @@ import pytest
 import tifffile
 
 from data import open_store
+from data.store.manifest import load_manifest, same_content
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
@@ -209,6 +210,22 @@ def test_a_scene_of_a_czi_is_picked(tmp_path: Path) -> None:
         assert np.array_equal(read(path, scene), picture[y0:y1, x0:x1])
     with pytest.raises(SlideError, match="no scene 3"):
         open_source(path, Pick(3))
+
+
+def test_every_scene_of_a_czi_is_a_slide(tmp_path: Path) -> None:
+    picture, places = soft(640, 896), [(0, 320, 0, 320), (120, 640, 480, 896)]
+    path = write_czi(tmp_path / "a.czi", picture, places)
+    with closing(open_source(path)) as slide:
+        assert "all 2 scenes (scene 1: 320 × 320 px" in slide.facts.notes[0].text
+    report = ingest(Request([path], tmp_path / "store", IngestOptions(native=True)), workers=1)
+    assert [record.slide_id for record in report.done] == ["a_scene1", "a_scene2"]
+    for record, (y0, y1, x0, x1) in zip(report.done, places, strict=True):
+        stored = open_store(tmp_path / "store", record.slide_id).read(Box.of_size(y1 - y0, x1 - x0))
+        assert np.array_equal(stored.transpose(1, 2, 0), picture[y0:y1, x0:x1])
+    assert [job.row["scene"] for job in find_jobs([path], {}, "largest")] == ["2"]
+    assert [(group.slides, group.scenes) for group in same_content(load_manifest(tmp_path / "store"))] == [
+        (("a_scene1", "a_scene2"), True)
+    ]
 
 
 @pytest.mark.timeout(20)
