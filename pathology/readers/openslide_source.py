@@ -16,6 +16,7 @@ from PIL import ImageCms
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
+from pathology.readers.facts.levels import StatedLevel, believed_levels, fitted_levels
 from pathology.readers.facts.pixel_size import checked_mpp
 from pathology.readers.facts.slide_facts import StatedMpp, merged
 from pathology.readers.facts.stated_mpp import TAGS
@@ -54,27 +55,53 @@ class OpenSlideSource:
     used any more and is replaced. Memory: the result, one block for each thread, and for each thread a cache of 16 MiB
     of decoded tiles.
 
+    Args:
+        path: The file.
+        checked: Whether the levels are compared with the finest one; those that do not fit are left out and noted.
+
     Raises:
         UnsupportedFormatError: OpenSlide does not support the format or its compression.
         SlideError: OpenSlide supports the format but cannot open the file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, checked: bool = False) -> None:
+        self._path, self._checked = path, False
         self._handles = PerThread(self._new_handle, openslide.OpenSlide.close)
         slide = self._first_handle()
         properties = slide.properties
         self.vendor = properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown")
         self.objective_power = _number(properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER))
         stated = _stated_mpp(properties)
-        checked = checked_mpp(stated, self.objective_power, slide.dimensions[::-1])
-        self.mpp, self.facts = checked.um, checked.facts
+        believed = checked_mpp(stated, self.objective_power, slide.dimensions[::-1])
+        self.mpp, self.facts = believed.um, believed.facts
         self.icc = _icc_profile(slide)
         self.bounds = _bounds(slide)
         self.to_file_px: Affine = translation((self.bounds.y0, self.bounds.x0))
         self._background = _background(properties)
         self._downsamples = slide.level_downsamples
         self.levels = tuple(self._described(slide, k, v) for k, v in enumerate(_whole_levels(slide)))
+        self._stored = tuple(range(len(self.levels)))
+        if checked:
+            self.check_levels()
+
+    def check_levels(self) -> None:
+        """Leave out the levels whose size does not fit the finest one, or that show something else; note them.
+
+        Formats that state the downsample of a level (MRXS, Philips, Ventana) round its size to whole tiles.
+        """
+        if self._checked:
+            return
+        self._checked = True
+        whole = _whole_levels(self._handle())
+        stated = [StatedLevel((level.height_px, level.width_px), level.tile_px) for level in whole]
+        fits = fitted_levels(stated)
+        fitted = [
+            level if fit is not None or level.downsample[0] == level.downsample[1] else None
+            for level, fit in zip(self.levels, fits, strict=True)
+        ]
+        believed = believed_levels(stated, fitted, self.read)
+        self.levels, self._stored = believed.levels, believed.kept
+        self.facts = self.facts.noting(*believed.notes)
 
     def _first_handle(self) -> openslide.OpenSlide:
         try:
@@ -92,7 +119,7 @@ class OpenSlideSource:
         return slide
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OpenSlideSource, (self._path,)
+        return OpenSlideSource, (self._path, self._checked)
 
     def _described(self, slide: openslide.OpenSlide, index: int, level: SourceLevel) -> SourceLevel:
         (fy, fx) = level.downsample
@@ -127,10 +154,11 @@ class OpenSlideSource:
             bad += [tile for tiles in found for tile in tiles]
 
     def _read(self, block: Box, level: int, out: RGB) -> None:
-        scale = self._downsamples[level]
+        stored = self._stored[level]
+        scale = self._downsamples[stored]
         corner = (self.bounds.x0 + round(block.x0 * scale), self.bounds.y0 + round(block.y0 * scale))
         try:
-            rgba = np.asarray(self._handle().read_region(corner, level, (block.width, block.height)))
+            rgba = np.asarray(self._handle().read_region(corner, stored, (block.width, block.height)))
         except openslide.OpenSlideError as error:
             self._handles.drop()
             place = f"rows {block.y0}–{block.y1}, columns {block.x0}–{block.x1} of level {level}"

@@ -75,6 +75,7 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
         return _upright(_tiff(path, pick))  # the levels before the end of the file may be enough
     if slow.vendor not in _TILED_TIFF_VENDORS:
         _check_dicom_colour(slow, path)
+        slow.check_levels()
         return slow
     if slow.vendor == _PLAIN_TIFF:
         slow.close()
@@ -84,7 +85,10 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
     if orientation_of_file(path) != 1:  # OpenSlide rotates each tile but not its position
         slow.close()
         return _upright(_tiff(path, pick, known=slow))
-    return _faster(path, slow, pick) or slow
+    fast = _faster(path, slow, pick)
+    if fast is None:
+        slow.check_levels()
+    return fast or slow
 
 
 def scene_count(path: Path) -> int:

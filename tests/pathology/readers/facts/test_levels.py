@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.readers.facts.levels import StatedLevel, fitted_levels
 from pathology.readers.sources import open_source
+from tests.pathology.readers.dicom_slides import write_file, write_series
 from tests.pathology.tiffs import RGB, halved, stained
 
 HOW = {"photometric": "rgb", "metadata": None, "tile": (64, 64)}
@@ -150,3 +152,24 @@ def test_glass_has_nothing_to_compare_and_damage_is_no_difference(tmp_path: Path
         data[offset : offset + length] = b"\x99" * length
     path.write_bytes(data)
     assert sizes(path)[0] == [(512, 512), (256, 256)]
+
+
+@pytest.mark.parametrize("wrong", ["another picture", "another shape"])
+def test_levels_that_openslide_reads_are_checked_likewise(tmp_path: Path, wrong: str) -> None:
+    image = textured(768, 1024)
+    files = write_series(tmp_path / "good", "a", image, "1.2.3", levels=3)
+    with closing(open_source(files[1])) as slide:
+        assert [level.downsample for level in slide.levels] == [(1, 1), (2, 2), (4, 4)] and not slide.facts.notes
+        good = [slide.read(Box.of_size(v.height_px, v.width_px), k) for k, v in enumerate(slide.levels)]
+    write_series(tmp_path / "bad", "a", image, "1.2.3", levels=3)
+    other = halved(image)[::-1] if wrong == "another picture" else halved(image)[:, :300]
+    resampled = "DERIVED\\PRIMARY\\VOLUME\\RESAMPLED"
+    file = write_file(tmp_path / "bad" / "a-1.dcm", other, "1.2.3.1", "1.2.3", mpp=1.0, image_type=resampled)
+    with closing(open_source(file)) as slide:
+        for one in (slide, pickle.loads(pickle.dumps(slide))):
+            assert [level.downsample for level in one.levels] == [(1, 1), (4, 4)]
+            for k, level in enumerate(one.levels):
+                assert np.array_equal(one.read(Box.of_size(level.height_px, level.width_px), k), good[2 * k])
+            assert len(one.facts.notes) == 1 and "level 1" in one.facts.notes[0].text
+    record = ingest_slide(file, tmp_path / "store", IngestOptions(mpp=1.0))
+    assert record.status == "done" and "levels_left_out" in record.flags
