@@ -37,7 +37,7 @@ from hyfi_core.comm.wire import HostSlice, check_dense, decoded, encoded, from_w
 
 mpi4py.rc.initialize = False  # `world` does: mpi4py would keep the interpreter's lock until all ranks have come
 mpi4py.rc.finalize = True
-from mpi4py import MPI  # noqa: E402
+from mpi4py import MPI as MPI  # noqa: E402
 
 _MOST_BYTES = 1 << 30  # counts of MPI-3 are 32-bit
 _SLICE_BYTES = 16 << 20

@@ -86,7 +86,7 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
             wait for other ranks with a KeyboardInterrupt.
 
     Raises:
-        RequestError: ``HYFI_TIMEOUT_S`` or ``HYFI_NOTICE_S`` is no number.
+        RequestError: ``HYFI_TIMEOUT_S`` or ``HYFI_NOTICE_S`` is no number, or the launcher is that of another MPI.
         RendezvousError: a RequestError: a launcher started several ranks and no MPI can be loaded, the launcher's and
             MPI's number of ranks differ, or the other ranks have not come.
     """
@@ -95,6 +95,7 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
         from hyfi_core.comm.alone import AloneCommunicator
 
         return AloneCommunicator()
+    from hyfi_core.comm.supervision.library_match import check_library
     from hyfi_core.comm.supervision.rendezvous import Expected
     from hyfi_core.comm.supervision.time_limit import time_limit_s
 
@@ -106,12 +107,13 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
         found: Communicator = torchdist.world(_library_limit_s(time_limit_s()), expected, interrupted)
         return _supervised(found, torchdist.board_store()) if supervised else found
     try:
-        from hyfi_core.comm.mpi import world
+        from hyfi_core.comm.mpi import MPI, world
     except (ImportError, RuntimeError) as error:
         raise RendezvousError(
             f"{launcher} started this rank, but no MPI library can be loaded ({error}); "
             "install one with `pip install 'hyfi[local]'` or load the cluster's MPI module"
         ) from error
+    check_library(MPI.Get_library_version(), os.environ)
     everybody = world(expected, interrupted)
     _check_tasks(everybody.size, expected)
     return _supervised(everybody) if supervised else everybody

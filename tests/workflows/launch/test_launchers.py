@@ -96,6 +96,25 @@ def test_open_mpi_gives_each_rank_all_cores(ranks: int) -> None:
     assert [int(count) for count in done.stdout.split()] == [usable_cores()] * ranks
 
 
+@pytest.mark.parametrize("library", ["MPICH", "Open MPI"])
+def test_the_mpiexec_of_another_mpi_is_named_once_with_the_one_to_use(
+    begin: Begin, tmp_path: Path, library: str
+) -> None:
+    """Each rank took itself for the only one, or the library aborted with a text of its own."""
+    words, settings = open_mpi()
+    hydra = Path(sys.executable).parent / "mpiexec"
+    if library == "MPICH":
+        job = begin(*words, sys.executable, *HYFI, "train", "run.yaml", OMPI_ALLOW_RUN_AS_ROOT="1")
+    else:
+        job = begin(hydra, "-n", "2", sys.executable, *HYFI, "train", "run.yaml", **settings)
+    said = job.communicate(timeout=120)[1]
+    use = f"use `{hydra} -n 2 …`" if library == "MPICH" else "use `mpiexec.openmpi -n 2 …`"
+    assert said.count(f"its MPI library is {library}") == 1, said
+    assert use in said and "MPI_Init" not in said and "start 2" not in said
+    assert job.returncode not in (0, 1, 3)
+    assert not (tmp_path / "run").exists()
+
+
 def train_under_open_mpi(begin: Begin, folder: Path) -> subprocess.Popen[str]:
     """Start a run on two ranks of Open MPI; return it after its second step."""
     words, library = open_mpi()

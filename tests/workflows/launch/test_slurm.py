@@ -15,6 +15,7 @@ import pytest
 from data.store.manifest import load_manifest
 from tests.pathology.slides import draw_slide, write_slide
 from tests.workflows.archive import make_config, make_store
+from tests.workflows.launch.test_launchers import open_mpi
 from tests.workflows.predictions import rows_of, save
 from tests.workflows.runs import losses
 from tests.workflows.slurm import Slurm, running_slurm, slurm
@@ -76,6 +77,23 @@ def test_tasks_that_do_not_know_each_other_are_refused(slurm: Slurm, tmp_path: P
     assert code == 2
     assert said.count("srun started 3 tasks, but MPI sees 1") == 1
     assert "--mpi=pmi2" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("library", "spoken", "right"), [("MPICH", "pmix", "pmi2"), ("Open MPI", "pmi2", "pmix")])
+def test_the_mpi_type_of_another_library_is_named_once_with_the_one_to_use(
+    slurm: Slurm, tmp_path: Path, store: Path, library: str, spoken: str, right: str
+) -> None:
+    """What was seen was the library's abort, or advice to start as many tasks as were started."""
+    more = {} if library == "MPICH" else open_mpi()[1]
+    config = make_config(tmp_path, store)
+    job = begin(slurm, tmp_path, "srun", f"--mpi={spoken}", "-N1", "-n2", *HYFI, "train", str(config), TWO, **more)
+    out, err = job.communicate(timeout=120)
+    if "cannot find" in err or "Invalid MPI type" in err:
+        pytest.skip(f"this Slurm has no {spoken}")
+    assert job.returncode == 2, out + err
+    assert err.count(f"its MPI library is {library}") == 1
+    assert f"use `srun --mpi={right} …`" in err and "MPI_Init" not in err
     assert not (tmp_path / "run").exists()
 
 

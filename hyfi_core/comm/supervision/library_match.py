@@ -1,0 +1,110 @@
+"""Whether the launcher speaks the protocol of this process's MPI library, known before the library starts.
+
+::
+
+    launcher             sets                        MPICH, Intel MPI          Open MPI
+    Hydra's mpiexec      PMI_FD or PMI_PORT          yes                       no
+    srun --mpi=pmi2      PMI_FD, SLURM_STEP_ID       yes                       before 5, if built with it
+    Open MPI's mpiexec   PMIX_RANK, OMPI_…           if built with PMIx        yes
+    srun --mpi=pmix      PMIX_RANK, SLURM_STEP_ID    if built with PMIx        yes
+
+With the wrong one, libraries abort with messages of their own, or every rank takes itself for the only one. Variables
+alone may be left over from an earlier launcher: it must still answer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from hyfi_core.errors import RequestError
+
+_ANSWER_S = 0.5
+
+
+def check_library(version: str, environment: Mapping[str, str]) -> None:
+    """Check that the launcher that started this process can start its MPI library; all ranks do so alike.
+
+    Args:
+        version: ``MPI_Get_library_version``.
+        environment: Of the process.
+
+    Raises:
+        RequestError: It cannot; the message has the line to use.
+    """
+    is_open_mpi = "Open MPI" in version
+    if is_open_mpi:
+        wrong = _speaks_pmi(environment) and not _speaks_pmix(environment) and not _has_pmi(version)
+    else:  # those derived from MPICH; others are not known
+        known = version.startswith(("MPICH", "Intel"))
+        wrong = known and "pmix" not in version.lower() and _speaks_pmix(environment) and not _speaks_pmi(environment)
+    if not wrong:
+        return
+    library = " ".join(re.split(r"[,\n]", version)[0].replace("Version:", "").split())
+    slurm = "SLURM_STEP_ID" in environment and "OMPI_COMM_WORLD_SIZE" not in environment
+    slurm &= "MPI_LOCALNRANKS" not in environment
+    if slurm:
+        used, use = ("pmi2", "pmix") if is_open_mpi else ("pmix", "pmi2")
+        raise RequestError(
+            f"srun started this rank with --mpi={used}, but its MPI library is {library}, which does not speak it: use "
+            f"`srun --mpi={use} …` (`srun --mpi=list` shows the types of this Slurm)"
+        )
+    used = "MPICH (Hydra)" if is_open_mpi else "Open MPI"
+    raise RequestError(
+        f"the mpiexec of {used} started this rank, but its MPI library is {library}: use `{_own_mpiexec(is_open_mpi)} "
+        f"-n {_size(environment)} …`, or an mpi4py that loads the MPI of that mpiexec"
+    )
+
+
+def _speaks_pmi(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher of MPICH's protocol holds this process's connection."""
+    if "PMI_RANK" not in environment:
+        return False
+    if "PMI_PORT" in environment:
+        return _answers(environment["PMI_PORT"])
+    with suppress(OSError, ValueError):
+        return stat.S_ISSOCK(os.fstat(int(environment.get("PMI_FD", ""))).st_mode)
+    return False
+
+
+def _speaks_pmix(environment: Mapping[str, str]) -> bool:
+    """Whether a server of PMIx answers to this process."""
+    names = [name for name in environment if name.startswith("PMIX_SERVER_URI")]
+    return "PMIX_RANK" in environment and any(_answers(environment[name]) for name in names)
+
+
+def _answers(address: str) -> bool:
+    match = re.search(r"([^/;\s\[\]]+):(\d+)$", address.strip())
+    if match is None:
+        return False
+    with suppress(OSError), socket.create_connection((match[1], int(match[2])), timeout=_ANSWER_S):
+        return True
+    return False
+
+
+def _has_pmi(version: str) -> bool:
+    """Whether Open MPI was built for Slurm's PMI, which version 5 has dropped."""
+    match = re.search(r"v(\d+)", version)
+    if match is None or int(match[1]) >= 5:
+        return False
+    with suppress(OSError):
+        loaded = re.findall(r"\S*/libmpi\.so\S*", Path("/proc/self/maps").read_text(encoding="utf-8"))
+        return any(any(Path(name).parent.glob("openmpi*/**/mca_pmix_s[12].so")) for name in set(loaded))
+    return False
+
+
+def _own_mpiexec(is_open_mpi: bool) -> str:
+    beside = Path(sys.executable).parent / "mpiexec"
+    if not is_open_mpi and beside.exists():
+        return str(beside)
+    return "mpiexec.openmpi" if is_open_mpi else "mpiexec.mpich"
+
+
+def _size(environment: Mapping[str, str]) -> str:
+    return environment.get("PMI_SIZE") or environment.get("OMPI_COMM_WORLD_SIZE") or "N"
