@@ -133,7 +133,10 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+LONG = ("three planes, pipeline, replicas", "recomputed", "two directions, one owner")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.soak] * (one in LONG)) for one in PLANS])
 def test_branches_with_other_dimensions(name: str) -> None:
     """Three steps of SGD with momentum: losses, first gradients, weights, running statistics, momenta."""
     plan = PLANS[name]
@@ -193,6 +196,7 @@ def test_shared_and_frozen_weights_and_branches_without_gradient(planes: int) ->
             _assert_equal(_model(OddBranches), Plan((ONE,), branches=planes))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("planes", [2, 3])
 def test_amoebanet_cells_in_a_pipeline_of_two_replicas(planes: int) -> None:
     plan = Plan((ONE, ONE), ("normal",), 2, branches=planes, replicas=2)

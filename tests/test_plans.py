@@ -93,13 +93,13 @@ def plan_of(grids: str, cuts: tuple[str, ...], schedule: str, **others: object) 
 QUICK = [
     ("resnet10", "1+1", "sequential", 2, sgd),
     ("resnet10", "4+1", "gpipe", 1, adamw),
-    ("resnet10", "2+2+1", "1f1b", 2, sgd),
+    pytest.param("resnet10", "2+2+1", "1f1b", 2, sgd, marks=pytest.mark.soak),
     ("resnet10", "4+2+1+1", "chimera", 1, adamw),
     pytest.param("amoebanet", "4+1", "1f1b", 1, adamw, marks=pytest.mark.soak),  # as of the hourglass, maps skip stages
-    ("hourglass", "4+2+1+1", "gems_mast", 2, adamw),
+    pytest.param("hourglass", "4+2+1+1", "gems_mast", 2, adamw, marks=pytest.mark.soak),
     ("hourglass", "2+2+1", "chimera", 1, sgd),
-    ("hourglass", "4+2+1+1", "1f1b", 1, sgd),
-    ("hourglass", "1+1", "gems_master", 2, sgd),
+    pytest.param("hourglass", "4+2+1+1", "1f1b", 1, sgd, marks=pytest.mark.soak),
+    pytest.param("hourglass", "1+1", "gems_master", 2, sgd, marks=pytest.mark.soak),
 ]
 
 
@@ -141,7 +141,7 @@ def test_sixteen_ranks_in_all_five_dimensions() -> None:
     assert_plan_equals_one_process(model, (4, 3, 37, 45), plan, steps=2)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "chimera"])
+@pytest.mark.parametrize("schedule", [*(pytest.param(s, marks=pytest.mark.soak) for s in ("gpipe", "1f1b")), "chimera"])
 def test_recomputed_stages_repeat_no_communication(schedule: str) -> None:
     model, cuts = make("hourglass")
     plain = plan_of("4+2+1+1", cuts, schedule)
@@ -168,7 +168,7 @@ def test_what_would_save_nothing_is_not_recomputed(microbatches: int, schedule: 
 @pytest.mark.parametrize(
     ("grids", "schedule", "factory"),
     [
-        ("4+2+1+1", "gems_master", adamw),
+        pytest.param("4+2+1+1", "gems_master", adamw, marks=pytest.mark.soak),
         ("2+2+1", "chimera", sgd),
         pytest.param("4+2+1+1", "gems_master", sgd, marks=pytest.mark.soak),
         pytest.param("2+2+1", "chimera", adamw, marks=pytest.mark.soak),
@@ -180,6 +180,7 @@ def test_one_direction_may_own_the_optimiser(grids: str, schedule: str, factory:
     assert_plan_equals_one_process(model, (4, 3, 37, 45), plan, factory=factory)
 
 
+@pytest.mark.soak
 def test_interleaved_stages() -> None:
     torch.manual_seed(8)
     cuts = ("layer1", "layer2", "layer3.0", "layer3", "layer4.0")
@@ -390,7 +391,12 @@ def test_shared_weights_have_no_single_owner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grids", "schedule", "recompute"), [("1+1", "1f1b", False), ("2+2+1", "chimera", False), ("4+1", "gpipe", True)]
+    ("grids", "schedule", "recompute"),
+    [
+        ("1+1", "1f1b", False),
+        pytest.param("2+2+1", "chimera", False, marks=pytest.mark.soak),
+        ("4+1", "gpipe", True),
+    ],
 )
 def test_batch_norm_over_replicas_is_that_of_one_larger_batch(grids: str, schedule: str, recompute: bool) -> None:
     model, cuts = make("hourglass")

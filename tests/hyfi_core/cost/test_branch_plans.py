@@ -28,7 +28,7 @@ def request(ranks: int, batch: int, machine: str, **more: Any) -> PlanRequest:
     return PlanRequest(ranks, batch, load_machine(machine), **{"memory_bytes": 10**9, **more})
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(2, 1), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.soak), (3, 1)])
 def test_planes_take_the_ranks_for_which_there_is_no_image(ranks: int, batch: int) -> None:
     """On GPUs, small maps are not worth a halo, and neither are stages: without branches more ranks hardly help."""
     asked = request(ranks, batch, "h100")
@@ -39,7 +39,10 @@ def test_planes_take_the_ranks_for_which_there_is_no_image(ranks: int, batch: in
     assert "data parallel" in found.alternatives
 
 
-@pytest.mark.parametrize(("ranks", "batch", "machine"), [(2, 1, "h100"), (4, 2, "v100-lassen"), (2, 2, "cpu")])
+@pytest.mark.parametrize(
+    ("ranks", "batch", "machine"),
+    [(2, 1, "h100"), pytest.param(4, 2, "v100-lassen", marks=pytest.mark.soak), (2, 2, "cpu")],
+)
 def test_plans_that_planes_cannot_make_fast_enough_are_not_missed(ranks: int, batch: int, machine: str) -> None:
     asked = request(ranks, batch, machine)
     found = best_of_all_plans(programs, asked, top=3)

@@ -140,6 +140,7 @@ print((status("VmHWM") - before + weights) / peak, least / peak)
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_real_step_takes_about_what_was_forecast() -> None:
     command = [sys.executable, "-c", MEASURE, "768"]

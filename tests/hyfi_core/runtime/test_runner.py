@@ -220,6 +220,7 @@ class Alive(TorchDispatchMode):
         return result
 
 
+@pytest.mark.soak
 def test_the_peak_is_one_cells_and_as_modelled(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shape = resnet18(2, width=8).eval(), (1, 3, 1536, 1536)
     images = torch.randn(shape)

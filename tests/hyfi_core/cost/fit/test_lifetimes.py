@@ -93,8 +93,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
+LARGE = ("resnet50", "amoebanet")
+
+
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.soak] * (one in LARGE)) for one in MODELS])
 def test_the_peak_is_that_of_the_allocator(name: str, microbatches: int) -> None:
     torch.manual_seed(0)
     model, plan = MODELS[name]().train(), ParallelPlan(((1, 1),), microbatches=microbatches)
