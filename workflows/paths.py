@@ -1,7 +1,8 @@
-"""Checks of the paths that a command writes to."""
+"""Checks of the paths that a command reads or writes."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -31,6 +32,27 @@ def require_writable(target: Path) -> None:
             f"{target}: cannot be written: no files can be created in {folder.absolute()} ({reason}); choose another "
             f"path"
         ) from None
+
+
+def require_readable(path: Path, advice: str) -> None:
+    """Check that a local file or folder exists and can be read.
+
+    Args:
+        path: The path.
+        advice: What to give instead of a path that does not exist.
+
+    Raises:
+        RequestError: It does not exist, or this user may not read or enter it.
+    """
+    try:
+        path.stat()
+        if path.is_dir():
+            os.scandir(path).close()
+            (path / "zarr.json").exists()  # raises if the folder may be listed but not entered
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RequestError(f"{path}: no such file or folder; {advice}") from error
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def require_folder(target: Path, purpose: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows import console
-from workflows.paths import require_writable
+from workflows.paths import require_readable, require_writable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -119,20 +118,10 @@ def _is_slide(folder: Path) -> bool:
 def _require_readable(path: Path) -> None:
     from data.location import is_remote
 
-    try:
-        if is_remote(path):
-            _require_stored(path)
-            return
-        path.stat()
-        if path.is_dir():
-            os.scandir(path).close()
-            (path / "zarr.json").exists()  # raises if the folder may be listed but not entered
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise RequestError(
-            f"{path}: no such file or folder; give a store, a slide of a store (.zarr) or a slide file"
-        ) from error
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if is_remote(path):
+        _require_stored(path)
+    else:
+        require_readable(path, "give a store, a slide of a store (.zarr) or a slide file")
 
 
 def _require_stored(path: Path) -> None:

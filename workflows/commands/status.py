@@ -16,6 +16,7 @@ from workflows.exit_codes import DONE
 from workflows.launch.log_summary import RankReport, first_failed, read_logs
 from workflows.launch.owner import describe_owner, owner_of
 from workflows.launch.rank_log import FOLDER
+from workflows.paths import require_readable
 from workflows.training.metrics_log import describe_nonfinite, read_metrics
 from workflows.training.stragglers import describe_fullest, describe_stragglers
 from workflows.training.throughput import describe_loading, describe_throughput
@@ -29,8 +30,9 @@ def run(folder: Path, as_json: bool) -> int:
     """Print the progress of a run, from the files in its folder; changes nothing there.
 
     Raises:
-        RequestError: There is no run in ``folder``.
+        RequestError: There is no run in ``folder``, or it cannot be read.
     """
+    require_readable(folder, "give the run.dir of a configuration")
     if not (folder / "config.yaml").is_file():
         raise RequestError(f"{folder}: not a run (it has no config.yaml); give the run.dir of a configuration")
     found = read_status(folder)

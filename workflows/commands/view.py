@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hyfi_core.errors import RequestError
 from workflows import console
 from workflows.exit_codes import DONE
-from workflows.paths import require_folder, require_writable
+from workflows.paths import require_folder, require_readable, require_writable
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -50,7 +50,7 @@ def run(
         RequestError: A path cannot be shown, or the port cannot be used.
         KeyboardInterrupt: Stopped on request.
     """
-    from data.location import location
+    from data.location import is_remote, location
     from pathology.view.gallery import Gallery
     from pathology.view.scene import Scene
     from pathology.view.server import make_app, new_token
@@ -58,6 +58,9 @@ def run(
 
     paths = [location(path) for path in paths]
     leaflet_folder()
+    for path in paths:
+        if not is_remote(path):
+            require_readable(path, "give stores, slides of stores, slide files, or folders of slides or predictions")
     if annotations is not None:
         _check_annotations(annotations, paths)
     gallery = Gallery.of(paths, annotations, slide_mpp)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from hyfi_core.errors import RequestError
-from workflows.commands import status
+from pathology.view import gallery, scene, server, web_files
+from workflows.commands import status, view
+from workflows.exit_codes import exit_code_of
 from workflows.launch.owner import FolderOwner
 
 
@@ -65,6 +67,34 @@ def test_a_run_without_steps_is_stalled(
     assert (found["stalled"], found["seconds_left"] is None) == (stalled, stalled)
     assert age_s <= found["last_step_s"] < age_s + 10
     assert ("running, but stalled" in said) is stalled
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o600], ids=["not listed", "not entered"])
+@pytest.mark.parametrize("command", ["status", "view"])
+def test_a_folder_that_may_not_be_read_is_a_wrong_request(tmp_path: Path, command: str, mode: int) -> None:
+    """Both ended with a fault's exit code."""
+    folder = tmp_path / "private"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("")
+    web_files.leaflet_folder(), gallery.Gallery, scene.Scene, server.make_app  # imported while root can
+    tried = {"status": lambda: status.run(folder, False), "view": lambda: view.run([folder], 0, False, None, None)}
+    parents = {parent: parent.stat().st_mode for parent in (tmp_path, *tmp_path.parents[:-2])}
+    for parent in parents:
+        parent.chmod(0o711)
+    folder.chmod(mode)
+    before = os.geteuid()
+    try:
+        if before == 0:
+            os.chown(folder, 65534, 65534)
+            os.seteuid(65534)
+        assert exit_code_of(tried[command]) == 2
+        with pytest.raises(RequestError, match=rf"{folder}: cannot be read \(Permission denied\)"):
+            tried[command]()
+    finally:
+        os.seteuid(before)
+        folder.chmod(0o755)
+        for parent, allowed in parents.items():
+            parent.chmod(allowed)
 
 
 def test_no_run_is_a_wrong_request(tmp_path: Path) -> None:
