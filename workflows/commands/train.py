@@ -204,10 +204,13 @@ def _checked_data(job: TrainingJob, saved: SavedRun | None, accepts_changes: boo
 def _agreed_start(world: Communicator, config: Config, resume: bool) -> int:
     """Return the step after which the run continues, that of rank 0, after all ranks have found it (collective)."""
     from hyfi_core.comm.shared_disk import agree_everywhere
-    from workflows.launch.request import check_checkpoint, check_run
+    from workflows.launch.request import check_checkpoint, check_run, describe_missing_run
 
+    missing = describe_missing_run(config) if resume and world.rank == 0 else None
     start: int = world.broadcast_object(agree_everywhere(world, lambda: check_run(config, resume)))
     agree_everywhere(world, lambda: check_checkpoint(config, start))
+    if missing is not None:
+        warn(f"hyfi: {missing}")
     return start
 
 

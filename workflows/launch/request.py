@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.config.load import Config, load_config, refuse_changes
@@ -31,6 +33,21 @@ def check_run(config: Config, resume: bool) -> int:
     if not latest.exists():
         return 0
     return int(latest.resolve().name.removeprefix("step-"))
+
+
+def describe_missing_run(config: Config) -> str | None:
+    """Return what a request to resume finds where there is no run; None if there is one.
+
+    Scripts resume at their first start, too, so this is no error; but the folder may have been mistyped.
+    """
+    folder = config.run.dir
+    if (folder / "config.yaml").exists():
+        return None
+    parent = folder.absolute().parent
+    siblings = [path.parent.name for path in parent.glob("*/config.yaml")] if parent.is_dir() else []
+    like = get_close_matches(folder.name, siblings, n=1)
+    meant = f"; did you mean {folder.parent / like[0]}?" if like else ""
+    return f"run.dir {folder}: there is no run to resume, a new one starts{meant}"
 
 
 def check_checkpoint(config: Config, start: int) -> None:

@@ -136,6 +136,20 @@ def test_a_longer_run_has_the_rates_of_its_new_length_at_once(
     assert f"the schedule of 6 steps from now on: step 4 has {rates[3]:.6g}" in said and "of 3 steps had 0" in said
 
 
+def test_resume_of_a_mistyped_folder_names_the_one_beside_it(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It began a new run without a word."""
+    config = make_config(tmp_path, store, run={"steps": 1})
+    assert run_here(config) == 0
+    capfd.readouterr()
+    assert run_here(config, f"run.dir={tmp_path / 'rnu'}", resume=True) == 0
+    said = capfd.readouterr().err
+    assert f"{tmp_path / 'rnu'}: there is no run to resume, a new one starts; did you mean {tmp_path / 'run'}?" in said
+    assert run_here(config, resume=True) == 0
+    assert "no run to resume" not in capfd.readouterr().err
+
+
 def test_resume_of_nothing_begins(tmp_path: Path, store: Path) -> None:
     assert run_here(make_config(tmp_path, store, run={"steps": 1}), resume=True) == 0
 
