@@ -39,6 +39,8 @@ _FLAT = 4.0
 """Standard deviation of grey values below which a patch has no structure to compare."""
 _ALIKE = 0.45
 """Correlation of grey values: above 0.9 for scanners' levels, about 0 for other pictures."""
+_ENOUGH, _CLEARLY = 2, 0.9
+"""So many places decide if they correlate by so much."""
 _LARGEST_SHIFT = 30.0
 """Difference of the mean colours of two levels."""
 
@@ -167,27 +169,37 @@ def _structured_places(levels: Sequence[SourceLevel], read: Read) -> Sequence[tu
 def _alike(
     levels: Sequence[SourceLevel], compared: tuple[int, int], places: Sequence[tuple[float, float]], read: Read
 ) -> bool:
-    """Whether two levels, the finer one first, show the same at some places."""
+    """Whether two levels, the finer one first, show the same at some places; two that clearly do are enough."""
     finer, coarser = (levels[k] for k in compared)
     ratio = (coarser.downsample[0] / finer.downsample[0], coarser.downsample[1] / finer.downsample[1])
-    side = max(_PATCH_PX[0], min(_PATCH_PX[1], int(_FINER_PX / max(ratio))))
-    pairs = []
+    pairs: list[tuple[RGB, RGB]] = []
     for place in places:
-        box = _patch(coarser, place, side)
+        box = _patch(finer, coarser, ratio, place)
         rows = int(box.y0 * ratio[0]), min(finer.height_px, math.ceil(box.y1 * ratio[0]))
         columns = int(box.x0 * ratio[1]), min(finer.width_px, math.ceil(box.x1 * ratio[1]))
         with suppress(TileError):
             wide = read(Box(*rows, *columns), compared[0])
             pairs.append((read(box, compared[1]).reshape(-1, 3), _reduced(wide, box.shape).reshape(-1, 3)))
-    if not pairs:
-        return True
+        if len(pairs) >= _ENOUGH and _show_the_same(pairs, _CLEARLY):
+            return True
+    return not pairs or _show_the_same(pairs, _ALIKE) or _are_flat(pairs)
+
+
+def _show_the_same(pairs: Sequence[tuple[RGB, RGB]], correlation: float) -> bool:
+    """Whether patches ``(n, 3)`` of two levels have the same colours, and structures that correlate by so much."""
     one, other = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    if np.abs(one.mean(0) - other.mean(0)).max() > _LARGEST_SHIFT:
-        return False
     grey = one.mean(1), other.mean(1)
-    if min(g.std() for g in grey) < _FLAT:
-        return bool(max(g.std() for g in grey) < 3 * _FLAT)
-    return bool(np.corrcoef(*grey)[0, 1] >= _ALIKE)
+    if np.abs(one.mean(0) - other.mean(0)).max() > _LARGEST_SHIFT or min(g.std() for g in grey) < _FLAT:
+        return False
+    return bool(np.corrcoef(*grey)[0, 1] >= correlation)
+
+
+def _are_flat(pairs: Sequence[tuple[RGB, RGB]]) -> bool:
+    """Whether patches have the same colours, and too little structure to be compared."""
+    one, other = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    spread = one.mean(1).std(), other.mean(1).std()
+    same_colours = np.abs(one.mean(0) - other.mean(0)).max() <= _LARGEST_SHIFT
+    return bool(same_colours and min(spread) < _FLAT and max(spread) < 3 * _FLAT)
 
 
 def _reduced(pixels: RGB, shape: tuple[int, int]) -> RGB:
@@ -196,15 +208,22 @@ def _reduced(pixels: RGB, shape: tuple[int, int]) -> RGB:
     return resample(np.ascontiguousarray(pixels.transpose(2, 0, 1)), *taps).transpose(1, 2, 0)
 
 
-def _patch(level: SourceLevel, place: tuple[float, float], side: int) -> Box:
-    """Return a square of a level around a place, moved into one tile where it fits, so that one tile is decoded."""
+def _patch(finer: SourceLevel, coarser: SourceLevel, ratio: tuple[float, float], place: tuple[float, float]) -> Box:
+    """Return a patch of the coarser level around a place, within one tile of either level where that is large enough.
+
+    Most of the time goes into decoding tiles: a patch across the corner of four takes four times as long.
+    """
+    largest = max(_PATCH_PX[0], min(_PATCH_PX[1], int(_FINER_PX / max(ratio))))
     spans = []
-    for at, size, tile in zip(place, (level.height_px, level.width_px), level.tile_px, strict=True):
-        centre = min(size - 1, int(at * size))
+    sizes, tiles = (coarser.height_px, coarser.width_px), zip(coarser.tile_px, finer.tile_px, ratio, strict=True)
+    for at, size, (own, other, factor) in zip(place, sizes, tiles, strict=True):
+        centre, step, side = min(size - 1, int(at * size)), min(own, other / factor), largest
         start = centre - side // 2
-        if tile >= side:
-            first = centre // tile * tile
-            start = max(first, min(start, first + tile - side))
+        first = math.ceil(centre // step * step)
+        room = math.floor((centre // step + 1) * step) - first
+        if room >= _PATCH_PX[0]:
+            side = min(side, room)
+            start = max(first, min(centre - side // 2, first + room - side))
         start = max(0, min(start, size - side))
         spans.append((start, min(size, start + side)))
     return Box(*spans[0], *spans[1])
