@@ -22,12 +22,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from hyfi_core.capture.functions.pointwise import function_of
-from hyfi_core.capture.guards import Assigned, reassigned, refuse_assigned, refuse_fake_constants, trace_guards
+from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
 from hyfi_core.capture.patching import PATCHING, patched
 from hyfi_core.capture.places import explained, traced_line
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
 from hyfi_core.capture.released import device_of, stood_in
-from hyfi_core.capture.stored_tensors import StoredTensors
+from hyfi_core.capture.storing.later_forwards import Stored, check_later_forwards
+from hyfi_core.capture.storing.stored_tensors import StoredTensors
 from hyfi_core.errors import RequestError
 
 
@@ -44,13 +45,11 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
     """
     stored = StoredTensors()
     try:
-        assigned: Assigned = []
+        assigned: list[Stored] = []
         program = _parse(_exported(model, shape, dtype, stored, assigned))
-        if assigned:  # by a later forward, too, and does it compute the same then?
-            with reassigned(model, assigned):
-                again = _parse(_exported(model, shape, dtype, stored, None))
-            if not again.equals(program):
-                refuse_assigned(model, assigned)
+        check_later_forwards(
+            model, program, assigned, lambda noted: _parse(_exported(model, shape, dtype, stored, noted))
+        )
         return program
     except RequestError as error:
         raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from None
@@ -68,7 +67,7 @@ def _exported(
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     stored: StoredTensors,
-    assigned: Assigned | None,
+    assigned: list[Stored] | None,
 ) -> ExportedProgram:
     with PATCHING, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -36,14 +36,14 @@ from hyfi_core.capture.functions.pointwise import recorded
 from hyfi_core.capture.module_state import (
     Attributes,
     attributes,
-    is_constant,
     is_counted,
     is_tensor,
     outside_attributes,
 )
 from hyfi_core.capture.patching import patched
 from hyfi_core.capture.places import calling_line
-from hyfi_core.capture.stored_tensors import Caches, StoredTensors
+from hyfi_core.capture.storing.later_forwards import Stored, changes, is_constant
+from hyfi_core.capture.storing.stored_tensors import Caches, StoredTensors
 from hyfi_core.capture.watched_calls import WatchedCalls
 from hyfi_core.errors import RequestError
 
@@ -51,18 +51,14 @@ _here = threading.local()
 """Whether this thread traces: other threads may run models with the same classes at the same time."""
 
 
-Assigned = list[tuple[nn.Module, str, Any]]
-"""(module, attribute, value) of what a forward has assigned to its modules: numbers, tuples and other constants."""
-
-
 @contextlib.contextmanager
-def trace_guards(model: nn.Module, stored: StoredTensors, assigned: Assigned | None) -> Iterator[None]:
+def trace_guards(model: nn.Module, stored: StoredTensors, assigned: list[Stored] | None) -> Iterator[None]:
     """Context for tracing ``model``. It patches classes of PyTorch, with effect in this thread: one thread at a time.
 
     Args:
         model: any module; not changed.
         stored: notes the tensors of the trace.
-        assigned: notes constants that the forward assigns to attributes; None: they are refused.
+        assigned: notes constants that the forward stores; None: attributes are refused.
 
     Raises:
         RequestError: the model does something that capture cannot preserve.
@@ -119,7 +115,7 @@ def refuse_fake_constants(constants: dict[str, torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: Assigned | None) -> Iterator[None]:
+def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Stored] | None) -> Iterator[None]:
     """Watch calls between the beginning and the end of the model's forward."""
     before: Attributes = {}
     outside: Attributes = {}
@@ -135,7 +131,9 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: Assigned |
         calls.end()
         register_output(output)
         _refuse_counted(outside, outside_attributes(model))
-        caches.undo(calls.of_image)
+        constants = caches.undo(calls.of_image)
+        if assigned is not None:
+            assigned.extend(constants)
         _refuse_changed(model, before, attributes(model), assigned)
         calls.refuse_functions(torch.utils._pytree.tree_leaves(output), returned=True)
         calls.refuse_host_randomness()
@@ -160,7 +158,7 @@ def _counted(calls: WatchedCalls) -> Iterator[None]:
         calls.checkpoints -= 1
 
 
-def _refuse_changed(model: nn.Module, before: Attributes, after: Attributes, assigned: Assigned | None) -> None:
+def _refuse_changed(model: nn.Module, before: Attributes, after: Attributes, assigned: list[Stored] | None) -> None:
     """Refuse attributes that the forward has changed; tensors are allowed, because nothing reads them here."""
     for (path, name), found in after.items():
         if before.get((path, name)) == found or is_tensor(found):
@@ -169,39 +167,7 @@ def _refuse_changed(model: nn.Module, before: Attributes, after: Attributes, ass
         if assigned is not None and is_constant(vars(holder)[name]):
             assigned.append((holder, name, vars(holder)[name]))
         elif (path, name) in before:
-            raise RequestError(_changes(path, name))
-
-
-def _changes(path: str, name: str) -> str:
-    return (
-        f"the forward changes the attribute {name!r} of {path or 'the model itself'}, which capture cannot "
-        f"record: it would keep the first value. Make it a buffer (register_buffer) changed in place, or "
-        f"change it between steps; tensors can be stored as attributes (self.{name}_0 = x), not in containers"
-    )
-
-
-@contextlib.contextmanager
-def reassigned(model: nn.Module, assigned: Assigned) -> Iterator[None]:
-    """Context in which attributes have the values that a forward has assigned to them.
-
-    Args:
-        model: the user's module.
-        assigned: these values.
-    """
-    with restored(model):
-        for module, name, value in assigned:
-            vars(module)[name] = value
-        yield
-
-
-def refuse_assigned(model: nn.Module, assigned: Assigned) -> None:
-    """Refuse a forward that computes something else once it has assigned these values.
-
-    Raises:
-        RequestError: always; the message names the first.
-    """
-    module, name, _ = assigned[0]
-    raise RequestError(_changes(next(path for path, one in model.named_modules() if one is module), name))
+            raise RequestError(changes(model, (holder, name, None)))
 
 
 def _refuse_counted(before: Attributes, after: Attributes) -> None:

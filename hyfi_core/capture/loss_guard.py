@@ -23,7 +23,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyfi_core.capture.places import calling_line
-from hyfi_core.capture.stored_tensors import StoredTensor
+from hyfi_core.capture.storing.stored_tensors import StoredTensor
 from hyfi_core.errors import RequestError
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None)})

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hyfi_core.capture.outside_names import HOOKS, outside_values
 from hyfi_core.capture.places import is_users
-from hyfi_core.capture.stored_tensors import StoredTensor
+from hyfi_core.capture.storing.later_forwards import PLAIN_TYPES
+from hyfi_core.capture.storing.stored_tensors import StoredTensor
 
 REGISTRIES = frozenset(
     {
@@ -34,7 +35,6 @@ REGISTRIES = frozenset(
 )  # fmt: skip
 """Attributes of a module that are not compared by value."""
 _PLAIN = (bool, int, str, bytes, complex, enum.Enum, torch.dtype, torch.device, torch.memory_format)
-_PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})
 _GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict})
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
@@ -154,7 +154,7 @@ def tensors_in_attributes(model: nn.Module) -> set[int]:
 def comparable(value: Any, seen: dict[int, Hashable]) -> Hashable:
     """Return a hashable value that changes with an attribute; ``seen``: id of an object -> its value, to reuse."""
     kind = type(value)  # called for every attribute of every module: the common cases must be fast
-    if kind in _PLAIN_TYPES:
+    if kind in PLAIN_TYPES:
         return (kind, value)
     if is_empty(value):
         return (kind,)
@@ -164,14 +164,6 @@ def comparable(value: Any, seen: dict[int, Hashable]) -> Hashable:
 def is_empty(value: Any) -> bool:
     """Whether a value is an empty container, like the hook registries of most modules."""
     return type(value) in _CONTAINERS and not value
-
-
-def is_constant(value: Any) -> bool:
-    """Whether a value is immutable, so that the same object has the same value."""
-    kind = type(value)
-    if kind is tuple or kind is frozenset:
-        return all(is_constant(item) for item in value)
-    return kind in _PLAIN_TYPES or kind is float or isinstance(value, enum.Enum)
 
 
 def changed_since(before: Hashable, now: Hashable) -> list[tuple[str, str]]:
@@ -299,4 +291,6 @@ def _contained(container: Any, depth: int, seen: dict[int, Hashable]) -> Hashabl
             inside = [item for item in inside if item is not _STORED]
         if not inside and isinstance(container, tuple):
             return _STORED
+    if isinstance(container, (set, frozenset)):
+        return (type(container), frozenset(inside))  # equal sets may list their items in different orders
     return (type(container), *inside)

@@ -25,7 +25,6 @@ from hyfi_core.capture.module_state import (
     ModuleState,
     changed_since,
     comparable,
-    is_constant,
     is_empty,
     module_state,
     outside_attributes,
@@ -33,6 +32,7 @@ from hyfi_core.capture.module_state import (
 )
 from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.program import Program
+from hyfi_core.capture.storing.later_forwards import is_constant
 from hyfi_core.errors import RequestError
 
 _MISSING = object()

@@ -31,7 +31,7 @@ from hyfi_core.capture.interpret import RepeatableDraws, interpret
 from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.program import Program
 from hyfi_core.capture.released import device_of
-from hyfi_core.capture.stored_tensors import Caches, OfImage, StoredTensors, StoringRun
+from hyfi_core.capture.storing.stored_tensors import Caches, OfImage, StoredTensors, StoringRun
 from hyfi_core.errors import RequestError
 
 _SIDES_PX = (64, 128, 256, 512)

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from hyfi_core.capture.places import calling_line
-from hyfi_core.capture.stored_tensors import OfImage, StoredTensors
+from hyfi_core.capture.storing.stored_tensors import OfImage, StoredTensors
 from hyfi_core.errors import RequestError
 
 _NO_HOOK = (

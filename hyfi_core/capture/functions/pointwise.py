@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hyfi_core.capture.module_state import is_constant
 from hyfi_core.capture.places import calling_line
+from hyfi_core.capture.storing.later_forwards import is_constant
 from hyfi_core.errors import RequestError
 
 _SIDES = (2, 3, 4, 5)  # of the random numbers

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
-from hyfi_core.capture.stored_tensors import StoredTensors
+from hyfi_core.capture.storing.stored_tensors import StoredTensors
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from tests.harness import assert_equal_to_one_process

@@ -32,6 +32,7 @@ from torch.utils import _pytree
 
 from hyfi_core.capture.outside_names import memories, outside_values
 from hyfi_core.capture.places import calling_line
+from hyfi_core.capture.storing.later_forwards import Stored, is_constant
 from hyfi_core.errors import RequestError
 
 _READABLE = frozenset({"shape", "dtype"})
@@ -137,18 +138,26 @@ class Caches:
         self._functions = [(function, function.cache_info().misses) for function in functions]
         self._names = [(holder, name, _value(holder, name)) for holder, name in names]
 
-    def undo(self, of_image: OfImage) -> None:
+    def undo(self, of_image: OfImage) -> list[Stored]:
         """Remove what has been stored since and does not depend on the image; counters are left.
 
         Args:
             of_image: the tensors that do.
+
+        Returns:
+            The flags and other constants among it, but for those stored together with tensors, such as their sizes.
         """
+        found: list[Stored] = []
         for container, before in self._held:
-            for key in [*container]:
-                old = before.get(key, _MISSING)
-                if old is not container[key] and _is_cached(old, container[key], of_image):
-                    _put_back(container, key, old)
+            changed = [(key, before.get(key, _MISSING)) for key in [*container]]
+            changed = [(key, old) for key, old in changed if old is not container[key]]
+            stored = [(key, old) for key, old in changed if _is_cached(old, container[key], of_image)]
+            if all(is_constant(container[key]) for key, _ in stored):
+                found += [(container, key, container[key]) for key, _ in stored]
+            for key, old in stored:
+                _put_back(container, key, old)
         for elements, kept in self._sets:
+            found += [(elements, item, True) for item in elements - kept if is_constant(item)]
             elements &= kept
         for function, misses in self._functions:
             if function.cache_info().misses != misses:
@@ -156,7 +165,9 @@ class Caches:
         for holder, name, old in self._names:
             now = _value(holder, name)
             if now is not old and _is_cached(old, now, of_image):
+                found += [(holder, name, now)] if is_constant(now) else []
                 _put_back(holder, name, old)
+        return found
 
 
 _MISSING: Any = object()

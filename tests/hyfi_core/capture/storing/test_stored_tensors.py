@@ -13,7 +13,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.capture.module_state import module_state
-from hyfi_core.capture.stored_tensors import StoredTensor
+from hyfi_core.capture.storing.stored_tensors import StoredTensor
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 

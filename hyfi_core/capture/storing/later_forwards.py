@@ -1,0 +1,140 @@
+"""Constants that a forward stores: flags, numbers and texts that a later forward may read.
+
+```
+self.height = x.shape[2]                          the same in each forward: no change
+if not self.ready: self.ready = True; x = x * 2   the next forward computes otherwise           → refused
+if self.training: self.trained = True             … or one in evaluation mode, if it reads it   → refused
+SEEN["first"] = True, CACHE.size = (64, 64)       likewise, outside of the model
+```
+
+A capture leaves none of them behind. The model is traced again with what a forward has stored, in both modes: where
+that changes a program, one process computes something else from the second call on, and the model is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyfi_core.capture.program import Program
+from hyfi_core.errors import RequestError
+
+PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})
+Stored = tuple[Any, Any, Any]
+"""(module, dict, class or set; attribute, key or item; value)"""
+_MISSING: Any = object()
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value is immutable, so that the same object has the same value."""
+    kind = type(value)
+    if kind is tuple or kind is frozenset:
+        return all(is_constant(item) for item in value)
+    return kind in PLAIN_TYPES or kind is float or isinstance(value, enum.Enum)
+
+
+def check_later_forwards(
+    model: nn.Module, program: Program, assigned: list[Stored], trace: Callable[[list[Stored] | None], Program]
+) -> None:
+    """Refuse a forward after which another one, in training or in evaluation, computes something else.
+
+    Args:
+        model: the user's module.
+        program: of the first forward.
+        assigned: the constants that it has stored.
+        trace: captures the model as it is; without a list to note them in, attributes that change are refused.
+
+    Raises:
+        RequestError: the message names the first of these values.
+    """
+    if not assigned:
+        return
+    with _with(model, assigned):
+        again = trace(None)
+    if not again.equals(program):
+        raise RequestError(changes(model, assigned[0]))
+    with _restored(model), contextlib.suppress(_UntracedError):
+        other = not model.training
+        for module in model.modules():
+            vars(module)["training"] = other
+        before = _traced(trace)
+        with _with(model, assigned):
+            after = _traced(trace)
+        if not after.equals(before):
+            raise RequestError(changes(model, assigned[0]))
+
+
+def changes(model: nn.Module, stored: Stored) -> str:
+    """Return that a forward changes this value, and what to write instead."""
+    holder, name, _ = stored
+    if isinstance(holder, nn.Module):
+        path = next(path for path, one in model.named_modules() if one is holder)
+        return (
+            f"the forward changes the attribute {name!r} of {path or 'the model itself'}, which capture cannot "
+            f"record: it would keep the first value. Make it a buffer (register_buffer) changed in place, or "
+            f"change it between steps; tensors can be stored as attributes (self.{name}_0 = x), not in containers"
+        )
+    where = f"class {holder.__qualname__}" if isinstance(holder, type) else f"a {type(holder).__name__} or a global"
+    return (
+        f"the forward stores {name!r} in {where} and computes otherwise afterwards, which capture cannot record. Make "
+        f"it a buffer (register_buffer) changed in place, or change it between steps"
+    )
+
+
+class _UntracedError(Exception):
+    """The model cannot be traced in this mode, which is said when it is used."""
+
+
+def _traced(trace: Callable[[list[Stored] | None], Program]) -> Program:
+    try:
+        return trace([])
+    except Exception as error:
+        raise _UntracedError from error
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Context that restores the mode of all modules on exit."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            vars(module)["training"] = mode
+
+
+@contextlib.contextmanager
+def _with(model: nn.Module, assigned: list[Stored]) -> Iterator[None]:
+    """Context in which these values are stored."""
+    before = [(holder, name, _value(holder, name)) for holder, name, _ in assigned]
+    try:
+        for stored in assigned:
+            put(stored)
+        yield
+    finally:
+        for stored in reversed(before):
+            put(stored)
+
+
+def put(stored: Stored) -> None:
+    """Store a value, or remove one that was missing."""
+    holder, name, value = stored
+    if isinstance(holder, set):
+        holder.discard(name) if value is _MISSING else holder.add(name)
+    elif isinstance(holder, type):
+        delattr(holder, name) if value is _MISSING else setattr(holder, name, value)
+    else:
+        held: Any = vars(holder) if isinstance(holder, nn.Module) else holder
+        held.pop(name, None) if value is _MISSING else held.__setitem__(name, value)
+
+
+def _value(holder: Any, name: Any) -> Any:
+    if isinstance(holder, set):
+        return True if name in holder else _MISSING
+    held: Any = vars(holder) if isinstance(holder, (type, nn.Module)) else holder
+    return held.get(name, _MISSING)
