@@ -93,7 +93,9 @@ def _each_scene(rows: Mapping[Place, dict[str, str]], scene: str) -> dict[Place,
     found: dict[Place, dict[str, str]] = {}
     for (source, given), row in rows.items():
         count = 1 if given else scene_count(source)
-        if count == 1:
+        if count == 1 and not given and scene.isdecimal() and int(scene) > 1:
+            found[source, scene] = {**row, "scene": scene}  # its reader says that there is no such scene
+        elif count == 1:
             found[source, given] = row
         numbers = (
             range(1, count + 1) if scene == "all" else [largest_scene(source) if scene == "largest" else int(scene)]

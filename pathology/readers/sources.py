@@ -65,6 +65,8 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
         return CziSource(path, pick)
     if is_ome_tiff(path):
         return _upright(_tiff(path, pick))
+    if pick.scene > 1:
+        raise SlideError(f"there is no scene {pick.scene}: the file has 1")
     try:
         slow = OpenSlideSource(path)
     except UnsupportedFormatError:

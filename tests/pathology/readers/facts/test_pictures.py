@@ -92,6 +92,15 @@ def test_one_scene_is_picked(scenes: tuple[Path, list[RGB]]) -> None:
         IngestOptions(scene="first")
 
 
+def test_a_file_of_one_scene_has_no_second(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "one.tif", soft(256, 256), photometric="rgb", tile=(128, 128))
+    (job,) = find_jobs([tmp_path / "one.tif"], {}, "2")
+    with pytest.raises(SlideError, match="no scene 2: the file has 1"):
+        open_source(tmp_path / "one.tif", Pick(int(job.row["scene"])))
+    (job,) = find_jobs([tmp_path / "one.tif"], {}, "1")
+    assert job.slide_id == "one" and read(tmp_path / "one.tif", 1).shape == (256, 256, 3)
+
+
 def test_scenes_keep_the_names_of_a_manifest(scenes: tuple[Path, list[RGB]], tmp_path: Path) -> None:
     (tmp_path / "m.csv").write_text("path,slide_id,case_id\nslides/two.ome.tif,x,P1\n")
     jobs = find_jobs([tmp_path / "m.csv"], {})
