@@ -17,6 +17,7 @@ from tests.workflows.archive import make_config
 from tests.workflows.faults import tiny
 from tests.workflows.runs import run_here, run_on
 from workflows.commands import status
+from workflows.config.load import load_config
 from workflows.training.best import best_step
 from workflows.training.checks.finite import finite_everywhere
 from workflows.training.metrics_log import read_metrics
@@ -76,12 +77,22 @@ def links(run: Path) -> dict[str, str]:
     ("factory", "what"),
     [("breaks_loss", "the loss is "), ("breaks_gradient", "the loss is finite, but not its gradient")],
 )
-@pytest.mark.parametrize("plan", [[], ["plan.grids=[[1,2]]"], ["plan.grids=[[1,1],[1,1]]", "plan.cuts=[net.conv2]"]])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [],
+        ["plan.cells=[2,1]"],
+        ["plan.cells=[1,2]", "plan.spill=memory"],
+        ["plan.grids=[[1,2]]"],
+        ["plan.grids=[[1,1],[1,1]]", "plan.cuts=[net.conv2]"],
+    ],
+)
 def test_the_first_step_that_is_not_finite_ends_the_run(
     tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], factory: str, what: str, plan: list[str]
 ) -> None:
     config = make_config(tmp_path, store, model={"name": f"{HERE}:{factory}"}, run={"checkpoint_every_steps": 1})
-    codes = run_on(2, config, *plan) if plan else [run_here(config)]
+    ranks = load_config(config, plan).ranks
+    codes = run_on(ranks, config, *plan) if ranks > 1 else [run_here(config, *plan)]
     assert set(codes) == {1}
     run, said = tmp_path / "run", capfd.readouterr()
     assert [record["step"] for record in steps(run)] == [1, 2, 3]

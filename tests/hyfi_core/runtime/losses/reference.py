@@ -21,16 +21,18 @@ SIZE_PX = (11, 14)
 
 
 class Net(nn.Module):
-    """Batch norm, whose statistics are those of each micro-batch, two maps, and a linear head."""
+    """Batch norm, whose statistics are those of each micro-batch, maps of two branches, and a linear head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU())
         self.second = nn.Conv2d(4, 5, 3, padding=1)
+        self.side = nn.Conv2d(4, 5, 1)
         self.head = nn.Linear(5, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.relu(self.second(self.first(x))).mean((2, 3)))
+        y = self.first(x)
+        return self.head(torch.relu(self.second(y) + self.side(y)).mean((2, 3)))
 
 
 def cox(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -102,7 +104,7 @@ PLANS: dict[str, ParallelPlan] = {
     "2 micro-batches": ParallelPlan(ONE, microbatches=2),
     "4 micro-batches": ParallelPlan(ONE, microbatches=4),
     "gpipe": ParallelPlan(ONE, microbatches=4, schedule="gpipe"),
-    "recompute": ParallelPlan(ONE, microbatches=2, recompute=True),
+    "recompute": ParallelPlan(ONE, microbatches=2, schedule="gpipe", recompute=True),
     "1 x 2": ParallelPlan(((1, 2),)),
     "2 x 1, 3 micro-batches": ParallelPlan(((2, 1),), microbatches=3),
     "stages": ParallelPlan(**CUT),
@@ -121,6 +123,9 @@ PLANS: dict[str, ParallelPlan] = {
     "replicas, two directions": ParallelPlan(**CUT, replicas=2, microbatches=2, schedule="gems_mast"),
     "shares": ParallelPlan(ONE, replicas=2, shares=(3, 1)),
     "shares, micro-batches": ParallelPlan(ONE, replicas=2, shares=(4, 2), microbatches=2),
+    "branches": ParallelPlan(ONE, branches=2, microbatches=2),
+    "branches of stages": ParallelPlan(**CUT, branches=2, microbatches=2, schedule="gpipe"),
+    "branches of replicas": ParallelPlan(ONE, branches=2, replicas=2),
     "cells": ParallelPlan(ONE, cells=(2, 2), microbatches=2),
     "spilled cells": ParallelPlan(ONE, cells=(2, 1), spill="memory", microbatches=2),
     "cells of replicas": ParallelPlan(ONE, cells=(1, 2), replicas=2, microbatches=2),
