@@ -150,8 +150,8 @@ def test_recomputation_costs_a_forward_and_saves_memory() -> None:
     program_, machine = program(), DEFAULT_MACHINE
     kept = StageCosts(program_, ParallelPlan(**plan), machine).stages
     again = StageCosts(program_, ParallelPlan(**plan, recompute=True), machine).stages
-    for before, after in zip(kept, again, strict=True):
-        assert after.backward_s - before.backward_s == pytest.approx(before.forward_s)
+    assert again[0].backward_s - kept[0].backward_s == pytest.approx(kept[0].forward_s)
+    assert again[1].backward_s == kept[1].backward_s  # of the last stage, each backward follows its forward at once
     assert forecast(**plan, recompute=True).memory_bytes[0] < forecast(**plan).memory_bytes[0]
 
 
