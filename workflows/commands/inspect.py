@@ -118,10 +118,16 @@ def _is_slide(folder: Path) -> bool:
 def _require_readable(path: Path) -> None:
     from data.location import is_remote
 
-    if is_remote(path):
+    wanted = "give a store, a slide of a store (.zarr) or a slide file"
+    if not is_remote(path):
+        require_readable(path, wanted)
+        return
+    try:
         _require_stored(path)
-    else:
-        require_readable(path, "give a store, a slide of a store (.zarr) or a slide file")
+    except FileNotFoundError as error:
+        raise RequestError(f"{path}: no such file or folder; {wanted}") from error
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def _require_stored(path: Path) -> None:
@@ -133,7 +139,7 @@ def _require_stored(path: Path) -> None:
     """
     from pathology.readers.ngff.groups import is_ome_zarr
 
-    if not is_ome_zarr(path) and not path.is_dir():
+    if not path.is_dir() and not is_ome_zarr(path):
         (path / "zarr.json").read_bytes()  # its error names a missing bucket, too
 
 
