@@ -18,6 +18,7 @@ from tests.pathology.readers.dicom_slides import write_series
 from tests.pathology.readers.facts.test_colour import adobe, jfif
 from tests.pathology.readers.facts.test_levels import textured
 from tests.pathology.readers.facts.test_pixel_size import aperio, ome
+from tests.pathology.readers.ngff_stores import write_plain
 from tests.pathology.readers.scanners import jpeg, write_encoded
 from tests.pathology.tiffs import RGB, halved
 
@@ -139,9 +140,33 @@ def wrong_dicom(folder: Path, rng: Rng) -> Drawn:
     return folder / "a", image, 0.5
 
 
+def wrong_zarr(folder: Path, rng: Rng) -> Drawn:
+    """A store whose scales, unit, a level or names of channels are not what its pixels are."""
+    image, mpp, what = picture(rng), float(rng.choice([0.25, 0.5, 1.0])), int(rng.integers(5))
+    levels, scales, more = [image, halved(image), halved(halved(image))], [mpp, 2 * mpp, 4 * mpp], {}
+    if what == 0:
+        scales[int(rng.integers(3))] *= float(rng.choice([0.1, 0.5, 2, 10]))
+    elif what == 1:
+        more["unit"] = str(rng.choice(["", "pixel", "nanometer", "millimeter"]))
+    elif what == 2:
+        levels[2] = textured(*levels[2].shape[:2], 7777)
+    elif what == 3:
+        levels[1] = levels[1][:, : levels[1].shape[1] * 3 // 4]
+    else:
+        order = [str(name) for name in rng.permutation(["Red", "Green", "Blue"])]
+        more["channels"] = [{"label": name} for name in order]
+        levels = [level[..., [("Red", "Green", "Blue").index(name) for name in order]] for level in levels]
+    axes = str(rng.choice(["yxc", "cyx", "tczyx"]))
+    return (
+        write_plain(folder / "a.zarr", levels, axes, scales=scales, zarr_format=int(rng.integers(2, 4)), **more),
+        image,
+        mpp,
+    )
+
+
 KINDS = (
     *(wrong_tags, wrong_text, garbled_unit, reduced_later, wrong_level, wrong_colour, wrong_samples, several_planes),
-    *(turned_label, wrong_dicom),
+    *(turned_label, wrong_dicom, wrong_zarr),
 )
 
 
