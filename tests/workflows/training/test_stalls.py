@@ -19,7 +19,7 @@ from tests.workflows.training.test_failures import (  # noqa: F401 (fixtures)
 )
 
 pytestmark = pytest.mark.mpi
-SOON, SAVES = "run.stall_s=4", "run.checkpoint_every_steps=2"
+SOON, SAVES = "run.stall_s=10", "run.checkpoint_every_steps=2"
 
 
 def freeze(job: TrainingRun, rank: int) -> None:
