@@ -47,7 +47,8 @@ class TwoHeads(Net):
     """Returns logits and features."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        features = self.second(self.first(x)).mean((2, 3))
+        y = self.first(x)
+        features = (self.second(y) + self.side(y)).mean((2, 3))
         return Both(self.head(features), features)
 
 
