@@ -27,8 +27,7 @@ from hyfi_core.runtime.pipeline import Event, Gradients, Key, Pipeline, Step
 from hyfi_core.runtime.stage_exchange import StageExchange
 from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
 from hyfi_core.runtime.subject import CAPTURES_KEPT, Subject
-from hyfi_core.schedule.action import Action, Schedule, Verb
-from hyfi_core.schedule.in_flight import followed_at_once
+from hyfi_core.schedule.action import Action, Schedule
 from hyfi_core.schedule.of_plan import PlanSchedules
 
 
@@ -252,7 +251,7 @@ class StageRunner:
             statistics,
             gradients,
             self._autocasting,
-            self._recomputed(compiled).__contains__,
+            (frozenset() if gradients is None else self._recomputed(compiled)).__contains__,
             None if self._pager is None else lambda stage, stays: self._memory(stage, stays, gradients is not None),
         )
 
@@ -260,10 +259,8 @@ class StageRunner:
         """Return this rank's forwards of a training step that are computed again in backward."""
         if not self._plan.recompute:
             return frozenset()
-        actions = self.schedule(compiled).actions[self.groups.plane.rank]
-        forwards = frozenset(a for a in actions if a.verb is Verb.F and self._plan.recomputes(a.stage))
         in_turn = self._cells > 1 or self._pager is not None  # then each forward waits while other cells run
-        return forwards if in_turn else forwards - followed_at_once(actions, self._plan.stages - 1)
+        return self._schedules.recomputed(compiled.boundaries, self.groups.plane.rank, in_turn)
 
     def _memory(self, stage: HostedStage, stays: Values, recomputes: bool) -> StepMemory:
         """Return the paging callbacks of a micro-batch; existing tensors except the image stay in memory."""

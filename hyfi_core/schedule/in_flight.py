@@ -99,13 +99,19 @@ def recomputes(plan: ParallelPlan, stage: int) -> bool:
     """
     if not plan.recomputes(stage):
         return False
-    if plan.cells is not None:
-        return True
-    return any(
-        action.stage == stage
-        for actions in _rows(_sizes(plan), plan.schedule, plan.microbatches, plan.interleave).values()
-        for action in {one for one in actions if one.verb is Verb.F} - followed_at_once(actions, plan.stages - 1)
+    return plan.cells is not None or stage in _stages_that_wait(
+        _sizes(plan), plan.schedule, plan.microbatches, plan.interleave
     )
+
+
+@lru_cache(maxsize=4096)
+def _stages_that_wait(
+    sizes: tuple[int, ...], schedule: ScheduleName, microbatches: int, interleave: int
+) -> frozenset[int]:
+    """Return the stages of which some forward does not end in its own backward at once."""
+    rows, last = _rows(sizes, schedule, microbatches, interleave), len(sizes) * interleave - 1
+    forwards = ({a for a in actions if a.verb is Verb.F} - followed_at_once(actions, last) for actions in rows.values())
+    return frozenset(action.stage for one in forwards for action in one)
 
 
 @lru_cache(maxsize=4096)

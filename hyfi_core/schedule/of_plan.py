@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Schedule
+from hyfi_core.schedule.action import Action, Schedule, Verb
 from hyfi_core.schedule.generate import forward_only, forwards_first, generate, only_forwards
+from hyfi_core.schedule.in_flight import followed_at_once
 from hyfi_core.schedule.lower import lower
 from hyfi_core.schedule.simulate import validate
 
@@ -24,6 +25,7 @@ class PlanSchedules:
 
     def __init__(self, plan: ParallelPlan, placement: Placement) -> None:
         self._plan, self._placement = plan, placement
+        self._recomputed: dict[tuple[tuple[tuple[int, int], ...], int], frozenset[Action]] = {}
         self._lowered: dict[tuple[tuple[tuple[int, int], ...], str], Schedule] = {}
 
     def training(self, edges: Edges) -> Schedule:
@@ -39,6 +41,22 @@ class PlanSchedules:
     def forwards_first(self, edges: Edges) -> bool:
         """Whether a training step runs all forwards before all backwards, so that all outputs exist at once."""
         return forwards_first(self.training(edges))
+
+    def recomputed(self, edges: Edges, rank: int, in_turn: bool) -> frozenset[Action]:
+        """Return a rank's forwards of a training step that are computed again in backward.
+
+        Args:
+            edges: between stages.
+            rank: of the replica.
+            in_turn: whether the ranks are cells that take turns, so that each forward waits for its backward.
+        """
+        key = (tuple(edges), rank)
+        if key not in self._recomputed:
+            actions = self.training(key[0]).actions[rank]
+            forwards = frozenset(a for a in actions if a.verb is Verb.F and self._plan.recomputes(a.stage))
+            at_once = frozenset() if in_turn else followed_at_once(actions, self._plan.stages - 1)
+            self._recomputed[key] = forwards - at_once
+        return self._recomputed[key]
 
     def outputs(self, edges: Edges) -> Schedule:
         """Return the forwards of a training step without its backwards, in the same order on each rank."""

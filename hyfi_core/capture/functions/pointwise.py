@@ -75,7 +75,7 @@ _KNOWN: list[PointwiseFunction] = []
 
 @torch.library.custom_op("hyfi::pointwise_function", mutates_args=())
 def _recorded(tensors: list[torch.Tensor], name: str, number: int) -> torch.Tensor:
-    raise NotImplementedError(f"{name} is recorded by traces and called by programs")
+    raise RuntimeError(f"{name} is recorded by traces and called by programs")
 
 
 @_recorded.register_fake
@@ -84,7 +84,7 @@ def _(tensors: list[torch.Tensor], name: str, number: int) -> torch.Tensor:
 
 
 def _not_here(context: Any, *cotangents: Any) -> Any:
-    raise NotImplementedError("a trace has no backward")
+    raise RuntimeError("a trace has no backward")
 
 
 _recorded.register_autograd(_not_here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ Cotangents = list[torch.Tensor | None]
 """For each leaf of the output; None for those without."""
 
 
-class StepLoss:
+class StepLoss(ABC):
     """What the schedule asks of a loss; the last stage of each direction has its output.
 
     Args:
@@ -35,9 +36,10 @@ class StepLoss:
         self.counted = torch.zeros((), dtype=torch.float64, device=device)
         self.refusal: RequestError | None = None
 
-    def take(self, outputs: Mapping[int, Leaves]) -> None:
+    def take(self, outputs: Mapping[int, Leaves]) -> None:  # noqa: B027 (most losses need none)
         """Take micro-batch -> leaves of the output, of all micro-batches whose last stage this rank has."""
 
+    @abstractmethod
     def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> Cotangents:
         """Return the cotangents of a micro-batch's output.
 
@@ -47,11 +49,14 @@ class StepLoss:
             first: whether this is the one rank of the stage whose cotangents count: those of a replicated value are
                 summed over ranks, so that they are zero on all others.
         """
-        raise NotImplementedError
 
 
 class NoLoss(StepLoss):
     """For forwards without backwards."""
+
+    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> Cotangents:
+        """Return zeros: nothing depends on the output; see ``StepLoss``."""
+        return zeros_of(leaves)
 
 
 class MicrobatchLoss(StepLoss):

@@ -93,7 +93,7 @@ def test_grey_pixels_are_read(tmp_path: Path) -> None:
 
 def test_every_scene_is_a_slide_and_labels_are_none(tmp_path: Path) -> None:
     other = textured(300, 280, 5)
-    series = [(IMAGE, "tissue"), (other, "tissue 2"), (textured(96, 64, 3), "label image")]
+    series = [(IMAGE, "tissue"), (other, "second tissue"), (textured(96, 64, 3), "label image")]
     path = write_series(tmp_path / "in" / "a.zarr", series)
     shutil.copytree(path / "2" / "0", path / "0" / "labels" / "cells")
     assert scene_count(path) == 2
