@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import imagecodecs
 
-from pathology.readers.facts.colour import believed_jpeg, has_own_transform, pixels_say
+from pathology.readers.facts.colour import believed_jpeg, pixels_say
+from pathology.readers.facts.jpeg_2000 import is_jp2
 from pathology.readers.jpeg_tile import stored_jpeg
 
 if TYPE_CHECKING:
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 _WHOLE_SLIDE = "1.2.840.10008.5.1.4.1.1.77.1.6"
 _SOP_CLASS, _SERIES, _SERIES_NUMBER = 0x00020002, 0x0020000E, 0x00200011
 _PHOTOMETRIC, _PIXELS = 0x00280004, 0x7FE00010
-_JPEG_START = b"\xff\xd8"
+_JPEG_START, _JPEG_2000_START = b"\xff\xd8", b"\xff\x4f"
+_AGAIN = "DICOM does not allow; convert the slide again from its original"
+_SHOWN_AS_RGB = ("RGB", "YBR_ICT", "YBR_RCT")
+"""Of which OpenSlide shows the frames as they are, after the transform of their codestream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +103,24 @@ def series_in(folder: Path) -> dict[DicomHeader, Path]:
     return found
 
 
-def colour_contradiction(path: Path) -> str:
-    """Return how the first frame of a DICOM file contradicts its PhotometricInterpretation; empty if it does not.
+def frame_contradiction(path: Path) -> str:
+    """Return what the first frame of a DICOM file has that contradicts its header; empty if it does not.
 
     Damaged files are reported by the reader.
     """
     with suppress(Exception), path.open("rb") as file:
         photometric, frame = _first_frame(file)
         if frame.startswith(_JPEG_START):
-            declared = "rgb" if photometric == "RGB" else "ycbcr"
+            declared, right = ("rgb", "YBR_FULL_422") if photometric == "RGB" else ("ycbcr", "RGB")
             _, note = believed_jpeg(declared, [frame], stored_jpeg)
-            return "" if note is None else f"PhotometricInterpretation is {photometric}, its JPEG frames say otherwise"
-        if photometric in ("YBR_ICT", "YBR_RCT") and not has_own_transform(frame):
+            said = f"PhotometricInterpretation is {photometric}, its JPEG frames say otherwise"
+            return "" if note is None else f"{said}: its colours would be wrong; make it {right} in the slide's files"
+        if is_jp2(frame):
+            return f"its frames are JP2 files, which {_AGAIN}"
+        if photometric in _SHOWN_AS_RGB and frame.startswith(_JPEG_2000_START):
             stored = imagecodecs.jpeg2k_decode(frame, numthreads=1)
-            if pixels_say([stored[..., :3]]) == "ycbcr":
-                return f"PhotometricInterpretation is {photometric}, but its JPEG 2000 frames hold YCbCr as it is"
+            said = f"PhotometricInterpretation is {photometric}, but its JPEG 2000 frames hold YCbCr"
+            return f"{said}, which {_AGAIN}" if pixels_say([stored[..., :3]]) == "ycbcr" else ""
     return ""
 
 

@@ -22,8 +22,8 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.czi_file import is_czi, scenes_of_czi
 from pathology.readers.czi_source import CziSource
-from pathology.readers.dicom_files import colour_contradiction, file_of_slide
-from pathology.readers.facts.colour import COLOUR_FLAG
+from pathology.readers.dicom_files import file_of_slide, frame_contradiction
+from pathology.readers.facts.colour import COLOUR_FLAG, ColourError
 from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError, scenes_of_tiff
 from pathology.readers.file_check import check_file
 from pathology.readers.ngff.groups import is_ome_zarr
@@ -76,7 +76,7 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
             raise
         return _upright(_tiff(path, pick))  # the levels before the end of the file may be enough
     if slow.vendor not in _TILED_TIFF_VENDORS:
-        _check_dicom_colour(slow, path)
+        _check_dicom_frames(slow, path)
         slow.check_levels()
         return slow
     if slow.vendor == _PLAIN_TIFF:
@@ -113,15 +113,15 @@ def _is_czi(path: Path) -> bool:
         return False  # the reader reports what is wrong with it
 
 
-def _check_dicom_colour(slow: OpenSlideSource, path: Path) -> None:
-    """Refuse a DICOM slide whose frames contradict its PhotometricInterpretation, which OpenSlide believes.
+def _check_dicom_frames(slow: OpenSlideSource, path: Path) -> None:
+    """Refuse a DICOM slide whose frames contradict its header, which OpenSlide believes.
 
     Raises:
         SlideError: They do; the message has both.
     """
-    if slow.vendor == "dicom" and (wrong := colour_contradiction(path)):
+    if slow.vendor == "dicom" and (wrong := frame_contradiction(path)):
         slow.close()
-        raise SlideError(f"{wrong}: its colours would be wrong; correct PhotometricInterpretation in its files")
+        raise SlideError(wrong)
 
 
 def _tiff(path: Path, pick: Pick, known: SlideSource | None = None) -> TiffSource:
@@ -138,6 +138,7 @@ def _faster(path: Path, slow: OpenSlideSource, pick: Pick) -> TiffSource | None:
 
     Raises:
         PlanesError: The file has several planes.
+        ColourError: Nothing tells its colours.
     """
     stored = _stored_levels(path, slow) if slow.vendor == "hamamatsu" else list(range(len(slow.levels)))
 
@@ -147,7 +148,7 @@ def _faster(path: Path, slow: OpenSlideSource, pick: Pick) -> TiffSource | None:
     reopen = partial(open_source, pick=pick)
     try:
         fast = TiffSource(path, known=slow, fill_missing=fill_missing, stored=stored, reopen=reopen, pick=pick)
-    except PlanesError:
+    except (PlanesError, ColourError):
         slow.close()
         raise
     except SlideError:

@@ -15,6 +15,7 @@ import tifffile
 
 from pathology.errors import SlideError
 from pathology.readers.facts.colour import believed_jpeg, believed_jpeg_2000
+from pathology.readers.facts.jpeg_2000 import codestream_of, is_subsampled, without_colour
 from pathology.readers.facts.sample_kinds import conversion, is_unsigned, sample_format
 from pathology.readers.facts.slide_facts import Note
 from pathology.readers.jpeg_tile import JpegDecoder, RestartDecoder, jpeg_prefix
@@ -24,12 +25,12 @@ Decode = Callable[[bytes, int], RGB]
 """Decodes a tile's bytes (second argument: its index) to ``(h, w, 3)`` uint8; raises any exception if it is damaged."""
 
 JPEG = 7
-JPEG_2000 = (33003, 33005, 34712)
-_JPEG_2000_YCBCR = 33003
+_APERIO_YCBCR, _APERIO_RGB = 33003, 33005
+JPEG_2000 = (_APERIO_YCBCR, _APERIO_RGB, 34712)
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
 _OLD_JPEG = 6
 _SAMPLED_TILES = 3
-_SUBSAMPLED = {JPEG, _JPEG_2000_YCBCR}
+_MAY_BE_YCBCR = (JPEG, *JPEG_2000)
 _ASSOCIATED, _UNASSOCIATED = 1, 2
 
 
@@ -61,18 +62,22 @@ def believed_colour(page: Any, height_px: int, width_px: int) -> tuple[str, Note
         width_px: Columns of a tile.
     """
     declared = _declared(page)
-    if page.samplesperpixel != 3 or page.compression not in (JPEG, *JPEG_2000) or page.jpegheader:
+    if page.samplesperpixel != 3 or page.compression not in _MAY_BE_YCBCR or page.jpegheader:
         return declared, None
     tiles = _sample_of(page)
     if page.compression in JPEG_2000:
-        return believed_jpeg_2000(declared, tiles)
+        components = Jpeg2000Decoder(ycbcr=False, alpha=0)
+        return believed_jpeg_2000(declared, tiles, lambda tile: components(tile, 0))
     stored = JpegDecoder(height_px, width_px, jpeg_prefix(page.jpegtables, ycbcr=False))
     return believed_jpeg(declared, tiles, lambda tile: stored(tile, 0))
 
 
 def _declared(page: Any) -> str:
-    in_ycbcr = page.photometric == _YCBCR if page.compression == JPEG else page.compression == _JPEG_2000_YCBCR
-    return "ycbcr" if in_ycbcr else "rgb"
+    """Return ``rgb`` or ``ycbcr``; empty if the tags contradict each other."""
+    photometric = "ycbcr" if page.photometric == _YCBCR and page.compression in _MAY_BE_YCBCR else "rgb"
+    if page.compression == _APERIO_YCBCR:  # its PhotometricInterpretation is RGB, too
+        return "ycbcr"
+    return "" if page.compression == _APERIO_RGB and photometric == "ycbcr" else photometric
 
 
 def _sample_of(page: Any) -> list[bytes]:
@@ -105,7 +110,7 @@ def _decoder_of_samples(page: Any, height_px: int, width_px: int, colour: str) -
     if page.compression == JPEG and page.samplesperpixel in (1, 3):
         return JpegDecoder(height_px, width_px, jpeg_prefix(page.jpegtables, colour == "ycbcr"))
     if page.compression in JPEG_2000:
-        return Jpeg2000Decoder(colour == "ycbcr")
+        return Jpeg2000Decoder(colour == "ycbcr", _alpha_of(page))
     if page.compression == 1 and page.fillorder == 1:
         return PlainDecoder(width_px, page.samplesperpixel, _alpha_of(page))
     if page.compression in (_OLD_JPEG, JPEG):  # its decoder returns wrong pixels for damaged tiles
@@ -119,9 +124,9 @@ def _decoder_of_samples(page: Any, height_px: int, width_px: int, colour: str) -
 
 def _check_page(page: Any) -> None:
     grey = page.samplesperpixel == 1 and page.photometric in (_WHITE_IS_ZERO, _BLACK_IS_ZERO)
-    colours = page.photometric == _RGB or (page.photometric == _YCBCR and page.compression in _SUBSAMPLED)
+    colours = page.photometric == _RGB or (page.photometric == _YCBCR and page.compression in _MAY_BE_YCBCR)
     rgb = page.samplesperpixel in (3, 4) and page.planarconfig == 1 and colours
-    indices = page.samplesperpixel == 1 and page.photometric == _PALETTE and page.compression not in (JPEG, *JPEG_2000)
+    indices = page.samplesperpixel == 1 and page.photometric == _PALETTE and page.compression not in _MAY_BE_YCBCR
     shown = rgb or indices or (grey and page.compression not in JPEG_2000)
     if page.bitspersample == 8 and is_unsigned(page) and shown:
         return
@@ -221,19 +226,26 @@ _NOT_IN_PACKETS = re.compile(rb"\xff[\x94-\xd8\xda-\xff]")
 
 @dataclass(frozen=True, slots=True)
 class Jpeg2000Decoder:
-    """JPEG 2000 tiles. OpenJPEG makes up missing data, so the end marker and the packets are checked first."""
+    """JPEG 2000 tiles. OpenJPEG makes up missing data, so the end marker and the packets are checked first.
+
+    Attributes:
+        ycbcr: Whether they hold YCbCr.
+        alpha: From `_alpha_of`.
+    """
 
     ycbcr: bool
+    alpha: int
 
     def __call__(self, data: bytes, index: int) -> RGB:
         """Return ``(h, w, 3)``; see `Decode`."""
-        if data[:2] == b"\xff\x4f":
-            _check_codestream(data)
-        pixels = imagecodecs.jpeg2k_decode(data, numthreads=1)
-        if pixels.ndim != 3 or pixels.dtype != np.uint8:
+        stream = codestream_of(data)
+        _check_codestream(stream)
+        pixels = imagecodecs.jpeg2k_decode(without_colour(data), numthreads=1)
+        if pixels.ndim != 3 or pixels.shape[2] not in (3, 4) or pixels.dtype != np.uint8:
             raise ValueError(f"its JPEG 2000 has shape {pixels.shape} {pixels.dtype}; only 8-bit RGB is supported")
-        colours: RGB = _rgb_of_ycbcr(pixels[..., :3]) if self.ycbcr else pixels[..., :3]
-        return colours
+        if self.ycbcr and not is_subsampled(stream):  # the library has converted those
+            return _rgb_of_ycbcr(pixels[..., :3])
+        return _over_white(pixels, self.alpha if pixels.shape[2] == 4 else 0)
 
 
 def _check_codestream(data: bytes) -> None:

@@ -5,12 +5,13 @@ the tag   the tile                        the pixels                      believ
 RGB       JFIF, or Adobe YCbCr            as YCbCr                        YCbCr, noted: Bio-Formats wrote such files
 RGB       JFIF, or Adobe YCbCr            as RGB                          RGB: some scanners write a JFIF marker
 YCbCr     Adobe RGB, or components R G B  as RGB                          RGB, noted
-YCbCr     JPEG 2000 with its transform    –                               RGB after decoding, noted
+YCbCr     JPEG 2000 with its transform    not as YCbCr                    RGB after decoding, noted
+either    a JP2 box that contradicts it   not as the tag says             as the box says, noted
 either    a marker that contradicts it    of neither kind                 the tag, noted
 RGB       nothing                         –                               RGB: a tag that nothing contradicts
 ```
 
-Sources: JFIF 1.02; Adobe Technical Note 5116; ISO/IEC 15444-1, A.6.1 (multiple component transformation).
+Sources: JFIF 1.02; Adobe Technical Note 5116; JPEG 2000: `pathology.readers.facts.jpeg_2000`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pathology.errors import SlideError
+from pathology.readers.facts.jpeg_2000 import Jpeg2000Header, jpeg_2000_header
 from pathology.readers.facts.slide_facts import Note
 from pathology.readers.jpeg_tile import APP0, APP14, header_segments
 from pathology.readers.source_level import RGB
@@ -33,6 +36,10 @@ _DECIDES = 0.2
 """Difference between the correlations of both readings."""
 _TO_RGB = np.array([[1, 1, 1], [0, -0.34414, 1.772], [1.402, -0.71414, 0]], np.float32)
 """(Y, Cb, Cr) times this is (red, green, blue) but for constants."""
+
+
+class ColourError(SlideError):
+    """Tiles say what their colours are, and contradict each other, or nothing decides; or they are of no use here."""
 
 
 def jpeg_says(tile: bytes) -> str:
@@ -50,13 +57,6 @@ def jpeg_says(tile: bytes) -> str:
         if marker in _FRAMES and len(content) >= 15 and bytes(content[6:15:3]) == b"RGB":
             return "rgb"
     return ""
-
-
-def has_own_transform(tile: bytes) -> bool:
-    """Whether a JPEG 2000 codestream has its own colour transform, so that decoders return RGB."""
-    start = tile.find(b"\xff\x4f\xff\x51")
-    at = tile.find(b"\xff\x52", start)
-    return start >= 0 and at >= 0 and len(tile) > at + 8 and tile[at + 8] == 1
 
 
 def pixels_say(stored: Sequence[RGB]) -> str:
@@ -108,14 +108,40 @@ def believed_jpeg(declared: str, tiles: Sequence[bytes], decode: Callable[[bytes
     return believed, _note(said_by if seen else f"{said_by}, and its pixels do not decide", believed)
 
 
-def believed_jpeg_2000(declared: str, tiles: Sequence[bytes]) -> tuple[str, Note | None]:
-    """Return what JPEG 2000 decoders return for the tiles of a page, likewise."""
-    if declared == "rgb" or not tiles or not all(has_own_transform(tile) for tile in tiles):
+def believed_jpeg_2000(
+    declared: str, tiles: Sequence[bytes], decode: Callable[[bytes], RGB]
+) -> tuple[str, Note | None]:
+    """Return what the JPEG 2000 tiles of a page hold after their own transform, likewise.
+
+    Args:
+        declared: What the tags say; empty if they contradict each other.
+        tiles: Some encoded tiles.
+        decode: Decodes a tile to what it holds after its own transform; raises any exception if it is damaged.
+
+    Raises:
+        ColourError: They hold neither, or not all the same; or nothing decides.
+    """
+    headers = {header for tile in tiles if (header := jpeg_2000_header(tile)) is not None}
+    other = next((header.box for header in headers if header.box not in _READ), "")
+    if other:
+        raise ColourError(f"its JPEG 2000 tiles say that they hold {other}; only RGB, YCbCr and grey are supported")
+    if len({header.says for header in headers}) > 1:
+        raise ColourError("some of its JPEG 2000 tiles say that they hold RGB, others YCbCr")
+    header = next(iter(headers), Jpeg2000Header(own_transform=False, subsampled=False))
+    if declared and (header.says == declared or not header.says) and header.box != "grey" and not header.contradicts:
         return declared, None
-    said_by = "the tag Compression says YCbCr, its JPEG 2000 tiles have a colour transform of their own"
-    return "rgb", _note(said_by, "rgb")
+    seen = "ycbcr" if header.subsampled else pixels_say(_decoded(tiles, decode))
+    if seen == declared and header.says:
+        return declared, None
+    believed = seen or header.says or ("rgb" if header.own_transform else declared)
+    tags = f"the TIFF's tags say {_NAMES[declared] if declared else 'both RGB and YCbCr'}"
+    contradiction = ", its JPEG 2000 tiles ".join(filter(None, (tags, header.described)))
+    if not believed:
+        raise ColourError(f"{contradiction}, and its pixels do not decide; correct PhotometricInterpretation")
+    return believed, _note(contradiction, believed)
 
 
+_READ = ("", "rgb", "ycbcr", "grey")
 _NAMES = {"rgb": "RGB", "ycbcr": "YCbCr"}
 
 

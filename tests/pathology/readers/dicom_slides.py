@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -54,12 +55,14 @@ def write_file(
     day: str = "20200101",
     focal_planes: int = 1,
     photometric: str = "YBR_FULL_422",
+    syntax: str = _JPEG_BASELINE,
+    encode: Callable[[RGB], bytes] | None = None,
 ) -> Path:
     """Write one file of a series: a level, a label, or a picture of another kind."""
     height, width = picture.shape[:2]
-    frames = [_jpeg(tile) for tile in tiles_of(picture, tile_px)]
+    frames = [_even((encode or _jpeg)(tile)) for tile in tiles_of(picture, tile_px)]
     meta = element(0x00020001, "OB", b"\0\1") + element(0x00020002, "UI", sop_class)
-    meta += element(0x00020003, "UI", uid) + element(0x00020010, "UI", _JPEG_BASELINE)
+    meta += element(0x00020003, "UI", uid) + element(0x00020010, "UI", syntax)
     meta += element(0x00020012, "UI", "1.2.3.4")
     spacing = element(0x00280030, "DS", f"{mpp / 1000:.6f}\\{mpp / 1000:.6f}")
     head = [
@@ -114,4 +117,8 @@ def write_series(folder: Path, name: str, picture: RGB, series: str, levels: int
 def _jpeg(tile: RGB) -> bytes:
     file = io.BytesIO()
     Image.fromarray(tile).save(file, "JPEG", quality=92, subsampling="4:2:2")
-    return file.getvalue() + b"\0" * (len(file.getvalue()) % 2)
+    return file.getvalue()
+
+
+def _even(frame: bytes) -> bytes:
+    return frame + b"\0" * (len(frame) % 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import imagecodecs
 import numpy as np
+import pydicom
 import pytest
 import tifffile
 from PIL import Image
@@ -17,9 +18,10 @@ from pathology.errors import SlideError
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.readers.facts.colour import pixels_say
+from pathology.readers.slide_source import SlideSource
 from pathology.readers.sources import open_source
 from pathology.tissue.quality import has_unlikely_colours
-from tests.pathology.readers import dicom_slides
+from tests.pathology.readers import dicom_slides, jpeg_2000_tiles
 from tests.pathology.readers.scanners import jpeg, jpeg_2000, tiles_of, write_encoded
 from tests.pathology.tiffs import RGB, halved
 
@@ -149,3 +151,107 @@ def test_a_damaged_tile_is_no_evidence(tmp_path: Path) -> None:
     Image.fromarray(next(tiles_of(tissue(), 128))).save(file, "JPEG")
     path = write(tmp_path / "a.tif", [tissue()], lambda tile: file.getvalue()[:200], 2)
     open_source(path).close()
+
+
+def jpeg_2000_tiff(path: Path, encode: object, compression: int, photometric: int) -> tuple[Path, RGB]:
+    image = tissue()
+    place = {"resolution": (2e4, 2e4), "resolutionunit": "CENTIMETER"}
+    write_encoded(path, [image], encode, compression, "rgb", aperio=compression != 34712, **place)  # type: ignore[arg-type]
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        tiff.pages[0].tags["PhotometricInterpretation"].overwrite(photometric)
+    return path, image
+
+
+@pytest.mark.parametrize(("compression", "photometric"), [(33003, 2), (33005, 2), (33005, 6), (34712, 2), (34712, 6)])
+@pytest.mark.parametrize("box", ["", "rgb", "ycbcr", "grey"])
+def test_jpeg_2000_is_read_as_its_codestream_and_box_say(
+    tmp_path: Path, box: str, compression: int, photometric: int
+) -> None:
+    """What the tags and the tiles say of the same pixels; every reading but the right one is off by 40 or more."""
+    declared = "ycbcr" if compression == 33003 or (compression, photometric) == (34712, 6) else "rgb"
+    for holds, transform in ((holds, transform) for holds in ("rgb", "ycbcr") for transform in (False, True)):
+        stated = {box, "rgb" if transform else ""} - {"", "grey"} | {declared}
+        if holds not in stated:
+            continue  # every statement is wrong: only the colours of the tissue tell, by their flag
+        path, image = jpeg_2000_tiff(
+            tmp_path / f"{holds}-{transform}.tif",
+            lambda tile, how=(holds, box, transform): jpeg_2000_tiles.encoded(tile, *how),  # type: ignore[misc]
+            compression,
+            photometric,
+        )
+        found, notes = shown(path)
+        assert off(found, image) < 2, (holds, transform)
+        assert notes or holds == declared, (holds, transform)
+
+
+@pytest.mark.parametrize(("compression", "photometric"), [(33003, 2), (33005, 2), (34712, 2), (34712, 6)])
+def test_chroma_of_fewer_columns_is_converted_once(tmp_path: Path, compression: int, photometric: int) -> None:
+    path, image = jpeg_2000_tiff(tmp_path / "a.tif", jpeg_2000_tiles.subsampled, compression, photometric)
+    found, notes = shown(path)
+    assert off(found, image) < 4
+    assert bool(notes) is (compression == 33005 or (compression, photometric) == (34712, 2))
+
+
+@pytest.mark.parametrize("compression", [33005, 34712])
+def test_jpeg_2000_that_says_other_colours_is_refused(tmp_path: Path, compression: int) -> None:
+    tiles = iter(["rgb", "ycbcr"] * 99)
+    for name, encode, said in (
+        ("cmyk", lambda tile: jpeg_2000_tiles.encoded(tile, "rgb", "cmyk"), "hold CMYK"),
+        ("mixed", lambda tile: jpeg_2000_tiles.encoded(tile, "rgb", next(tiles)), "others YCbCr"),
+    ):
+        with pytest.raises(SlideError, match=said):
+            open_source(jpeg_2000_tiff(tmp_path / f"{name}.tif", encode, compression, 2)[0])
+
+
+def test_transparent_pixels_of_jpeg_2000_are_blended_over_white(tmp_path: Path) -> None:
+    image, opacity = tissue(), np.zeros((*SIZE, 1), np.uint8)
+    opacity[:, ::2] = 255
+    kind = {"compression": "jpeg2000", "compressionargs": {"level": 0, "reversible": True}}
+    tifffile.imwrite(
+        tmp_path / "a.tif",
+        np.concatenate([image, opacity], 2),
+        tile=(128, 128),
+        photometric="rgb",
+        extrasamples=["unassalpha"],
+        resolution=(2e4, 2e4),
+        resolutionunit="CENTIMETER",
+        **kind,
+    )
+    found, _ = shown(tmp_path / "a.tif")
+    assert np.array_equal(found, np.where(opacity, image, 255))
+
+
+_LOSSLESS_JPEG_2000 = "1.2.840.10008.1.2.4.90"
+
+
+@pytest.mark.parametrize("photometric", ["RGB", "YBR_RCT"])
+@pytest.mark.parametrize("transform", [True, False])
+def test_dicom_frames_of_jpeg_2000_are_right_or_refused(tmp_path: Path, photometric: str, transform: bool) -> None:
+    image = tissue()
+
+    def opened(holds: str, box: str = "") -> SlideSource:
+        how = {"photometric": photometric, "syntax": _LOSSLESS_JPEG_2000, "levels": 1}
+        encode = lambda tile: jpeg_2000_tiles.encoded(tile, holds, box, transform)  # noqa: E731
+        folder = tmp_path / f"{holds}-{box}"
+        dicom_slides.write_series(folder, "a", image, "1.2.3", encode=encode, **how)  # type: ignore[arg-type]
+        return open_source(folder)
+
+    with closing(opened("rgb")) as slide:
+        assert np.array_equal(slide.read(Box.of_size(*SIZE), 0), image)
+    with pytest.raises(SlideError, match=f"PhotometricInterpretation is {photometric}, but .* hold YCbCr"):
+        opened("ycbcr")
+    for box in ("rgb", "ycbcr", "grey"):
+        with pytest.raises(SlideError, match="its frames are JP2 files"):
+            opened("rgb", box)
+
+
+def test_the_advice_for_jpeg_frames_of_dicom_works(tmp_path: Path) -> None:
+    files = dicom_slides.write_series(tmp_path, "a", tissue(), "1.2.3", levels=1, photometric="RGB")
+    with pytest.raises(SlideError, match="make it YBR_FULL_422 in the slide's files"):
+        open_source(files[1])
+    for file in files:
+        slide = pydicom.dcmread(file)
+        slide.PhotometricInterpretation = "YBR_FULL_422"
+        slide.save_as(file)
+    found, _ = shown(files[1])
+    assert off(found, tissue()) < 4

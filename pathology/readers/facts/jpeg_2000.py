@@ -1,0 +1,145 @@
+"""What a JPEG 2000 tile says of its colours: its codestream, and the boxes of the JP2 file that may be around it.
+
+```
+jP  ftyp  jp2h { ihdr  colr: 16 sRGB, 17 grey, 18 sYCC, or an ICC profile }  jp2c { codestream }
+                                                                             SOC  SIZ: components and their sizes
+                                                                                  COD: the transform between them
+```
+
+Sources: ISO/IEC 15444-1, A.5.1 (SIZ), A.6.1 (COD), I.4 and I.5.3.3 (boxes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_JP2_START = b"\x00\x00\x00\x0cjP  "
+_CODESTREAM_START = b"\xff\x4f\xff\x51"
+_COD, _SOT = 0x52, 0x90
+_SRGB = 16
+_ENUMERATED = {_SRGB: "rgb", 17: "grey", 18: "ycbcr", 0: "", 12: "CMYK", 14: "CIELab", 24: "e-sYCC"}
+
+
+@dataclass(frozen=True, slots=True)
+class Jpeg2000Header:
+    """What a tile says.
+
+    Attributes:
+        own_transform: Whether the codestream has a colour transform of its own, so that decoders return RGB.
+        subsampled: Whether its second component has fewer columns than the first, as only chroma has; imagecodecs
+            returns RGB of such tiles.
+        box: ``rgb``, ``ycbcr``, ``grey`` or the name of another colour space, as the box of a JP2 file says; empty if
+            there is none, or it does not say.
+    """
+
+    own_transform: bool
+    subsampled: bool
+    box: str = ""
+
+    @property
+    def says(self) -> str:
+        """``rgb`` or ``ycbcr``; empty if it says neither, or its codestream contradicts its box."""
+        return "" if self.contradicts else self._stream or self._box
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether the codestream says another of both than the box."""
+        return bool(self._stream and self._box and self._stream != self._box)
+
+    @property
+    def described(self) -> str:
+        """What it says, after "its JPEG 2000 tiles"; empty if nothing."""
+        names = {"rgb": "RGB", "ycbcr": "YCbCr"}
+        found = [f"say {names.get(self.box, self.box)} in their colour box"] if self.box else []
+        found += ["have a colour transform of their own"] if self.own_transform else []
+        return " and ".join(found + (["have fewer columns of chroma"] if self.subsampled else []))
+
+    @property
+    def _stream(self) -> str:
+        return "rgb" if self.own_transform else "ycbcr" if self.subsampled else ""
+
+    @property
+    def _box(self) -> str:
+        return self.box if self.box in ("rgb", "ycbcr") else ""
+
+
+def jpeg_2000_header(tile: bytes) -> Jpeg2000Header | None:
+    """Return what a tile says; None if it is damaged."""
+    start, colour = _codestream(tile)
+    try:
+        return Jpeg2000Header(_has_transform(tile, start), is_subsampled(tile, start), _colour_of(tile, colour))
+    except (IndexError, ValueError):
+        return None
+
+
+def is_jp2(tile: bytes) -> bool:
+    """Whether a tile is a JP2 file, not a bare codestream."""
+    return tile.startswith(_JP2_START)
+
+
+def codestream_of(tile: bytes) -> bytes:
+    """Return the codestream of a tile; ``tile`` itself if it is one."""
+    return tile[_codestream(tile)[0] :] if is_jp2(tile) else tile
+
+
+def is_subsampled(codestream: bytes, start: int = 0) -> bool:
+    """Whether a codestream's second component has fewer columns than its first; see `Jpeg2000Header`."""
+    several = codestream[start + 40 : start + 42] != b"\0\1"
+    return several and codestream[start + 43] < codestream[start + 46]
+
+
+def without_colour(tile: bytes) -> bytes:
+    """Return a tile whose box says sRGB, so that decoders return its components as they are, but for subsampled ones.
+
+    Palettes and the order of channels, which other boxes state, are still applied.
+    """
+    at = _codestream(tile)[1] if is_jp2(tile) else 0
+    enumerated = at > 0 and tile[at : at + 1] == b"\1"
+    return tile[: at + 3] + _SRGB.to_bytes(4, "big") + tile[at + 7 :] if enumerated else tile
+
+
+def _has_transform(tile: bytes, start: int) -> bool:
+    if tile[start : start + 4] != _CODESTREAM_START:
+        raise ValueError("it has no codestream")
+    at = start + 2
+    while tile[at + 1] != _SOT:
+        if tile[at] != 0xFF:
+            raise ValueError("its main header is damaged")
+        if tile[at + 1] == _COD:
+            return tile[at + 8] == 1
+        at += 2 + int.from_bytes(tile[at + 2 : at + 4], "big")
+    return False
+
+
+def _colour_of(tile: bytes, at: int) -> str:
+    if not at or tile[at] != 1:  # an ICC profile
+        return ""
+    number = int.from_bytes(tile[at + 3 : at + 7], "big")
+    return _ENUMERATED.get(number, f"colour space {number}")
+
+
+def _codestream(tile: bytes) -> tuple[int, int]:
+    """Return the offsets of the codestream and of the content of the first colour box; 0 for what there is not."""
+    if not is_jp2(tile):
+        return 0, 0
+    colour = 0
+    for kind, start, end in _boxes(tile, 0, len(tile)):
+        if kind == b"jp2h":
+            colour = next((at for inner, at, _ in _boxes(tile, start, end) if inner == b"colr"), 0)
+        if kind == b"jp2c":
+            return start, colour
+    return len(tile), colour
+
+
+def _boxes(tile: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (kind, start, end) of the contents of boxes."""
+    while at + 8 <= end:
+        length, kind, head = int.from_bytes(tile[at : at + 4], "big"), tile[at + 4 : at + 8], 8
+        if length == 1:
+            length, head = int.from_bytes(tile[at + 8 : at + 16], "big"), 16
+        stop = end if length == 0 else at + length
+        if stop < at + head:
+            return
+        yield kind, at + head, min(stop, end)
+        at = stop
