@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,3 +38,13 @@ def swap_directory(prepared: Path, final: Path, aside: Path) -> None:
     prepared.rename(final)
     sync_file(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def temporary_name(folder: Path, name: str | None = None) -> Path:
+    """Return the hidden sibling under which a file, folder or link is made before it is renamed to ``folder``.
+
+    Args:
+        folder: final name.
+        name: by which all who write it know it; None: a new one.
+    """
+    return folder.parent / f".{folder.name}.tmp-{name or uuid.uuid4().hex[:8]}"

@@ -23,6 +23,7 @@ from data.location import is_address
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.cli_launch import launch
 from workflows.cli_options import (
+    AcceptDataChanges,
     AllowPartial,
     Cache,
     CellMemory,
@@ -52,6 +53,7 @@ from workflows.cli_options import (
     Ranks,
     RanksPerSlide,
     Resume,
+    ResumeFrom,
     Scene,
     SlideMpp,
     Spill,
@@ -253,16 +255,19 @@ def train(
     overrides: Overrides = None,
     ranks: PlanRanks = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a stopped run, or start it.")] = False,
-    accepts_changes: Annotated[
-        bool,
-        typer.Option("--accept-data-changes", help="Continue although labels, splits or slides have changed."),
-    ] = False,
+    resume_from: ResumeFrom = None,
+    accepts_changes: AcceptDataChanges = False,
     as_json: Json = False,
 ) -> None:
     """Train a classifier; starts mpiexec itself if it is not already under mpiexec, srun or torchrun."""
     from workflows.commands import train
+    from workflows.launch.resumption import Resumption
 
-    _exit(partial(train.run, config, list(overrides or ()), ranks, resume, as_json, accepts_changes), as_ranks=True)
+    def body() -> int:
+        resumption = Resumption.of(resume, resume_from, accepts_changes)
+        return train.run(config, list(overrides or ()), ranks, resumption, as_json)
+
+    _exit(body, as_ranks=True)
 
 
 @app.command()

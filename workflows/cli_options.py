@@ -126,6 +126,17 @@ Unsharded = Annotated[
 Icc = Annotated[
     str, typer.Option("--icc", help="ICC profile: keep stores it with unchanged colours, apply converts to sRGB.")
 ]
+ResumeFrom = Annotated[
+    str | None,
+    typer.Option(
+        "--resume-from",
+        metavar="previous|step-N",
+        help="Continue a run from this checkpoint instead of the latest; what is later is removed from the run.",
+    ),
+]
+AcceptDataChanges = Annotated[
+    bool, typer.Option("--accept-data-changes", help="Continue although labels, splits or slides have changed.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Accepted by all commands; finished work is always kept.")]
 RanksPerSlide = Annotated[
     int | None,

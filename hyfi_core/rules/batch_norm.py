@@ -22,6 +22,9 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
 
+LIVE_BATCH_NORMS = ("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats")
+"""Operators that normalise with statistics of the images at hand."""
+
 
 def batch_norm_training(builder: Builder, op: Operator) -> None:
     """Batch norm with statistics of the whole map; a single rank uses the native kernel."""

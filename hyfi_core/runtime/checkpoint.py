@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hyfi_core.errors import RequestError
-from hyfi_core.files import naming, swap_directory, sync_file
+from hyfi_core.files import naming, swap_directory, sync_file, temporary_name
 from hyfi_core.stored_state import StoredState
 
 FORMAT = 1
@@ -205,16 +205,6 @@ def publish(
     sync_file(temporary / MODEL_FILE)
     sync_file(temporary)
     swap_directory(temporary, folder, temporary_name(folder))
-
-
-def temporary_name(folder: Path, name: str | None = None) -> Path:
-    """Return the hidden sibling under which a checkpoint, or a link to one, is made before it is renamed to ``folder``.
-
-    Args:
-        folder: final name.
-        name: by which all who write it know it; None: a new one.
-    """
-    return folder.parent / f".{folder.name}.tmp-{name or uuid.uuid4().hex[:8]}"
 
 
 def _file_name(name: str, number: tuple[int, int]) -> str:

@@ -19,6 +19,7 @@ from workflows import signals
 from workflows.commands import train
 from workflows.config.load import load_config
 from workflows.launch import launch
+from workflows.launch.resumption import Resumption
 from workflows.launch.stop import StopFlag
 from workflows.training import start
 from workflows.training.metrics_log import read_metrics
@@ -54,11 +55,16 @@ def _raise_on(*_: object) -> None:
 
 
 def run_here(
-    config: Path, *overrides: str, resume: bool = False, ranks: int | None = None, accepts_changes: bool = False
+    config: Path,
+    *overrides: str,
+    resume: bool = False,
+    ranks: int | None = None,
+    accepts_changes: bool = False,
+    source: str | None = None,
 ) -> int:
     """Train on one rank, in this process; a refusal is raised as the launcher raises it."""
     signals._requested = False  # a process runs once; the tests' own does so again and again
-    return train.run(config, list(overrides), ranks, resume, False, accepts_changes)
+    return train.run(config, list(overrides), ranks, Resumption.of(resume, source, accepts_changes), False)
 
 
 def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -87,6 +93,6 @@ def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False, time
 
     def body(world: Communicator) -> int:
         torch.set_num_threads(1)  # each thread has a number of its own
-        return train.train_in(world, settings, resume, False, StopFlag())
+        return train.train_in(world, settings, Resumption(resume), False, StopFlag())
 
     return run_ranks(ranks, body, timeout_s=timeout_s)

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher, made_current
 from workflows.config.load import Config, asks_for_plan, load_config
-from workflows.console import counted, emit_json, progress, say, warn
+from workflows.console import progress, say, warn
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
+from workflows.launch.resumption import Resumption
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from workflows.training.checks.data_record import DataRecord, SlideTables
     from workflows.training.job import TrainingJob
     from workflows.training.loop import TrainingLoop
-    from workflows.training.recorder import Recorder
     from workflows.training.start import Roles, SavedRun
 
     RankBody = Callable[[bool], int]
@@ -39,9 +39,8 @@ def run(
     config: Path,
     overrides: list[str],
     ranks: int | None,
-    resume: bool,
+    resumption: Resumption,
     as_json: bool,
-    accepts_changes: bool = False,
 ) -> int:
     """Train as ``config`` says; starts ``mpiexec`` if the run needs several ranks and there is no launcher.
 
@@ -49,9 +48,8 @@ def run(
         config: The YAML of the run.
         overrides: ``section.key=value``, applied to it.
         ranks: Number of ranks; None: as many as the run needs; any other number is refused.
-        resume: Continue a stopped run; a run that does not exist is started.
+        resumption: Whether and where a run is continued; one that does not exist is started.
         as_json: Print the result as one JSON object.
-        accepts_changes: Continue although labels, splits or slides have changed.
 
     Returns:
         0 if all steps are done, 3 if stopped on request.
@@ -64,21 +62,21 @@ def run(
     if inside_launcher() is None and asks_for_plan(config, overrides):
         from workflows.commands.plan import chosen_plan
 
-        overrides = [*overrides, *chosen_plan(config, overrides, ranks, resume)]
+        overrides = [*overrides, *chosen_plan(config, overrides, ranks, resumption.allowed)]
     settings = load_config(config, overrides)
     if inside_launcher() is None:
-        from workflows.launch.request import check_ranks, check_run
+        from workflows.launch.request import check_ranks, check_run, check_unused
 
         check_ranks(settings, ranks if ranks is not None else settings.ranks)
-        check_run(settings, resume)
+        check_unused(settings)
+        check_run(settings, resumption)
         if settings.ranks > 1:
-            flags = {"--resume": resume, "--json": as_json, "--accept-data-changes": accepts_changes}
-            words = ["train", str(config), *overrides, *(flag for flag, given in flags.items() if given)]
+            words = ["train", str(config), *overrides, *resumption.words(), *(["--json"] if as_json else [])]
             return launch(words, settings.ranks, settings.run.dir)
-    return run_as_rank(partial(train_rank, settings, resume, as_json, accepts_changes))
+    return run_as_rank(partial(train_rank, settings, resumption, as_json))
 
 
-def train_rank(config: Config, resume: bool, as_json: bool, accepts_changes: bool = False) -> int:
+def train_rank(config: Config, resumption: Resumption, as_json: bool) -> int:
     """Run this process as a rank of the launcher, or alone; return the exit code."""
     from workflows import signals
 
@@ -99,28 +97,20 @@ def train_rank(config: Config, resume: bool, as_json: bool, accepts_changes: boo
     world = join()
     expect_progress(config.run.stall_s, partial(how_to_continue, config.run.dir))
     set_threads(world, config.run.threads)
-    code = train_in(world, config, resume, as_json, StopFlag(signals.requested), accepts_changes)
+    code = train_in(world, config, resumption, as_json, StopFlag(signals.requested))
     world.barrier()  # when one rank exits with a code other than 0, a launcher may kill ranks that still write
     return code
 
 
-def train_in(
-    world: Communicator,
-    config: Config,
-    resume: bool,
-    as_json: bool,
-    stop: StopFlag,
-    accepts_changes: bool = False,
-) -> int:
+def train_in(world: Communicator, config: Config, resumption: Resumption, as_json: bool, stop: StopFlag) -> int:
     """Run as one rank of ``world``; return the exit code.
 
     Args:
         world: All ranks of the run.
         config: The configuration.
-        resume: Whether the run may be continued.
+        resumption: Whether and where the run may be continued.
         as_json: Whether to print the result as one JSON object.
         stop: Requests to stop.
-        accepts_changes: Whether the run may be continued although its data have changed.
 
     Raises:
         RequestError: On all ranks if one of them refuses; nothing was written.
@@ -142,7 +132,7 @@ def train_in(
         world
     ):  # requested while the ranks started; check before the engine is built, which may take long
         return _stopped_at_start(world, config)
-    start = _agreed_start(world, config, resume)
+    start = _agreed_start(world, config, resumption)
     _say_once(world, agree(world, lambda: share_chunks(config.data)))
     job = agree_everywhere(world, lambda: prepare(config))
     if world.rank == 0:
@@ -150,7 +140,7 @@ def train_in(
     coverage = agree(world, lambda: check_images(job) if world.rank == 0 else None)
     roles = Roles.of(world, config, len(job.classes))
     saved = agree(world, lambda: SavedRun.load(job, start, roles.trainers) if roles.trainers is not None else None)
-    data = agree(world, lambda: _checked_data(job, saved, accepts_changes) if roles.world.rank == 0 else None)
+    data = agree(world, lambda: _checked_data(job, saved, resumption) if roles.world.rank == 0 else None)
     job = agree(world, lambda: with_shares(job, roles))
     device = device_of(config.run.device, roles)
     forecast = agree(world, lambda: check_memory(job, roles, device))
@@ -161,7 +151,7 @@ def train_in(
     body = agree(world, lambda: make_body(job, roles, saved, SlideTables(coverage, data), stop, device))
     if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
-    owner = _own_shared(world, lambda: own_run(config, resume, start), config.run.dir)
+    owner = _own_shared(world, lambda: own_run(config, resumption, start), config.run.dir)
     rank_log.open_in(config.run.dir, f"{roles.describe()} on {device}")
     return _run_owned(roles, config, owner, lambda: body(as_json))
 
@@ -189,28 +179,33 @@ def _run_owned(roles: Roles, config: Config, owner: FolderOwner | None, body: Ca
             owner.release()
 
 
-def _checked_data(job: TrainingJob, saved: SavedRun | None, accepts_changes: bool) -> DataRecord:
+def _checked_data(job: TrainingJob, saved: SavedRun | None, resumption: Resumption) -> DataRecord:
     """Return the record of the run's data; of a resumed run they are compared with those of its checkpoint."""
     from workflows.training.checks.data_record import check_data, data_record
 
     record = data_record(job)
     if saved is not None:
-        note = check_data(job, saved.training.state, record, accepts_changes)
+        note = check_data(job, saved.training.state, record, resumption.accepts_changes)
         if note is not None:
             say(note)
     return record
 
 
-def _agreed_start(world: Communicator, config: Config, resume: bool) -> int:
+def _agreed_start(world: Communicator, config: Config, resumption: Resumption) -> int:
     """Return the step after which the run continues, that of rank 0, after all ranks have found it (collective)."""
+    from hyfi_core.comm.agree import agree
     from hyfi_core.comm.shared_disk import agree_everywhere
-    from workflows.launch.request import check_checkpoint, check_run, describe_missing_run
+    from workflows.launch.request import check_checkpoint, check_run, check_unused, describe_missing_run
 
-    missing = describe_missing_run(config) if resume and world.rank == 0 else None
-    start: int = world.broadcast_object(agree_everywhere(world, lambda: check_run(config, resume)))
+    agree(world, lambda: check_unused(config) if world.rank == 0 else None)
+    missing = describe_missing_run(config) if resumption.allowed and world.rank == 0 else None
+    start: int = world.broadcast_object(agree_everywhere(world, lambda: check_run(config, resumption)))
     agree_everywhere(world, lambda: check_checkpoint(config, start))
     if missing is not None:
         warn(f"hyfi: {missing}")
+    chosen = resumption.describe(config.run.dir, start) if world.rank == 0 else None
+    if chosen is not None:
+        say(chosen)
     return start
 
 
@@ -252,6 +247,7 @@ def _trainer(
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.run_folder import RunFolder
+    from workflows.training.run_report import describe_start, report
     from workflows.training.start import drawn_by_stage, make_engine, make_model
     from workflows.training.throughput import Throughput, peak_flops_per_s
 
@@ -271,6 +267,7 @@ def _trainer(
     engine.reserve(pixels=BatchImages.pixel_dtype)  # refused before anything is written
     if len(job.val) and not roles.validator_ranks:
         _reserve_validation(job, engine, model)
+    change = saved.describe_norm_change(job.config) if saved is not None and engine.normalises_batches else None
     throughput = None
     if first:
         height, width = job.config.data.size_px
@@ -280,9 +277,9 @@ def _trainer(
         start = saved.training.state["step"] if saved is not None else 0
         recorder = Recorder(job, engine.plan, start, slides, throughput) if throughput is not None else None
         if first:
-            say(_start_text(job, engine, start))
+            say(describe_start(job, engine, start))
             RunFolder(job.config.run.dir).write_state("running", job.steps)
-            for warning in job.warnings():
+            for warning in [*job.warnings(), *([] if change is None else [change])]:
                 warn(f"hyfi: {warning}")
         loop = TrainingLoop(job, roles, engine, model, recorder, saved, stop)
         if recorder is None:
@@ -290,7 +287,7 @@ def _trainer(
         with progress(job.steps, "train", done=start) as bar:
             stopped = loop.run(lambda: bar.advance(1, recorder.line()))
         recorder.close()
-        _report(job, recorder, stopped, loop.failure, as_json)
+        report(job, recorder, stopped, loop.failure, as_json)
         return _code(loop, stopped)
 
     return body
@@ -339,59 +336,3 @@ def _validator(
     service = ValidationService(roles.world, group, start, watch=lambda: stop.forward(roles.world))
     service.begin()
     return lambda _: STOPPED if service.serve() else DONE
-
-
-def _start_text(job: TrainingJob, engine: Engine, start: int) -> str:
-    from hyfi_core.cost.machine import load_machine
-    from workflows.training.optimisation import describe_updates
-    from workflows.training.pace import describe_pace
-
-    chosen = job.config.run.machine or ("h100" if engine.device.type == "cuda" else "cpu")
-    machine = load_machine(chosen) if engine.plan.spill is not None else None
-    action = f"continues after step {start}" if start else "starts"
-    return (
-        f"run {job.config.run.dir} {action}: {counted(len(job.train), 'slide')} to train on, {len(job.val):,} to "
-        f"validate on, classes {', '.join(job.classes)}, {counted(job.steps, 'step')} of "
-        f"{counted(job.step_samples, 'slide')}\n"
-        f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
-        f"{describe_pace(job)}{engine.describe(machine)}"
-    )
-
-
-def _report(job: TrainingJob, recorder: Recorder, stopped: bool, failure: str | None, as_json: bool) -> None:
-    folder = job.config.run.dir
-    state = "failed" if failure is not None else "stopped" if stopped else "done"
-    outcome = {"stopped": "stopped on request; --resume continues it"}.get(state, state)
-    recorder.folder.write_state(state, job.steps, recorder.loading, failure)
-    if recorder.last is not None and not stopped:
-        metric, patience = job.config.validation.metric, job.config.run.early_stop
-        outcome = f"ended after step {recorder.last}: {patience} validations without a better {metric}"
-    best = f", best checkpoint of step {recorder.best}" if recorder.best is not None else ""
-    say(f"run {folder}: {outcome}{best}")
-    nonfinite = recorder.describe_nonfinite()
-    if nonfinite is not None:
-        say(f"run {folder}: {nonfinite}")
-    if failure is not None:
-        warn(f"hyfi: run {folder} {_advice_on_failure(folder, failure)}", "ERROR")
-    if as_json:
-        emit_json(
-            {
-                "run": folder,
-                "status": state,
-                "reason": failure,
-                "steps": job.steps,
-                "best_step": recorder.best,
-                "early_stop_step": recorder.last,
-                "latest": folder / "checkpoints" / "latest",
-                "best": folder / "checkpoints" / "best" if (folder / "checkpoints" / "best").exists() else None,
-            }
-        )
-
-
-def _advice_on_failure(folder: Path, failure: str) -> str:
-    latest = folder / "checkpoints" / "latest"
-    saved = f"the last finite checkpoint is {latest.resolve()}" if latest.exists() else "there is no checkpoint yet"
-    return (
-        f"failed: {failure}; {saved}. Lower optimizer.lr, give optimizer.max_norm or lr_schedule.warmup_steps, or "
-        f"look at these slides; with run.on_nonfinite=skip such steps are left out"
-    )

@@ -15,7 +15,8 @@ from workflows.config.run import Config
 
 __all__ = ["MAY_CHANGE_ON_RESUME", "Config", "changed_keys", "dump_resolved", "load_config", "refuse_changes"]
 
-# None of these keys affects the result of a step, and checkpoints do not depend on plan and roles.
+# None of these keys affects the result of a step, except for what live batch norm sees, which the run then says (see
+# `workflows.training.checks.norm_batches`); checkpoints do not depend on plan and roles.
 # Keys of the model, data, seed, precision and optimizer do: with other values it would be another run.
 MAY_CHANGE_ON_RESUME = frozenset(
     {
@@ -39,9 +40,12 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "plan.cuts",
         "plan.interleave",
         "plan.memory_bytes",
+        "plan.microbatches",
         "plan.mirror",
         "plan.recompute",
+        "plan.replicas",
         "plan.schedule",
+        "plan.sync_batch_norm",
         "plan.fused_halo",
         "plan.gather_bytes",
         "plan.branches",
@@ -144,8 +148,7 @@ def refuse_changes(before: Config, now: Config) -> None:
     Raises:
         RequestError: A key differs that affects the result of a step.
     """
-    fixed = _fixed_design(before, now)
-    changed = {k: pair for k, pair in changed_keys(before, now).items() if k not in MAY_CHANGE_ON_RESUME or k == fixed}
+    changed = {key: pair for key, pair in changed_keys(before, now).items() if key not in MAY_CHANGE_ON_RESUME}
     if changed:
         lines = [f"  {key}: the run has {old!r}, given now {new!r}" for key, (old, new) in changed.items()]
         raise RequestError(
@@ -154,16 +157,6 @@ def refuse_changes(before: Config, now: Config) -> None:
             + "\nUse the old values, or another run.dir. These may change: "
             + ", ".join(sorted(MAY_CHANGE_ON_RESUME - {"run.dir"}))
         )
-
-
-def _fixed_design(before: Config, now: Config) -> str | None:
-    """Return ``roles.design`` if its change affects the result of a step.
-
-    Ordinary replicas divide a batch before it is divided into micro-batches, ``offload_naive`` afterwards: the same
-    slides would be in other micro-batches.
-    """
-    naive = [config.roles.design == "offload_naive" for config in (before, now)]
-    return "roles.design" if naive[0] != naive[1] and now.plan.replicas > 1 else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from hyfi_core.errors import RequestError
 from workflows.console import warn
 
 NAME = ".owner"
+_ATTEMPTS, _PAUSE_S = 5, 0.05
 
 
 class FolderOwner:
@@ -65,10 +66,9 @@ class FolderOwner:
         self._files.append(file)
         self._names.append(name)
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            self._lock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         except BlockingIOError:
-            who = describe_owner(owner_of(folder, name))
-            raise RequestError(f"{folder}: in use by {who}; wait for it or stop it, or {other}") from None
+            raise _in_use(folder, owner_of(folder, name), other) from None
         except OSError as error:
             warn(
                 f"hyfi: {folder}: its file system has no locks ({error.strerror}); make sure that no other process "
@@ -81,6 +81,30 @@ class FolderOwner:
             os.write(file.fileno(), json.dumps(owner).encode())  # unbuffered: nothing is left to write on closing
         except OSError as error:
             raise RequestError(f"{folder}: cannot be written ({error.strerror}); make room there, or {other}") from None
+
+    @staticmethod
+    def _lock(file: IO[str], kind: int) -> None:
+        """Lock a file; a process that only looks who owns it (`owner_of`) locks it for a moment."""
+        for _ in range(_ATTEMPTS - 1):
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(file, kind | fcntl.LOCK_NB)
+            time.sleep(_PAUSE_S)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+
+
+def check_free(folder: Path, other: str) -> None:
+    """Check that no process owns a folder at this moment; ``other`` as for `FolderOwner`.
+
+    Raises:
+        RequestError: One does.
+    """
+    owner = owner_of(folder)
+    if owner is not None:
+        raise _in_use(folder, owner, other)
+
+
+def _in_use(folder: Path, owner: dict[str, Any] | None, other: str) -> RequestError:
+    return RequestError(f"{folder}: in use by {describe_owner(owner)}; wait for it or stop it, or {other}")
 
 
 def owner_of(folder: Path, name: str = NAME) -> dict[str, Any] | None:

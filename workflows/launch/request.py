@@ -8,31 +8,42 @@ from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.config.load import Config, load_config, refuse_changes
 from workflows.launch.owner import NAME as OWNER
-from workflows.launch.owner import FolderOwner
+from workflows.launch.owner import FolderOwner, check_free
 from workflows.launch.rank_log import FOLDER as LOGS
+from workflows.launch.resumption import Resumption
 from workflows.paths import require_writable
 
+_OTHER = "use another run.dir"
 
-def check_run(config: Config, resume: bool) -> int:
+
+def check_run(config: Config, resumption: Resumption) -> int:
     """Return the step after which the run continues, 0 for a new run; writes nothing.
 
     Raises:
-        RequestError: The run exists and ``resume`` is False, its settings were different, or the folder is not a run or
-            cannot be written.
+        RequestError: The run exists and may not be continued, its settings were different, it has no such checkpoint,
+            or the folder is not a run or cannot be written.
     """
     folder = config.run.dir
     require_writable(folder / "config.yaml")
     if not folder.exists() or not any(entry.name not in (OWNER, LOGS) for entry in folder.iterdir()):
+        if resumption.source is not None:
+            raise RequestError(f"--resume-from {resumption.source}: run.dir {folder} has no run")
         return 0
     if not (folder / "config.yaml").is_file():
         raise RequestError(f"run.dir {folder}: exists and is not a run (it has no config.yaml); use another run.dir")
-    if not resume:
+    if not resumption.allowed:
         raise RequestError(f"run.dir {folder}: this run exists; continue it with --resume, or use another run.dir")
     refuse_changes(load_config(folder / "config.yaml"), config)
-    latest = folder / "checkpoints" / "latest"
-    if not latest.exists():
-        return 0
-    return int(latest.resolve().name.removeprefix("step-"))
+    return resumption.step(folder / "checkpoints")
+
+
+def check_unused(config: Config) -> None:
+    """Check that no other process writes to the run, before its files are read: they change and are removed.
+
+    Raises:
+        RequestError: One does.
+    """
+    check_free(config.run.dir, _OTHER)
 
 
 def describe_missing_run(config: Config) -> str | None:
@@ -63,16 +74,16 @@ def check_checkpoint(config: Config, start: int) -> None:
         raise RequestError(f"{folder}: not found, but the run continues after this step")
 
 
-def own_run(config: Config, resume: bool, start: int) -> FolderOwner:
+def own_run(config: Config, resumption: Resumption, start: int) -> FolderOwner:
     """Acquire exclusive ownership of the run's folder.
 
     Raises:
         RequestError: Another process owns it, or has continued the run since ``start`` was read.
     """
     folder = config.run.dir
-    owner = FolderOwner(folder, "use another run.dir")
+    owner = FolderOwner(folder, _OTHER)
     try:
-        if check_run(config, resume) != start:
+        if check_run(config, resumption) != start:
             raise RequestError(
                 f"run.dir {folder}: another process has written to this run in the meantime; start again"
             )

@@ -71,6 +71,8 @@ class Recorder:
         remove_leftovers(self.folder.checkpoints)
         write_coverage(config.run.dir / "coverage.csv", slides.coverage or ())
         self.data = slides.data
+        if start:
+            self.folder.rewind(start)
         self._log = MetricsLog(config.run.dir / "metrics.jsonl", start)
         self._board = _TensorBoard(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
         self.best: int | None = None

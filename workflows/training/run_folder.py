@@ -62,6 +62,9 @@ class RunFolder:
             )
         for other in later:
             checkpoints.remove(checkpoints.step_folder(self.checkpoints, other))
+        best = self.checkpoints / "best"
+        if best.is_symlink() and not best.exists():
+            best.unlink()
 
     def choose_best(self, validations: Records, metric: str) -> int | None:
         """Point ``best`` to the best validated step and return it; None if none has a checkpoint.

@@ -35,12 +35,14 @@ from hyfi_core.runtime.parallelize import parallelize
 from hyfi_core.runtime.saving.engine_folder import restore_random
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 from hyfi_core.stored_state import StoredState
-from workflows.config.load import Config
+from workflows.config.load import Config, load_config
 from workflows.console import say
 from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
 from workflows.evaluation.loss import make_loss
 from workflows.evaluation.models import DTYPES, FORMATS, convert_model, set_training
 from workflows.evaluation.programs import ModelPrograms
+from workflows.launch.resumption import describe_way_out
+from workflows.training.checks.norm_batches import describe_norm_change
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import make_optimizer
 from workflows.training.weights import load_weights
@@ -271,28 +273,39 @@ def make_evaluation_set(job: TrainingJob) -> EvaluationSet:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The saved state of a run, opened and checked before anything is written."""
+    """The saved state of a run, opened and checked before anything is written.
+
+    Attributes:
+        checkpoint: Weights and buffers.
+        training: Optimizer, random state and step.
+        before: The configuration with which the run went on until now.
+    """
 
     checkpoint: Checkpoint
     training: TrainingState
+    before: Config
 
     @classmethod
     def load(cls, job: TrainingJob, start: int, trainers: Communicator) -> SavedRun | None:
-        """Open the latest checkpoint; None for a new run (``start`` is 0). Each trainer checks a share of its digests.
+        """Open the checkpoint of step ``start``; None for a new run (0). Each trainer checks a share of its digests.
 
         Raises:
-            RequestError: The checkpoint is damaged, the message names the file; or the labels have other classes than
-                the run.
+            RequestError: The checkpoint is damaged, the message names the file and checkpoints that are whole; or the
+                labels have other classes than the run.
         """
         if start == 0:
             return None
         # By its step, not by the link ``latest``, of which a network disk may show a node an earlier state.
-        latest, share = step_folder(job.config.run.dir / "checkpoints", start), (trainers.rank, trainers.size)
-        saved = cls(load_checkpoint(latest, share), load_training_state(latest, share))
-        before = tuple(saved.checkpoint.model["class_names"])
-        if before != job.classes:
+        folder, share = job.config.run.dir, (trainers.rank, trainers.size)
+        path, before = step_folder(folder / "checkpoints", start), load_config(folder / "config.yaml")
+        try:
+            saved = cls(load_checkpoint(path, share), load_training_state(path, share), before)
+        except RequestError as error:
+            raise RequestError(f"{error}; {describe_way_out(folder / 'checkpoints', start)}") from error
+        names = tuple(saved.checkpoint.model["class_names"])
+        if names != job.classes:
             raise RequestError(
-                f"data.labels: the classes are {', '.join(job.classes)}; those of the run are {', '.join(before)}; if "
+                f"data.labels: the classes are {', '.join(job.classes)}; those of the run are {', '.join(names)}; if "
                 "words such as unknown are classes, list what is missing as data.missing"
             )
         return saved
@@ -303,6 +316,10 @@ class SavedRun:
         engine.load_buffers(self.checkpoint.buffers or {})
         load_optimizer_state(engine.optimizer, model.named_parameters(), self.training.optimizer)
         restore_random(engine.random, self.training.state)
+
+    def describe_norm_change(self, now: Config) -> str | None:
+        """Return how batch norm changes with the configuration of the resumed run; None if it does not."""
+        return describe_norm_change(self.before, now, int(self.training.state["step"]))
 
     def close(self) -> None:
         """Close the files when all has been restored: they may be removed."""

@@ -27,7 +27,8 @@ import torch
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Communicator
 from hyfi_core.current_device import current_device, make_current
-from hyfi_core.runtime.checkpoint import WEIGHTS_FILE, publish, temporary_name, write_tensors
+from hyfi_core.files import temporary_name
+from hyfi_core.runtime.checkpoint import WEIGHTS_FILE, publish, write_tensors
 from hyfi_core.runtime.saving.snapshot import SnapshotPool, unflatten
 
 

@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from hyfi_core.files import sync_file
-from hyfi_core.runtime.checkpoint import temporary_name
+from hyfi_core.files import sync_file, temporary_name
 
 
 def point_link(link: Path, target: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -25,6 +27,7 @@ from tests.workflows.runs import assert_same_run, losses, run_here, run_on, weig
 from workflows.commands import split, validate
 from workflows.config.load import load_config
 from workflows.evaluation.loss import make_loss
+from workflows.launch.owner import FolderOwner
 from workflows.training.best import merit
 from workflows.training.metrics_log import read_metrics
 from workflows.training.optimisation import lr_factor
@@ -221,6 +224,68 @@ def test_a_damaged_checkpoint_is_refused_and_kept(
     assert everything_in(tmp_path / "run") == before
 
 
+def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """There was no way out. Of three others, one is damaged, too, and is not offered."""
+    more: dict[str, Any] = {"run": {"checkpoint_every_steps": 1, "keep": 9}, "lr_schedule": CONSTANT}
+    config = make_config(tmp_path, store, validation={"every_steps": 2}, **more)
+    assert run_here(config, f"run.dir={tmp_path / 'straight'}") == 0
+    assert run_here(config, "run.steps=4") == 0
+    run = tmp_path / "run"
+    for step, name in ((4, "optimizer.safetensors"), (2, "model.json")):
+        os.truncate(run / "checkpoints" / f"step-{step:08d}" / name, 100)
+    capfd.readouterr()
+    said = refused(capfd, tmp_path, config, resume=True)
+    assert "has 100 bytes" in said
+    assert "whole: steps 1, 3; continue from the last of them with --resume-from step-3" in said
+    said = "--resume-from step-7: .* has no such checkpoint; saved: steps 1, 2, 3, 4"
+    with pytest.raises(RequestError, match=said):
+        run_here(config, source="step-7")
+    with pytest.raises(RequestError, match="give previous, or a checkpoint of the run such as step-1200"):
+        run_here(config, source="best")
+    with pytest.raises(RequestError, match="has no run"):
+        run_here(config, f"run.dir={tmp_path / 'new'}", source="previous")
+    assert run_here(config, source="previous") == 0
+    assert (
+        "continues after step 3 (--resume-from previous); removed: the checkpoint of step 4" in capfd.readouterr().out
+    )
+    assert_same_run(tmp_path / "straight", run, 6)
+
+
+def test_links_that_a_copy_has_lost_do_not_begin_a_run_again(tmp_path: Path, store: Path) -> None:
+    """``--resume`` began at step 1, and removed what there was."""
+    config = make_config(tmp_path, store, run={"checkpoint_every_steps": 1}, validation={"every_steps": 2})
+    assert run_here(config, "run.steps=2") == 0
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    latest.unlink()
+    assert run_here(config, "run.steps=3", resume=True) == 0
+    assert {step for _, step in losses(tmp_path / "run")} == {1, 2, 3}
+    target = latest.resolve()
+    target.rename(tmp_path / "elsewhere")
+    with pytest.raises(RequestError, match=r"step 3 is not there; saved: steps 1, 2"):
+        run_here(config, resume=True)
+    latest.unlink()
+    (tmp_path / "elsewhere").rename(latest)
+    with pytest.raises(RequestError, match=r"latest: is a folder, not a link"):
+        run_here(config, resume=True)
+
+
+def test_a_run_in_use_is_said_to_be_before_its_files_are_read(tmp_path: Path, store: Path) -> None:
+    """What was read meanwhile was removed, and the second start found "no such folder"."""
+    config = make_config(tmp_path, store, run={"steps": 1})
+    assert run_here(config) == 0
+    owner = FolderOwner(tmp_path / "run", "")
+    (tmp_path / "run" / "checkpoints" / "latest").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000001")
+    said = rf"run: in use by process {os.getpid()} on {socket.gethostname()}; wait for it or stop it"
+    with pytest.raises(RequestError, match=said):
+        run_here(config, resume=True)
+    with pytest.raises(RequestError, match=said):
+        run_on(1, config, resume=True)
+    owner.release()
+
+
 def test_a_batch_is_a_batch_however_it_is_cut(tmp_path: Path, store: Path) -> None:
     """Four slides at once, in micro-batches of one, and accumulated two by two; unequal class weights."""
     splits = tmp_path / "splits.csv"
@@ -356,6 +421,58 @@ def test_a_run_goes_on_with_other_ranks(tmp_path: Path, store: Path) -> None:
     assert run_here(config, "run.steps=3") == 0
     assert run_on(4, config, *FOUR, resume=True) == [0] * 4
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-8)
+
+
+REPLICAS, MICRO = "plan.replicas=2", "plan.microbatches=2"
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        ("dropping", [], [REPLICAS]),
+        ("dropping", [REPLICAS], []),
+        ("dropping", [MICRO], [REPLICAS, MICRO]),
+        ("tiny", [MICRO], [REPLICAS]),  # batch norm: the same two images together
+    ],
+)
+def test_a_run_goes_on_with_other_replicas_and_micro_batches(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], model: str, before: list[str], after: list[str]
+) -> None:
+    """In mid-epoch, with dropout, momentum and clipping: each slide once, and the numbers of the undisturbed run."""
+    config = make_config(
+        tmp_path,
+        store,
+        data={"batch_size": 4},
+        model={"name": f"tests.workflows.faults:{model}", "norm": "group" if model == "dropping" else "train"},
+        lr_schedule=CONSTANT,
+        run={"precision": "float64", "steps": 4},
+    )
+    first, second = (load_config(config, words).ranks for words in (before, after))
+    assert run_on(first, config, *before, f"run.dir={tmp_path / 'straight'}") == [0] * first
+    assert run_on(first, config, *before, "run.steps=2") == [0] * first
+    capfd.readouterr()
+    assert run_on(second, config, *after, resume=True) == [0] * second
+    there, here = losses(tmp_path / "straight"), losses(tmp_path / "run")
+    trained = [key for key in there if key[0] == "train"]
+    assert [here[key] for key in trained] == pytest.approx([there[key] for key in trained], rel=1e-9)
+    one, other = (weights_of(tmp_path / name, 4) for name in ("straight", "run"))
+    learned = [key for key in one if "running" not in key and "tracked" not in key]
+    assert all(torch.allclose(other[key], one[key], rtol=1e-8, atol=1e-10) for key in learned)
+    said = "running statistics of batch norm, used in validation and prediction, are from step 3 on those of 2 images"
+    assert (said in capfd.readouterr().err) == (model == "tiny")
+
+
+def test_a_run_goes_on_with_other_micro_batches_of_live_batch_norm_and_says_so(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, store, run={"steps": 1})
+    assert run_here(config) == 0
+    capfd.readouterr()
+    assert run_here(config, MICRO, "run.steps=2", resume=True) == 0
+    said = "batch norm normalises 1 image together, 2 before (plan.replicas, plan.microbatches, plan.sync_batch_norm)"
+    assert f"{said}: from step 2 on, this is not the run" in capfd.readouterr().err
+    assert run_here(config, MICRO, "run.steps=3", "run.threads=1", resume=True) == 0
+    assert "batch norm" not in capfd.readouterr().err
 
 
 @pytest.mark.soak  # without files: tests/test_branches.py

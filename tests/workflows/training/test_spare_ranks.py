@@ -12,12 +12,12 @@ import torch
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import load_checkpoint
 from tests.workflows.archive import make_config
 from tests.workflows.runs import losses, run_here, run_on
 from workflows.config.load import load_config, refuse_changes
 from workflows.evaluation.evaluate import predict_slides
+from workflows.training.checks.norm_batches import describe_norm_change
 from workflows.training.pace import TIMED_TURNS, measured
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -129,13 +129,16 @@ def test_a_run_goes_on_with_other_shares(tmp_path: Path, store: Path) -> None:
     assert_close_weights(tmp_path / "run", tmp_path / "inline")
 
 
-def test_several_plain_replicas_do_not_become_shared_ones(tmp_path: Path, store: Path) -> None:
-    config = config_of(tmp_path, store, 6)
-    before, now = load_config(config, ["plan.replicas=2"]), load_config(config, ["plan.replicas=2", *SPARE])
-    with pytest.raises(RequestError, match=r"roles\.design: the run has None, given now 'offload_naive'"):
-        refuse_changes(before, now)
-    refuse_changes(load_config(config), load_config(config, SPARE))
-    refuse_changes(now, load_config(config, ["plan.replicas=2", *SPARE, "roles.spare=2"]))
+def test_several_plain_replicas_become_shared_ones(tmp_path: Path, store: Path) -> None:
+    """Of two micro-batches, ordinary replicas normalise other images together, which is said; of one, the same."""
+    config = config_of(tmp_path, store, 8)
+    plain, shared = (load_config(config, [f"plan.replicas={n}", *words]) for n, words in ((2, []), (1, SPARE)))
+    refuse_changes(plain, shared)
+    assert describe_norm_change(plain, shared, 3) is None
+    two = ["plan.microbatches=2"]
+    plain, shared = (load_config(config, [f"plan.replicas={n}", *words, *two]) for n, words in ((2, []), (1, SPARE)))
+    said = describe_norm_change(plain, shared, 3)
+    assert said is not None and "other 4 images together than before" in said and "from step 4 on" in said
 
 
 @pytest.mark.mpi

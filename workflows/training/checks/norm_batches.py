@@ -1,0 +1,71 @@
+"""Which images of a step live batch norm normalises together: what a run that is resumed with another plan changes.
+
+Everything else in a step is the same for any number of replicas and micro-batches: the order of the slides, random
+numbers, the loss over the whole batch.
+
+::
+
+    image                                0 1 2 3 4 5 6 7
+    1 replica,  4 micro-batches          0 0 1 1 2 2 3 3
+    2 replicas, 2 micro-batches of each  0 0 1 1 2 2 3 3     the same images together
+    2 replicas, 1 micro-batch of each    0 0 0 0 1 1 1 1
+    the same with plan.sync_batch_norm   0 0 0 0 0 0 0 0
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from workflows.config.load import Config
+from workflows.console import counted
+
+_ADVICE = "model.norm=group or frozen does not depend on the plan"
+
+
+def norm_batches(config: Config) -> list[list[tuple[int, ...]]]:
+    """Return the images of a step that are normalised together, for each replica that has statistics of its own.
+
+    Running statistics are those of the first one.
+
+    Args:
+        config: The configuration of a run.
+    """
+    plan, batch = config.plan, config.data.batch_size
+    if config.roles.design == "offload_naive":  # replicas divide each micro-batch, and batch norms are synchronised
+        size = batch // plan.microbatches
+        return [[tuple(range(first, first + size)) for first in range(0, batch, size)]]
+    size = batch // plan.replicas // plan.microbatches
+    replicas = [
+        [tuple(range(first, first + size)) for first in range(start, start + size * plan.microbatches, size)]
+        for start in range(0, batch, batch // plan.replicas)
+    ]
+    if not plan.sync_batch_norm:
+        return replicas
+    return [[tuple(image for part in parts for image in part) for parts in zip(*replicas, strict=True)]]
+
+
+def describe_norm_change(before: Config, now: Config, step: int) -> str | None:
+    """Return how batch norm changes when a run is resumed with another plan; None if it does not.
+
+    Args:
+        before: The configuration with which the run went on until now.
+        now: That of the resumed run.
+        step: The step after which it continues.
+    """
+    old, new = norm_batches(before), norm_batches(now)
+    if old == new:
+        return None
+    if sorted(chain(*old)) != sorted(chain(*new)):
+        was, are = len(old[0][0]), len(new[0][0])
+        other = f"other {are} images together than before"
+        which = other if was == are else f"{counted(are, 'image')} together, {was} before"
+        return (
+            f"batch norm normalises {which} (plan.replicas, plan.microbatches, plan.sync_batch_norm): from step "
+            f"{step + 1} on, this is not the run that it would have been without the change; {_ADVICE}"
+        )
+    images = [sum(map(len, replicas[0])) for replicas in (old, new)]
+    return (
+        f"running statistics of batch norm, used in validation and prediction, are from step {step + 1} on those of "
+        f"{images[1]} images of each step, of {images[0]} before (plan.replicas: those of the first replica); "
+        f"{_ADVICE}"
+    )

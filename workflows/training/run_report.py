@@ -1,0 +1,75 @@
+"""What a run says of itself on rank 0: at its start and at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hyfi_core.cost.machine import load_machine
+from hyfi_core.runtime.engine import Engine
+from workflows.console import counted, emit_json, say, warn
+from workflows.training.job import TrainingJob
+from workflows.training.optimisation import describe_updates
+from workflows.training.pace import describe_pace
+from workflows.training.recorder import Recorder
+
+
+def describe_start(job: TrainingJob, engine: Engine, start: int) -> str:
+    """Return what rank 0 prints when training starts, or continues after step ``start``."""
+    chosen = job.config.run.machine or ("h100" if engine.device.type == "cuda" else "cpu")
+    machine = load_machine(chosen) if engine.plan.spill is not None else None
+    action = f"continues after step {start}" if start else "starts"
+    return (
+        f"run {job.config.run.dir} {action}: {counted(len(job.train), 'slide')} to train on, {len(job.val):,} to "
+        f"validate on, classes {', '.join(job.classes)}, {counted(job.steps, 'step')} of "
+        f"{counted(job.step_samples, 'slide')}\n"
+        f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
+        f"{describe_pace(job)}{engine.describe(machine)}"
+    )
+
+
+def report(job: TrainingJob, recorder: Recorder, stopped: bool, failure: str | None, as_json: bool) -> None:
+    """Print how a run has ended, and write it to its folder; on rank 0 only.
+
+    Args:
+        job: The run.
+        recorder: Its recorder, closed.
+        stopped: Whether it was stopped on request.
+        failure: Why it ended early; None if it did not.
+        as_json: Whether to print the result as one JSON object, too.
+    """
+    folder = job.config.run.dir
+    state = "failed" if failure is not None else "stopped" if stopped else "done"
+    outcome = {"stopped": "stopped on request; --resume continues it"}.get(state, state)
+    recorder.folder.write_state(state, job.steps, recorder.loading, failure)
+    if recorder.last is not None and not stopped:
+        metric, patience = job.config.validation.metric, job.config.run.early_stop
+        outcome = f"ended after step {recorder.last}: {patience} validations without a better {metric}"
+    best = f", best checkpoint of step {recorder.best}" if recorder.best is not None else ""
+    say(f"run {folder}: {outcome}{best}")
+    nonfinite = recorder.describe_nonfinite()
+    if nonfinite is not None:
+        say(f"run {folder}: {nonfinite}")
+    if failure is not None:
+        warn(f"hyfi: run {folder} {_advice_on_failure(folder, failure)}", "ERROR")
+    if as_json:
+        emit_json(
+            {
+                "run": folder,
+                "status": state,
+                "reason": failure,
+                "steps": job.steps,
+                "best_step": recorder.best,
+                "early_stop_step": recorder.last,
+                "latest": folder / "checkpoints" / "latest",
+                "best": folder / "checkpoints" / "best" if (folder / "checkpoints" / "best").exists() else None,
+            }
+        )
+
+
+def _advice_on_failure(folder: Path, failure: str) -> str:
+    latest = folder / "checkpoints" / "latest"
+    saved = f"the last finite checkpoint is {latest.resolve()}" if latest.exists() else "there is no checkpoint yet"
+    return (
+        f"failed: {failure}; {saved}. Lower optimizer.lr, give optimizer.max_norm or lr_schedule.warmup_steps, or "
+        f"look at these slides; with run.on_nonfinite=skip such steps are left out"
+    )
