@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pathology.errors import SlideError
-from pathology.readers.facts.pictures import HOW_TO_PICK, WHOLE, Pick, PlanesError
+from pathology.readers.facts.pictures import HOW_TO_PICK, WHOLE, Pick, PlanesError, check_plane
 from pathology.readers.mpp import parse_mpp
 from pathology.readers.slide_file import SlideFile
 
@@ -189,11 +189,11 @@ def _picked(blocks: list[CziBlock], pick: Pick) -> list[CziBlock]:
     scenes, depths = (sorted({number(block) for block in blocks}) for number in (_scene_of, _depth_of))
     if len(depths) > 1 and not pick.plane:
         raise PlanesError(f"it has {len(depths)} focal planes; {HOW_TO_PICK}, from 1")
-    if pick.plane > len(depths) > 1 or pick.scene > len(scenes):
-        wrong = f"scene {pick.scene}" if pick.scene > len(scenes) else f"plane {pick.plane}"
-        raise SlideError(f"there is no {wrong}: the file has {len(scenes)} scenes and {len(depths)} focal planes")
+    check_plane(pick, len(depths))
+    if pick.scene > len(scenes):
+        raise SlideError(f"there is no scene {pick.scene}: the file has {len(scenes)}")
     scene = scenes[pick.scene - 1] if pick.scene else None
-    depth = depths[pick.plane - 1] if pick.plane and len(depths) > 1 else None
+    depth = depths[pick.plane - 1] if pick.plane else None
     return [b for b in blocks if scene in (None, b.scene) and depth in (None, b.depth)]
 
 
@@ -216,9 +216,12 @@ def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
         name, start, size, _, stored = _DIMENSION.unpack_from(directory, k)
         dimensions[name.rstrip(b"\0").decode("ascii", "replace")] = (start, size, stored)
     _check(dimensions, pixels, compression)
-    (x0, width, columns), (y0, _, rows) = dimensions["X"], dimensions["Y"]
+    (x0, width, columns), (y0, height, rows) = dimensions["X"], dimensions["Y"]
     scene, order, depth = (dimensions.get(name, (0, 0, 0))[0] for name in "SMZ")
     downsample = max(1, (width + columns // 2) // columns)
+    if downsample == 1 and (height, width) != (rows, columns):
+        stated = f"{height} × {width} px (rows × columns) is stored as {rows} × {columns} px"
+        raise SlideError(f"the file is damaged: a block of the finest level of {stated}")
     header_bytes = max(256, 16 + end - at)
     return CziBlock(scene, depth, y0, x0, downsample, rows, columns, order, compression, position, header_bytes), end
 

@@ -6,6 +6,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.czi_file import JPEG_XR, ZSTD, ZSTD_1, CziBlock, CziFile, read_czi
+from pathology.readers.facts.levels import StatedLevel, believed_levels
 from pathology.readers.facts.pictures import SCENES_FLAG, WHOLE, Pick
 from pathology.readers.facts.pixel_size import checked_mpp
 from pathology.readers.facts.slide_facts import Note, StatedMpp
@@ -62,6 +64,19 @@ class CziSource:
         largest = max(level.tile_px[0] * level.tile_px[1] * 3 for level in self.levels)
         self._cache: OrderedDict[int, RGB] = OrderedDict()  # by position in the file, least recently used first
         self._cached_blocks = max(2, _CACHE_BYTES // largest)
+        self._check_levels()
+
+    def _check_levels(self) -> None:
+        """Leave out the levels that show something else than the finest one; note them."""
+        stated = [StatedLevel((level.height_px, level.width_px), level.tile_px) for level in self.levels]
+        believed = believed_levels(stated, self.levels, self.read)
+        blocks = tuple(self._czi.blocks[k] for k in believed.kept)
+        self._czi = replace(
+            self._czi, blocks=blocks, downsamples=tuple(self._czi.downsamples[k] for k in believed.kept)
+        )
+        self._areas = [self._areas[k] for k in believed.kept]
+        self.levels = believed.levels
+        self.facts = self.facts.noting(*believed.notes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CziSource, (self._path, self._pick)

@@ -24,7 +24,7 @@ from pathology.readers.czi_file import is_czi, scenes_of_czi
 from pathology.readers.czi_source import CziSource
 from pathology.readers.dicom_files import file_of_slide, frame_contradiction
 from pathology.readers.facts.colour import COLOUR_FLAG, ColourError
-from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError, scenes_of_tiff
+from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError, check_plane, scenes_of_tiff
 from pathology.readers.file_check import check_file
 from pathology.readers.ngff.groups import is_ome_zarr
 from pathology.readers.ngff.source import OmeZarrSource, scenes_of_store
@@ -76,6 +76,7 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
             raise
         return _upright(_tiff(path, pick))  # the levels before the end of the file may be enough
     if slow.vendor not in _TILED_TIFF_VENDORS:
+        check_plane(pick, 1)
         _check_dicom_frames(slow, path)
         slow.check_levels()
         return slow

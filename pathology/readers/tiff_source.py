@@ -24,7 +24,7 @@ import tifffile
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.facts.levels import StatedLevel, believed_levels, fitted_levels
-from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError, pages_of_ome, picked_plane
+from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError, check_plane, pages_of_ome, picked_plane
 from pathology.readers.facts.pixel_size import checked_mpp
 from pathology.readers.facts.slide_facts import Note, merged
 from pathology.readers.facts.stated_mpp import power_of_ome, stated_by_tiff
@@ -289,6 +289,7 @@ def _pages_of_series(tiff: tifffile.TiffFile, pick: Pick) -> list[Any]:
         raise PlanesError(f"it is an ImageJ stack of {count} pictures of {size[0]} × {size[1]} px in one; export one")
     planes = pages[0] if len(pages[0]) > 1 else _of_one_size(tiff, pages[0][0])
     if len(planes) == 1 and all(len(level) == 1 for level in pages):
+        check_plane(pick, 1)
         return [level[0] for level in pages]
     picked = picked_plane(planes, pick, size)
     return [picked, *(level[pick.plane - 1] for level in pages[1:] if len(level) == len(planes))]
@@ -324,6 +325,7 @@ def _pages_known(tiff: tifffile.TiffFile, known: SlideSource, stored: Sequence[i
         picked = picked_plane(planes, pick, _size(planes[0]))
         others = [[page for page in pages if _size(page) == (v.height_px, v.width_px)] for v in known.levels[1:]]
         return [picked, *(level[pick.plane - 1] for level in others if len(level) == len(planes))]
+    check_plane(pick, 1)
     plain = known.vendor == "generic-tiff"
     if plain:  # as OpenSlide does: the first page and those marked as reduced copies of it
         pages = [page for page in pages if page.index == 0 or page.is_reduced]

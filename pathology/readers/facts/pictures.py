@@ -32,7 +32,7 @@ _OME_SUFFIXES = {".tif", ".tiff", ".btf", ".qptiff", ".tf2", ".tf8"}
 
 
 class PlanesError(SlideError):
-    """The file has channels, focal planes or times of one picture, and none was chosen."""
+    """The file has channels, focal planes or times of one picture, and none was chosen, or one that is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +176,26 @@ def elements_in_other_files(xml: str) -> bool:
         return False
 
 
+def check_plane(pick: Pick, planes: int) -> None:
+    """Refuse a focal plane that a file does not have.
+
+    Raises:
+        PlanesError: It has fewer.
+    """
+    if pick.plane > planes:
+        raise PlanesError(f"there is no plane {pick.plane}: the file has {planes}")
+
+
 def picked_plane(planes: list[Any], pick: Pick, size_px: tuple[int, int]) -> Any:
     """Return the picked one of several pages of one size, in a TIFF that does not say what they are.
 
     Raises:
-        PlanesError: None is picked.
-        SlideError: There are fewer.
+        PlanesError: None is picked, or there are fewer.
     """
     what = f"{len(planes)} pictures of {size_px[0]} × {size_px[1]} px (channels, focal planes or times)"
     if not pick.plane:
         raise PlanesError(f"the file has {what}; {HOW_TO_PICK}")
-    if pick.plane > len(planes):
-        raise SlideError(f"there is no plane {pick.plane}: the file has {what}")
+    check_plane(pick, len(planes))
     return planes[pick.plane - 1]
 
 
@@ -195,8 +203,8 @@ def picked_directory(picture: Picture, pick: Pick) -> int:
     """Return the index of the page, or of the focal plane, that is the slide.
 
     Raises:
-        PlanesError: The picture has channels, times or focal planes, and none is picked.
-        SlideError: There is no such plane, or it is in another file.
+        PlanesError: The picture has channels, times or focal planes, and none is picked; or there is no such plane.
+        SlideError: It is in another file.
     """
     depths, times = picture.planes
     if picture.channels > 1 and not picture.colour:
@@ -208,8 +216,7 @@ def picked_directory(picture: Picture, pick: Pick) -> int:
         raise PlanesError(f"it has {times} times ({picture.described}); slides are of one")
     if depths > 1 and not pick.plane:
         raise PlanesError(f"it has {depths} focal planes ({picture.described}); {HOW_TO_PICK}, from 1")
-    if pick.plane > max(1, depths) and depths > 1:
-        raise SlideError(f"there is no plane {pick.plane}: the file has {depths} focal planes")
+    check_plane(pick, max(1, depths))
     index = picture.directories[pick.plane - 1 if depths > 1 else 0]
     if index is None:
         raise SlideError(f"its plane {pick.plane or 1} is in another file of the set; give that file")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,7 @@ def write_czi(
     origin: tuple[int, int] = (-500, 3000),
     person: str = "Nobody",
     order: tuple[int, ...] | None = None,
+    changed: Mapping[int, Callable[[RGB], RGB]] | None = None,
 ) -> Path:
     """Write a slide.
 
@@ -67,6 +68,7 @@ def write_czi(
         origin: (y, x) of the picture in the scanner's pixels.
         person: Stands in the XML and in a label picture.
         order: Ranks of the scenes, which overlap then; every second one is shown as a negative.
+        changed: What makes other pixels of those of a level.
     """
     kind, encode = _ENCODERS[codec]
     body, blocks = bytearray(_segment("ZISRAWFILE", bytes(512))), []
@@ -74,6 +76,7 @@ def write_czi(
         for number, (y0, y1, x0, x1) in enumerate(scenes):
             factor = 2**level
             part = picture[y0 // factor : y1 // factor, x0 // factor : x1 // factor]
+            part = (changed or {}).get(level, lambda same: same)(part)
             for y in range(0, part.shape[0], tile_px):
                 for x in range(0, part.shape[1], tile_px):
                     tile = np.ascontiguousarray(part[y : y + tile_px, x : x + tile_px])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import pickle
 import struct
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from tests.pathology.readers.czi_files import write_czi
 from tests.pathology.readers.scanners import soft
 from tests.pathology.readers.test_mrxs import twin, whole
 from tests.pathology.readers.test_processes import in_children
+from tests.pathology.tiffs import halved
 
 SCENES = [(0, 400, 0, 320), (120, 640, 480, 896)]
 NAME = "Jane-Doe-1961"
@@ -83,6 +86,24 @@ def test_where_blocks_overlap_the_highest_is_seen(tmp_path: Path, order: tuple[i
     assert np.array_equal(source.read(shared, 0), expected)
 
 
+@pytest.mark.parametrize("wrong", ["other picture", "other place"])
+def test_a_level_that_shows_something_else_is_left_out(tmp_path: Path, wrong: str) -> None:
+    change = {"other picture": lambda part: soft(*part.shape[:2], seed=9), "other place": lambda part: part[::-1]}
+    picture, scenes = soft(1024, 1024), [(0, 1024, 0, 1024)]
+    path = write_czi(tmp_path / "a.czi", picture, scenes, levels=4, changed={1: change[wrong]})
+    with closing(open_source(path)) as source:
+        assert [level.downsample for level in source.levels] == [(1, 1), (4, 4), (8, 8)]
+        assert np.array_equal(whole(source, 0), picture)
+        assert np.array_equal(whole(source, 1), halved(halved(picture)))
+        (note,) = source.facts.notes
+        assert note.flag == "levels_left_out" and "level 1 of 512 × 512 px" in note.text
+        again = pickle.loads(pickle.dumps(source))
+        assert again.levels == source.levels and np.array_equal(whole(again, 2), whole(source, 2))
+    assert ingest_slide(path, tmp_path, IngestOptions(mpp=0.5)).status == DONE
+    store = SlideStore.open(slide_path(tmp_path, "a"))
+    assert np.abs(store.read(Box.of_size(512, 512), 0).astype(int) - halved(picture).transpose(2, 0, 1)).max() <= 1
+
+
 def test_few_blocks_are_kept_and_each_shows_the_same(slide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(czi_source, "_CACHE_BYTES", 1)
     source, again = CziSource(slide), CziSource(slide)
@@ -99,7 +120,8 @@ def test_an_ingest_decodes_each_block_once(slide: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(czi_source, "_decode", counted)
     assert ingest_slide(slide, tmp_path, IngestOptions(mpp=0.37)).status == DONE
-    assert len(decoded) == len(set(decoded)) == 4 + 6 and {block.downsample for block in decoded} == {1}
+    assert len(decoded) == len(set(decoded))  # those of coarser levels are compared when the file is opened
+    assert sum(block.downsample == 1 for block in decoded) == 4 + 6
 
 
 @pytest.mark.parametrize("mpp", [0.25, 1.0])
@@ -199,6 +221,10 @@ def test_pixels_of_the_wrong_size_are_an_error(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     directory = struct.unpack_from("<q", content, 84)[0]
     struct.pack_into("<i", content, directory + 160 + 32 + 16, 127)  # columns as stored
+    path.write_bytes(content)
+    with pytest.raises(SlideError, match=r"128 × 128 px .* is stored as 128 × 127 px"):
+        CziSource(path)
+    struct.pack_into("<i", content, directory + 160 + 32 + 8, 127)  # columns on the slide
     path.write_bytes(content)
     with pytest.raises(TileError, match="49152 bytes; expected 48768"):
         whole(CziSource(path), 0)

@@ -25,7 +25,10 @@ from pathology.readers.slide_source import SlideSource
 from pathology.readers.sources import open_source, scene_count
 from tests.pathology.readers.czi_files import write_czi
 from tests.pathology.readers.dicom_slides import write_series
-from tests.pathology.readers.scanners import soft
+from tests.pathology.readers.mrxs_files import write_mirax
+from tests.pathology.readers.ngff_stores import write_by
+from tests.pathology.readers.scanners import jpeg, soft, write_encoded
+from tests.pathology.readers.test_mrxs import PLAIN, picture_of
 from tests.pathology.tiffs import RGB, halved
 
 TILED = {"tile": (128, 128), "compression": "deflate"}
@@ -99,6 +102,27 @@ def test_a_file_of_one_scene_has_no_second(tmp_path: Path) -> None:
         open_source(tmp_path / "one.tif", Pick(int(job.row["scene"])))
     (job,) = find_jobs([tmp_path / "one.tif"], {}, "1")
     assert job.slide_id == "one" and read(tmp_path / "one.tif", 1).shape == (256, 256, 3)
+
+
+@pytest.mark.parametrize("kind", ["striped", "tiled", "aperio", "ome", "czi", "dicom", "mrxs", "ngff"])
+def test_a_file_of_one_plane_has_no_second(tmp_path: Path, kind: str) -> None:
+    picture, rgb = soft(256, 256), {"photometric": "rgb"}
+    path = tmp_path / {"czi": "a.czi", "dicom": "a", "mrxs": "a.mrxs", "ngff": "a.zarr"}.get(kind, "a.tif")
+    if kind == "czi":
+        write_czi(path, picture, [(0, 256, 0, 256)], levels=1)
+    elif kind == "dicom":
+        write_series(path, "a", picture, "1.2.3", levels=1)
+    elif kind == "mrxs":
+        write_mirax(path, picture_of(PLAIN), PLAIN)
+    elif kind == "ngff":
+        write_by("ome-zarr-py 0.5", path, picture)
+    elif kind == "aperio":
+        write_encoded(path, [picture], lambda tile: jpeg(tile, "rgb"), "jpeg", "rgb")
+    else:
+        tifffile.imwrite(path, picture, **rgb, **(STRIPED if kind == "striped" else TILED), ome=kind == "ome")
+    read(path, plane=1)
+    with pytest.raises(SlideError, match="no plane 2: the file has 1"):
+        open_source(path, Pick(plane=2))
 
 
 def test_scenes_keep_the_names_of_a_manifest(scenes: tuple[Path, list[RGB]], tmp_path: Path) -> None:
