@@ -246,8 +246,8 @@ def _trainer(
     from workflows.training.feeding import BatchImages
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
-    from workflows.training.run_folder import RunFolder
     from workflows.training.run_report import describe_start, report
+    from workflows.training.saving.run_folder import RunFolder
     from workflows.training.start import drawn_by_stage, make_engine, make_model
     from workflows.training.throughput import Throughput, peak_flops_per_s
 

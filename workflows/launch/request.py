@@ -41,8 +41,9 @@ def check_unused(config: Config) -> None:
     """Check that no other process writes to the run, before its files are read: they change and are removed.
 
     Raises:
-        RequestError: One does.
+        RequestError: One does, or the folder cannot be written.
     """
+    require_writable(config.run.dir / "config.yaml")
     check_free(config.run.dir, _OTHER)
 
 

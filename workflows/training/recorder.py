@@ -15,7 +15,7 @@ from workflows.training.checks.data_record import SlideTables
 from workflows.training.curves import write_curves
 from workflows.training.job import TrainingJob
 from workflows.training.metrics_log import MetricsLog, describe_nonfinite, nonfinite_steps
-from workflows.training.run_folder import RunFolder
+from workflows.training.saving.run_folder import RunFolder
 from workflows.training.throughput import Throughput, describe_throughput
 
 Metrics = Mapping[str, Any]
