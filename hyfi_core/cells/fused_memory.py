@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hyfi_core.capture.program import Operator, Program
 from hyfi_core.cells.fused_place import CELL_RULES
-from hyfi_core.cost.machine import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.cost.operators import value_bytes
 from hyfi_core.lowering.fused_halo import Margins, Sketch, margins_of, reaching
 from hyfi_core.lowering.fused_sketch import sketch_of

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.cost.machine import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.lowering.segments import OperatorStep, Segment
 from hyfi_core.ops.base import Recomputable
 from hyfi_core.ops.redistribute import Redistribute

@@ -20,7 +20,8 @@ from math import prod
 from typing import Any
 
 from hyfi_core.capture.program import Operator, Program, refs_in
-from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.cost.operators import operator_costs, value_bytes
 from hyfi_core.lowering.lower import lowered_operators
 from hyfi_core.lowering.plane_sums import sum_in_planes

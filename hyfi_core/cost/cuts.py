@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hyfi_core.capture.program import Program
-from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.cost.memory import STATE_COPIES
 from hyfi_core.cost.operators import operator_costs, value_bytes
 from hyfi_core.errors import RequestError

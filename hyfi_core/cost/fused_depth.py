@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from hyfi_core.capture.program import Program
-from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.lowering.fused_halo import Margins, Sketch, margins_of, unfused
 from hyfi_core.lowering.fused_sketch import sketch_of
 from hyfi_core.lowering.lower import Target, lower, lowered_operators

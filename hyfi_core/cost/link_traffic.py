@@ -17,7 +17,7 @@ from typing import Any
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.lowered_stages import LoweredPlans, LoweredStages, lowered_stages
-from hyfi_core.cost.machine import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.cost.operators import value_bytes
 from hyfi_core.ops.plane_exchange import PlaneExchange
 from hyfi_core.plan.parallel_plan import ParallelPlan

@@ -1,22 +1,16 @@
 """The machine model: the cost of computation and communication, used by all cost models.
 
-A machine is a YAML file: one in ``machines/``, or one that ``hyfi doctor --measure FILE.yaml`` wrote. A *device* is
-what one rank computes on: a CPU core, or a GPU.
+A *device* is what one rank computes on: a CPU core, or a GPU. ``machines.machine_file`` reads machines from files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 import yaml
 
-from hyfi_core.errors import RequestError
-
-MACHINES = Path(__file__).parent / "machines"
 PRODUCTS = ("convolution", "pointwise_convolution", "thin_convolution", "grouped_convolution", "product")
 """Kinds of operators that may be bound by arithmetic.
 
@@ -24,11 +18,13 @@ Pointwise convolutions have a 1 x 1 kernel, thin ones fewer than 16 input channe
 """
 KINDS = (*PRODUCTS, "norm", "shared_norm", "pool", "elementwise")
 """Kinds of operators; the last four are bound by memory. A shared norm computes statistics over several ranks."""
-_PAIRS = ("overhead_s", "weight_bytes_per_s", "half_channels")
-_OPTIONAL = ("crowding", "rail_bytes_per_s", "cores", "strip_s", *_PAIRS, "update", "host_bytes_per_s")
-DTYPES = ("float32", "float64", "bfloat16", "float16")
+PAIRS = ("scalar_efficiency", "overhead_s", "weight_bytes_per_s", "half_channels")
+"""Optional sections with two numbers, for forward and backward, for each kind of operator."""
+OPTIONAL = ("crowding", "rail_bytes_per_s", "cores", "strip_s", *PAIRS, "update", "host_bytes_per_s")
 UPDATE_PASSES = 7
 """Memory passes of an update, each over the size of the weights: four are read and three written back."""
+SCALAR_DTYPES = ("float32", "float64")
+"""What GPUs do not compute with tensor cores, except for float32 whose operands are rounded to TF32."""
 _PCIE_3_BYTES_PER_S = 12e9
 """Of a GPU of which ``host_bytes_per_s`` is not known: copies over the slowest link in use, PCIe 3 x16."""
 
@@ -98,7 +94,8 @@ class MachineModel:
         device: ``cpu`` or ``cuda``.
         devices_per_node: largest number of ranks of a node.
         memory_bytes: of one device.
-        peak_flops_per_s: dtype -> peak of one device; a multiply-add counts as two operations.
+        peak_flops_per_s: dtype -> peak of one device; a multiply-add counts as two operations. ``tf32``: of float32
+            whose operands are rounded to TF32; see ``with_tf32``.
         memory_bytes_per_s: of one device, reading and writing together.
         efficiency: kind of operator -> fraction of the peak that (forward, backward) reach: of arithmetic for
             ``PRODUCTS``, of memory bandwidth for others, with each map counted once. Convolutions may reach more
@@ -117,6 +114,8 @@ class MachineModel:
             ``kernel_s``.
         weight_bytes_per_s: kind of operator -> bytes of weights per second that (forward, backward) rearrange for the
             library's kernels, in addition to the arithmetic; for other kinds this takes no time.
+        scalar_efficiency: ``efficiency`` of ``SCALAR_DTYPES`` where tensor cores compute the others: kernels keep
+            scalar units busy more easily. For other kinds, as ``efficiency``.
         half_channels: kind of convolution -> channels with which (forward, backward) reach half of the efficiency: with
             few channels, vector lanes and caches are used badly. For other kinds, any number of channels is enough.
         update: of the optimizer; None: ``UPDATE_PASSES`` over the weights.
@@ -143,8 +142,16 @@ class MachineModel:
     overhead_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     weight_bytes_per_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     half_channels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    scalar_efficiency: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     update: UpdateCost | None = None
     host_bytes_per_s: float | None = None
+
+    def with_tf32(self) -> MachineModel:
+        """Return the machine as it computes float32 if operands may be rounded to TF32; itself without tensor cores."""
+        if "tf32" not in self.peak_flops_per_s:
+            return self
+        peaks = {**self.peak_flops_per_s, "float32": self.peak_flops_per_s["tf32"]}
+        return replace(self, peak_flops_per_s=peaks, scalar_efficiency={})
 
     def shared(self, ranks: int) -> bool:
         """Whether so many ranks must share cores."""
@@ -199,7 +206,8 @@ class MachineModel:
             crowded: whether all devices of its node compute.
             channels: the fewest on either side of a convolution; 0: enough of them.
         """
-        efficiency = self.efficiency[kind][backward]
+        scalar = self.scalar_efficiency if dtype in SCALAR_DTYPES else {}
+        efficiency = scalar.get(kind, self.efficiency[kind])[backward]
         if channels and kind in self.half_channels:
             efficiency *= channels / (channels + self.half_channels[kind][backward])
         compute, memory = (self.crowding.compute, self.crowding.memory) if crowded else (1.0, 1.0)
@@ -273,128 +281,11 @@ class MachineModel:
         tree = asdict(self)
         tree["efficiency"] = {kind: list(pair) for kind, pair in self.efficiency.items()}
         tree["peak_flops_per_s"] = dict(self.peak_flops_per_s)
-        for key in _PAIRS:
+        for key in PAIRS:
             tree[key] = {kind: list(pair) for kind, pair in tree[key].items()}
         tree["strip_s"] = list(self.strip_s) if any(self.strip_s) else None
         tree["update"] = tree["update"] and {key: value for key, value in tree["update"].items() if value}
-        for key in _OPTIONAL:
+        for key in OPTIONAL:
             if not tree[key]:
                 del tree[key]
         return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
-
-
-def machine_names() -> tuple[str, ...]:
-    """Return the names of the machines in the package."""
-    return tuple(sorted(path.stem for path in MACHINES.glob("*.yaml")))
-
-
-def load_machine(name: str | Path) -> MachineModel:
-    """Read a machine.
-
-    Args:
-        name: one of ``machine_names()``, or the path of a YAML file.
-
-    Raises:
-        RequestError: there is no such machine, or a key is missing or invalid; the message names it.
-    """
-    known = MACHINES / f"{name}.yaml"
-    path = known if str(name) in machine_names() else Path(name)
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        choice = f"{', '.join(machine_names())}, or a file of `hyfi doctor --measure FILE.yaml`"
-        raise RequestError(f"machine {str(name)!r}: {error.strerror}; use one of {choice}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RequestError(f"machine {path}: not YAML: {error}") from None
-    return _parse(tree, str(path))
-
-
-def _parse(tree: Any, source: str) -> MachineModel:
-    names = [f.name for f in fields(MachineModel)]
-    if not isinstance(tree, dict):
-        raise RequestError(f"machine {source}: given {type(tree).__name__}; allowed: the keys {', '.join(names)}")
-    for key in sorted(set(tree) - set(names)):
-        raise RequestError(f"machine {source}: {key}: unknown; allowed: {', '.join(names)}")
-    for key in names:
-        if key not in tree and key not in _OPTIONAL:
-            raise RequestError(f"machine {source}: {key}: missing")
-    if tree["device"] not in ("cpu", "cuda"):
-        raise RequestError(f"machine {source}: device: given {tree['device']!r}; allowed: cpu or cuda")
-    peaks = _section(tree, "peak_flops_per_s", source)
-    return MachineModel(
-        name=str(tree["name"]),
-        device=tree["device"],
-        devices_per_node=int(_number(tree, "devices_per_node", source)),
-        memory_bytes=int(_number(tree, "memory_bytes", source)),
-        peak_flops_per_s={dtype: _number(peaks, dtype, source) for dtype in DTYPES},
-        memory_bytes_per_s=_number(tree, "memory_bytes_per_s", source),
-        efficiency=_pairs(tree, "efficiency", KINDS, source),
-        kernel_s=_number(tree, "kernel_s", source),
-        message_s=_number(tree, "message_s", source),
-        node=_link(tree, "node", source),
-        network=_link(tree, "network", source),
-        disk_bytes_per_s=_number(tree, "disk_bytes_per_s", source),
-        crowding=_crowding(tree, source) if "crowding" in tree else Crowding(),
-        rail_bytes_per_s=_number(tree, "rail_bytes_per_s", source) if "rail_bytes_per_s" in tree else None,
-        cores=_cores(tree, source) if "cores" in tree else None,
-        strip_s=_forward_backward(tree, "strip_s", source) if "strip_s" in tree else (0.0, 0.0),
-        **{key: _pairs(tree, key, tree.get(key, ()), source) for key in _PAIRS},
-        update=_update(tree, source) if "update" in tree else None,
-        host_bytes_per_s=_number(tree, "host_bytes_per_s", source) if "host_bytes_per_s" in tree else None,
-    )
-
-
-def _pairs(tree: Mapping[str, Any], key: str, kinds: Iterable[str], source: str) -> Mapping[str, tuple[float, float]]:
-    """Return the (forward, backward) of each of these kinds in a section; none if there are none."""
-    if key in tree:
-        section = _section(tree, key, source)
-        for kind in sorted(set(section) - set(KINDS)):
-            raise RequestError(f"machine {source}: {key}.{kind}: unknown; allowed: {', '.join(KINDS)}")
-        return {kind: _forward_backward(section, kind, source, f"{key}.") for kind in kinds}
-    return {}
-
-
-def _section(tree: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
-    if not isinstance(tree[key], dict):
-        raise RequestError(f"machine {source}: {key}: given {tree[key]!r}; allowed: a section of numbers")
-    return {str(name): value for name, value in tree[key].items()}
-
-
-def _number(tree: Mapping[str, Any], key: str, source: str) -> float:
-    value = tree.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isinf(value):
-        raise RequestError(f"machine {source}: {key}: given {value!r}; allowed: a number greater than 0, as in 1.5e+9")
-    return float(value)
-
-
-def _forward_backward(tree: Mapping[str, Any], kind: str, source: str, section: str = "") -> tuple[float, float]:
-    pair = tree.get(kind)
-    if not isinstance(pair, list) or len(pair) != 2:
-        raise RequestError(f"machine {source}: {section}{kind}: given {pair!r}; allowed: [forward, backward]")
-    named = dict(zip(("forward", "backward"), pair, strict=True))
-    return _number(named, "forward", source), _number(named, "backward", source)
-
-
-def _link(tree: Mapping[str, Any], key: str, source: str) -> DeviceLink:
-    section = _section(tree, key, source)
-    return DeviceLink(_number(section, "latency_s", source), _number(section, "bytes_per_s", source))
-
-
-def _cores(tree: Mapping[str, Any], source: str) -> SharedCores:
-    section = _section(tree, "cores", source)
-    count, turn_s, waiting = (_number(section, key, source) for key in ("count", "turn_s", "waiting"))
-    return SharedCores(int(count), turn_s, waiting)
-
-
-def _update(tree: Mapping[str, Any], source: str) -> UpdateCost:
-    section = _section(tree, "update", source)
-    keys = "tensor_s", "bytes_per_s", *(["watch_s"] if "watch_s" in section else [])
-    return UpdateCost(*(_number(section, key, source) for key in keys))
-
-
-def _crowding(tree: Mapping[str, Any], source: str) -> Crowding:
-    section = _section(tree, "crowding", source)
-    return Crowding(_number(section, "compute", source), _number(section, "memory", source))
-
-
-DEFAULT_MACHINE = load_machine("cpu")

@@ -9,7 +9,8 @@ from math import prod
 
 from hyfi_core.capture.program import Operator, Program
 from hyfi_core.capture.stages import active_values
-from hyfi_core.cost.machine import DEFAULT_MACHINE, PRODUCTS, MachineModel
+from hyfi_core.cost.machine import PRODUCTS, MachineModel
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 
 _PRODUCTS = ("aten.conv", "aten.convolution", "aten.linear", "aten.mm", "aten.addmm", "aten.matmul", "aten.bmm")
 _VIEWS = tuple(

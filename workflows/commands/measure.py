@@ -101,7 +101,8 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     import torch
 
     from data.cores import usable_cores
-    from hyfi_core.cost.machine import DEFAULT_MACHINE, SharedCores
+    from hyfi_core.cost.machine import SharedCores
+    from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
     from hyfi_core.runtime.launch import made_current
     from workflows.commands.bench.calibration import calibrated
     from workflows.commands.bench.measured_layers import LayerBench
@@ -151,7 +152,8 @@ def _machine(
     host: float | None,
 ) -> MachineModel:
     """Return the machine model with these rates; ``here`` ranks or devices are on a node."""
-    from hyfi_core.cost.machine import DEFAULT_MACHINE, KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
+    from hyfi_core.cost.machine import KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
+    from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
     from workflows.commands.bench.measured_layers import WEIGHTS_OF_BLOCK
 
     rates, kinds = alone.rates, alone.kinds

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hyfi_core.errors import RequestError
-from workflows.commands.simulate import classes_of, describe, forecast_json, machine_of, plan_text
+from workflows.commands.simulate import classes_of, default_machine, describe, forecast_json, machine_of, plan_text
 from workflows.config.load import Config, load_config
 from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE
@@ -90,7 +90,7 @@ def _plan_predictions(
 ) -> int:
     """Print the best ways to predict or to validate; the arguments are those of ``run``."""
     from hyfi_core.cells.prediction_plans import PredictionNeeds, prediction_plans
-    from hyfi_core.cost.machine import load_machine
+    from hyfi_core.cost.machines.machine_file import load_machine
     from workflows.evaluation.models import model_fields
     from workflows.evaluation.prediction_plan import EvaluatedModel, command_line, description, plans_json
     from workflows.training.memory import PROCESS_BYTES
@@ -105,8 +105,10 @@ def _plan_predictions(
     else:
         settings = load_config(config, overrides, ignore_plan=True)
         fields, size = model_fields(settings.model, classes_of(settings)), settings.data.size_px
-        model = EvaluatedModel(config, fields, (size[0], size[1]), settings.run.precision)
-        kind = machine_of(settings, machine)
+        precision, tf32 = settings.run.precision, settings.run.rounds_to_tf32
+        model = EvaluatedModel(config, fields, (size[0], size[1]), precision, tf32)
+        kind = load_machine(machine or default_machine(settings))
+    kind = kind.with_tf32() if purpose == "validate" and model.tf32 else kind  # predictions are not rounded
     needs = PredictionNeeds(
         command=purpose,  # type: ignore[arg-type]
         ranks=ranks or kind.devices_per_node,

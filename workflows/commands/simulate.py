@@ -71,10 +71,16 @@ def plan_text(plan: ParallelPlan) -> str:
 
 
 def machine_of(config: Config, name: str | None) -> MachineModel:
-    """Return the machine model of this name or file; None: ``h100`` if ``run.device`` is ``cuda``, else ``cpu``."""
-    from hyfi_core.cost.machine import load_machine
+    """Return the machine of this name or file with the arithmetic of the run; None: see ``default_machine``."""
+    from hyfi_core.cost.machines.machine_file import load_machine
 
-    return load_machine(name or ("h100" if config.run.device == "cuda" else "cpu"))
+    machine = load_machine(name or default_machine(config))
+    return machine.with_tf32() if config.run.rounds_to_tf32 else machine
+
+
+def default_machine(config: Config) -> str:
+    """Return the name of the machine that stands for this run's devices."""
+    return "h100" if config.run.device == "cuda" else "cpu"
 
 
 def classes_of(config: Config) -> int:

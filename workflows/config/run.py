@@ -109,6 +109,11 @@ class RunConfig(Section):
         "host then waits for each step), or it is only recorded (continue); weights are saved only if finite",
     )
 
+    @property
+    def rounds_to_tf32(self) -> bool:
+        """Whether GPUs with tensor cores round the operands of products and convolutions to TF32."""
+        return self.tf32 and self.precision == "float32"
+
     @model_validator(mode="after")
     def _one_length(self) -> RunConfig:
         if (self.epochs is None) == (self.steps is None):

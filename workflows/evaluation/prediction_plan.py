@@ -33,6 +33,7 @@ class EvaluatedModel:
         fields: The ``model`` of a ``model.json``.
         size_px: (height, width) of the images.
         precision: Of the training; ``hyfi validate`` computes in it.
+        tf32: Whether ``hyfi validate`` may round float32 products to TF32, as the training did.
         checkpoint: The folder of its weights, if it was read from one.
     """
 
@@ -40,6 +41,7 @@ class EvaluatedModel:
     fields: Mapping[str, Any]
     size_px: tuple[int, int]
     precision: str
+    tf32: bool
     checkpoint: Path | None = None
 
     @classmethod
@@ -69,7 +71,9 @@ class EvaluatedModel:
             right = isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
             if not right:
                 raise RequestError(f"{override}: use one or two whole numbers, as in {_SIZE}16384 or [8192, 16384]")
-        return cls(checkpoint, model["model"], (size[0], size[1]), str(model.get("precision", "float32")), checkpoint)
+        precision = str(model.get("precision", "float32"))
+        tf32 = precision == "float32" and bool(model.get("tf32", False))
+        return cls(checkpoint, model["model"], (size[0], size[1]), precision, tf32, checkpoint)
 
     def program(self) -> Program:
         """Return the captured model in evaluation mode, for one image.

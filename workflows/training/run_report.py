@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.runtime.engine import Engine
 from workflows.console import counted, emit_json, say, warn
 from workflows.training.job import TrainingJob

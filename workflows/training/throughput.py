@@ -74,7 +74,7 @@ def peak_flops_per_s(config: Config, trainers: int, device: str) -> float | None
     Raises:
         RequestError: There is no such machine, or it computes on another kind of device than the run.
     """
-    from hyfi_core.cost.machine import load_machine
+    from hyfi_core.cost.machines.machine_file import load_machine
 
     if config.run.machine is None:
         return None
@@ -84,6 +84,7 @@ def peak_flops_per_s(config: Config, trainers: int, device: str) -> float | None
             f"run.machine: given {config.run.machine}, which has the peak of a {machine.device} device, but trainers "
             f"compute on {device}; give a file of `hyfi doctor --measure FILE.yaml`, or null"
         )
+    machine = machine.with_tf32() if config.run.rounds_to_tf32 else machine
     return trainers * machine.peak_flops_per_s[config.run.precision]
 
 

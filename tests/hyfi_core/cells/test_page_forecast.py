@@ -12,7 +12,7 @@ import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.cells import paging
 from hyfi_core.comm.alone import AloneCommunicator
-from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.models.resnet import resnet10, resnet18
 from hyfi_core.plan.box import Box
 

@@ -14,7 +14,7 @@ import hyfi_core
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.prediction_plans import PredictionNeeds, prediction_plans
 from hyfi_core.comm.base import Communicator
-from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.cost.simulator import forecast_step
 from hyfi_core.errors import RequestError
 from hyfi_core.models.resnet import resnet6

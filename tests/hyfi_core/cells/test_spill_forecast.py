@@ -17,7 +17,7 @@ from hyfi_core.cells import paging
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.spill_forecast import SpillForecast, _spilled
 from hyfi_core.comm.alone import AloneCommunicator
-from hyfi_core.cost.machine import DEFAULT_MACHINE, load_machine
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE, load_machine
 from hyfi_core.cost.plan_family import PlanRequest
 from hyfi_core.cost.planner import best_plans
 from hyfi_core.errors import MemoryLimitError, RequestError

@@ -11,7 +11,7 @@ from torch import nn
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.branch_packing import pack_branches
-from hyfi_core.cost.machine import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.cost.operators import operator_costs
 from hyfi_core.models.resnet import resnet10
 from hyfi_core.plan.branches import Branches

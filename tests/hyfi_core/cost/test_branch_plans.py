@@ -11,7 +11,7 @@ import torch
 from hyfi_core.capture.program import Program
 from hyfi_core.cost import branch_plans
 from hyfi_core.cost.branch_plans import best_of_all_plans
-from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.cost.plan_family import PlanRequest
 from hyfi_core.cost.planner import best_plans
 from tests.harness import captured_once

@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hyfi_core.cost.machine import (
-    DEFAULT_MACHINE,
-    MACHINES,
-    Crowding,
-    SharedCores,
-    UpdateCost,
-    load_machine,
-    machine_names,
-)
+from hyfi_core.cost.machine import Crowding, SharedCores, UpdateCost
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE, MACHINES, load_machine, machine_names
 from hyfi_core.errors import RequestError
 
 
@@ -76,6 +69,20 @@ def test_what_a_measured_machine_knows_more_is_added_and_written(tmp_path: Path)
     path = tmp_path / "machine.yaml"
     path.write_text(machine.to_yaml())
     assert load_machine(path) == machine
+
+
+@pytest.mark.parametrize(("name", "slower"), [("h100", 494 / 67), ("a100", 156 / 19.5)])
+def test_float32_takes_tensor_cores_only_where_its_operands_may_be_rounded(name: str, slower: float) -> None:
+    machine = load_machine(name)
+    kernels, tensor_kernels = machine.scalar_efficiency["convolution"][0], machine.efficiency["convolution"][0]
+    plain_s, rounded_s = (one.operator_s(1e13, 1.0) for one in (machine, machine.with_tf32()))
+    assert plain_s / rounded_s == pytest.approx(slower * tensor_kernels / kernels) and plain_s > 1.9 * rounded_s
+    assert machine.with_tf32().operator_s(1e13, 1.0, dtype="bfloat16") == machine.operator_s(
+        1e13, 1.0, dtype="bfloat16"
+    )
+    assert machine.operator_s(1e13, 1.0, dtype="float64") > plain_s
+    without = load_machine("v100-lassen")
+    assert without.with_tf32() == without
 
 
 def test_maps_of_a_gpu_leave_over_its_link_to_the_host() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hyfi_core.cost.machine import DEFAULT_MACHINE, DeviceLink, MachineModel
+from hyfi_core.cost.machine import DeviceLink, MachineModel
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.cost.node_links import NodeLinks, Way
 from hyfi_core.cost.simulator import forecast_step
 from hyfi_core.cost.stage_cost import StageCosts

@@ -17,7 +17,7 @@ from hyfi_core.cells.budget import with_cells
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost import planner
 from hyfi_core.cost.cuts import cut_candidates
-from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.cost.memory import FORECAST_OFF
 from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
 from hyfi_core.cost.plan_family import PlanRequest, candidates

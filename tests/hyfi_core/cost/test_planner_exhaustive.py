@@ -14,7 +14,7 @@ from torch import nn
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.lowered_stages import LoweredPlans
-from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.cost.memory import FORECAST_OFF
 from hyfi_core.cost.plan_family import PlanRequest
 from hyfi_core.cost.planner import best_plans

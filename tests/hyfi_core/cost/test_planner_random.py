@@ -11,7 +11,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.comm.base import Communicator
-from hyfi_core.cost.machine import load_machine, machine_names
+from hyfi_core.cost.machines.machine_file import load_machine, machine_names
 from hyfi_core.cost.memory import FORECAST_OFF
 from hyfi_core.cost.plan_family import PlanRequest
 from hyfi_core.cost.planner import best_plans

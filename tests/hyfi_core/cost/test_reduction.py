@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from hyfi_core.cost.machine import DeviceLink, MachineModel, load_machine
+from hyfi_core.cost.machine import DeviceLink, MachineModel
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.cost.reduction import GradientHolders
 from hyfi_core.plan.parallel_plan import BUCKET_BYTES, ParallelPlan
 

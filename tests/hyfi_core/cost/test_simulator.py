@@ -14,7 +14,8 @@ from hyfi_core.capture.program import Program
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost import simulator
 from hyfi_core.cost.cuts import with_cuts
-from hyfi_core.cost.machine import DEFAULT_MACHINE, DeviceLink, SharedCores, UpdateCost, load_machine
+from hyfi_core.cost.machine import DeviceLink, SharedCores, UpdateCost
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE, load_machine
 from hyfi_core.cost.operators import operator_costs
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.cost.stage_cost import StageCosts

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from hyfi_core.cost.machine import MachineModel, load_machine
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.benchmarks.headlines import ahead
 from workflows.benchmarks.headlines.forecasts import NETWORKS, Forecasts

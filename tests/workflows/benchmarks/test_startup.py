@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.benchmarks.scale.startup import Imports, StartupSite, startup
 

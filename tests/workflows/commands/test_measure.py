@@ -12,7 +12,8 @@ from torch import nn
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.cost.machine import DEFAULT_MACHINE, KINDS, load_machine
+from hyfi_core.cost.machine import KINDS
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE, load_machine
 from tests.conftest import Hyfi
 from workflows.benchmarks.reduction import sleep
 from workflows.commands import measure

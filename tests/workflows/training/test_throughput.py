@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.errors import RequestError
 from tests.workflows.archive import make_config
 from tests.workflows.runs import run_on
@@ -42,6 +42,14 @@ def test_the_peak_is_that_of_the_machine_given(tmp_path: Path) -> None:
     assert peak_flops_per_s(given, 4, "cpu") == 4 * load_machine("cpu").peak_flops_per_s["float64"]
     with pytest.raises(RequestError, match=r"run.machine: given cpu, which has the peak of a cpu device.*cuda:1"):
         peak_flops_per_s(given, 4, "cuda:1")
+    peaks = load_machine("h100").peak_flops_per_s
+    for precision, tf32, peak in (
+        ("float32", False, peaks["float32"]),
+        ("float32", True, peaks["tf32"]),
+        ("bfloat16", True, peaks["bfloat16"]),
+    ):
+        run = {"machine": "h100", "precision": precision, "tf32": tf32}
+        assert peak_flops_per_s(load_config(make_config(tmp_path, tmp_path, run=run), []), 2, "cuda:0") == 2 * peak
 
 
 @pytest.mark.usefixtures("in_process")

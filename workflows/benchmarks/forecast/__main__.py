@@ -35,7 +35,8 @@ from scipy.stats import spearmanr
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.cuts import with_cuts
-from hyfi_core.cost.machine import MachineModel, load_machine
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.cost.plan_family import PlanRequest
 from hyfi_core.cost.planner import best_plans
 from hyfi_core.cost.simulator import StepForecast, forecast_step

@@ -12,7 +12,8 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cells.spill_forecast import SpillForecast
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.lowered_stages import LoweredPlans
-from hyfi_core.cost.machine import MachineModel, load_machine
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.models.amoebanet import amoebanet_d
@@ -74,7 +75,7 @@ class Forecasts:
             machine: see ``step``.
             but_last: whether the last micro-batch keeps its activations.
         """
-        program, model = self._program(network, size, images // plan.microbatches), load_machine(machine)
+        program, model = self._program(network, size, images // plan.microbatches), self.machine(machine)
         stages = StageCosts(program, plan, model, known=self._lowered.setdefault(machine, {})).stages
         *others_s, last_s = (stage.forward_s for stage in stages)
         theirs, ours = int(not but_last), int(recomputes(plan, plan.stages - 1))  # ours does not where it saves nothing
@@ -82,7 +83,7 @@ class Forecasts:
 
     def machine(self, name: str) -> MachineModel:
         """Return a machine of the package."""
-        return load_machine(name)
+        return load_machine(name).with_tf32()
 
     def _program(self, network: str, size: int, images: int) -> Program:
         key = network, size, images

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hyfi_core.comm.base import Communicator
-from hyfi_core.cost.machine import DTYPES
+from hyfi_core.cost.machines.machine_file import DTYPES
 from workflows.commands.bench.measured_layers import HEAVY, LAYERS, NARROW, LayerBench, LayerTimes, MeasuredKind
 from workflows.commands.bench.measured_operators import CASES, OperatorBench
 

@@ -15,7 +15,7 @@ from hyfi_core.cost.fit import fitting_cuts
 from hyfi_core.cost.fit.fitting_cuts import FittingCuts, Rows, StagesAnywhere, average_bytes
 from hyfi_core.cost.fit.plan_memory import PlanMemory
 from hyfi_core.cost.fit.stage_table import StageTable
-from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.cost.plan_bounds import PlanBounds
 from hyfi_core.cost.plan_family import PlanRequest
 from hyfi_core.models.resnet import resnet6

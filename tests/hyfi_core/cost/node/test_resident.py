@@ -13,7 +13,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.capture.stages import cut_program
 from hyfi_core.comm.base import Communicator
-from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.cost.node.resident import (
     HEAP_BLOCK_BYTES,
     HUGE_PAGE_BYTES,

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel, SharedCores
+from hyfi_core.cost.machine import MachineModel, SharedCores
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.cost.node.shared_cores import on_shared_cores
 from hyfi_core.cost.simulator import forecast_step
 from hyfi_core.plan.parallel_plan import ParallelPlan

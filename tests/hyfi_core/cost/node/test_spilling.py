@@ -8,7 +8,7 @@ import pytest
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.lowered_stages import LoweredPlans
-from hyfi_core.cost.machine import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.cost.node.spilling import NOTHING_SPILLED, SpilledMaps, SpillTimes
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.plan.parallel_plan import ParallelPlan

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hyfi_core.cost.machine import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.cost.simulator import forecast_step
 from tests.harness import captured_once
 from tests.hyfi_core.cost.test_simulator import Network
