@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.samples.keyed import keyed_uniforms
+from data.samples.turn import turned
 from hyfi_core.plan.box import Box
 
 HAEMATOXYLIN, EOSIN = (0.650, 0.704, 0.286), (0.072, 0.990, 0.105)
@@ -20,7 +21,6 @@ HAEMATOXYLIN, EOSIN = (0.650, 0.704, 0.286), (0.072, 0.990, 0.105)
 _STEPS = 8192
 _MAX_DENSITY = 8.0
 _STRIP_PX = 32_768
-_COPIED_COLUMNS = 32
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,9 @@ class Variation:
 
     def apply(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the augmented pixels of a box, given those of its :meth:`source`; (3, h, w) uint8, a new array."""
-        turned = np.rot90(pixels[:, :, ::-1] if self.mirror else pixels, self.turns, axes=(1, 2))
-        return self.recolour(_contiguous(turned))
+        moves, colours = self.mirror or self.turns % 4 != 0, not self._keeps_colours
+        moved = turned(pixels, self.mirror, self.turns) if moves else pixels
+        return self.recolour(moved) if colours or not moves else moved
 
     def recolour(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the pixels with changed stain, brightness and contrast; (3, h, w) uint8, a new array.
@@ -99,7 +100,7 @@ class Variation:
         only elementwise float32 products and sums in a fixed order: unlike with a matrix product, a pixel's result does
         not depend on its position in the array.
         """
-        if self.stains == (1.0, 1.0) and self.density == 1.0 and self.contrast == 1.0:
+        if self._keeps_colours:
             return pixels.copy()
         to_density, to_value, mix = _density_table(), self._value_table(), self._mix()
         result = np.empty_like(pixels)
@@ -114,6 +115,10 @@ class Variation:
                 np.clip(mixed, 0, _STEPS - 1, out=mixed)
                 np.take(to_value, mixed.astype(np.uint16), out=out[channel, strip], mode="clip")
         return result
+
+    @property
+    def _keeps_colours(self) -> bool:
+        return self.stains == (1.0, 1.0) and self.density == 1.0 and self.contrast == 1.0
 
     def _mix(self) -> NDArray[np.float32]:
         """Return the matrix M for which ``density @ M`` has scaled amounts of stain; density is (red, green, blue).
@@ -131,15 +136,6 @@ class Variation:
         values = 256.0 * np.exp(-density) - 1.0
         table: NDArray[np.float64] = np.clip(np.rint(255.0 - (255.0 - values) * self.contrast), 0, 255)
         return table.astype(np.uint8)
-
-
-def _contiguous(view: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return a contiguous copy of a rotated view; written in strips, so that rows of the source stay in the cache."""
-    copied = np.empty(view.shape, np.uint8)
-    for x in range(0, view.shape[2], _COPIED_COLUMNS):
-        strip = slice(x, x + _COPIED_COLUMNS)
-        copied[:, :, strip] = view[:, :, strip]
-    return copied
 
 
 def _density_table() -> NDArray[np.float32]:

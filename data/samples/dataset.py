@@ -42,8 +42,10 @@ class SlideReader(Protocol):
         """The pyramid, finest first."""
         ...
 
-    def read(self, box: Box, level: int = 0) -> NDArray[np.uint8]:
-        """Return the pixels of a box, (3, h, w)."""
+    def read(
+        self, box: Box, level: int = 0, threads: int = 1, out: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint8]:
+        """Return the pixels of a box, (3, h, w), in ``out`` if it is given."""
         ...
 
     def tissue(self, mpp_um: float | None = None) -> tuple[NDArray[np.bool_], tuple[float, float]]:
@@ -258,7 +260,7 @@ class SlideDataset:
         pixels = np.full((3, *box.shape), BACKGROUND, np.uint8)
         for piece in view.to_slide(box):
             rows, columns = piece.target.relative_to(box).slices()
-            pixels[:, rows, columns] = self.slide(index).read(piece.source, self.level(index))
+            self.slide(index).read(piece.source, self.level(index), out=pixels[:, rows, columns])
         return pixels
 
     def _view_factory(self, index: int) -> Callable[[tuple[int, int], float], View]:

@@ -31,6 +31,8 @@ import numpy as np
 import simplejpeg
 import tifffile
 
+from workflows.benchmarks.one_core import cpu_s
+
 
 @dataclass(frozen=True)
 class Served:
@@ -103,7 +105,7 @@ def _places(about: dict[str, Any], levels: Sequence[int], count: int) -> Iterato
 def _fetch(pid: int, addresses: Sequence[str]) -> Served:
     parts = urlsplit(addresses[0])
     connection = HTTPConnection(parts.hostname or "", parts.port)
-    before, taken = _cpu_s(pid), []
+    before, taken = cpu_s(pid), []
     for address in addresses:
         start = time.perf_counter()
         connection.request("GET", urlsplit(address).path)
@@ -113,7 +115,7 @@ def _fetch(pid: int, addresses: Sequence[str]) -> Served:
         if answer.status != 200 or not data:
             raise SystemExit(f"{address}: {answer.status} {data[:200]!r}")
     connection.close()
-    return Served(taken, _cpu_s(pid) - before)
+    return Served(taken, cpu_s(pid) - before)
 
 
 def draw(folder: Path, side_px: int) -> Path:
@@ -143,12 +145,6 @@ def draw(folder: Path, side_px: int) -> Path:
 def _json(address: str) -> Any:
     with urllib.request.urlopen(address, timeout=60) as answer:
         return json.load(answer)
-
-
-def _cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process, in user and system mode (Linux, proc(5))."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
 
 
 def _status_mib(pid: int, name: str) -> float:

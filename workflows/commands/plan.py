@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hyfi_core.errors import RequestError
-from workflows.commands.simulate import classes_of, default_machine, describe, forecast_json, machine_of, plan_text
+from workflows.commands.simulate import (
+    classes_of,
+    default_machine,
+    describe,
+    forecast_json,
+    input_bytes_per_s,
+    input_text,
+    machine_of,
+    plan_text,
+)
 from workflows.config.load import Config, load_config
 from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE
@@ -71,7 +80,10 @@ def run(
         write_plan(config, found.plans[0].plan)
         say(f"{config}: plan written")
     if as_json:
-        plans = [forecast_json(one, images) for one in found.plans]
+        plans = [
+            {**forecast_json(one, images), "input_bytes_per_s": input_bytes_per_s(one, images, settings)}
+            for one in found.plans
+        ]
         emit_json({"machine": model.name, "ranks": ranks, "plans": plans, "alternatives": _alternatives(found)})
     return DONE
 
@@ -259,7 +271,7 @@ def _print_plans(found: PlanSearch, settings: Config, batch: int, machine: Machi
     say(f"machine: {machine.name}; {found.candidates} plans, {found.simulated} simulated")
     for number, one in enumerate(found.plans, 1):
         say(f"\n{number}. {plan_text(one.plan)}")
-        for line in describe(one, batch, machine):
+        for line in (*describe(one, batch, machine), input_text(one, batch, settings)):
             say(f"   {line}")
     best = found.plans[0]
     for name, other in found.alternatives.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +54,14 @@ def run(
     forecast = forecast_step(program, plan, model, programs.autocast_dtype, spills=spills)
     say(plan_text(plan))
     say(f"machine: {model.name}")
-    for line in describe(forecast, batch, model):
+    for line in (*describe(forecast, batch, model), input_text(forecast, batch, settings)):
         say(line)
     if trace is not None:
         write_atomically(trace, to_json(forecast.events()).encode())
         say(f"trace: {trace} (open it with https://ui.perfetto.dev)")
     if as_json:
-        emit_json({"machine": model.name, "ranks": plan.ranks, **forecast_json(forecast, batch)})
+        needs = {"input_bytes_per_s": input_bytes_per_s(forecast, batch, settings)}
+        emit_json({"machine": model.name, "ranks": plan.ranks, **forecast_json(forecast, batch), **needs})
     return DONE
 
 
@@ -148,6 +150,24 @@ def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[
     if forecast.plan.spill is not None:
         lines.append(_spilling(forecast))
     return lines
+
+
+def input_bytes_per_s(forecast: StepForecast, batch: int, config: Config) -> float:
+    """Return the bytes of pixels that all trainers take in a second."""
+    height, width = config.data.size_px
+    return 3 * height * width * forecast.images_per_s(batch)
+
+
+def input_text(forecast: StepForecast, batch: int, config: Config) -> str:
+    """Return what loaders and storage must give, as a line of text."""
+    from data.loading.rates import core_bytes_per_s
+
+    given, each = input_bytes_per_s(forecast, batch, config), core_bytes_per_s(config.data.augment.build())
+    return (
+        f"input: {given / 1e9:.2g} GB/s of pixels, for which loaders need about {ceil(given / each)} cores "
+        f"({each / 1e9:.2g} GB/s each with this data.augment) and storage that reads as much, divided by the store's "
+        "compression"
+    )
 
 
 def _spilling(forecast: StepForecast) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from data.missing import MISSING
 from workflows.config.section import Count, Positive, Section, Share, Size, UserPath
+
+if TYPE_CHECKING:
+    from data.samples.augment import Augment
 
 
 class AugmentConfig(Section):
@@ -24,6 +27,12 @@ class AugmentConfig(Section):
     colour: Share = Field(
         0.05, description="a number from 0 to 1: spread of brightness and contrast, factors in 1 ± this; 0 turns it off"
     )
+
+    def build(self) -> Augment:
+        """Return the augmentation."""
+        from data.samples.augment import Augment
+
+        return Augment(self.flips, self.stain, self.colour)
 
 
 def _augment(value: Any) -> Any:

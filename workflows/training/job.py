@@ -192,11 +192,10 @@ def prepare(config: Config) -> TrainingJob:
             f"no slide to train on: none of the {len(rows)} slides of {data.store} is done, has a {data.target} in "
             f"{labels_path} and is in 'train' of {splits_path}"
         )
-    augment = Augment(data.augment.flips, data.augment.stain, data.augment.colour)
     return TrainingJob(
         config,
         labels.classes,
-        dataset_of(config, train, augment),
+        dataset_of(config, train, data.augment.build()),
         dataset_of(config, val, None),
         _weights(config, labels, train),
         match_labels(rows, labels, splits),

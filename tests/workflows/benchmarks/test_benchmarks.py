@@ -26,6 +26,7 @@ SMALL = {
     "headlines": ["--only", "Chimera"],
     "ingest_memory": ["--size", "1024", "--mpp", "0.5"],
     "layers": ["--depth", "3", "--filters", "16", "--stages", "2", "--size", "64"],
+    "loader": ["SLIDE", "--px", "256", "--images", "2", "--rounds", "1"],
     "networks": None,  # needs packages of third parties
     "offload": ["--size", "256", "--steps", "25", "--rounds", "1"],
     "overlap": ["--size", "128", "--steps", "1"],
@@ -42,7 +43,7 @@ SMALL = {
     "tissue": ["--mpp", "1", "2", "--drawn", "1024", "--slides", "1"],
     "view": ["SLIDE", "--tiles", "24", "--gigapixel", "3000"],
 }
-PARTS = {"__init__"}
+PARTS = {"__init__", "one_core"}
 
 
 def test_all_benchmarks_are_known_here() -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+from math import ceil
 from pathlib import Path
 
 import pytest
 import yaml
 
+from data.loading.rates import core_bytes_per_s
+from data.samples.augment import Augment
 from hyfi_core.errors import RequestError
 from workflows.commands import simulate
 
@@ -36,6 +39,10 @@ def test_a_step_is_forecast_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "bound by" in text and "exposed communication: stage" in text
     assert found["ranks"] == 3 and found["plan"]["grids"] == [[1, 2], [1, 1]] and len(found["plan"]["cuts"]) == 1
     assert found["images_per_s"] == pytest.approx(4 / found["step_s"]) and 0 < found["bubble"] < 1
+    images, pixels = found["images_per_s"], yaml.safe_load((tmp_path / "run.yaml").read_text())["data"]["size_px"] ** 2
+    assert found["input_bytes_per_s"] == pytest.approx(3 * pixels * images)
+    cores = ceil(found["input_bytes_per_s"] / core_bytes_per_s(Augment()))
+    assert f"loaders need about {cores} cores" in text
     assert found["memory_bytes"] == max(found["rank_memory_bytes"]) > 400_000_000
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["name"] for event in events if event.get("cat") == "F"} == {

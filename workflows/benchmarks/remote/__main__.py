@@ -13,30 +13,24 @@ ratios to the folder, cold and open.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.loading.decode_pool import DecodePool
-from data.loading.decode_worker import ChildWorker, Memory, Worker
 from data.location import location
 from data.samples.dataset import SlideDataset, SlideRef
 from data.store.slide_store import slide_path
-from hyfi_core.plan.box import Box
 from pathology.ingest.archive import Request, ingest
 from pathology.ingest.options import IngestOptions
 from pathology.synthetic.archive import plan_archive, write_archive_slide
+from workflows.benchmarks.one_core import on_cores, preparing
 from workflows.benchmarks.remote.slow_disk import SlowOpener
 
 MPP = 0.5
-AHEAD = 8
-"""Images that the worker has ahead."""
 DRAWN = 6
 """Slides that are drawn; others are the same under other names."""
 PASSES = ("cold", "open")
@@ -117,51 +111,12 @@ def running_server(folder: Path, latency_ms: float) -> Iterator[str]:
         process.communicate()
 
 
-@contextmanager
-def on_cores(number: int) -> Iterator[None]:
-    """Context in which processes are started on one core, by its number among those that this process may use."""
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(allowed)[number]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def start_on_a_core(memory: Memory) -> Worker:
-    """Start a worker on the first core."""
-    with on_cores(0):
-        return ChildWorker(memory)
-
-
 def passes(samples: SlideDataset, at_a_time: int) -> tuple[float, float]:
     """Return the megapixels per second at which a worker prepares all images, cold and again."""
     height, width = samples.size_px
-    whole = Box.of_size(height, width)
-    pool = DecodePool(samples, 1, slots=AHEAD, slot_bytes=3 * whole.area, start=start_on_a_core, at_a_time=at_a_time)
-    try:
-        prepare(pool, [0], whole)  # a worker has started, and connected
-        rest, rates = range(1, len(samples)), []
-        for _ in PASSES:
-            begin = time.perf_counter()
-            prepare(pool, rest, whole)
-            rates.append(whole.area * len(rest) / 1e6 / (time.perf_counter() - begin))
-        return rates[0], rates[1]
-    finally:
-        pool.close()
-
-
-def prepare(pool: DecodePool, images: Sequence[int], whole: Box) -> None:
-    """Prepare images in order, as many ahead as the pool has slots."""
-    submitted = 0
-    for number in range(len(images)):
-        while submitted < len(images) and pool.has_free_slot:
-            pool.submit(submitted, 0, images[submitted], (whole,))
-            submitted += 1
-        while pool.parts(number) is None:
-            if not pool.collect():
-                pool.wait(1.0)
-        pool.release(number)
+    megapixels = height * width * (len(samples) - 1) / 1e6
+    cold, again = preparing(samples, len(samples), (height, width), len(PASSES), at_a_time)
+    return megapixels / cold.seconds, megapixels / again.seconds
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Benchmark of a loader's decoding worker."""

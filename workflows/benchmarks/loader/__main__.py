@@ -1,0 +1,115 @@
+"""Benchmark of a loader's decoding worker: bytes of pixels that one core prepares in a second, from a local store.
+
+    python -m workflows.benchmarks.loader SLIDE.svs [--px 4096] [--images 4] [--rounds 3]
+
+The slide is ingested. A worker on one core then prepares squares of it ahead of time, as it does for trainers: as they
+are, only turned, and with the default augmentation. zarr-python reads the same squares with one thread, and tensorstore
+does if it is installed (``pip install -e .[test,rivals]``). All take turns in each round. The last lines are medians,
+MB of pixels for a second of processor time, and ratios to zarr-python within each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.samples.augment import Augment
+from data.store.slide_store import SlideStore, slide_path
+from hyfi_core.plan.box import Box
+from pathology.ingest.archive import Request, ingest
+from pathology.ingest.options import IngestOptions
+from workflows.benchmarks.loader.squares import Squares
+from workflows.benchmarks.one_core import preparing
+
+MB = 1e6
+
+
+def main() -> None:
+    """Measure and print the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("slide", type=Path)
+    parser.add_argument("--px", type=int, default=4096, help="side of a square")
+    parser.add_argument("--images", type=int, default=4, help="squares, at least 2; the first one is not timed")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
+        store = Path(name) / "store"
+        (record,) = ingest(Request([given.slide], store, IngestOptions(native=True))).done
+        rates = measure(slide_path(store, record.slide_id), given.px, given.images, given.rounds)
+    report(rates)
+
+
+def measure(path: Path, side_px: int, images: int, rounds: int) -> dict[str, list[float]]:
+    """Return the bytes a second of each way to read, one of each round."""
+    boxes = squares(path, side_px, images)
+    samples = {
+        "worker": Squares(path, boxes, None),
+        "worker, turned": Squares(path, boxes, Augment(stain=0.0, colour=0.0)),
+        "worker, augmented": Squares(path, boxes, Augment()),
+    }
+    ways: dict[str, Callable[[], float]] = {name: _preparing(one) for name, one in samples.items()}
+    ways |= {name: _reading(read, boxes) for name, read in _others(path).items()}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, seconds in ways.items():
+            rates[name].append(3 * sum(box.area for box in boxes[1:]) / seconds())
+    return rates
+
+
+def squares(path: Path, side_px: int, images: int) -> tuple[Box, ...]:
+    """Return squares around the middle of the slide, beside each other."""
+    level = SlideStore.open(path).levels[0]
+    side = min(side_px, level.height_px, level.width_px // images)
+    y0, x0 = (level.height_px - side) // 2, (level.width_px - images * side) // 2
+    return tuple(Box(y0, y0 + side, x0 + n * side, x0 + (n + 1) * side) for n in range(images))
+
+
+def report(rates: dict[str, list[float]]) -> None:
+    """Print the medians, and the ratios to zarr-python of each round."""
+    for name, found in rates.items():
+        ratio = statistics.median(ours / other for ours, other in zip(found, rates["zarr-python"], strict=True))
+        print(f"{name}: {statistics.median(found) / MB:.0f} MB/s a core, {ratio:.2f} of zarr-python")
+
+
+def _preparing(samples: Squares) -> Callable[[], float]:
+    """Return a function that gives the processor time in which a worker prepares all squares but the first."""
+    return lambda: preparing(samples, len(samples.boxes), samples.boxes[0].shape, 1)[0].cpu_s
+
+
+def _others(path: Path) -> dict[str, Callable[[Box], Any]]:
+    """Return what reads a box of the slide by other libraries, with one thread."""
+    import zarr
+
+    zarr.config.set({"threading.max_workers": 1, "async.concurrency": 1})
+    array: Any = zarr.open_group(path, mode="r")["0"]
+    found: dict[str, Callable[[Box], Any]] = {"zarr-python": lambda box: array[(slice(None), *box.slices())]}
+    try:
+        import tensorstore
+    except ImportError:
+        print("tensorstore: not installed")
+        return found
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path / "0")}}
+    context = {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
+    other = tensorstore.open(spec, open=True, context=tensorstore.Context(context)).result()
+    return found | {"tensorstore": lambda box: other[(slice(None), *box.slices())].read().result()}
+
+
+def _reading(read: Callable[[Box], Any], boxes: Sequence[Box]) -> Callable[[], float]:
+    """Return a function that gives the processor time in which ``read`` reads all boxes but the first."""
+
+    def seconds() -> float:
+        begin = time.process_time()
+        for box in boxes[1:]:
+            read(box)
+        return time.process_time() - begin
+
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

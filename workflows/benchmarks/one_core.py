@@ -1,0 +1,100 @@
+"""A decoding worker on one core, as that of a loader, for benchmarks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.loading.decode import Samples
+from data.loading.decode_pool import DecodePool
+from data.loading.decode_worker import ChildWorker, Memory, Worker
+from hyfi_core.plan.box import Box
+
+AHEAD = 8
+"""Images that the worker has ahead."""
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def on_cores(number: int) -> Iterator[None]:
+    """Context in which processes are started on one core, by its number among those that this process may use."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(allowed)[number]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def start_on_a_core(memory: Memory) -> Worker:
+    """Start a worker on the first core."""
+    with on_cores(0):
+        return ChildWorker(memory)
+
+
+@dataclass(frozen=True)
+class Preparing:
+    """What a worker took to prepare images once.
+
+    Attributes:
+        seconds: By the clock.
+        cpu_s: Of its processor time, at least one tick of its clock; other processes on its core lengthen it less.
+    """
+
+    seconds: float
+    cpu_s: float
+
+
+def preparing(
+    samples: Samples, count: int, size_px: tuple[int, int], passes: int, at_a_time: int = 1
+) -> list[Preparing]:
+    """Return what a worker on one core takes to prepare images, in each pass; the first image is not counted.
+
+    Args:
+        samples: Reads and augments images; their number is ``count``.
+        count: Number of images, at least 2.
+        size_px: (height, width) of each.
+        passes: How often they are prepared.
+        at_a_time: Images that the worker reads at a time.
+    """
+    whole, found = Box.of_size(*size_px), []
+    pool = DecodePool(samples, 1, slots=AHEAD, slot_bytes=3 * whole.area, start=start_on_a_core, at_a_time=at_a_time)
+    try:
+        _prepare(pool, [0], whole)  # a worker has started, and connected
+        for _ in range(passes):
+            begin, used = time.perf_counter(), _cpu_s(pool)
+            _prepare(pool, range(1, count), whole)
+            found.append(Preparing(time.perf_counter() - begin, max(_TICK_S, _cpu_s(pool) - used)))
+        return found
+    finally:
+        pool.close()
+
+
+def _cpu_s(pool: DecodePool) -> float:
+    """Return the processor time of the pool's only worker so far."""
+    (worker,) = pool.workers
+    assert isinstance(worker, ChildWorker)
+    return cpu_s(worker.pid)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time of a process so far."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) * _TICK_S
+
+
+def _prepare(pool: DecodePool, images: Sequence[int], whole: Box) -> None:
+    """Prepare images in order, as many ahead as the pool has slots."""
+    submitted = 0
+    for number in range(len(images)):
+        while submitted < len(images) and pool.has_free_slot:
+            pool.submit(submitted, 0, images[submitted], (whole,))
+            submitted += 1
+        while pool.parts(number) is None:
+            if not pool.collect():
+                pool.wait(1.0)
+        pool.release(number)
