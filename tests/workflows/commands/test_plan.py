@@ -52,7 +52,7 @@ def test_the_best_plans_are_told_and_written(config: Path, capsys: pytest.Captur
 
 def test_nothing_is_written_where_nothing_is_asked_or_nothing_fits(config: Path) -> None:
     before = config.read_text()
-    assert plan.run(config, [], "cpu", 1, "2GB", 4, 1, Resumption(), False) == 0
+    assert plan.run(config, [], "cpu", 1, "2GB", 4, 1, False, False) == 0
     with pytest.raises(RequestError, match="fits into"):
         plan.run(config, [], "cpu", 1, "300MB", None, 1, True, False)
     with pytest.raises(RequestError, match=r"data\.batch_size 2; change it there"):
