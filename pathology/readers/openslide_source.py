@@ -110,8 +110,9 @@ class OpenSlideSource:
             raise UnsupportedFormatError("OpenSlide does not know the format") from error
         except openslide.OpenSlideError as error:
             reason = f"OpenSlide cannot open it: {_reason(error, self._path, 'Slidedat.ini or Index.dat')}"
-            # OpenSlide supports the scanner, but not the compression of this file's tiles.
-            raise (UnsupportedFormatError if "compression" in str(error) else SlideError)(reason) from error
+            # The scanner is supported, but not the compression of this file's tiles, or a tag is left out as TIFF allows.
+            others = "compression" in str(error) or "required TIFF tag" in str(error)
+            raise (UnsupportedFormatError if others else SlideError)(reason) from error
 
     def _new_handle(self) -> openslide.OpenSlide:
         slide = open_handle(self._path)

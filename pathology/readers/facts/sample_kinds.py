@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 _SIGNED, _FLOAT = 2, 3
-_BEFORE = "python -c \"import tifffile as t; a = t.imread('IN.tif', key=0)"
+_WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _PALETTE, _INKS, _YCBCR = 0, 1, 2, 3, 5, 6
+_ASSOCIATED = 1
+_IMPORTS = 'python -c "import tifffile as t; '
 _AFTER = (
     "t.imwrite('OUT.tif', a, photometric='rgb' if a.ndim == 3 else 'minisblack', tile=(512, 512), "
     "compression='deflate', bigtiff=True)\""
@@ -26,19 +28,51 @@ def is_unsigned(page: Any) -> bool:
 
 
 def conversion(page: Any) -> str:
-    """Return a sentence with the command that converts a page to 8-bit RGB or grey."""
-    steps = [_BEFORE, *_steps(page), _AFTER]
-    return f"Convert it first, and give its microns per pixel with --slide-mpp: {'; '.join(steps)}"
+    """Return a sentence with the command that converts a page to 8-bit RGB or grey; without one if none is known."""
+    steps = _steps(page)
+    if not steps:
+        return "Export it as 8-bit RGB from the program that wrote it"
+    return _command(steps)
+
+
+def _command(steps: Sequence[str]) -> str:
+    return f"Convert it first, and give its microns per pixel with --slide-mpp: {_IMPORTS}{'; '.join([*steps, _AFTER])}"
 
 
 def _steps(page: Any) -> list[str]:
-    if page.photometric == 5:  # inks
-        return ["from PIL import Image", "import numpy", "a = numpy.asarray(Image.open('IN.tif').convert('RGB'))"]
-    steps = ["a = a.transpose(1, 2, 0)"] if page.samplesperpixel > 1 and page.planarconfig != 1 else []
-    if page.samplesperpixel not in (1, 3, 4):
-        steps.append("a = a[..., 0]" if page.samplesperpixel == 2 else "a = a[..., :3]")
+    """Return the steps that read a page as 8-bit RGB or grey; none if its colours are not known."""
+    number = page.index if isinstance(page.index, int) else page.index[0]  # a level of that page
+    if page.photometric in (_INKS, _YCBCR):
+        seek = [f"i.seek({number})"] if number else []
+        opened = ["from PIL import Image", "import numpy", "Image.MAX_IMAGE_PIXELS = None", "i = Image.open('IN.tif')"]
+        return [*opened, *seek, "a = numpy.asarray(i.convert('RGB'))"]
+    if page.photometric == _PALETTE:
+        colours = "c = p.colormap >> (8 if p.colormap.max() > 255 else 0)"
+        mapped = "a = c[:, p.asarray()].transpose(1, 2, 0).astype('uint8')"
+        return [f"p = t.TiffFile('IN.tif').pages[{number}]", colours, mapped]
+    if page.photometric != _RGB and (page.photometric > _RGB or page.samplesperpixel > 2):
+        return []
+    steps = [f"a = t.imread('IN.tif', key={number})"]
+    if page.samplesperpixel > 1 and page.planarconfig != 1:
+        steps.append("a = a.transpose(1, 2, 0)")
+    if page.samplesperpixel > 4:
+        steps.append("a = a[..., :3]")
     kind = {_FLOAT: "f", _SIGNED: "i"}.get(page.sampleformat, "u")
-    return steps + _to_8_bits(kind, int(page.bitspersample))
+    bits = int(page.bitspersample)
+    # Where 0 is white, the largest number is the darkest pixel, which does not tell how many bits are used.
+    whole_range = page.photometric == _WHITE_IS_ZERO and kind == "u" and bits > 8
+    steps += [f"a = (a >> {bits - 8}).astype('uint8')"] if whole_range else _to_8_bits(kind, bits)
+    if page.photometric == _WHITE_IS_ZERO:
+        steps.append("a = 255 - a" if page.samplesperpixel == 1 else "a[..., 0] = 255 - a[..., 0]")
+    return steps + (_grey_over_white(page) if page.samplesperpixel == 2 else [])
+
+
+def _grey_over_white(page: Any) -> list[str]:
+    """Return the step that blends grey of an opacity over white; a second sample of another meaning is left out."""
+    if not page.extrasamples or page.extrasamples[0] == 0:
+        return ["a = a[..., 0]"]
+    grey = "a[..., 0] + (255 - o)" if page.extrasamples[0] == _ASSOCIATED else "255 - (255 - a[..., 0]) * (o / 255)"
+    return ["o = a[..., 1].astype('float')", f"a = ({grey}).round().clip(0, 255).astype('uint8')"]
 
 
 def array_conversion(dtype: np.dtype[Any], axes: Sequence[str], place: str) -> str:
@@ -51,22 +85,27 @@ def array_conversion(dtype: np.dtype[Any], axes: Sequence[str], place: str) -> s
     """
     kept = [name for name in axes if name in "cyx"]
     index = ", ".join(":" if name in kept else "0" for name in axes)
-    steps = [f"python -c \"import zarr, tifffile as t; a = zarr.open_array('IN.zarr/{place}', mode='r')[{index}]"]
+    steps = [f"import zarr; a = zarr.open_array('IN.zarr/{place}', mode='r')[{index}]"]
     order = [kept.index(name) for name in "yxc" if name in kept]
     if order != sorted(order):
         steps.append(f"a = a.transpose({', '.join(map(str, order))})")
     bits = 1 if dtype.kind == "b" else dtype.itemsize * 8
-    steps += [*_to_8_bits(dtype.kind, bits), _AFTER]
-    return f"Convert it first, and give its microns per pixel with --slide-mpp: {'; '.join(steps)}"
+    return _command([*steps, *_to_8_bits(dtype.kind, bits)])
 
 
 def _to_8_bits(kind: str, bits: int) -> list[str]:
     """Return the steps that convert samples of a kind of NumPy (f, i, u or b) to 8 bits."""
-    if kind == "f":
-        return ["a = (a * (255 if a.max() <= 1 else 1)).round().clip(0, 255).astype('uint8')"]
-    if kind == "i":
-        return [f"a = ((a.astype('int64') + {2 ** (bits - 1)}) >> {bits - 8}).astype('uint8')"]
+    if kind == "f":  # to 1, to 255, or to what cameras of more bits return
+        top = "m = 1 if a.max() < 2 else 2 ** max(8, int(a.max()).bit_length()) - 1"
+        return [top, "a = (a * (255 / m)).round().clip(0, 255).astype('uint8')"]
+    if kind == "i":  # programs without unsigned numbers write positive ones, or take half of the range from all
+        most = "int(max(a.max(), -1 - a.min())).bit_length()"
+        steps = ["a = a.astype('int64')", f"a = a + (0 if a.min() >= 0 else 1 << max(7, {most}))"]
+        return [*steps, _UPPER_8]
     if bits == 1:
         return ["a = a.astype('uint8') * 255"]
-    # Cameras of 10 or 12 bits leave the upper bits of 16 empty.
-    return ["a = (a >> max(0, int(a.max()).bit_length() - 8)).astype('uint8')"] if bits > 8 else []
+    return [_UPPER_8] if bits > 8 else []
+
+
+_UPPER_8 = "a = (a >> max(0, int(a.max()).bit_length() - 8)).astype('uint8')"
+"""Cameras of 10 or 12 bits leave the upper bits of 16 empty."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tifffile
+from PIL import Image
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
@@ -37,6 +38,29 @@ def samples(change: Callable[[RGB], npt.NDArray[np.generic]], photometric: str =
     return lambda path, image, how: tifffile.imwrite(path, change(image), photometric=photometric, **how)
 
 
+def grey_with_opacity(scale: int, kind: str) -> Callable[..., None]:
+    """Return what writes grey on the left half, and transparent black on the right."""
+
+    def write(path: Path, image: RGB, how: dict[str, object]) -> None:
+        both = np.stack([image[..., 0], np.full(SIZE, 255, np.uint8)], 2).astype(np.uint16 if scale > 1 else np.uint8)
+        both[:, 128:] = 0
+        tifffile.imwrite(path, both * scale, photometric="minisblack", extrasamples=[kind], **how)
+
+    return write
+
+
+def after_a_label(path: Path, image: RGB, how: dict[str, object]) -> None:
+    with tifffile.TiffWriter(path) as tiff:
+        tiff.write(np.full((60, 80, 3), 200, np.uint8), photometric="rgb", metadata=None)
+        tiff.write(image.astype(np.uint16) * 257, photometric="rgb", **how)
+
+
+def palette_of_16_bits(path: Path, image: RGB, how: dict[str, object]) -> None:
+    table = np.zeros((3, 65536), np.uint16)
+    table[:, 1000:1256] = np.arange(256) * 257
+    tifffile.imwrite(path, image[..., 0].astype(np.uint16) + 1000, photometric="palette", colormap=table, **how)
+
+
 KINDS: dict[str, tuple[Callable[..., None], str, int]] = {
     "planar": (planar, "3 × 8 bit RGB in separate planes", 0),
     "16 bit": (samples(lambda a: a.astype(np.uint16) * 257), "3 × 16 bit RGB", 0),
@@ -46,6 +70,18 @@ KINDS: dict[str, tuple[Callable[..., None], str, int]] = {
     "signed": (samples(lambda a: (a.astype(np.int16) - 128).astype(np.int8)), "3 × signed 8 bit RGB", 0),
     "float to 1": (samples(lambda a: (a / 255).astype(np.float32)), "3 × float 32 bit RGB", 1),
     "float to 255": (samples(lambda a: a.astype(np.float32)), "3 × float 32 bit RGB", 1),
+    "float to 65535": (samples(lambda a: a.astype(np.float32) * 257), "3 × float 32 bit RGB", 1),
+    "float above 1": (samples(lambda a: (a / 254).astype(np.float32)), "3 × float 32 bit RGB", 2),
+    "signed 16 bit": (samples(lambda a: (a.astype(int) * 257 - 32768).astype(np.int16)), "3 × signed 16 bit RGB", 0),
+    "positive, signed 16 bit": (samples(lambda a: a.astype(np.int16)), "3 × signed 16 bit RGB", 0),
+    "8 of signed 16 bit": (samples(lambda a: a.astype(np.int16) - 128), "3 × signed 16 bit RGB", 0),
+    "grey, 0 is white": (samples(lambda a: 65535 - a[..., 0].astype(np.uint16) * 257, "miniswhite"), "1 × 16 bit", 0),
+    "grey with opacity": (grey_with_opacity(1, "unassalpha"), "2 × 8 bit MINISBLACK", 0),
+    "grey with opacity, multiplied": (grey_with_opacity(1, "assocalpha"), "2 × 8 bit MINISBLACK", 0),
+    "grey with opacity, 16 bit": (grey_with_opacity(257, "unassalpha"), "2 × 16 bit MINISBLACK", 0),
+    "after a label": (after_a_label, "3 × 16 bit RGB", 0),
+    "grey palette of 16 bit": (palette_of_16_bits, "1 × 16 bit PALETTE", 0),
+    "YCbCr": (samples(lambda a: np.asarray(Image.fromarray(a).convert("YCbCr")), "ycbcr"), "3 × 8 bit YCBCR", 4),
 }
 
 
@@ -61,7 +97,9 @@ def test_other_samples_are_refused_and_the_advice_works(tmp_path: Path, kind: st
     (code,) = re.findall(r'python -c "(.*)"$', str(caught.value))
     exec(code.replace("IN.tif", str(tmp_path / "IN.tif")).replace("OUT.tif", str(tmp_path / "OUT.tif")))
     found = shown(tmp_path / "OUT.tif").astype(int)
-    true = np.broadcast_to(image[..., :1], image.shape) if "grey" in kind else image
+    true = np.broadcast_to(image[..., :1], image.shape).copy() if "grey" in kind else image
+    if "opacity" in kind:
+        true[:, 128:] = 255
     assert np.abs(found - true).max() <= off
 
 
@@ -86,6 +124,24 @@ def test_one_bit_is_refused_and_the_advice_works(tmp_path: Path) -> None:
     (code,) = re.findall(r'python -c "(.*)"$', str(caught.value))
     exec(code.replace("IN.tif", str(tmp_path / "IN.tif")).replace("OUT.tif", str(tmp_path / "OUT.tif")))
     assert shown(tmp_path / "OUT.tif")[[50, 200], 0, 0].tolist() == [255, 0]
+
+
+def test_a_tiled_page_that_leaves_out_its_bits_is_of_one_bit(tmp_path: Path) -> None:
+    """1 is the default of the tag, which OpenSlide requires."""
+    tifffile.imwrite(tmp_path / "IN.tif", np.eye(256, dtype=bool), photometric="miniswhite", **TILED)
+    with pytest.raises(SlideError, match="1 × 1 bit MINISWHITE") as caught:
+        open_source(tmp_path / "IN.tif")
+    (code,) = re.findall(r'python -c "(.*)"$', str(caught.value))
+    exec(code.replace("IN.tif", str(tmp_path / "IN.tif")).replace("OUT.tif", str(tmp_path / "OUT.tif")))
+    assert shown(tmp_path / "OUT.tif")[[50, 50], [50, 51], 0].tolist() == [0, 255]
+
+
+@pytest.mark.parametrize(("photometric", "samples"), [("cielab", 3), ("minisblack", 5)])
+def test_colours_without_a_known_conversion_have_no_command(tmp_path: Path, photometric: str, samples: int) -> None:
+    image = np.zeros((*SIZE, samples), np.uint8)
+    tifffile.imwrite(tmp_path / "a.tif", image, photometric=photometric, planarconfig="contig", **STRIPED)
+    with pytest.raises(SlideError, match=r"Export it as 8-bit RGB from the program that wrote it$"):
+        open_source(tmp_path / "a.tif")
 
 
 @pytest.mark.parametrize("how", [TILED, STRIPED], ids=["tiled", "striped"])
