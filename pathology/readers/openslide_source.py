@@ -18,7 +18,7 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.facts.levels import StatedLevel, believed_levels, fitted_levels
 from pathology.readers.facts.pixel_size import checked_mpp
-from pathology.readers.facts.slide_facts import StatedMpp, merged
+from pathology.readers.facts.slide_facts import APERIO, StatedMpp, merged
 from pathology.readers.facts.stated_mpp import TAGS
 from pathology.readers.mpp import mpp_of_resolution, parse_mpp
 from pathology.readers.per_thread import PerThread
@@ -110,7 +110,7 @@ class OpenSlideSource:
             raise UnsupportedFormatError("OpenSlide does not know the format") from error
         except openslide.OpenSlideError as error:
             reason = f"OpenSlide cannot open it: {_reason(error, self._path, 'Slidedat.ini or Index.dat')}"
-            # The scanner is supported, but not the compression of this file's tiles, or a tag is left out as TIFF allows.
+            # The scanner is supported, but not the file's compression, or a tag is left out that TIFF does not require.
             others = "compression" in str(error) or "required TIFF tag" in str(error)
             raise (UnsupportedFormatError if others else SlideError)(reason) from error
 
@@ -231,11 +231,11 @@ def _stated_mpp(properties: Mapping[str, str]) -> tuple[StatedMpp, ...]:
     of_tags = _mpp_of_tag(tags[0], unit), _mpp_of_tag(tags[1], unit)
     own = [_number(properties.get(name)) for name in (openslide.PROPERTY_NAME_MPP_Y, openslide.PROPERTY_NAME_MPP_X)]
     aperio = _number(properties.get("aperio.MPP"))
-    name = "Aperio's text" if vendor == "aperio" else f"the {vendor} metadata"
+    name = APERIO if vendor == "aperio" else f"the {vendor} metadata"
     found = [
         # OpenSlide's value is often that of the tags.
         (own[0], own[1], TAGS if vendor in _OF_TAGS else name),
-        (aperio, aperio, "Aperio's text"),
+        (aperio, aperio, APERIO),
         (*of_tags, TAGS),
     ]
     return merged((), tuple(StatedMpp((y, x), where) for y, x, where in found if y is not None and x is not None))

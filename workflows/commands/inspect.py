@@ -298,6 +298,8 @@ def _used_mpp_text(source: SlideSource, used: SourceMpp | None) -> str:
     """Return the microns per pixel that are used, and what the file says if that is something else."""
     from pathology.readers.mpp import mpp_text
 
+    if used is None and source.facts.mpp_doubt:
+        return "µm/px in doubt"
     if used is None or used.origin == "file":
         return mpp_text(source.mpp)
     stated = "the file states none" if source.mpp is None else f"the file says {mpp_text(source.mpp)}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pathology.readers.facts.slide_facts import Note, SlideFacts, StatedMpp
+from pathology.readers.facts.slide_facts import APERIO, Note, SlideFacts, StatedMpp
 from pathology.readers.mpp import AGREE_TOLERANCE, UM_TIMES_POWER, is_sensible, mpp_text
 
 MPP_FLAG = "mpp_doubtful"
@@ -111,12 +111,14 @@ def _against_power(checked: CheckedMpp, power: float | None) -> CheckedMpp:
     if checked.um is None or not power:
         return checked
     product = sum(checked.um) / 2 * power
-    if _within(product, _USUAL):
+    # Aperio states the magnification of the picture, others that of a lens before a smaller or larger camera.
+    aperio = any(one.where == APERIO for one in checked.facts.mpp)
+    if _within(product, _DECIDES if aperio else _USUAL):
         return checked
-    usual = f"{power:g}× usually has {UM_TIMES_POWER / power:.3g}"
-    text = f"the file states {mpp_text(checked.um)} and a magnification of {power:g}×; {usual}"
+    text = f"the file states {mpp_text(checked.um)} and a magnification of {power:g}×"
     if _within(product, _POSSIBLE):
-        return CheckedMpp(checked.um, checked.facts.noting(Note(MPP_FLAG, text)))
+        usual = f"{power:g}× usually has {UM_TIMES_POWER / power:.3g}"
+        return CheckedMpp(checked.um, checked.facts.noting(Note(MPP_FLAG, f"{text}; {usual}")))
     return CheckedMpp(None, replace(checked.facts, mpp_doubt=text))
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+APERIO = "Aperio's text"
+"""Where Aperio's programs state microns per pixel."""
+
 
 @dataclass(frozen=True, slots=True)
 class StatedMpp:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import tifffile
 
-from pathology.readers.facts.slide_facts import StatedMpp
+from pathology.readers.facts.slide_facts import APERIO, StatedMpp
 from pathology.readers.mpp import mpp_of_resolution, parse_mpp
 
 TAGS = "the resolution tags"
@@ -69,14 +69,15 @@ def power_of_ome(xml: str) -> float | None:
 def um_of_unit(unit: str) -> tuple[float, str] | None:
     """Return micrometres of a unit of length, and what was mended to read it; None for other units.
 
-    The µ is often garbled by a program that reads UTF-8 in another encoding: ``Âµm``, ``碌m``, ``Î¼m``.
+    The µ is often garbled by a program that reads UTF-8 in another encoding (``Âµm``, ``碌m``, ``Î¼m``) or writes ASCII
+    (``?m``).
     """
     plain = unit.strip()
     known = _UM_PER_UNIT.get(plain) or _UM_PER_UNIT.get(plain.lower())
     if known is not None:
         return known, ""
     prefix = plain.removesuffix("m")
-    if prefix != plain and 0 < len(prefix) <= 3 and not prefix.isascii():
+    if prefix != plain and 0 < len(prefix) <= 3 and (not prefix.isascii() or prefix == "?"):
         return 1.0, f"the unit {plain!r} is read as µm, in which the µ was garbled"
     return None
 
@@ -84,7 +85,7 @@ def um_of_unit(unit: str) -> tuple[float, str] | None:
 def _of_aperio(description: str) -> StatedMpp | None:
     found = re.search(r"\|\s*MPP\s*=\s*([0-9.,]+)", description)
     try:
-        return None if found is None else StatedMpp((parse_mpp(found[1]),) * 2, "Aperio's text")
+        return None if found is None else StatedMpp((parse_mpp(found[1]),) * 2, APERIO)
     except ValueError:
         return None
 

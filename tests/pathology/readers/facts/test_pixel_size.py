@@ -51,7 +51,7 @@ def believed(path: Path, options: IngestOptions = PLAIN, **row: str) -> tuple[fl
         return options.mpp_of(slide, row).um[0], [note.text for note in slide.facts.notes]
 
 
-@pytest.mark.parametrize("unit", ["Âµm", "碌m", "Î¼m", "\ufffdm", "嘉m"])
+@pytest.mark.parametrize("unit", ["Âµm", "碌m", "?m", "Î¼m", "\ufffdm", "嘉m"])
 def test_a_garbled_unit_is_micrometres_and_noted(tmp_path: Path, unit: str) -> None:
     um, notes = believed(write(tmp_path / "a.ome.tif", ome("0.5", unit)))
     assert um == 0.5 and len(notes) == 1 and repr(unit) in notes[0]
@@ -107,10 +107,17 @@ def test_magnification_decides_between_two(tmp_path: Path, text: str, tags: floa
     assert um == pytest.approx(0.25) and "0.5" in notes[0] and "40×" in notes[0]
 
 
-@pytest.mark.parametrize(("power", "mpp"), [("20", "0.5"), ("40", "0.2325"), ("20", "0.2425"), ("10", "1.011")])
+@pytest.mark.parametrize(("power", "mpp"), [("20", "0.5"), ("40", "0.2325"), ("10", "1.011"), ("20", "0.325")])
 def test_usual_scanners_have_no_note(tmp_path: Path, power: str, mpp: str) -> None:
     path = write(tmp_path / "a.svs", aperio(AppMag=power, MPP=mpp), float(mpp) * 1.01, jpeg=True)
     assert believed(path) == (float(mpp), [])
+
+
+def test_twice_the_usual_pixel_is_noted_of_aperio_alone(tmp_path: Path) -> None:
+    """Other scanners of 0.24 µm state the 20× of their lens, before a camera of small pixels."""
+    assert believed(write(tmp_path / "a.ome.tif", ome("0.2425", power="20"))) == (0.2425, [])
+    um, notes = believed(write(tmp_path / "b.svs", aperio(AppMag="20", MPP="0.2425"), jpeg=True))
+    assert um == 0.2425 and "20× usually has 0.5" in notes[0]
 
 
 def test_pixels_against_magnification(tmp_path: Path) -> None:
