@@ -16,6 +16,8 @@ from data.spelling import without_invisible
 from hyfi_core.errors import RequestError
 
 KEYS = ("slide_id", "case_id")
+_OPTIONAL = (*KEYS, "source_mpp", "objective", "scene")
+"""Columns that tables may lack, so that one in another spelling would not be missed."""
 _SEPARATORS = ",;\t|"
 _NUMBER = re.compile(r"[+-]?([0-9]+([.,][0-9]*)?|[.,][0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 _FORMULA = re.compile(r"'*[=@+\t\r\n-]")
@@ -65,7 +67,7 @@ class Table:
         raise RequestError(f"{self.name}: no column 'slide_id' or 'case_id'; it has: {', '.join(self.columns)}")
 
 
-def read_table(path: Path, what: str) -> Table:
+def read_table(path: Path, what: str, used: Sequence[str] = ()) -> Table:
     """Read a CSV in UTF-8 or, with a byte order mark, UTF-16; its first line names the columns.
 
     The separator is a comma, a semicolon, a tab or a bar, or what a first line ``sep=…`` says. Cells are stripped, and
@@ -76,12 +78,17 @@ def read_table(path: Path, what: str) -> Table:
     Args:
         path: The file.
         what: Purpose of the file, for messages ("labels", "splits", "manifest").
+        used: Columns that the user named, which may be spelled in any way.
 
     Raises:
-        RequestError: The file is missing, not text or not CSV, has no rows, has two columns of the same name, or has a
-            value without a column.
+        RequestError: The file is missing, not text or not CSV, has no rows, has two columns of the same name, has a
+            value without a column, or a column such as ``Case ID`` where ``case_id`` is meant.
     """
     table = parse_table(path, what)
+    for name in table.columns:
+        meant = next((known for known in _OPTIONAL if _letters(known) == _letters(name)), name)
+        if meant not in (name, *table.columns) and name not in used:
+            raise RequestError(f"{path}: the column {name!r} is not read as {meant!r}; rename it to {meant}")
     if not table.rows:
         raise RequestError(f"{what}: {path} has no rows; it needs a line of column names and one line for each slide")
     return table
@@ -97,6 +104,11 @@ def parse_table(path: Path, what: str) -> Table:
         line = reader.line_num + skipped
         raise RequestError(f"{what}: {path}, line {line} is not valid CSV ({error})") from error
     columns = [unicodedata.normalize("NFC", without_invisible(name)).strip() for name in lines[0][1]] if lines else []
+    if skipped and len(columns) == 1 and (others := [s for s in _SEPARATORS if s in columns[0]]):
+        raise RequestError(
+            f"{path}: its first line says sep={separator}, but {others[0]!r} separates the cells of the next one: "
+            f"{columns[0]}; correct or remove the first line"
+        )
     twice = sorted({name for name in columns if name and columns.count(name) > 1})
     if twice:
         raise RequestError(f"{path}: two columns are named {twice[0]!r}; column names must be unique")
@@ -106,6 +118,10 @@ def parse_table(path: Path, what: str) -> Table:
     rows = tuple(_row(path, line, columns, values) for line, values in lines[1:])
     named = tuple(name for name in columns if name)
     return Table(str(path), named, rows, tuple(line for line, _ in lines[1:]))
+
+
+def _letters(column: str) -> str:
+    return re.sub(r"[\W_]", "", column.casefold())
 
 
 def _text_of(path: Path, what: str) -> str:

@@ -101,3 +101,25 @@ def test_what_is_written_comes_back(tmp_path_factory: pytest.TempPathFactory, te
     path.write_bytes(data)
     if not any(text.startswith('="') for text in texts):
         assert [row["value"] for row in read_table(path, "t").rows] == [text.strip() for text in texts]
+
+
+@pytest.mark.parametrize("column", ["Case_ID", "case id", "CaseID", "case-id"])
+def test_a_column_in_another_spelling_is_not_missed(tmp_path: Path, column: str) -> None:
+    """Without case_id each slide is a case of its own, and a patient comes into training and test."""
+    (tmp_path / "a.csv").write_text(f"slide_id,{column},label\na,P1,x\nb,P1,y\n")
+    with pytest.raises(RequestError, match=f"the column '{column}' is not read as 'case_id'; rename it to case_id"):
+        read_table(tmp_path / "a.csv", "labels")
+    assert read_table(tmp_path / "a.csv", "labels", used=[column]).columns[1] == column
+    (tmp_path / "b.csv").write_text(f"slide_id,{column},case_id\na,P1,x\n")
+    assert read_table(tmp_path / "b.csv", "labels").columns == ("slide_id", column, "case_id")
+    (tmp_path / "c.csv").write_text("path,Source MPP\na.svs,0.5\n")
+    with pytest.raises(RequestError, match="rename it to source_mpp"):
+        read_table(tmp_path / "c.csv", "manifest")
+
+
+def test_a_first_line_that_names_another_separator_is_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("sep=;\nslide_id,label\na,x\n")
+    with pytest.raises(RequestError, match="first line says sep=;, but ',' separates the cells"):
+        read_table(tmp_path / "a.csv", "labels")
+    (tmp_path / "a.csv").write_text("sep=;\nslide_id;label\na;x,y\n")
+    assert read_table(tmp_path / "a.csv", "labels").rows == ({"slide_id": "a", "label": "x,y"},)

@@ -60,7 +60,7 @@ def run(
     """
     if folds is not None and folds < 2:
         raise RequestError(f"--folds: given {folds}; use at least 2")
-    table = read_table(labels, "labels")
+    table = read_table(labels, "labels", used=(group, stratify or ""))
     rows = [] if store is None else load_manifest(location(store))
     words = MISSING if missing is None else tuple(missing.split(","))
     table, notes = _in_one_way(table, rows, group, stratify, merge_alike, words)
