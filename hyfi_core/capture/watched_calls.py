@@ -7,6 +7,7 @@ and shows what would be lost:
 with torch.no_grad(), inference_mode()   no gradient goes through the result        → result.detach()
 x.data                                   a constant                                 → x.detach()
 x.data.clamp_(), in place in no_grad     a change hidden from autograd              → refused
+x.random_(2, 9)                          its operator "from" is a word of Python     → x.random_(7).add_(2)
 x.data = y, x.detach_()                  the tensor object itself changes           → refused
 f = Function.apply, hooks on tensors     their backward would be dropped            → refused
 random.random(), np.random.rand()        the first number would be kept             → refused
@@ -92,7 +93,7 @@ class WatchedCalls(TorchFunctionMode):
         self.refuse_host_randomness()
         versions = [_version(tensor) for tensor in tensors]
         self._track(tensors)
-        result = function(*args, **kwargs)
+        result = (_random_between if name == "random_" else function)(*args, **kwargs)
         for tensor, version in zip(tensors, versions, strict=True):
             if _version(tensor) != version:
                 self._check_change(tensor)
@@ -179,6 +180,14 @@ class WatchedCalls(TorchFunctionMode):
                 f"batch twice: {calling_line()}. Switch the model's checkpointing off; plan.recompute saves the same "
                 f"memory"
             )
+
+
+def _random_between(tensor: torch.Tensor, *limits: Any, **named: Any) -> torch.Tensor:
+    """``Tensor.random_``; the operator of two limits is named ``from``, which export cannot write as Python."""
+    limits += (named.pop("to"),) if "to" in named else ()
+    if len(limits) == 2 and limits[1] is not None:
+        return tensor.random_(limits[1] - limits[0], **named).add_(limits[0])
+    return tensor.random_(*limits, **named)
 
 
 def host_randomness() -> tuple[Any, Any]:

@@ -18,6 +18,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
+_BISECTIONS = 40
+"""Steps that find a Poisson number of a rate up to about 10 ** 20; other numbers are too large to have all digits."""
 
 
 def mixed(*words: int) -> int:
@@ -126,8 +128,47 @@ def integers(key: int, where: torch.Tensor, dtype: torch.dtype, *limits: int) ->
         dtype: of the result.
         limits: as of ``range``: (high,) or (low, high).
     """
-    kept = range(*limits)
-    return (_shifted(_hashed(key, where), 1) % len(kept) + kept.start).to(dtype)
+    low, high = (0, *limits)[-2:]
+    return (_shifted(_hashed(key, where), 1) % (high - low) + low).to(dtype)
+
+
+def any_integers(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return integers from 0 to the largest up to which a dtype has all, as ``Tensor.random_()`` does."""
+    if dtype == torch.bool:
+        return integers(key, where, dtype, 2)
+    largest = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+    if largest == _MASK >> 1:
+        return _shifted(_hashed(key, where), 1).to(dtype)
+    return integers(key, where, dtype, largest + 1)
+
+
+def bernoulli(
+    key: int, where: torch.Tensor, dtype: torch.dtype, probability: float | torch.Tensor = 0.5
+) -> torch.Tensor:
+    """Return zeros and ones, one for each position; a tensor ``probability`` is broadcast to the positions."""
+    return (_uniform(key, where, torch.float64) < probability).to(dtype)
+
+
+def poisson(key: int, where: torch.Tensor, dtype: torch.dtype, rate: torch.Tensor) -> torch.Tensor:
+    """Return Poisson numbers, one for each position: the smallest k with P(at most k) > a uniform number.
+
+    Args:
+        key: 64 bits.
+        where: int64 positions.
+        dtype: of the result.
+        rate: of the shape of the positions; the result is NaN where it is negative or not finite.
+    """
+    number, wide = _uniform(key, where, torch.float64), rate.to(torch.float64).expand(where.shape)
+    known = (wide >= 0) & wide.isfinite()
+    wide = wide.where(known, 0.0)
+    low, high = torch.zeros_like(wide), (wide + 10.0 * wide.sqrt() + 40.0).ceil()  # P(above) is below 2 ** -53
+    for _ in range(_BISECTIONS):
+        middle = ((low + high) / 2).floor()
+        enough = torch.special.gammaincc(middle + 1.0, wide) > number
+        low, high = low.where(enough, middle + 1.0), middle.where(enough, high)
+        if not where.is_cuda and bool((low >= high).all()):
+            break
+    return high.where(known, math.nan).to(dtype)
 
 
 def permutation(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

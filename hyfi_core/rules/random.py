@@ -69,18 +69,22 @@ def dropout(builder: Builder, op: Operator) -> None:
     builder.compute(call, (name, KEY), op.outputs[:1], split)
 
 
-def bernoulli(builder: Builder, op: Operator) -> None:
-    """Zeros and ones, with a given probability, or that of each value of the first argument."""
-    x = op.args[0]
-    probability = op.args[1] if op.text == "aten.bernoulli.p" else None
-    name, split = _laid_out(builder, op)
-    numbers = _Numbers(builder, op, builder.shape(x.name), split)
+def of_pixels(draw: _Draw) -> Callable[[Builder, Operator], None]:
+    """Return the rule of numbers that each have a parameter of their own, of the last argument."""
 
-    def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        number = numbers(draws.uniform, key, tensor.device, torch.float64)
-        return (number < (tensor if probability is None else probability)).to(tensor.dtype)
+    def rule(builder: Builder, op: Operator) -> None:
+        """Random numbers with a parameter for each pixel; no gradient passes through, as in PyTorch."""
+        output = op.first_output
+        sizes, dtype = builder.shape(output), builder.values[output].dtype
+        names, split = _operands(builder, op, sizes)
+        numbers, parameter = _Numbers(builder, op, sizes, split), op.args[-1].name
 
-    builder.compute(call, (name, KEY), op.outputs, split)
+        def call(key: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+            return numbers(draw, key, tensor.device, dtype, tensor.detach())
+
+        builder.compute(call, (KEY, names.get(parameter, parameter)), op.outputs, split)
+
+    return rule
 
 
 def drawn_like(draw: _Draw) -> Callable[[Builder, Operator], None]:
@@ -116,11 +120,9 @@ def drawn(draw: _Draw) -> Callable[[Builder, Operator], None]:
 
 def normal_of_pixels(builder: Builder, op: Operator) -> None:
     """Normal numbers with a mean or a deviation for each pixel; no gradient passes through, as in PyTorch."""
-    output, names = op.first_output, dict[str, str]()
+    output = op.first_output
     sizes, dtype = builder.shape(output), builder.values[output].dtype
-    split: Split | None = None
-    if any(name in builder.splits for name in op.inputs):
-        names, split = operands(builder, op, sizes)
+    names, split = _operands(builder, op, sizes)
     numbers, moments = _Numbers(builder, op, sizes, split), renamed(op, names)
     inputs = tuple(dict.fromkeys(moments.inputs))
 
@@ -146,6 +148,13 @@ def permutation(builder: Builder, op: Operator) -> None:
     builder.compute(call, (KEY,), op.outputs)
 
 
+def _operands(builder: Builder, op: Operator, sizes: tuple[int, ...]) -> tuple[dict[str, str], Split | None]:
+    """Return what to compute with instead of the operator's values, and how the result is split."""
+    if any(name in builder.splits for name in op.inputs):
+        return operands(builder, op, sizes)
+    return {}, None
+
+
 def _device(op: Operator) -> torch.device:
     return torch.device(op.kwargs.get("device") or "cpu")
 
@@ -162,12 +171,15 @@ RANDOM: dict[str, Callable[[Builder, Operator], None]] = {
     f"aten.{name}": rule
     for name, rule in {
         "native_dropout.default": dropout,
-        "bernoulli.p": bernoulli,
-        "bernoulli.default": bernoulli,
+        "bernoulli.p": drawn_like(draws.bernoulli),
+        "bernoulli.default": of_pixels(draws.bernoulli),
+        "bernoulli.Tensor": of_pixels(draws.bernoulli),
+        "poisson.default": of_pixels(draws.poisson),
         "rand_like.default": drawn_like(draws.uniform),
         "randn_like.default": drawn_like(draws.normal),
         "randint_like.default": drawn_like(draws.integers),
         "randint_like.low_dtype": drawn_like(draws.integers),
+        "random.default": drawn_like(draws.any_integers),
         "random.to": drawn_like(draws.integers),
         "uniform.default": drawn_like(draws.uniform),
         "normal_functional.default": drawn_like(draws.normal),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -37,6 +38,13 @@ DRAWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "integers in place": lambda y: y * torch.empty_like(y).random_(9),
     "channels in random order": lambda y: y[:, torch.randperm(y.shape[1])] * y[:, :1],
     "tokens in random order": lambda y: y.flatten(2)[:, :, torch.randperm(y.shape[2] * y.shape[3])].cumsum(2),
+    "integers of a range in place": lambda y: y * torch.empty_like(y).random_(-2, 9),
+    "integers without a range": lambda y: y * torch.empty_like(y).random_() / 2.0**53,
+    "bits": lambda y: y * torch.empty(y.shape[0], 1, *y.shape[2:], dtype=torch.bool).random_(),
+    "zeros and ones of chances": lambda y: y * y.clone().bernoulli_(y.sigmoid()),
+    "zeros and ones of chances by channel": lambda y: y * torch.empty_like(y).bernoulli_(y.mean((2, 3), True).abs()),
+    "zeros and ones of a map of chances": lambda y: y + torch.bernoulli(y[:, :, :1].sigmoid()),
+    "Poisson": lambda y: y + torch.poisson(3 * y.abs()) / 9.0,
     "Gumbel": lambda y: F.gumbel_softmax(y, dim=1),
 }
 
@@ -130,6 +138,41 @@ def test_integers_and_trials_are_as_frequent_as_they_should_be() -> None:
     assert [float(trials[k]) for k in range(4)] == pytest.approx([0.0, 0.3, 0.21, 0.147], abs=0.008)
     order = draws.permutation(draws.mixed(6), where, torch.int64)
     assert torch.equal(order.sort()[0], where) and not torch.equal(order, where)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.02, 2.5, 30.0, 4e4])
+def test_counts_have_the_poisson_distribution(rate: float) -> None:
+    where = torch.arange(1 << 16)
+    found = draws.poisson(draws.mixed(8), where, torch.float64, torch.tensor(rate, dtype=torch.float64))
+    share = math.sqrt(rate / len(where))
+    assert abs(float(found.mean()) - rate) <= 4 * share and abs(float(found.var()) - rate) <= 0.03 * rate
+    counts = torch.arange(100, dtype=torch.float64)
+    true = torch.distributions.Poisson(torch.tensor(rate, dtype=torch.float64)).log_prob(counts).exp().cumsum(0)
+    below = (found[:, None] <= counts).double().mean(0)
+    assert (below - true).abs().max() < 0.006
+
+
+def test_poisson_numbers_of_no_rate_are_not_numbers() -> None:
+    rates = torch.tensor([-1.0, math.nan, math.inf, 0.0])
+    assert draws.poisson(1, torch.arange(4), torch.float32, rates).isnan().tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_integers_without_a_range_have_that_of_torch(dtype: torch.dtype) -> None:
+    """The largest of many, and the mean, are those of ``Tensor.random_()``."""
+    count = 1 << 15
+    found = draws.any_integers(draws.mixed(3), torch.arange(count), dtype).double()
+    true = torch.empty(count, dtype=dtype).random_(generator=torch.Generator().manual_seed(1)).double()
+    assert float(found.min()) >= 0
+    assert float(found.max()) == pytest.approx(float(true.max()), rel=1e-3)
+    assert float(found.mean()) == pytest.approx(float(true.mean()), rel=0.03)
+
+
+def test_samples_of_classes_on_a_map_are_refused_by_name() -> None:
+    answers = Answers({"classes": lambda y: torch.multinomial(y.flatten(1).sigmoid(), 2).to(y.dtype)})
+    program = capture(answers.double(), SHAPE, torch.float64)
+    with pytest.raises(RequestError, match=r"aten.multinomial.*what works"):
+        lower(program, Target((2, 2), 0))
 
 
 def test_limits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
