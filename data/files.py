@@ -1,4 +1,4 @@
-"""Atomic replacement of files and directories: written under a temporary name, synced, renamed."""
+"""Files and directories: replaced atomically (written under a temporary name, synced, renamed); found by name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import hashlib
 import json
 import os
 import socket
+import unicodedata
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,17 @@ def is_running(pid: int) -> bool:
 def _escape(text: str) -> str:
     """Return the glob pattern that matches exactly this text."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in text)
+
+
+def as_on_disk(path: Path) -> Path:
+    """Return the path of an existing file whose names differ in their Unicode form only: macOS writes another one.
+
+    ``path`` itself if it exists, if nothing like it does, or if it cannot be told.
+    """
+    if str(path).isascii() or os.path.lexists(path) or path.parent == path:
+        return path
+    folder, plain = as_on_disk(path.parent), unicodedata.normalize("NFC", path.name)
+    with suppress(OSError):
+        same = [name for name in os.listdir(folder) if unicodedata.normalize("NFC", name) == plain]  # noqa: PTH208
+        return folder / same[0] if len(same) == 1 else path
+    return path

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from data.files import as_on_disk
 from data.location import each, is_remote, location
 from data.store.manifest import read_user_manifest
 from hyfi_core.errors import RequestError
@@ -44,7 +44,7 @@ def slides_at(path: Path, store: Path | None) -> Iterator[tuple[Path, dict[str, 
     if is_remote(path):
         yield from ((source, {}) for source in _remote_slides(path))
         return
-    path = _as_on_disk(path)
+    path = as_on_disk(path)
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
         if is_folder:
@@ -90,23 +90,12 @@ def _is_slide(source: Path) -> bool:
 
 def _tidy(path: Path) -> Path:
     """Return the absolute path without ``.`` and ``..``, without resolving links, so that each file has one path."""
-    tidy = Path(os.path.normpath(_as_on_disk(path.absolute())))
+    tidy = Path(os.path.normpath(as_on_disk(path.absolute())))
     # After a link to a folder, `..` differs from the text.
     try:
         return tidy if tidy.samefile(path) else path.absolute()
     except OSError:  # the reader reports the error
         return tidy if is_gone(path) else path.absolute()
-
-
-def _as_on_disk(path: Path) -> Path:
-    """Return the path of an existing file whose name differs in its Unicode form only: macOS writes another one."""
-    if path.name.isascii() or not is_gone(path):
-        return path
-    plain = unicodedata.normalize("NFC", path.name)
-    with suppress(OSError):
-        same = [name for name in os.listdir(path.parent) if unicodedata.normalize("NFC", name) == plain]  # noqa: PTH208
-        return path.with_name(same[0]) if len(same) == 1 else path
-    return path
 
 
 def _remote_slides(path: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.files import as_on_disk
 from hyfi_core.errors import RequestError
 from pathology.tissue.geojson import Areas, read_areas
 from pathology.tissue.outlines import Mask, SlideGrid, mask_of_areas
@@ -111,7 +112,8 @@ class GivenTissue:
         if not path.is_dir():
             return ""
         without = [name for name in slide_ids if self._file(name) is None]
-        unused = sorted({file.stem for file in path.glob("*.geojson")} - set(slide_ids))
+        used = {found.name for name in slide_ids if (found := self._file(name)) is not None}
+        unused = sorted(file.stem for file in path.glob("*.geojson") if file.name not in used)
         parts = [f"no outlines for {_named(without)}, whose tissue is detected"] if without else []
         parts += [f"no slide for {_named([f'{name}.geojson' for name in unused])}"] if unused else []
         return f"--tissue {path}: {'; '.join(parts)}" if parts else ""
@@ -120,7 +122,7 @@ class GivenTissue:
         path = Path(self.value)
         if not path.is_dir():
             return path
-        path /= f"{slide_id}.geojson"
+        path = as_on_disk(path / f"{slide_id}.geojson")
         return path if path.exists() else None
 
 

@@ -38,9 +38,11 @@ def run(
     Raises:
         RequestError: There is nothing at ``path``, or ``png`` cannot be written.
     """
-    from data.location import location
+    from data.files import as_on_disk
+    from data.location import is_remote, location
 
     path = location(path)
+    path = path if is_remote(path) else as_on_disk(path)
     _require_readable(path)
     if png is not None:
         if not png.absolute().parent.is_dir():

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import unicodedata
 from pathlib import Path
 
 import pytest
 
+from data.files import as_on_disk
 from data.store.manifest import DONE, FAILED, load_records
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
@@ -14,6 +16,7 @@ from pathology.ingest.archive import IngestOptions, Request, ingest, make_plan
 from pathology.ingest.discover import find_jobs
 from pathology.ingest.slide import ingest_slide
 from pathology.readers.sources import open_source
+from pathology.tissue.given import GivenTissue
 from tests.pathology.readers.dicom_slides import write_series
 from tests.pathology.readers.scanners import soft
 from tests.pathology.tiffs import MakeSlide, stained, write_slide
@@ -198,12 +201,20 @@ def test_slides_of_unread_scanners_are_named_with_their_converter(tmp_path: Path
 
 
 def test_a_name_is_found_in_either_unicode_form(tmp_path: Path) -> None:
-    written, listed = (unicodedata.normalize(form, "Müller-1.tif") for form in ("NFD", "NFC"))
+    written, listed = (unicodedata.normalize(form, "Köln/Müller-1.tif") for form in ("NFD", "NFC"))
+    (tmp_path / written).parent.mkdir(exist_ok=True)
     write_slide(tmp_path / written, stained(300, 300))
     (tmp_path / "m.csv").write_text(f"path,label\n{listed},a\n")
     (job,) = find_jobs([tmp_path / "m.csv"], {})
     assert job.source.is_file() and job.slide_id == "Müller-1"
     assert find_jobs([tmp_path / listed, tmp_path], {}) == find_jobs([tmp_path / written], {})
+    assert as_on_disk(tmp_path / listed) == tmp_path / written
+    outlines = tmp_path / "outlines" / unicodedata.normalize("NFD", "Müller-1.geojson")
+    outlines.parent.mkdir()
+    square = [[0, 0], [100, 0], [100, 100], [0, 100], [0, 0]]
+    feature = {"type": "Feature", "properties": {}, "geometry": {"type": "Polygon", "coordinates": [square]}}
+    outlines.write_text(json.dumps({"type": "FeatureCollection", "features": [feature]}))
+    assert GivenTissue(str(outlines.parent)).check(["Müller-1"]) == ""
 
 
 def test_dicom_without_an_ending_is_found_by_its_content(tmp_path: Path) -> None:
