@@ -137,6 +137,8 @@ def test_no_more_is_requested_than_may_be_ahead(boxes: int) -> None:
             for part in spec.parts[:3]:
                 pixels.read(part.box, part.first, part.stop)
                 read += 1
+                while not ahead and len(images.reads) < read + boxes:
+                    time.sleep(0.01)  # the loader works while this rank does
                 time.sleep(0.03)
                 ahead.append(len(images.reads) - read)
         feed.close(stopped=False)
