@@ -22,6 +22,8 @@ RGB = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
 
 OUTLINE = (0, 160, 60)
+LONGEST_PX = 1600
+"""Longer side of a picture."""
 _MASK_MPP_UM = 8.0
 _STRIP_SOURCE_PX = 32_000_000
 
@@ -49,7 +51,7 @@ class Thumbnail:
         return out
 
 
-def thumbnail_of_store(slide: SlideStore, longest_px: int = 1600) -> Thumbnail:
+def thumbnail_of_store(slide: SlideStore, longest_px: int = LONGEST_PX) -> Thumbnail:
     """Return the picture of an ingested slide, from the coarsest level that is at least as large."""
     large = [k for k, v in enumerate(slide.levels) if max(v.height_px, v.width_px) >= longest_px]
     level = max(large, default=0)
@@ -62,7 +64,7 @@ def thumbnail_of_store(slide: SlideStore, longest_px: int = 1600) -> Thumbnail:
 
 
 def thumbnail_of_source(
-    source: SlideSource, mpp: tuple[float, float] | None, longest_px: int = 1600
+    source: SlideSource, mpp: tuple[float, float] | None, longest_px: int = LONGEST_PX
 ) -> tuple[Thumbnail, float | None]:
     """Return the picture of a slide's file, and its tissue fraction if the microns per pixel are known.
 
@@ -77,7 +79,7 @@ def thumbnail_of_source(
     if mpp is None:
         return Thumbnail(_shrunk(_overview(source, longest_px), longest_px), None), None
     finest = source.levels[0]
-    for_mask = max(1, round(max(finest.height_px * mpp[0], finest.width_px * mpp[1]) / _MASK_MPP_UM))
+    for_mask = _longest_of_mask(finest.height_px * mpp[0], finest.width_px * mpp[1])
     image = _shrunk(_overview(source, for_mask), for_mask, planes=True)
     tissue = find_tissue(image, finest.height_px * mpp[0] / image.shape[1]).tissue
     shown = _shrunk(_overview(source, longest_px), longest_px) if longest_px > for_mask else _shrunk(image, longest_px)
@@ -106,10 +108,30 @@ def save_png(image: RGB, path: Path) -> None:
     write_atomically(path, encoded.getvalue())
 
 
+def overview_px(source: SlideSource, mpp: tuple[float, float] | None) -> int:
+    """Return the pixels that ``thumbnail_of_source`` reads; many if the slide has no small level."""
+    longest = LONGEST_PX
+    if mpp is not None:
+        finest = source.levels[0]
+        longest = _longest_of_mask(finest.height_px * mpp[0], finest.width_px * mpp[1])
+    size = source.levels[_level_of(source, longest)]
+    return size.height_px * size.width_px
+
+
+def _longest_of_mask(height_um: float, width_um: float) -> int:
+    """Return the longer side, in pixels, of the picture in which tissue is searched."""
+    return max(1, round(max(height_um, width_um) / _MASK_MPP_UM))
+
+
+def _level_of(source: SlideSource, longest_px: int) -> int:
+    """Return the coarsest level with at least ``longest_px``; the finest if there is none."""
+    large = [k for k, v in enumerate(source.levels) if max(v.height_px, v.width_px) >= longest_px]
+    return max(large, key=lambda k: source.levels[k].downsample, default=0)
+
+
 def _overview(source: SlideSource, longest_px: int) -> Planes:
     """Return ``(3, h, w)`` of the coarsest level with at least ``longest_px``, reduced by a whole factor, in strips."""
-    large = [k for k, v in enumerate(source.levels) if max(v.height_px, v.width_px) >= longest_px]
-    level = max(large, key=lambda k: source.levels[k].downsample, default=0)
+    level = _level_of(source, longest_px)
     size = source.levels[level]
     factor = max(1, max(size.height_px, size.width_px) // longest_px)
     height, width = max(1, size.height_px // factor), max(1, size.width_px // factor)

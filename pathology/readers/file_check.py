@@ -10,6 +10,7 @@ from pathlib import Path
 from data.location import is_remote
 from pathology.errors import SlideError
 from pathology.readers.dicom_files import series_in
+from pathology.readers.facts.header_budget import check_directories
 from pathology.readers.ngff.groups import is_ome_zarr, read_group
 
 _LARGEST_SLIDEDAT_BYTES = 2**20
@@ -36,7 +37,7 @@ def check_file(path: Path) -> None:
     Raises:
         SlideError: The file is of a format that is not read, missing, unreadable, empty, a PNG, JPEG or PDF with the
             extension of a slide, an MRXS without its folder or a file in it, or a TIFF that is truncated before its
-            directory.
+            directory or lists more tiles than a slide has.
     """
     if is_ome_zarr(path):
         return
@@ -63,6 +64,8 @@ def check_file(path: Path) -> None:
     first = _first_directory(head)
     if first is not None and first >= size:
         raise SlideError(f"the file is truncated: its directory should be at byte {first}, but it has {size} bytes")
+    if first is not None:
+        check_directories(path)
 
 
 def folder_error(path: Path) -> OSError | None:

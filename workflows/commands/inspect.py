@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathology.readers.slide_source import SlideSource
 
 _MAX_PICTURES = 120
+_SILENT_PX = 2_000_000_000
+"""More pixels than these take long enough to say so."""
 
 
 def run(
@@ -189,7 +191,7 @@ def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
 
 def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, Any]:
     from pathology.errors import SlideError
-    from pathology.ingest.thumbnail import thumbnail_of_source
+    from pathology.ingest.thumbnail import overview_px, thumbnail_of_source
     from pathology.readers.sources import open_source
     from pathology.readers.tiff_metadata import is_truncated
 
@@ -198,6 +200,12 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
         try:
             used, missing = _resolved(source, slide_mpp)
             mpp = None if used is None else used.um
+            pixels = overview_px(source, mpp)
+            if pixels > _SILENT_PX:
+                console.warn(
+                    f"hyfi: {path}: no small level; {pixels / 1e9:.3g} gigapixels are read for the picture and the "
+                    "tissue, which may take minutes"
+                )
             thumbnail, tissue = thumbnail_of_source(source, mpp)
         finally:
             source.close()

@@ -41,3 +41,16 @@ def test_the_first_line_has_the_resolution_that_is_used(
     first, level = capsys.readouterr().out.splitlines()[:2]
     assert first.endswith(f", 0.5 µm/px as given ({said})" if said else ", 0.25 µm/px")
     assert level.endswith(", 0.5 µm/px" if said else ", 0.25 µm/px")
+
+
+@pytest.mark.parametrize(("silent_px", "says"), [(300 * 400, False), (300 * 400 - 1, True)])
+def test_a_slide_without_a_small_level_says_what_is_read(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    silent_px: int,
+    says: bool,
+) -> None:
+    monkeypatch.setattr(inspect, "_SILENT_PX", silent_px)
+    assert inspect.run(write_slide(tmp_path / "a.tiff", stained(300, 400)), None, as_json=False) == 0
+    assert ("no small level; 0.00012 gigapixels are read" in capsys.readouterr().err) == says

@@ -1,0 +1,161 @@
+"""A budget for the directories of a TIFF, which libraries read whole before the first pixel.
+
+A file of 30 MB can list millions of tiles, all of them empty; OpenSlide takes half a minute to open it. Directories are
+walked here without reading their lists (TIFF 6.0, section 2; BigTIFF: offsets and counts of 64 bits)::
+
+    header ──► directory: count, entries (tag, type, number of values, values or where they are), next
+                              │ 330 (SubIFDs)                                                      │
+                              ▼                                                                    ▼
+                           directories of levels                                              directory …
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from pathology.errors import SlideError
+
+MOST_TILES = 1_000_000
+"""Of all directories of a file: a slide of 262,144² px in tiles of 256²."""
+MOST_DIRECTORIES = 100_000
+_MOST_ENTRIES = 65_535
+_WIDTH, _HEIGHT, _SUB_DIRECTORIES = 256, 257, 330
+_LISTS = (273, 324)
+"""StripOffsets and TileOffsets."""
+_KINDS = {3: "H", 4: "I", 13: "I", 16: "Q", 18: "Q"}
+"""Types of whole numbers, and of offsets of directories."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ByteLayout:
+    """How a TIFF writes numbers.
+
+    Attributes:
+        order: Of bytes, ``<`` or ``>``.
+        big: Whether offsets and counts have 64 bits.
+    """
+
+    order: str
+    big: bool
+
+    @classmethod
+    def of(cls, head: bytes) -> _ByteLayout | None:
+        """Return the layout that the first 16 bytes state; None if they are no TIFF's."""
+        order = {b"II": "<", b"MM": ">"}.get(head[:2])
+        if order is None or len(head) < 16:
+            return None
+        version = struct.unpack(order + "H", head[2:4])[0]
+        return cls(order, version == 43) if version in (42, 43) else None
+
+    @property
+    def word(self) -> str:
+        """The format of offsets and counts."""
+        return "Q" if self.big else "I"
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of an entry of a directory."""
+        return 20 if self.big else 12
+
+    def first(self, head: bytes) -> int:
+        """Return the offset of the first directory."""
+        return int(struct.unpack(self.order + self.word, head[8:16] if self.big else head[4:8])[0])
+
+    def entries(self, data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
+        """Yield (tag, type, number of values, field of the values) of each entry."""
+        yield from struct.iter_unpack(f"{self.order}HH{self.word}{8 if self.big else 4}s", data)
+
+    def number(self, file: BinaryIO, kind: str) -> int | None:
+        """Read a number; None if the file ends before it."""
+        size = struct.calcsize(self.order + kind)
+        data = file.read(size)
+        return int(struct.unpack(self.order + kind, data)[0]) if len(data) == size else None
+
+    def numbers(self, file: BinaryIO, kind: int, count: int, field: bytes) -> tuple[int, ...]:
+        """Return the whole numbers of an entry, which are in its field if there is room; none if the file ends."""
+        length = count * struct.calcsize(self.order + _KINDS[kind])
+        if length > len(field):
+            at = int(struct.unpack(self.order + self.word, field)[0])
+            file.seek(min(at, 2**62))
+            field = file.read(length)
+        return struct.unpack(f"{self.order}{count}{_KINDS[kind]}", field[:length]) if len(field) >= length else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """One directory.
+
+    Attributes:
+        tiles: Tiles or strips that it lists.
+        size_px: (height, width); 0 where it does not say.
+        others: Offsets of the next directory and of those below it.
+    """
+
+    tiles: int
+    size_px: tuple[int, int]
+    others: tuple[int, ...]
+
+
+def check_directories(path: Path) -> None:
+    """Check that a TIFF lists no more tiles and directories than the budget; other and damaged files pass.
+
+    NDPI files beyond 4 GB pass, too: their offsets have more bits than those of a TIFF.
+
+    Raises:
+        SlideError: It lists more.
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        head, size = file.read(16), os.fstat(file.fileno()).st_size
+        layout = _ByteLayout.of(head)
+        if layout is None or (not layout.big and size >= 2**32):
+            return
+        waiting, seen, tiles = [layout.first(head)], set[int](), 0
+        while waiting:
+            offset = waiting.pop()
+            if offset in seen or not 0 < offset < size:
+                continue
+            seen.add(offset)
+            directory = _directory(file, offset, layout)
+            if directory is None or directory.tiles > size:
+                return  # damaged; the readers say so
+            tiles += directory.tiles
+            _check(tiles, len(seen), directory)
+            waiting += directory.others
+
+
+def _check(tiles: int, directories: int, last: _Directory) -> None:
+    if tiles > MOST_TILES:
+        raise SlideError(
+            f"its directories list {tiles:,} tiles or strips, {last.tiles:,} of them for {last.size_px[1]:,} x "
+            f"{last.size_px[0]:,} px; up to {MOST_TILES:,} are read. If it is a slide, write it with larger tiles, for "
+            "example by `vips tiffsave IN OUT --tile --tile-width 1024 --tile-height 1024 --pyramid --bigtiff`"
+        )
+    if directories > MOST_DIRECTORIES:
+        raise SlideError(f"it has more than {MOST_DIRECTORIES:,} directories; a slide has a few for each level")
+
+
+def _directory(file: BinaryIO, offset: int, layout: _ByteLayout) -> _Directory | None:
+    """Return what a directory has; None if the file ends before it does."""
+    file.seek(offset)
+    count = layout.number(file, "Q" if layout.big else "H")
+    if count is None or count > _MOST_ENTRIES:
+        return None
+    data = file.read(count * layout.entry_bytes)
+    following = layout.number(file, layout.word)
+    if following is None or len(data) < count * layout.entry_bytes:
+        return None
+    tiles, size_px, others = 0, {_HEIGHT: 0, _WIDTH: 0}, [following]
+    for tag, kind, number, value in layout.entries(data):
+        if tag in _LISTS:
+            tiles += number
+        elif tag in size_px and kind in _KINDS:
+            size_px[tag] = layout.numbers(file, kind, 1, value)[0]
+        elif tag == _SUB_DIRECTORIES and kind in _KINDS and number <= _MOST_ENTRIES:
+            others += layout.numbers(file, kind, number, value)
+    return _Directory(tiles, (size_px[_HEIGHT], size_px[_WIDTH]), tuple(others))

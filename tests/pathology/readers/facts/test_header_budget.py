@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+
+from pathology.errors import SlideError
+from pathology.readers.facts import header_budget
+from pathology.readers.facts.header_budget import check_directories
+from pathology.readers.sources import open_source
+
+
+def empty_tiff(path: Path, side_px: int, tile_px: int, order: str = "<", big: bool = True) -> Path:
+    """Write a file whose tiles are all empty: only lists of zeros."""
+    count = (-(-side_px // tile_px)) ** 2
+    word, size = ("Q", 8) if big else ("I", 4)
+    fields = [(256, 4, 1, side_px), (257, 4, 1, side_px), (322, 4, 1, tile_px), (323, 4, 1, tile_px)]
+    entries = len(fields) + 1
+    first = 16 if big else 8
+    lists_at = first + (8 if big else 2) + entries * (20 if big else 12) + size
+    head = (b"II" if order == "<" else b"MM") + struct.pack(order + "H", 43 if big else 42)
+    head += struct.pack(order + "HHQ", 8, 0, first) if big else struct.pack(order + "I", first)
+    body = struct.pack(order + ("Q" if big else "H"), entries)
+    for tag, kind, number, value in fields:
+        body += struct.pack(f"{order}HH{word}", tag, kind, number) + struct.pack(order + "I", value).ljust(size, b"\0")
+    body += struct.pack(f"{order}HH{word}{word}", 324, 16 if big else 4, count, lists_at)
+    path.write_bytes(head + body + struct.pack(order + word, 0) + bytes(count * size))
+    return path
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("big", [False, True])
+def test_more_tiles_than_a_slide_has_are_refused_before_anything_reads_them(
+    tmp_path: Path, order: str, big: bool
+) -> None:
+    path = empty_tiff(tmp_path / "x.tif", 300_000, 256, order, big)
+    with pytest.raises(SlideError, match=r"list 1,373,584 tiles .* for 300,000 x 300,000 px; up to 1,000,000 are read"):
+        open_source(path)
+    check_directories(empty_tiff(tmp_path / "y.tif", 200_000, 256, order, big))
+
+
+def test_tiles_of_all_directories_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the chain and of SubIFDs: 16 tiles, 4 below them, and 16 of a second page."""
+    pixels = np.zeros((64, 64, 3), np.uint8)
+    with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+        file.write(pixels, tile=(16, 16), subifds=1, photometric="rgb")
+        file.write(pixels[::2, ::2], tile=(16, 16), subfiletype=1, photometric="rgb")
+        file.write(pixels, tile=(16, 16), photometric="rgb")
+    monkeypatch.setattr(header_budget, "MOST_TILES", 36)
+    check_directories(tmp_path / "x.tif")
+    monkeypatch.setattr(header_budget, "MOST_TILES", 35)
+    with pytest.raises(SlideError, match="36 tiles or strips"):
+        check_directories(tmp_path / "x.tif")
+
+
+def test_directories_count_and_a_circle_of_them_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+        for _ in range(5):
+            file.write(np.zeros((16, 16), np.uint8))
+    monkeypatch.setattr(header_budget, "MOST_DIRECTORIES", 4)
+    with pytest.raises(SlideError, match="more than 4 directories"):
+        check_directories(tmp_path / "x.tif")
+    circle = struct.pack("<2sHI", b"II", 42, 8) + struct.pack("<HI", 0, 8)
+    (tmp_path / "y.tif").write_bytes(circle.ljust(32, b"\0"))
+    check_directories(tmp_path / "y.tif")
+
+
+@pytest.mark.parametrize("length", [8, 15, 20, 40, 60, 100])
+def test_damaged_directories_are_left_to_the_readers(tmp_path: Path, length: int) -> None:
+    whole = empty_tiff(tmp_path / "x.tif", 1024, 256).read_bytes()
+    (tmp_path / "cut.tif").write_bytes(whole[:length])
+    check_directories(tmp_path / "cut.tif")
+    wild = np.random.default_rng(length).integers(0, 256, len(whole), dtype=np.uint8)
+    (tmp_path / "wild.tif").write_bytes(whole[:16] + wild.tobytes()[16:])
+    check_directories(tmp_path / "wild.tif")
