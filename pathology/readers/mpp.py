@@ -65,7 +65,7 @@ def is_sensible(mpp: tuple[float, float] | None) -> bool:
 def mpp_text(mpp: list[float] | tuple[float, float] | None) -> str:
     """Return (y, x) microns per pixel as text."""
     if mpp is None:
-        return "µm/px unknown"
+        return "µm/px not stated"
     y, x = mpp
     return f"{x:.4g} µm/px" if abs(x - y) < 1e-6 * x else f"{y:.4g} × {x:.4g} µm/px (y, x)"
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathology.readers.slide_source import SlideSource
 
 _MAX_PICTURES = 120
+_IN_DOUBT = "µm/px in doubt"
 _SILENT_PX = 2_000_000_000
 """More pixels than these take long enough to say so."""
 
@@ -216,7 +217,7 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
     facts = _facts_of_file(source, mpp, tissue)
     lines = [
         f"{path.name}: {source.vendor}, {_power(source.objective_power)}{_used_mpp_text(source, used)}",
-        *_level_lines(facts["levels"]),
+        *_level_lines(facts["levels"], doubted=bool(source.facts.mpp_doubt)),
         f"  tissue    {'unknown' if tissue is None else f'{tissue:.1%} of the slide'}",
     ]
     lines += [f"  note      {text}" for text in (missing, *(note.text for note in source.facts.notes)) if text]
@@ -295,13 +296,13 @@ def _row_line(slide: dict[str, str]) -> str:
     )
 
 
-def _level_lines(levels: list[dict[str, Any]]) -> list[str]:
+def _level_lines(levels: list[dict[str, Any]], doubted: bool = False) -> list[str]:
+    """Return a line for each level; ``doubted`` tells whether the file states microns per pixel that contradict."""
     from pathology.readers.mpp import mpp_text
 
-    return [
-        f"  level {k}   {v['height_px']} × {v['width_px']} px (rows × columns), {mpp_text(v['mpp'])}"
-        for k, v in enumerate(levels)
-    ]
+    sizes = [f"  level {k}   {v['height_px']} × {v['width_px']} px (rows × columns), " for k, v in enumerate(levels)]
+    texts = (_IN_DOUBT if doubted and v["mpp"] is None else mpp_text(v["mpp"]) for v in levels)
+    return [size + text for size, text in zip(sizes, texts, strict=True)]
 
 
 def _used_mpp_text(source: SlideSource, used: SourceMpp | None) -> str:
@@ -309,7 +310,7 @@ def _used_mpp_text(source: SlideSource, used: SourceMpp | None) -> str:
     from pathology.readers.mpp import mpp_text
 
     if used is None and source.facts.mpp_doubt:
-        return "µm/px in doubt"
+        return _IN_DOUBT
     if used is None or used.origin == "file":
         return mpp_text(source.mpp)
     stated = "the file states none" if source.mpp is None else f"the file says {mpp_text(source.mpp)}"

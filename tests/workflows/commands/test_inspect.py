@@ -8,6 +8,8 @@ import pytest
 
 from hyfi_core.errors import RequestError
 from tests.data.store.test_verify import make_slide
+from tests.pathology.readers.facts.test_contradictions import save
+from tests.pathology.readers.facts.test_pixel_size import ome
 from tests.pathology.tiffs import stained, write_slide
 from workflows.commands import inspect
 
@@ -54,3 +56,13 @@ def test_a_slide_without_a_small_level_says_what_is_read(
     monkeypatch.setattr(inspect, "_SILENT_PX", silent_px)
     assert inspect.run(write_slide(tmp_path / "a.tiff", stained(300, 400)), None, as_json=False) == 0
     assert ("no small level; 0.00012 gigapixels are read" in capsys.readouterr().err) == says
+
+
+def test_pixel_sizes_that_contradict_each_other_are_in_doubt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slide = save(tmp_path / "a.ome.tif", [stained(300, 400)], 0.25, ome("0.5", size=(300, 400)))
+    assert inspect.run(slide, None, as_json=False) == 0
+    first, level, *_, note = capsys.readouterr().out.splitlines()
+    assert first.endswith("µm/px in doubt") and level.endswith("µm/px in doubt")
+    assert "OME-XML says 0.5 µm/px, but the resolution tags say 0.25" in note

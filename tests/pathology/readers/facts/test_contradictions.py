@@ -14,10 +14,12 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
 from pathology.ingest.options import IngestOptions
 from pathology.readers.sources import open_source, scene_count
+from tests.pathology.readers.czi_files import write_czi
 from tests.pathology.readers.dicom_slides import write_series
 from tests.pathology.readers.facts.test_colour import adobe, jfif
 from tests.pathology.readers.facts.test_levels import textured
 from tests.pathology.readers.facts.test_pixel_size import aperio, ome
+from tests.pathology.readers.jpeg_2000_tiles import encoded
 from tests.pathology.readers.ngff_stores import write_plain
 from tests.pathology.readers.scanners import jpeg, write_encoded
 from tests.pathology.tiffs import RGB, halved
@@ -164,9 +166,32 @@ def wrong_zarr(folder: Path, rng: Rng) -> Drawn:
     )
 
 
+def wrong_jpeg_2000(folder: Path, rng: Rng) -> Drawn:
+    """Tiles whose transform or colour box contradicts the tags or each other; one of the statements is true."""
+    image, (compression, photometric) = picture(rng), rng.choice([(33003, 2), (33005, 2), (34712, 2), (34712, 6)])
+    declared = "ycbcr" if compression == 33003 or photometric == 6 else "rgb"
+    box, transform = str(rng.choice(["", "rgb", "ycbcr", "grey"])), bool(rng.random() < 0.5)
+    stated = sorted({box, "rgb" if transform else declared, declared} - {"", "grey"})
+    holds = stated[int(rng.integers(len(stated)))]
+    place = {"resolution": (2e4, 2e4), "resolutionunit": "CENTIMETER"}
+    encode = lambda tile: encoded(tile, holds, box, transform)  # noqa: E731
+    path = write_encoded(folder / "a.tif", [image], encode, int(compression), "rgb", aperio=False, **place)
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        tiff.pages[0].tags["PhotometricInterpretation"].overwrite(int(photometric))
+    return path, image, 0.5
+
+
+def wrong_czi(folder: Path, rng: Rng) -> Drawn:
+    image, wrong = picture(rng), int(rng.integers(1, 3))
+    changes = (lambda part: part[::-1], lambda part: 255 - part, lambda part: textured(*part.shape[:2], seed=7777))
+    change = changes[int(rng.integers(3))]
+    box = (0, image.shape[0], 0, image.shape[1])
+    return write_czi(folder / "a.czi", image, [box], tile_px=64, changed={wrong: change}), image, 0.25
+
+
 KINDS = (
     *(wrong_tags, wrong_text, garbled_unit, reduced_later, wrong_level, wrong_colour, wrong_samples, several_planes),
-    *(turned_label, wrong_dicom, wrong_zarr),
+    *(turned_label, wrong_dicom, wrong_zarr, wrong_jpeg_2000, wrong_czi),
 )
 
 
