@@ -94,11 +94,12 @@ def _of_file(error: OSError, run: Path) -> str | None:
 
 
 def how_to_continue(run: Path) -> str:
-    """Return after which step a run continues."""
+    """Return after which step a run continues, and what is lost."""
     latest = run / "checkpoints" / "latest"
     if not latest.exists():
-        return "there is no checkpoint yet, so --resume begins the run again"
-    return f"then --resume continues after step {int(latest.resolve().name.removeprefix('step-'))}"
+        return "there is no checkpoint yet: --resume begins the run again"
+    step = int(latest.resolve().name.removeprefix("step-"))
+    return f"--resume continues after step {step}, that of the latest checkpoint; later steps are computed again"
 
 
 def _size(count: int) -> str:

@@ -86,7 +86,8 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
             wait for other ranks with a KeyboardInterrupt.
 
     Raises:
-        RequestError: ``HYFI_TIMEOUT_S`` or ``HYFI_NOTICE_S`` is no number, or the launcher is that of another MPI.
+        RequestError: ``HYFI_TIMEOUT_S`` or ``HYFI_NOTICE_S`` is no number, the launcher is that of another MPI, or
+            ``/dev/shm`` has too little room for MPICH.
         RendezvousError: a RequestError: a launcher started several ranks and no MPI can be loaded, the launcher's and
             MPI's number of ranks differ, or the other ranks have not come.
     """
@@ -97,6 +98,7 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
         return AloneCommunicator()
     from hyfi_core.comm.supervision.library_match import check_library
     from hyfi_core.comm.supervision.rendezvous import Expected
+    from hyfi_core.comm.supervision.shared_memory import check_shared_memory, ranks_here
     from hyfi_core.comm.supervision.time_limit import time_limit_s
 
     expected = Expected(launcher, os.environ)
@@ -114,6 +116,9 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
             "install one with `pip install 'hyfi[local]'` or load the cluster's MPI module"
         ) from error
     check_library(MPI.Get_library_version(), os.environ)
+    ranks = ranks_here(os.environ) if MPI.get_vendor()[0] == "MPICH" else None
+    if ranks is not None:
+        check_shared_memory(ranks, os.environ)
     everybody = world(expected, interrupted)
     _check_tasks(everybody.size, expected)
     return _supervised(everybody) if supervised else everybody

@@ -101,8 +101,12 @@ class Slurm:
         _wait_for(munge["socket"].exists, "munged")
         self._daemon("slurmctld", "-D")
         for node in self._names:
-            self.slurmd[node] = self._daemon("slurmd", "-D", "-N", node)
+            self.begin_node(node)
         _wait_for(lambda: set(self.run("sinfo", "-h", "-o", "%T").split()) == {"idle"}, "the nodes")
+
+    def begin_node(self, node: str) -> None:
+        """Start the daemon of a node."""
+        self.slurmd[node] = self._daemon("slurmd", "-D", "-N", node)
 
     def run(self, *words: str) -> str:
         """Return what one of Slurm's commands prints."""

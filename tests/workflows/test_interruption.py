@@ -71,7 +71,10 @@ def test_a_full_disk_is_one_line_and_the_run_resumes(
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert said.startswith(f"hyfi: the run cannot continue: {metrics} cannot be written (File too large; its disk has")
     step = int(latest.resolve().name.removeprefix("step-"))
-    assert said.endswith(f"make room there, or raise the quota; then --resume continues after step {step}")
+    assert said.endswith(
+        f"make room there, or raise the quota; --resume continues after step {step}, that of the latest checkpoint; "
+        f"later steps are computed again"
+    )
     assert run_here(config, resume=True) == 0
     assert_same_run(tmp_path / "straight", tmp_path / "run", 40)
 
@@ -107,7 +110,7 @@ def test_a_store_that_is_removed_is_one_line(
     assert exit_code_of(lambda: run_here(config)) == FAULT
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"hyfi: the run cannot continue: data.store {store} is not there any more ({store}/slide-")
-    assert said.endswith("put it back; there is no checkpoint yet, so --resume begins the run again")
+    assert said.endswith("put it back; there is no checkpoint yet: --resume begins the run again")
 
 
 def test_a_shard_that_is_removed_names_the_shard_and_what_to_do(tmp_path: Path, at_update: AtUpdate) -> None:

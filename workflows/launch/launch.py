@@ -27,6 +27,8 @@ from types import FrameType
 from data.children import die_with_parent
 from data.cores import usable_cores
 from hyfi_core.comm.supervision.rendezvous import notice_s
+from hyfi_core.comm.supervision.shared_memory import advice as advice_on_room
+from hyfi_core.comm.supervision.shared_memory import check_shared_memory, describe_room
 from hyfi_core.comm.supervision.time_limit import LIMIT_VARIABLE, time_limit_s
 from hyfi_core.errors import RendezvousError, RequestError
 from hyfi_core.runtime.launch import inside_launcher
@@ -80,6 +82,8 @@ def launch_program(program: Sequence[str], ranks: int, run: Path | None = None) 
     """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`."""
     starter = mpiexec.find()
     time_limit_s(), notice_s()  # refused before anything is started
+    if starter.flavour.startswith("MPICH"):
+        check_shared_memory(ranks, os.environ)
     with own_folder() as folder:
         status = RunStatus(folder)
         process = subprocess.Popen(
@@ -231,6 +235,11 @@ class _LaunchMonitor:
             named = sorted(ranks[pid] for pid in {first, died.pid} if pid in ranks)
             who = " or ".join(f"rank {rank}" for rank in named) or f"process {first}"
             self._tell_death(named, f"hyfi: {who} ended with {died.how}; all ranks were stopped")
+        if died is not None and died.number == signal.SIGBUS:
+            warn(
+                f"hyfi: signal {signal.SIGBUS:d}: memory that is a file had no room, or the file was cut off; now that "
+                f"the ranks have ended, {describe_room()}: {advice_on_room()}"
+            )
         if kernel_kills() > self._kills_before:
             warn(f"hyfi: this machine ran out of memory and its kernel killed a process; {self._advice()}")
         return FAULT

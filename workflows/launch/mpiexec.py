@@ -66,10 +66,22 @@ def _flavour(path: str) -> str:
 
 @dataclass(frozen=True)
 class DeadProcess:
-    """A process that the process manager reported as ended with an error."""
+    """A process that the process manager reported as ended with an error.
+
+    Attributes:
+        pid: Its id.
+        number: Its exit code, or the signal that ended it if below 64.
+    """
 
     pid: int
-    how: str
+    number: int
+
+    @property
+    def how(self) -> str:
+        """How it ended."""
+        if self.number == 9:
+            return "signal 9 (killed, for instance by the kernel because memory ran out)"
+        return f"{'signal' if self.number < 64 else 'exit code'} {self.number}"
 
 
 # Output of Hydra when a rank ends with a non-zero code; the launcher prints its own message instead.
@@ -100,10 +112,7 @@ class Output:
         """The process that ended with an error, if the process manager named one."""
         if self._pid is None or self._exit is None:
             return None
-        how = f"signal {self._exit}" if self._exit < 64 else f"exit code {self._exit}"
-        if self._exit == 9:
-            how += " (killed, for instance by the kernel because memory ran out)"
-        return DeadProcess(self._pid, how)
+        return DeadProcess(self._pid, self._exit)
 
     def of_manager(self) -> str:
         """Return the process manager's own output, for failures without any other message."""

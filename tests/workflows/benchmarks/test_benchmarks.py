@@ -24,6 +24,7 @@ SMALL = {
     "forecast": ["--size", "64", "--steps", "1", "--models", "resnet18", "--ranks", "1", "--machine", "cpu"],
     "fused": ["--size", "64", "--rounds", "1"],
     "headlines": ["--only", "Chimera"],
+    "heartbeats": ["--rounds", "1"],
     "ingest_memory": ["--size", "1024", "--mpp", "0.5"],
     "layers": ["--depth", "3", "--filters", "16", "--stages", "2", "--size", "64"],
     "loader": ["SLIDE", "--px", "256", "--images", "2", "--rounds", "1"],

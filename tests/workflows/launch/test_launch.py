@@ -55,6 +55,8 @@ def body():
     if what == "killed" and rank == 1:
         time.sleep(0.3)  # the launcher has seen all ranks begin
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "bus":
+        os.kill(os.getpid(), signal.SIGBUS)
     if what == "loop":
         while not stopped:
             time.sleep(0.02)
@@ -200,6 +202,12 @@ def test_a_rank_that_the_kernel_ended_for_memory_is_told_as_such(job: Job) -> No
     code, _, err = job.run("killed", KERNEL_KILLS="1")
     assert code == 70 and "rank 1 ended with signal 9" in err
     assert "ran out of memory and its kernel killed a process; to need less memory, divide each image" in err
+
+
+def test_a_rank_that_a_full_shared_memory_ended_is_told_with_what_to_do(job: Job) -> None:
+    code, _, err = job.run("bus")
+    assert code == 70 and "ended with signal 7; all ranks were stopped" in err
+    assert "had no room, or the file was cut off" in err and "/dev/shm has " in err and "make it larger" in err
 
 
 def test_a_killed_rank_ends_all_and_is_named(job: Job) -> None:

@@ -18,7 +18,7 @@ from tests.workflows.archive import make_config, make_store
 from tests.workflows.launch.test_launchers import open_mpi
 from tests.workflows.predictions import rows_of, save
 from tests.workflows.runs import losses
-from tests.workflows.slurm import Slurm, running_slurm, slurm
+from tests.workflows.slurm import CONFIGURATION, Slurm, running_slurm, slurm
 from workflows.training.metrics_log import read_metrics
 
 __all__ = ["slurm"]
@@ -363,10 +363,55 @@ def test_a_run_that_loses_a_node_starts_again_by_itself(tmp_path: Path, store: P
             assert time.monotonic() < deadline_s, (slurm.state(job), log.read_text())
             time.sleep(0.5)
         assert slurm.state(job)[0] == "COMPLETED", log.read_text()
+        shown = slurm.run("scontrol", "-o", "show", "job", job)
     # The script finds it out, unless srun waits for the lost rank until Slurm does.
     found = [log.read_text().count(text) for text in ("a node does not answer any more", "DUE TO NODE FAILURE")]
     assert sum(found) == 1
+    if found[0]:
+        assert f" ExcNodeList={lost} " in shown and f"is not started on {lost} again" in log.read_text()
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
+@pytest.mark.soak
+def test_a_node_that_does_not_answer_is_not_given_to_the_job_again(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm believes it to be well for longer than the job needs to start again, which it would do on the same node."""
+    config = make_config(tmp_path, store)
+    program = tmp_path / "program"
+    program.write_text(
+        "#!/bin/bash\n[[ ${SLURM_RESTART_COUNT:-0} -gt 0 ]] && exit 0\n"
+        f"touch {tmp_path}/begun-$SLURM_PROCID\nwhile [[ ! -e {tmp_path}/lost ]]; do sleep 0.1; done\nexit 70\n"
+    )
+    program.chmod(0o755)
+    (tmp_path / "site.yaml").write_text(f"program: {program}\nsbatch: [--exclude=node4]\n")
+    (tmp_path / "c").mkdir()
+    monkeypatch.setattr(
+        "tests.workflows.slurm.CONFIGURATION", CONFIGURATION.replace("SlurmdTimeout=15", "SlurmdTimeout=600")
+    )
+    with running_slurm(tmp_path / "c", 4) as slurm:
+        words = [*HYFI, "launch", "slurm", str(config), TWO, "--nodes", "2", "--mpi", "none", "--submit"]
+        said = subprocess.run(
+            words, cwd=tmp_path, env=environment(slurm), check=True, capture_output=True, text=True, timeout=60
+        )
+        job, deadline_s = said.stdout.split()[-1], time.monotonic() + 200
+        while len(list(tmp_path.glob("begun-*"))) < 2:
+            assert time.monotonic() < deadline_s, slurm.state(job)
+            time.sleep(0.1)
+        lost, log = _second_node(slurm, job), tmp_path / f"run-{job}.log"
+        slurm.slurmd[lost].kill()
+        (tmp_path / "lost").touch()
+        while slurm.state(job)[1] < 1:
+            assert time.monotonic() < deadline_s, (slurm.state(job), log.read_text())
+            time.sleep(0.2)
+        slurm.begin_node(lost)  # as if it had been away for a while only
+        while slurm.state(job)[0] not in ENDED:
+            assert time.monotonic() < deadline_s, (slurm.state(job), log.read_text())
+            time.sleep(0.5)
+        shown = slurm.run("scontrol", "-o", "show", "job", job)
+    assert f"the job is not started on {lost} again; to allow it: " in log.read_text()
+    assert " JobState=COMPLETED " in shown and " NodeList=node[1,3] " in shown, shown
+    assert lost == "node2" and " ExcNodeList=node4,node2 " in shown, shown
 
 
 def _second_node(slurm: Slurm, job: str) -> str:

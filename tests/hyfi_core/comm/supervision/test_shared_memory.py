@@ -1,0 +1,55 @@
+"""A full ``/dev/shm`` is named before MPICH dies of it; on a real file system of that size, of this test alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hyfi_core.comm.supervision.shared_memory import ranks_here
+from tests.workflows.archive import make_config, make_store
+
+ROOT = Path(__file__).parents[4]
+HYFI = [sys.executable, "-m", "workflows.cli"]
+MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
+
+
+def under_shared_memory(size: str, folder: Path, words: list[str], **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that sees a ``/dev/shm`` of this size; skips where that is not allowed."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("only root mounts file systems")
+    mount = f"mount -t tmpfs -o size={size} none /dev/shm || exit 77; head -c 300000 /dev/zero > /dev/shm/left; exec "
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+    words = ["unshare", "-m", "bash", "-c", f'{mount}"$@"', "bash", *words]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip(f"no file system may be mounted here: {done.stderr}")
+    return done
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("launcher", [[], [MPIEXEC, "-n", "2"]])
+def test_ranks_that_have_no_room_to_exchange_messages_are_refused(tmp_path: Path, launcher: list[str]) -> None:
+    """What was seen was "rank 0 ended with signal 7"."""
+    config = make_config(tmp_path, make_store(tmp_path), plan={"grids": [[1, 2]]}, run={"steps": 1})
+    words = [*launcher, *HYFI, "train", str(config)]
+    done = under_shared_memory("2m", tmp_path, words)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("/dev/shm has 1.8 MB free of 2.1 MB (in it: left 0.3 MB), but the 2 ranks") == 1
+    assert "need 2.1 MB there" in done.stderr and "--shm-size" in done.stderr and "signal" not in done.stderr
+    assert not (tmp_path / "run").exists()
+    if not launcher:
+        done = under_shared_memory("2m", tmp_path, words, MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS="8")
+        assert done.returncode == 0, done.stderr
+        shutil.rmtree(tmp_path / "run")
+        assert under_shared_memory("2440k", tmp_path, words).returncode == 0  # just enough
+
+
+def test_the_ranks_of_a_node_are_read_from_the_launcher() -> None:
+    assert ranks_here({"MPI_LOCALNRANKS": "3", "PMI_SIZE": "8"}) == 3
+    assert [ranks_here({"SLURM_STEP_TASKS_PER_NODE": text}) for text in ("4", "2(x3)", "16(x2),4")] == [4, 2, 4]
+    assert ranks_here({"PMI_SIZE": "8"}) is None
