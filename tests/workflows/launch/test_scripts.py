@@ -241,16 +241,20 @@ def test_nodes_are_asked_only_while_the_job_goes_on(tmp_path: Path, state: str, 
     """A job that was cancelled while srun started its ranks stayed until Slurm killed it, half a minute later."""
     path = programs(
         tmp_path,
-        srun="if [[ $* == *--overlap* ]]; then touch asked; exit 1; fi; exit 137",
-        scontrol=f"if [[ $* == *show* ]]; then echo 'JobId=7 JobState={state} X=1'; else touch requeued; fi",
+        srun="[[ $* == *--nodelist=node1* ]] && exit 0\nif [[ $* == *--overlap* ]]; then touch asked; exit 1; fi\n"
+        "exit 137",
+        scontrol="case $* in *hostnames*) printf 'node1\\nnode2\\n' ;; *show*) "
+        f"echo 'JobId=7 JobState={state} ExcNodeList=(null) X=1' ;; *) echo $* >> requeued ;; esac",
     )
     resources = Resources(mpi="pmi2")
     text = script_of("slurm", Path("job.sh"), ["train", "run.yaml"], 2, resources, Site(setup=[f"cd {tmp_path}"]))
     (tmp_path / "job.sh").write_text(text.replace(f"cd {Path.cwd()}", f"cd {tmp_path}"))
-    environment = os.environ | path | {"SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=20, check=False)
+    environment = os.environ | path | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=60, check=False)
     assert done.returncode == 137
     assert ((tmp_path / "asked").exists(), (tmp_path / "requeued").exists()) == (asked, requeued)
+    if requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 7\nupdate JobId=7 ExcNodeList=node2\n"
 
 
 def test_torchrun_on_several_nodes_asks_for_the_node_that_all_meet_on(hyfi_here: Hyfi, tmp_path: Path) -> None:
