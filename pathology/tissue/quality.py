@@ -21,6 +21,7 @@ BLURRED_SHARE = 0.08
 """Slides with a larger fraction of their tissue out of focus have the flag ``blur``."""
 PEN_SHARE = 0.002
 """Slides with a larger fraction of their area under ink have the flag ``pen``."""
+_DARK = 64
 _FEWEST_COLOURS = 50
 """Pixels of tissue below which its colours are not judged."""
 
@@ -70,7 +71,7 @@ class Quality:
             "no_tissue": not self.masks.tissue.any(),
             "pen": self._pen_share > PEN_SHARE,
             "blur": self.blur.share > BLURRED_SHARE,
-            "colour": has_unlikely_colours(self.overview[:, self.masks.tissue]),
+            "colour": has_unlikely_colours(self.overview[:, self.masks.tissue]) or has_dark_ground(self.overview),
         }
 
     @property
@@ -160,6 +161,17 @@ def has_unlikely_colours(tissue: Planes) -> bool:
     chroma = np.abs(mean[1:] - 128).max() < 35 and spread[0] > 8 and spread[1:].max() < 0.45 * spread[0]
     saturated = (tissue[0] >= 254).mean() > 0.25 and mean[0] - mean[1] > 60
     return bool(chroma or saturated)
+
+
+def has_dark_ground(overview: Planes) -> bool:
+    """Whether half of a slide, without exact black, is dark in every channel, as in fluorescence; glass is bright.
+
+    Args:
+        overview: ``(3, h, w)`` uint8.
+    """
+    brightest = overview.max(0)
+    lit = brightest[brightest > 0]
+    return bool(lit.size and np.median(lit) < _DARK)
 
 
 def mask_level(mpp_um: float, parameters: TissueParameters) -> int:

@@ -187,16 +187,29 @@ def check_plane(pick: Pick, planes: int) -> None:
 
 
 def picked_plane(planes: list[Any], pick: Pick, size_px: tuple[int, int]) -> Any:
-    """Return the picked one of several pages of one size, in a TIFF that does not say what they are.
+    """Return the picked one of several pages of one size, in a TIFF that need not say what they are.
 
     Raises:
-        PlanesError: None is picked, or there are fewer.
+        PlanesError: None is picked, or there are fewer; or they are channels.
     """
+    if names := _channels_among(planes):
+        raise PlanesError(
+            f"it has {len(planes)} channels{names.rstrip()}, as of fluorescence; slides are stained and in colour"
+        )
     what = f"{len(planes)} pictures of {size_px[0]} × {size_px[1]} px (channels, focal planes or times)"
     if not pick.plane:
         raise PlanesError(f"the file has {what}; {HOW_TO_PICK}")
     check_plane(pick, len(planes))
     return planes[pick.plane - 1]
+
+
+def _channels_among(planes: list[Any]) -> str:
+    """Return the names of channels in brackets where pages say that they are channels."""
+    first = planes[0]
+    if first.samplesperpixel == 1 and first.is_qpi:
+        found = [re.search(r"<Name>([^<]+)</Name>", page.description) for page in planes]
+        return f" ({', '.join(name[1] for name in found if name)})" if any(found) else " "
+    return " " if first.is_imagej and re.search(r"^channels=(?!1$)\d+$", first.description, re.MULTILINE) else ""
 
 
 def picked_directory(picture: Picture, pick: Pick) -> int:

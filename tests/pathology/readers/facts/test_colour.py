@@ -255,3 +255,19 @@ def test_the_advice_for_jpeg_frames_of_dicom_works(tmp_path: Path) -> None:
         slide.save_as(file)
     found, _ = shown(files[1])
     assert off(found, tissue()) < 4
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_dark_ground_is_flagged(tmp_path: Path, channels: int) -> None:
+    """Fluorescence, as one channel or drawn in colours; the black beside a scanned part is no ground."""
+    cells = np.full((*SIZE, 3), 6, np.uint8)
+    cells[100:300, 150:400] = 120
+    beside = tissue()
+    beside[:, :400] = 0
+    for name, image, flagged in (("cells", cells // (3, 1, 8), True), ("beside", beside, False)):
+        kind = {"photometric": "rgb" if channels == 3 else "minisblack", "tile": (128, 128)}
+        pixels = image.astype(np.uint8) if channels == 3 else image[..., 1].astype(np.uint8)
+        tifffile.imwrite(tmp_path / f"{name}.tif", pixels, resolution=(2e4, 2e4), resolutionunit=3, **kind)
+        assert (
+            "colour" in ingest_slide(tmp_path / f"{name}.tif", tmp_path / "s", IngestOptions(mpp=0.5)).flags
+        ) is flagged

@@ -228,6 +228,27 @@ def test_an_imagej_stack_of_one_directory_is_refused(tmp_path: Path) -> None:
         open_source(tmp_path / "a.tif")
 
 
+@pytest.mark.parametrize("layout", [TILED, STRIPED], ids=["tiled", "striped"])
+def test_channels_of_a_qptiff_are_refused_by_their_names(tmp_path: Path, layout: dict[str, object]) -> None:
+    with tifffile.TiffWriter(tmp_path / "a.qptiff") as tiff:
+        for name in ("DAPI", "Opal 520"):
+            text = f"<PerkinElmer-QPI-ImageDescription><Name>{name}</Name></PerkinElmer-QPI-ImageDescription>"
+            about = {"description": text, "software": "PerkinElmer-QPI", "metadata": None}
+            tiff.write(soft(256, 256)[..., 0], photometric="minisblack", **about, **layout)
+    for plane in (0, 1):  # a channel is no focal plane
+        with pytest.raises(SlideError, match=r"2 channels \(DAPI, Opal 520\), as of fluorescence"):
+            open_source(tmp_path / "a.qptiff", Pick(plane=plane))
+
+
+def test_channels_of_imagej_are_refused_as_such(tmp_path: Path) -> None:
+    path, picture = tmp_path / "a.tif", np.stack([soft(256, 256)[..., 0]] * 2)
+    with tifffile.TiffWriter(path, imagej=True) as tiff:
+        tiff.write(picture, photometric="minisblack", metadata={"axes": "CYX"}, rowsperstrip=64)
+    for plane in (0, 1):
+        with pytest.raises(SlideError, match=r"2 channels, as of fluorescence|ImageJ stack of 2 pictures"):
+            open_source(path, Pick(plane=plane))
+
+
 def test_dicom_of_several_planes_is_refused(tmp_path: Path) -> None:
     write_series(tmp_path / "one", "a", soft(512, 512), "1.2.3", levels=1)
     open_source(tmp_path / "one").close()
