@@ -39,8 +39,8 @@ _FLAT = 4.0
 """Standard deviation of grey values below which a patch has no structure to compare."""
 _ALIKE = 0.45
 """Correlation of grey values: above 0.9 for scanners' levels, about 0 for other pictures."""
-_ENOUGH, _CLEARLY = 2, 0.9
-"""So many places decide if they correlate by so much."""
+_ENOUGH, _SMALL_PX, _CLEARLY = 2, 2**25, 0.9
+"""So many places decide, of slides of fewer pixels the first one, if they correlate by so much."""
 _LARGEST_SHIFT = 30.0
 """Difference of the mean colours of two levels."""
 
@@ -169,9 +169,10 @@ def _structured_places(levels: Sequence[SourceLevel], read: Read) -> Sequence[tu
 def _alike(
     levels: Sequence[SourceLevel], compared: tuple[int, int], places: Sequence[tuple[float, float]], read: Read
 ) -> bool:
-    """Whether two levels, the finer one first, show the same at some places; two that clearly do are enough."""
+    """Whether two levels, the finer one first, show the same at some places; one or two that clearly do are enough."""
     finer, coarser = (levels[k] for k in compared)
     ratio = (coarser.downsample[0] / finer.downsample[0], coarser.downsample[1] / finer.downsample[1])
+    enough = _ENOUGH if levels[0].height_px * levels[0].width_px >= _SMALL_PX else 1
     pairs: list[tuple[RGB, RGB]] = []
     for place in places:
         box = _patch(finer, coarser, ratio, place)
@@ -180,7 +181,7 @@ def _alike(
         with suppress(TileError):
             wide = read(Box(*rows, *columns), compared[0])
             pairs.append((read(box, compared[1]).reshape(-1, 3), _reduced(wide, box.shape).reshape(-1, 3)))
-        if len(pairs) >= _ENOUGH and _show_the_same(pairs, _CLEARLY):
+        if len(pairs) >= enough and _show_the_same(pairs, _CLEARLY):
             return True
     return not pairs or _show_the_same(pairs, _ALIKE) or _are_flat(pairs)
 
