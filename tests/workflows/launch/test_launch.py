@@ -60,6 +60,7 @@ def body():
     if what == "loop":
         while not stopped:
             time.sleep(0.02)
+        time.sleep(float(os.environ.get("SAVING_S", 0)))
         return 3
     if what == "dies-saving":
         while not stopped:
@@ -86,6 +87,7 @@ from workflows.exit_codes import exit_code_of
 from workflows import signals
 from workflows.launch import launch
 from workflows.launch.launch import launch_program
+launch.POLL_SECONDS = float(os.environ.get("POLL_SECONDS", launch.POLL_SECONDS))
 if "KERNEL_KILLS" in os.environ:  # before the ranks start, and after they have ended
     launch.kernel_kills = iter([4, 4 + int(os.environ["KERNEL_KILLS"])]).__next__
 signals.interrupt_on_request()
@@ -225,6 +227,15 @@ def test_a_request_to_stop_reaches_every_rank(job: Job, number: signal.Signals) 
     _, err = process.communicate(timeout=20)
     assert process.returncode == 3
     assert "Traceback" not in err
+
+
+def test_a_request_that_comes_as_soon_as_ranks_have_begun_is_theirs(job: Job) -> None:
+    """The launcher killed them if it had not seen them yet: it looks twenty times a second, here every two seconds."""
+    process = job.start("loop", POLL_SECONDS="2", SAVING_S="3")
+    job.pids()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (3, "")
 
 
 def test_a_rank_that_dies_after_a_request_to_stop_has_not_saved(job: Job) -> None:

@@ -21,9 +21,11 @@ def test_every_launcher_does_the_same(tmp_path: Path) -> None:
             found = rows(tmp_path / "runs", slurm, lambda _: True)
     else:
         found = rows(tmp_path / "runs", None, lambda _: True)
-    for name, (start, equal, killed, stopped, resumed) in found.items():
+    for name, (start, equal, killed, frozen, dead, stopped, resumed) in found.items():
         assert (start, equal, resumed) == ("yes", "equal", "equal"), name
         seconds, _, code = killed.partition(" s, named, in a log, code ")
         assert float(seconds) < 10, (name, killed)
         assert int(code) == 1 if name == "torchrun" else int(code) not in (0, 1, 2, 3), (name, killed)
+        assert ", named, code " in frozen, (name, frozen)
+        assert "no checkpoint, code " in dead and not dead.endswith("code 3"), (name, dead)
         assert ", code 3, step-" in stopped, (name, stopped)
