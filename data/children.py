@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+from hyfi_core.job_limits import SLURM_LIMITS
+
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 # Variables from which a process learns its rank; child processes must not see them.
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_", "SLURM_", "TORCHELASTIC_")
@@ -30,6 +32,10 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment without launcher variables, and with its module search path."""
-    kept = {n: v for n, v in os.environ.items() if not n.startswith(_LAUNCHER_PREFIXES) and n not in _RANK_VARIABLES}
+    """Return this process's environment, with its module search path and, of a launcher's variables, limits alone."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in SLURM_LIMITS or not (name.startswith(_LAUNCHER_PREFIXES) or name in _RANK_VARIABLES)
+    }
     return kept | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}

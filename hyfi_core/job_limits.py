@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+SLURM_LIMITS = ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
+"""Variables that stay where others of a launcher are removed."""
 _SELF = Path("/proc/self")
 _MIB = 2**20
 

@@ -31,6 +31,7 @@ from hyfi_core.comm.supervision.shared_memory import advice as advice_on_room
 from hyfi_core.comm.supervision.shared_memory import check_shared_memory, describe_room
 from hyfi_core.comm.supervision.time_limit import LIMIT_VARIABLE, time_limit_s
 from hyfi_core.errors import RendezvousError, RequestError
+from hyfi_core.job_limits import SLURM_LIMITS
 from hyfi_core.runtime.launch import inside_launcher
 from workflows import signals
 from workflows.console import warn
@@ -38,6 +39,7 @@ from workflows.exit_codes import FAULT, STOPPED, WRONG_REQUEST
 from workflows.interruption import RunInterruptedError
 from workflows.launch import at_failure, mpiexec, peer_watch, rank_log
 from workflows.launch.own_folder import own_folder
+from workflows.launch.owner import JOB_VARIABLE
 from workflows.launch.processes import ExitOrder, kill_session
 from workflows.launch.status import VARIABLE, RunStatus, leave_exit_code
 from workflows.out_of_memory import GENERAL_ADVICE, kernel_kills, message_of
@@ -117,9 +119,12 @@ def _environment(ranks: int) -> dict[str, str]:
     """Return the ranks' environment; cores are divided among them, unless the user has set ``OMP_NUM_THREADS``.
 
     Slurm's variables are removed: with them the process manager would start the ranks through ``srun``, and a rank
-    would take itself for a Slurm task.
+    would take itself for a Slurm task. What limits the job's memory stays, and so does its number, by another name.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "PMIX_"))}
+    removed = ("SLURM_", "PMI_", "PMIX_")
+    kept = {name: value for name, value in os.environ.items() if name in SLURM_LIMITS or not name.startswith(removed)}
+    if "SLURM_JOB_ID" in os.environ:
+        kept[JOB_VARIABLE] = os.environ["SLURM_JOB_ID"]
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | kept
 
 

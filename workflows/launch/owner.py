@@ -19,6 +19,8 @@ from hyfi_core.errors import RequestError
 from workflows.console import warn
 
 NAME = ".owner"
+JOB_VARIABLE = "HYFI_SLURM_JOB"
+"""Number of the Slurm job, for ranks whose launcher has removed Slurm's own variables."""
 _ATTEMPTS, _PAUSE_S = 5, 0.05
 
 
@@ -74,7 +76,7 @@ class FolderOwner:
                 f"hyfi: {folder}: its file system has no locks ({error.strerror}); make sure that no other process "
                 f"writes there"
             )
-        job = os.environ.get("SLURM_JOB_ID")
+        job = os.environ.get("SLURM_JOB_ID") or os.environ.get(JOB_VARIABLE)
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "job": job, "since": time.time()}
         try:
             file.truncate(0)

@@ -74,6 +74,14 @@ def body():
         world.Barrier()
     if what == "threads":
         sys.stdout.write(os.environ["OMP_NUM_THREADS"] + "\\n")
+    if what == "limits":
+        from data.children import child_environment
+        from hyfi_core.job_limits import available_memory, memory_limits
+        from workflows.launch.owner import FolderOwner, describe_owner, owner_of
+        owner = FolderOwner(here / f"run-{rank}", "")
+        child = [limit.source for limit in memory_limits(child_environment()) if "SLURM" in limit.source]
+        if rank == 0:
+            print(available_memory().source, *child, describe_owner(owner_of(here / "run-0")), sep=" | ", flush=True)
     if what == "uneven":
         return rank
     return int(what) if what.isdigit() else 0
@@ -271,6 +279,14 @@ def test_cores_are_shared_out_unless_the_user_says_how(job: Job, monkeypatch: py
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert job.run("threads")[1].split() == [str(share)] * 2
     assert job.run("threads", OMP_NUM_THREADS="5")[1].split() == ["5"] * 2
+
+
+def test_the_limits_of_a_slurm_job_and_its_number_reach_ranks_and_children(job: Job) -> None:
+    """With Slurm's other variables they were removed: forecasts saw all of the machine's memory."""
+    code, out, err = job.run("limits", SLURM_MEM_PER_NODE="700", SLURM_JOB_ID="17", SLURM_NODELIST="nowhere")
+    assert code == 0, err
+    ranks, child, owner = out.strip().split(" | ")
+    assert ranks == child == "by SLURM_MEM_PER_NODE (sbatch --mem)" and owner.endswith(", Slurm job 17")
 
 
 def test_no_mpi_is_a_request_that_can_be_mended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
