@@ -184,6 +184,7 @@ def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
         f"  sha256    {facts['sha256']}",
         f"  flags     {', '.join(facts['flags']) or 'none'}; {facts['bad_tiles']} of {facts['tiles']} tiles bad",
         f"  codec     {facts['parameters'].get('codec', 'JPEG of the scanner')}; hyfi {facts['versions']['hyfi']}",
+        *(f"  note      {note}" for note in source.get("facts", {}).get("notes", ())),  # older stores have none
     ]
     return {"kind_of_path": "slide", "status": "done", "slide_id": slide.slide_id, "levels": levels, **facts} | {
         "lines": lines

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from data.store.slide_store import slide_path
 from hyfi_core.errors import RequestError
+from pathology.ingest.options import IngestOptions
+from pathology.ingest.slide import ingest_slide
 from tests.data.store.test_verify import make_slide
 from tests.pathology.readers.facts.test_contradictions import save
 from tests.pathology.readers.facts.test_pixel_size import ome
@@ -66,3 +69,13 @@ def test_pixel_sizes_that_contradict_each_other_are_in_doubt(
     first, level, *_, note = capsys.readouterr().out.splitlines()
     assert first.endswith("µm/px in doubt") and level.endswith("µm/px in doubt")
     assert "OME-XML says 0.5 µm/px, but the resolution tags say 0.25" in note
+
+
+def test_the_notes_of_a_file_are_shown_of_its_stored_slide_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ome("0.5", "碌m", size=(300, 400))
+    record = ingest_slide(save(tmp_path / "a.ome.tif", [stained(300, 400)], None, text), tmp_path, IngestOptions(mpp=1))
+    assert "mpp_doubtful" in record.flags
+    assert inspect.run(slide_path(tmp_path, record.slide_id), None, as_json=False) == 0
+    assert "  note      the unit '碌m' is read as µm" in capsys.readouterr().out
