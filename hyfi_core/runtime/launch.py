@@ -61,7 +61,8 @@ def _check_tasks(size: int, expected: Expected) -> None:
     if int(tasks) != size:
         raise RequestError(
             f"srun started {tasks} tasks, but MPI sees {size}. Start srun with the --mpi type of this MPI: "
-            f"--mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI (`srun --mpi=list` shows those of this Slurm)"
+            f"--mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI (`srun --mpi=list` shows those of this "
+            f"Slurm). {expected.if_left_over()}"
         )
 
 

@@ -76,16 +76,20 @@ class Expected:
 
     def advice(self) -> str:
         """Return what to do, as text."""
+        size = self.environment.get("WORLD_SIZE", "N")
+        start = {"torchrun": f"torchrun --nproc-per-node {size} …", "slurm": "srun -n N …", "mpi": "mpiexec -n N …"}
+        return f"{self.if_left_over()}. To start all ranks: `{start[self.launcher]}`"
+
+    def if_left_over(self) -> str:
+        """Return what to do if no launcher is there, as text."""
         name = Path(sys.argv[0]).name
         program = {"cli.py": "hyfi", "__main__.py": "hyfi", "-c": "python", "-m": "python", "": "python"}.get(
             name, name
         )
         unset = " ".join(f"-u {name}" for name in self.variables)
-        size = self.environment.get("WORLD_SIZE", "N")
-        start = {"torchrun": f"torchrun --nproc-per-node {size} …", "slurm": "srun -n N …", "mpi": "mpiexec -n N …"}
         return (
             f"If no launcher started it, the variables are left over from an earlier one: start it with `env {unset} "
-            f"{program} …`. To start all ranks: `{start[self.launcher]}`"
+            f"{program} …`"
         )
 
     @property

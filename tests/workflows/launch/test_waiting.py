@@ -83,7 +83,7 @@ def test_variables_left_by_torchrun_are_named_and_signals_end_the_wait(
     assert "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT" in said
     assert "torchrun --nproc-per-node 2" in said and "1800 s (HYFI_TIMEOUT_S)" in said
     process.send_signal(number)
-    rest = process.communicate(timeout=60)[1]
+    rest = process.communicate(timeout=240)[1]  # seconds, but not on a busy machine; it would wait for half an hour
     if command == "init":  # a program of one's own: the interpreter's handlers
         assert process.returncode == -number
     else:
@@ -98,6 +98,10 @@ def test_variables_left_by_torchrun_are_named_and_signals_end_the_wait(
         ({"RANK": "1", "WORLD_SIZE": "2"}, "torch.distributed cannot start"),
         ({**TORCHRUN, "WORLD_SIZE": "two"}, "torch.distributed cannot start"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "but MPI sees 1 rank, not 2 (PMI_SIZE)"),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"},
+            "srun started 2 tasks, but MPI sees 1",
+        ),
         ({**TORCHRUN, "HYFI_TIMEOUT_S": "soon"}, "HYFI_TIMEOUT_S is 'soon'"),
     ],
 )
