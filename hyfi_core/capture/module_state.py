@@ -174,6 +174,12 @@ def changed_since(before: Hashable, now: Hashable) -> list[tuple[str, str]]:
     return names + [(name, "") for (name, module), was in zip(now[2], before[2], strict=False) if (name, module) != was]
 
 
+def same_modes(before: Hashable, now: Hashable) -> bool:
+    """Whether two results of ``module_state`` have the same modules, tensors, ``training`` and ``requires_grad``."""
+    assert isinstance(before, tuple) and isinstance(now, tuple)
+    return before[:3] == now[:3] and all(name != "training" for _, name in changed_since(before, now))
+
+
 def describe_value(model: nn.Module, path: str, name: str) -> str:
     """Return a short description of an attribute's value, or of the type of a module if no attribute is named."""
     if path == OUTSIDE:

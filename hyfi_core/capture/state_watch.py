@@ -14,9 +14,10 @@ once. Then it must compute the same again, and the state is the one afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from hyfi_core.capture.module_state import (
@@ -96,6 +97,7 @@ class StateWatch:
         self._own: dict[int, Hashable] = {}
         self._others: list[Hashable] = []
         self._state: ModuleState | None = None
+        self._cached: list[tuple[torch.Tensor, int]] = []
         self.taken: ModuleState | None = None
 
     def take(self) -> ModuleState:
@@ -131,19 +133,35 @@ class StateWatch:
             return self._compute()
         return self._state if self._compared() == self._others else self._compute()
 
+    def compare(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count changes of these tensors from now on: a program that computes their values stands for one with them."""
+        known = {id(tensor) for tensor, _ in self._cached}
+        self._cached += [(tensor, _version(tensor)) for tensor in tensors if id(tensor) not in known]
+
     def _compute(self) -> ModuleState:
         self._modules = [_WatchedModule(module) for module in self._model.modules()]
         self._empty = [container for module in self._modules for container in module.empty]
         self._own = own_objects(self._model)
         self._others = self._compared()
-        self._state = module_state(self._model)
+        self._state = state = module_state(self._model)
+        if changed := self._changed():
+            self._state = ModuleState((*state[:-1], (*state[-1], ((OUTSIDE, "a cached tensor"), tuple(changed)))))
         return self._state
 
     def _compared(self) -> list[Hashable]:
         seen = dict(self._own)
         others = [value for module in self._modules for value in module.others()]
         found = [comparable(value, seen) for value in others]
-        return [*found, *outside_attributes(self._model, others, self._own).items()]
+        return [*found, *outside_attributes(self._model, others, self._own).items(), *self._changed()]
+
+    def _changed(self) -> list[Hashable]:
+        """Return the number and version of each cached tensor that has changed in place."""
+        versions = [(_version(tensor), was) for tensor, was in self._cached]
+        return [(number, now) for number, (now, was) in enumerate(versions) if now != was]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _changes(before: ModuleState, now: ModuleState) -> str:

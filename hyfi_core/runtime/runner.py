@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -11,12 +12,14 @@ from hyfi_core.capture.module_state import changed_since, describe_value
 from hyfi_core.cells.paged_steps import AllStays, PagedSteps, StepMemory, UseOrder
 from hyfi_core.cells.pager import Pager
 from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import Tape
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.attribution import ExplainedPart, attribute, join_explanations
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.batch_reader import Images, InputPart, PixelParts, Reader, Shape, uploaded
+from hyfi_core.runtime.calls.outputs import described, joined, undescribed
 from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
@@ -77,11 +80,9 @@ class StageRunner:
         if self._unchecked:
             subject.bindings.refuse_replaced()
             self._unchecked = False
-        if (shape, subject.watch.taken) not in self._cache:
-            subject.program(shape)  # a capture takes the state again
-        self._used = subject.watch.taken
+        known, self._used = self._known_program(shape), subject.watch.taken
         key = (shape, self._used)
-        if key not in self._cache:
+        if not known:
             while len(self._cache) >= CAPTURES_KEPT:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[key] = compile_model(
@@ -109,10 +110,24 @@ class StageRunner:
 
     def known(self, shape: Shape) -> str:
         """Return the digest of the program for micro-batches of a shape; "" for a new shape, "new" for a new state."""
-        key = (shape, self.observe())
-        if key in self._cache:
-            return self._cache[key].digest
-        return "new" if any(other[0] == shape for other in self._cache) else ""
+        self.observe()
+        if all(other[0] != shape for other in self._cache):
+            return ""
+        with contextlib.suppress(RequestError):  # all ranks say so when they compile it, or that their states differ
+            if self._known_program(shape):
+                return self._cache[shape, self._subject.watch.taken].digest
+        return "new"
+
+    def _known_program(self, shape: Shape) -> bool:
+        """Whether the program for a shape, in the state that was observed, is compiled; captures it if necessary."""
+        if (shape, self._subject.watch.taken) in self._cache:
+            return True
+        program = self._subject.program(shape)  # a capture takes the state again
+        now = (shape, self._subject.watch.taken)
+        former = next((key for key, one in self._cache.items() if key[0] == shape and one.program is program), now)
+        # In the same place: all ranks drop the same one first.
+        self._cache = {now if key == former else key: one for key, one in self._cache.items()}
+        return now in self._cache
 
     def changes(self) -> dict[tuple[str, str], str]:
         """Return the attributes that have changed since the last call: (module, attribute) -> current value."""
@@ -343,7 +358,7 @@ class StageRunner:
         for microbatch in range(microbatches):
             leaves = self._shared(pipeline.outputs.pop(microbatch, None))
             outputs.append(compiled.pick(leaves))
-        return _joined(outputs)
+        return joined(outputs)
 
     def _shared(self, leaves: list[Any] | None) -> list[Any]:
         """Broadcast the leaves of an output from the last stage to every rank of the plane."""
@@ -351,8 +366,8 @@ class StageRunner:
             assert leaves is not None
             return leaves
         root, comm = self._placement.group(self._placement.stages - 1)[0], self.groups.plane
-        known = comm.broadcast_object(_described(leaves) if leaves is not None else None, root)
-        tensors = _undescribed(known, leaves if comm.rank == root else None, self._subject.device)
+        known = comm.broadcast_object(described(leaves) if leaves is not None else None, root)
+        tensors = undescribed(known, leaves if comm.rank == root else None, self._subject.device)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 comm.broadcast(tensor, root)
@@ -360,33 +375,3 @@ class StageRunner:
 
     def _autocasting(self) -> Any:
         return autocasting(self._subject.device, self._subject.autocast, cached=self._pager is None)
-
-
-def _described(leaves: list[Any]) -> list[Any]:
-    """Return shapes and dtypes of the leaves of an output, for receivers."""
-    return [
-        [list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ]
-
-
-def _undescribed(known: list[Any], leaves: list[Any] | None, device: torch.device) -> list[Any]:
-    """Return the leaves, or empty tensors to receive them."""
-    if leaves is not None:
-        return [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return [
-        torch.empty(item[0], dtype=getattr(torch, item[1]), device=device) if isinstance(item, list) else item
-        for item in known
-    ]
-
-
-def _joined(outputs: list[Any]) -> Any:
-    """Concatenate the outputs of micro-batches, in any structure."""
-    if len(outputs) == 1:
-        return outputs[0]
-    leaves = [torch.utils._pytree.tree_flatten(output) for output in outputs]
-    joined = [
-        torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
-        for parts in zip(*(flat for flat, _ in leaves), strict=True)
-    ]
-    return torch.utils._pytree.tree_unflatten(joined, leaves[0][1])

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.export import capture
+from hyfi_core.capture.module_state import same_modes
 from hyfi_core.capture.program import KEY, Program
 from hyfi_core.capture.released import Former, fill, release
 from hyfi_core.capture.state_watch import StateWatch
+from hyfi_core.capture.storing.filled_caches import compute_the_same, of_empty_caches
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segment_compiler import SegmentCompiler
 from hyfi_core.plan.fused_runs import FusedRuns
@@ -254,6 +256,30 @@ class Subject:
             while len(self.programs) >= CAPTURES_KEPT:
                 self.programs.pop(next(iter(self.programs)))
                 self.runs.clear()  # they are keyed by the identity of programs
-            program = self.watch.settled(lambda: capture(self.model, shape, self.dtype))
-            self.programs.setdefault((shape, self.watch.taken), program)
+            program = self.watch.settled(lambda: self._captured(shape))
+            if (shape, self.watch.taken) not in self.programs:
+                self.programs[shape, self.watch.taken] = self._known_as(shape, program)
         return self.programs[shape, self.watch.taken]
+
+    def _captured(self, shape: Shape) -> Program:
+        program = capture(self.model, shape, self.dtype)
+        empty = of_empty_caches(self.model, program, lambda: capture(self.model, shape, self.dtype))
+        return self._instead(empty, program)
+
+    def _known_as(self, shape: Shape, program: Program) -> Program:
+        """Return a known program that computes the same, which then belongs to the present state; or this one.
+
+        A cache that a forward of the user's own has filled, on this rank alone perhaps, makes no other program.
+        """
+        for size, state in [*self.programs]:
+            known = self.programs[size, state]
+            alike = size == shape and same_modes(state, self.watch.taken)
+            if alike and compute_the_same(known, program):
+                return self._instead(self.programs.pop((size, state)), program)
+        return program
+
+    def _instead(self, program: Program, other: Program) -> Program:
+        """Return a program that stands for another; changes of a constant that only one of them has then count."""
+        of = [{id(tensor): tensor for tensor in one.constants.values()} for one in (program, other)]
+        self.watch.compare(tensor for one in of for key, tensor in one.items() if (key in of[0]) != (key in of[1]))
+        return program

@@ -27,7 +27,8 @@ from hyfi_core.errors import RequestError
 PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})
 Stored = tuple[Any, Any, Any]
 """(module, dict, class or set; attribute, key or item; value)"""
-_MISSING: Any = object()
+MISSING: Any = object()
+"""The value of what is not there."""
 
 
 def is_constant(value: Any) -> bool:
@@ -54,7 +55,7 @@ def check_later_forwards(
     """
     if not assigned:
         return
-    with _with(model, assigned):
+    with stored_values(assigned):
         again = trace(None)
     if not again.equals(program):
         raise RequestError(changes(model, assigned[0]))
@@ -63,7 +64,7 @@ def check_later_forwards(
         for module in model.modules():
             vars(module)["training"] = other
         before = _traced(trace)
-        with _with(model, assigned):
+        with stored_values(assigned):
             after = _traced(trace)
         if not after.equals(before):
             raise RequestError(changes(model, assigned[0]))
@@ -109,7 +110,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _with(model: nn.Module, assigned: list[Stored]) -> Iterator[None]:
+def stored_values(assigned: list[Stored]) -> Iterator[None]:
     """Context in which these values are stored."""
     before = [(holder, name, _value(holder, name)) for holder, name, _ in assigned]
     try:
@@ -125,16 +126,16 @@ def put(stored: Stored) -> None:
     """Store a value, or remove one that was missing."""
     holder, name, value = stored
     if isinstance(holder, set):
-        holder.discard(name) if value is _MISSING else holder.add(name)
+        holder.discard(name) if value is MISSING else holder.add(name)
     elif isinstance(holder, type):
-        delattr(holder, name) if value is _MISSING else setattr(holder, name, value)
+        delattr(holder, name) if value is MISSING else setattr(holder, name, value)
     else:
         held: Any = vars(holder) if isinstance(holder, nn.Module) else holder
-        held.pop(name, None) if value is _MISSING else held.__setitem__(name, value)
+        held.pop(name, None) if value is MISSING else held.__setitem__(name, value)
 
 
 def _value(holder: Any, name: Any) -> Any:
     if isinstance(holder, set):
-        return True if name in holder else _MISSING
+        return True if name in holder else MISSING
     held: Any = vars(holder) if isinstance(holder, (type, nn.Module)) else holder
-    return held.get(name, _MISSING)
+    return held.get(name, MISSING)

@@ -132,7 +132,7 @@ class Caches:
     def __init__(self, model: nn.Module) -> None:
         roots = [value for module in model.modules() for name, value in vars(module).items() if name not in _OWN]
         roots += [value for _, value in outside_values(model)]
-        self._held = [(container, dict(container)) for container in _dicts(roots)]
+        self._held = [(container, dict(container)) for container in dicts_in(roots)]
         self._sets = [(container, set(container)) for container in _sets(roots)]
         functions, names = memories(model)
         self._functions = [(function, function.cache_info().misses) for function in functions]
@@ -203,7 +203,7 @@ def _put_back(holder: Any, name: Any, old: Any) -> None:
         holder[name] = old
 
 
-def _dicts(roots: Iterable[Any]) -> list[Any]:
+def dicts_in(roots: Iterable[Any]) -> list[Any]:
     """Return the dicts in values: also in containers, and the attributes of objects."""
     return [*_found(roots, lambda value: isinstance(value, dict))]
 

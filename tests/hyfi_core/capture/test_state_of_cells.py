@@ -133,6 +133,132 @@ def test_what_a_forward_keeps_is_the_same_in_all_cells_and_ranks(scale: Any, pla
     assert (logits - model.eval()(images)).abs().max() < 1e-12  # the cache holds no tensor without values
 
 
+class Kept(Scaled):
+    """Keeps tables by size: in a dict, as an attribute, or in evaluation mode alone, as LeViT does."""
+
+    warned = False
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(number)
+        self.kind, self.tables, self.table = kind, dict[Any, torch.Tensor](), None
+        self.biases = nn.Parameter(torch.rand(4, 1, 1))
+
+    def train(self, mode: bool = True) -> Kept:
+        if mode and self.kind == "evaluation":
+            self.tables = {}
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.stem(x))
+        return self.head(F.relu(y * self.of(y)).mean((2, 3)))
+
+    def of(self, y: torch.Tensor) -> torch.Tensor:
+        size = (y.shape[2], y.shape[3])
+        Kept.warned = True
+        if self.kind == "attribute":
+            if self.table is None or self.table.shape != size:
+                self.table = positions(*size)
+            return self.table
+        if self.kind == "evaluation":
+            if self.training:
+                return self.biases
+            self.tables.setdefault("biases", self.biases * 2.0)
+            return self.tables["biases"] / 2.0
+        if size not in self.tables:
+            self.tables[size] = positions(*size)
+        return self.tables[size]
+
+
+def own_forward(model: nn.Module, size: tuple[int, int] = SHAPE[2:], training: bool = False) -> None:
+    """A forward of the user's own, which fills caches; statistics stay as they are."""
+    state, mode = {name: value.clone() for name, value in model.state_dict().items()}, model.training
+    with torch.no_grad():
+        model.train(training)(torch.ones(1, 3, *size, dtype=torch.float64))
+    model.load_state_dict(state)
+    model.train(mode)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cells", "when"),
+    [
+        ("dict", None, "at start"),
+        ("dict", None, "after predictions"),
+        ("dict", (2, 1), "before a prediction"),
+        ("dict", None, "of another size"),
+        ("attribute", None, "at start"),
+        ("attribute", (2, 1), "after predictions"),
+        ("attribute", None, "before a prediction"),
+        ("attribute", None, "of another size"),
+        ("evaluation", None, "before a prediction"),
+        ("evaluation", (2, 1), "after predictions"),
+    ],
+)
+def test_a_cache_that_one_rank_alone_has_filled_changes_nothing(
+    kind: str, cells: tuple[int, int] | None, when: str
+) -> None:
+    torch.manual_seed(0)
+    model, (images, labels) = Kept(kind).double(), batch()
+    plan, copies = ParallelPlan(((1, 2),), cells=cells), [copy.deepcopy(model) for _ in range(2)]
+
+    def body(comm: Any) -> Any:
+        mine = copies[comm.rank]
+        if when == "at start" and comm.rank == 0:
+            own_forward(mine, training=True)
+        engine = hyfi_core.parallelize(mine, SHAPE, plan, comm)
+        losses = [engine.accumulate(images, labels)]
+        if when in ("before a prediction", "of another size") and comm.rank == 0:
+            own_forward(mine, SHAPE[2:] if when == "before a prediction" else (9, 12), training=True)
+        engine.predict(images)
+        if when == "after predictions" and comm.rank == 0:
+            own_forward(mine)
+        losses.append(engine.accumulate(images, labels))
+        return losses, engine.predict(images), len(engine._subject.programs)
+
+    ((losses, logits, programs), *_) = run_ranks(2, body, timeout_s=240)
+    wanted = [float(F.cross_entropy(model(images), labels)) for _ in range(2)]
+    assert losses == pytest.approx(wanted, abs=1e-12)
+    assert programs == 2
+    assert (logits - model.eval()(images)).abs().max() < 1e-12
+
+
+def test_a_cached_table_that_is_changed_counts() -> None:
+    """Also in place, where no program has it: it was computed instead."""
+    torch.manual_seed(0)
+    model, (images, labels) = Kept("dict").double(), batch()
+    plain = copy.deepcopy(model)
+    engine = hyfi_core.parallelize(model, SHAPE, ParallelPlan(((1, 1),)), AloneCommunicator())
+    before = engine.accumulate(images, labels)
+    for one in (model, plain):
+        own_forward(one)
+    assert engine.accumulate(images, labels) == before
+    for change in (lambda table: table.mul_(3.0), lambda table: table.add_(1.0)):
+        for one in (model, plain):
+            change(one.tables[11, 9])
+        found = engine.accumulate(images, labels)
+        assert found == pytest.approx(float(F.cross_entropy(plain(images), labels)), abs=1e-12) and found != before
+
+
+def test_a_constant_that_is_no_cache_is_kept() -> None:
+    class Masked(Scaled):
+        def __init__(self) -> None:
+            super().__init__(lambda y: 1.0)
+            self.mask: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.stem(x) if self.mask is None else self.stem(x) * self.mask
+            return self.head(y.mean((2, 3)))
+
+    torch.manual_seed(0)
+    model, (images, labels) = Masked().double(), batch()
+    model.mask = positions(11, 9)
+    engine = hyfi_core.parallelize(model, SHAPE, ParallelPlan(((1, 1),), cells=(2, 1)), AloneCommunicator())
+    wanted = float(F.cross_entropy(model(images), labels))
+    assert engine.accumulate(images, labels) == pytest.approx(wanted, abs=1e-12)
+    model.mask = model.mask * 2.0
+    wanted = float(F.cross_entropy(model(images), labels))
+    assert engine.accumulate(images, labels) == pytest.approx(wanted, abs=1e-12)
+
+
 def test_another_value_is_a_change() -> None:
     model, (images, labels) = network(number), batch()
     plain = copy.deepcopy(model)

@@ -1,0 +1,173 @@
+"""Programs that differ only in a cache: one computes what the other has found there, after a forward of the user's own.
+
+```
+y = x * linspace(0, 1, 11)        before: each capture removes what a forward caches, and its program computes it
+y = x * constant                  afterwards: a tensor with these values
+```
+
+What depends on neither the image nor a weight is compared by its values, all else operator by operator.
+
+So that ranks agree, whichever of them have run such a forward, a capture takes the program of empty caches: the tensors
+that it finds stored are taken away, and if the forward then computes the same, they were a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from hyfi_core.capture.outside_names import memories, outside_values
+from hyfi_core.capture.program import Operator, Program, Ref, refs_in, substitute
+from hyfi_core.capture.storing.later_forwards import MISSING, Stored, stored_values
+from hyfi_core.capture.storing.stored_tensors import dicts_in
+from hyfi_core.errors import RequestError
+
+
+def of_empty_caches(model: nn.Module, program: Program, capture: Callable[[], Program]) -> Program:
+    """Return the program of a model whose caches are empty; ``program`` if what it found stored is no cache.
+
+    Args:
+        model: the user's module; not changed.
+        program: its capture.
+        capture: captures it.
+    """
+    if not program.constants:
+        return program
+    found = {id(constant) for constant in program.constants.values()}
+    roots = [value for module in model.modules() for value in vars(module).values()]
+    dicts = dicts_in([*roots, *(value for _, value in outside_values(model))])
+    stored: list[Stored] = [
+        (held, name, MISSING) for held in dicts for name, value in held.items() if _has(value, found)
+    ]
+    for module in model.modules():
+        own = [name for name, value in vars(module).items() if isinstance(value, torch.Tensor) and id(value) in found]
+        stored += [(module, name, None) for name in own]
+    memoised = [function for function in memories(model)[0] if function.cache_info().currsize]
+    if not stored and not memoised:
+        return program
+    for function in memoised:  # what it returned is computed again
+        function.cache_clear()
+    try:
+        with stored_values(stored):
+            empty = capture()
+    except RequestError:  # the forward needs them
+        return program
+    return empty if compute_the_same(empty, program) else program
+
+
+def _has(value: Any, tensors: Container[int]) -> bool:
+    return any(id(leaf) in tensors for leaf in _pytree.tree_leaves(value))
+
+
+def compute_the_same(one: Program, other: Program) -> bool:
+    """Whether two programs of one model, for one shape, compute the same from image, weights and buffers."""
+    first, second = _Parts(one), _Parts(other)
+    if len(first.dependent) != len(second.dependent) or one.mutations.keys() != other.mutations.keys():
+        return False
+    same = _Values(first, second)
+    for a, b in zip(first.dependent, second.dependent, strict=True):
+        if (a.text, a.module, a.kwargs.keys()) != (b.text, b.module, b.kwargs.keys()):
+            return False
+        if not same.arguments((a.args, [*a.kwargs.values()]), (b.args, [b.kwargs[name] for name in a.kwargs])):
+            return False
+        if not same.pair(a.outputs, b.outputs):
+            return False
+    mutated = [(Ref(value), Ref(other.mutations[name])) for name, value in one.mutations.items()]
+    return same.arguments(one.outputs, other.outputs) and all(same.arguments(a, b) for a, b in mutated)
+
+
+class _Parts:
+    """The operators of a program that depend on its inputs, and the values of all others.
+
+    Attributes:
+        inputs: value -> what it is: the image, or a parameter or buffer by its name in the model.
+        dependent: in the order of execution.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.inputs: dict[str, Hashable] = {program.image: "image"}
+        self.inputs |= {value: ("parameter", name) for value, name in program.parameters.items()}
+        self.inputs |= {value: ("buffer", name) for value, name in program.buffers.items()}
+        self._constants = dict(program.constants)
+        self._makers: dict[str, Operator] = {}
+        self._expressions: dict[str, str] = {}
+        self.dependent: list[Operator] = []
+        alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
+        for op in program.operators:
+            if alive.isdisjoint(op.outputs):
+                continue
+            tags = getattr(op.target, "tags", None)  # functions of the user's have none
+            if (
+                tags is not None
+                and torch.Tag.nondeterministic_seeded not in tags
+                and all(self.is_free(name) for name in op.inputs)
+            ):
+                self._makers |= {output: op for output in op.outputs if output is not None}
+            else:
+                self.dependent.append(op)
+
+    def is_free(self, name: str) -> bool:
+        """Whether a value depends on no input."""
+        return name in self._constants or name in self._makers
+
+    def expression(self, name: str) -> Hashable:
+        """Return how a free value is computed; equal ones are equal."""
+        if name in self._constants:
+            return id(self._constants[name])
+        op = self._makers[name]
+        args, kwargs = _pytree.tree_map_only(
+            Ref, lambda ref: ("value", self.expression(ref.name)), (op.args, op.kwargs)
+        )
+        return op.outputs.index(name), op.text, str(args), str(sorted(kwargs.items()))
+
+    def value(self, name: str) -> torch.Tensor:
+        """Return a free value."""
+        if name not in self._constants:
+            op = self._makers[name]
+            values = {given: self.value(given) for given in op.inputs}
+            kwargs = {key: substitute(item, values) for key, item in op.kwargs.items()}
+            made = op.target(*substitute(op.args, values), **kwargs)
+            made = (made,) if isinstance(made, torch.Tensor) else made
+            self._constants |= {o: tensor for o, tensor in zip(op.outputs, made, strict=False) if o is not None}
+        return self._constants[name]
+
+
+class _Values:
+    """Which values of two programs are the same."""
+
+    def __init__(self, one: _Parts, other: _Parts) -> None:
+        self._one, self._other = one, other
+        self._pairs: dict[str, str] = {}
+
+    def pair(self, ones: tuple[str | None, ...], others: tuple[str | None, ...]) -> bool:
+        """Note the results of equal operators."""
+        self._pairs |= {a: b for a, b in zip(ones, others, strict=True) if a is not None and b is not None}
+        return [a is None for a in ones] == [b is None for b in others]
+
+    def arguments(self, a: Any, b: Any) -> bool:
+        """Whether arguments are the same, also within lists."""
+        if isinstance(a, Ref) and isinstance(b, Ref):
+            return self._are_same(a.name, b.name)
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+            return len(a) == len(b) and all(self.arguments(x, y) for x, y in zip(a, b, strict=True))
+        return type(a) is type(b) and bool(a == b or (a != a and b != b))
+
+    def _are_same(self, a: str, b: str) -> bool:
+        if self._one.is_free(a) and self._other.is_free(b):
+            if self._one.expression(a) == self._other.expression(b):
+                return True
+            with torch.no_grad():
+                return _equal(self._one.value(a), self._other.value(b))
+        if a in self._one.inputs or b in self._other.inputs:
+            return self._one.inputs.get(a) == self._other.inputs.get(b)
+        return self._pairs.get(a) == b
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
