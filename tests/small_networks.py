@@ -6,15 +6,19 @@ classifier get one: the mean over positions and a linear layer.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import sys
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyfi_core.capture.export import capture
+from hyfi_core.errors import RequestError
 
 SMALL = {
     "num_labels": 3,
@@ -220,21 +224,35 @@ def build(make: Make, images: torch.Tensor) -> nn.Module:
     return model.train()
 
 
-class _Dtypes(TorchDispatchMode):
-    """Notes the dtypes that operators return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.seen |= {leaf.dtype for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)}
-        return result
-
-
 def rounds_to_float32(model: nn.Module, images: torch.Tensor) -> bool:
-    """Whether the forward of a network in float64 computes some of its maps in float32, as some norms do."""
-    with torch.no_grad(), _Dtypes() as dtypes:
-        copy.deepcopy(model)(images)
-    return torch.float32 in dtypes.seen
+    """Whether the captured program of a network in float64 computes in float32, as some norms and softmaxes do."""
+    batch, channels, height, width = images.shape
+    try:
+        programs = [capture(one, (batch, channels, height, width), images.dtype) for one in (model, eval_of(model))]
+    except RequestError:  # which any plan says, too
+        return False
+    return any(value.dtype == torch.float32 for program in programs for value in program.values.values())
+
+
+def eval_of(model: nn.Module) -> nn.Module:
+    """Return a copy in evaluation mode."""
+    return copy.deepcopy(model).eval()
+
+
+class _Wide(types.ModuleType):
+    """``torch``, whose float32 is float64."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, "float64" if name == "float32" else name)
+
+
+@contextlib.contextmanager
+def in_float64_throughout(model: nn.Module) -> Iterator[None]:
+    """Context in which the code of the model's modules finds float64 where it asks for ``torch.float32``."""
+    names = {type(module).__module__ for module in model.modules()}
+    sources = [sys.modules[name] for name in names if not name.startswith(("torch.", "tests."))]
+    with pytest.MonkeyPatch.context() as patch:
+        for source in sources:
+            if vars(source).get("torch") is torch:
+                patch.setattr(source, "torch", _Wide("torch"))
+        yield

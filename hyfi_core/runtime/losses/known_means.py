@@ -55,10 +55,19 @@ class KnownMean:
     Attributes:
         kind: of labels.
         ignored: the index of a class whose samples do not count; if it occurs, the loss is no mean over all samples.
+        classes: number of classes or elements of a sample on which it can be tried.
     """
 
     kind: Kind
     ignored: int = _IGNORED
+    classes: int = 3
+
+    def trial_labels(self, samples: int) -> torch.Tensor:
+        """Return labels of a few samples on which the loss is such a mean: no class is ignored."""
+        if self.kind == "classes":
+            counted = [index for index in range(self.classes) if index != self.ignored]
+            return torch.tensor([counted[sample % len(counted)] for sample in range(samples)])
+        return torch.linspace(0.1, 0.9, samples * self.classes, dtype=torch.float64).reshape(samples, -1)
 
     def fits(self, output: tuple[int, ...] | None, labels: torch.Tensor) -> bool:
         """Whether it is such a mean for an output and labels of these shapes; they may differ in the first dim.
@@ -102,6 +111,7 @@ def known_mean(loss: object) -> KnownMean | None:
 
 
 def _known(kind: Kind, settings: Mapping[str, Any]) -> KnownMean | None:
+    classes = KnownMean.classes
     for name, value in settings.items():
         if name == "reduction":
             if value != "mean":
@@ -109,6 +119,7 @@ def _known(kind: Kind, settings: Mapping[str, Any]) -> KnownMean | None:
         elif name == "pos_weight":  # of each class, not of each sample
             if value is not None and (not isinstance(value, torch.Tensor) or value.dim() > 1):
                 return None
+            classes = classes if value is None or value.numel() == 1 else value.numel()
         elif name != "ignore_index" and name not in _HARMLESS and value is not None:
             return None
-    return KnownMean(kind, int(settings.get("ignore_index", _IGNORED)))
+    return KnownMean(kind, int(settings.get("ignore_index", _IGNORED)), classes)

@@ -28,6 +28,8 @@ FLOAT16 = (
 )
 _CHECKED = 4096
 """Number of checks of labels that are remembered."""
+_TRIED = 4
+"""Number of samples on which a loss that should be a mean is tried."""
 LossOver = Literal["auto", "batch", "microbatch"]
 """What a loss is computed over:
 
@@ -35,7 +37,8 @@ LossOver = Literal["auto", "batch", "microbatch"]
   backwards, each forward then runs twice.
 - "microbatch": the mean over micro-batches, of a loss that is a mean of terms of single samples. This is checked on
   random outputs with the labels of each step; a loss that is not is refused.
-- "auto": "microbatch" for losses of torch that are such a mean, without class weights and ignored labels; else "batch".
+- "auto": "microbatch" for losses of torch that are such a mean, without class weights and ignored labels, which is also
+  checked on random logits at start: somebody may have patched them; else "batch".
 """
 
 
@@ -54,6 +57,7 @@ class TrainingLoss:
         self._shapes: list[tuple[Compiled, tuple[int, ...] | None]] = []
         self._computed = False
         self._checked: set[bytes] = set()
+        self._tried: dict[KnownMean, bool] = {}
 
     def describe(self, together: bool) -> list[str]:
         """Return what the loss costs besides the plan, as lines; see ``over_batch``."""
@@ -115,7 +119,13 @@ class TrainingLoss:
 
     def _known(self) -> KnownMean | None:
         """Return what is known of the loss now: its settings may change between steps."""
-        return known_mean(self._subject.loss) if self._over == "auto" else None
+        known = known_mean(self._subject.loss) if self._over == "auto" else None
+        if known is not None and known not in self._tried:
+            labels, like = known.trial_labels(_TRIED), torch.empty((1, known.classes), device="meta")
+            loss, parts = self._subject.loss, (2, _TRIED)
+            reason = why_not_mean(loss, lambda leaves: leaves[0], [like], labels, 1, self._subject.device, parts)
+            self._tried[known] = reason is None
+        return known if known is not None and self._tried[known] else None
 
     def _output_shape(self, compiled: Compiled) -> tuple[int, ...] | None:
         """Return the shape of the loss's first argument for a micro-batch; None if it is no tensor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from hyfi_core import ParallelPlan
 from hyfi_core.cells import pager, paging
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.losses import known_means
+from hyfi_core.runtime.losses.training_loss import TrainingLoss
 from tests.harness import run_copies
 from tests.hyfi_core.runtime.losses.reference import (
     CUT,
@@ -352,3 +355,44 @@ def test_maps_may_be_spilled_between_both_forwards(
     spill = "memory" if where == "memory" else str(tmp_path)
     plan = ParallelPlan(ONE, cells=(2, 2), spill=spill, microbatches=2, schedule=schedule)
     assert_loss_of_whole_batch(contrastive, classes, plan)
+
+
+@pytest.mark.parametrize("kind", [*known_means._MODULES, *known_means._FUNCTIONS], ids=lambda kind: kind.__name__)
+def test_losses_that_are_known_means_are_seen_to_be_on_random_logits(kind: Any) -> None:
+    state = torch.get_rng_state()
+    assert _auto(kind() if isinstance(kind, type) else kind)._known() is not None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(ignore_index=0), nn.BCEWithLogitsLoss(pos_weight=torch.arange(1.0, 6.0))]
+)
+def test_settings_do_not_disturb_the_trial(loss: nn.Module) -> None:
+    assert _auto(loss)._known() is not None
+
+
+@pytest.mark.parametrize("place", [(nn.CrossEntropyLoss, "forward"), (F, "cross_entropy")], ids=["class", "function"])
+def test_a_known_mean_that_somebody_has_patched_is_computed_over_the_batch(
+    place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = F.cross_entropy
+
+    def of_batch(*given: Any, **settings: Any) -> torch.Tensor:
+        logits, labels = given[-2:]
+        return plain(logits - logits.mean(0), labels)
+
+    monkeypatch.setattr(*place, of_batch)
+    assert _auto(nn.CrossEntropyLoss())._known() is None
+    images, labels = torch.randn(4, 3, *SIZE_PX, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    torch.manual_seed(0)
+    model = Net().double()
+    wanted = float(of_batch(torch.cat([model(part) for part in images.chunk(2)]), labels))
+    plan = ParallelPlan(((1, 1),), microbatches=2)
+    engine = hyfi_core.parallelize(model, (4, 3, *SIZE_PX), plan, AloneCommunicator(), loss=nn.CrossEntropyLoss())
+    assert engine.accumulate(images, labels) == pytest.approx(wanted, abs=1e-12)
+
+
+def _auto(loss: Any) -> TrainingLoss:
+    subject: Any = types.SimpleNamespace(loss=loss, device=torch.device("cpu"))
+    nothing: Any = None
+    return TrainingLoss(subject, "auto", ParallelPlan(((1, 1),), microbatches=2), nothing)
