@@ -1,6 +1,7 @@
 """Benchmark of forecasts: ``hyfi simulate`` against measured steps, on one to four ranks with one thread each.
 
     python -m workflows.benchmarks.forecast [--size 256] [--steps 4] [--rounds 2] [--models resnet18 …] [--machine FILE]
+                                             [--precision bfloat16]
     python -m workflows.benchmarks.forecast --sleeping        eight ranks that sleep instead of computing
 
 Prints a JSON line for each plan (grids, stages, schedules, replicas, branches, recomputation, cells): predicted and
@@ -32,6 +33,7 @@ from pathlib import Path
 import torch
 from scipy.stats import spearmanr
 
+from hyfi_core.capture.autocast import under_autocast
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.cuts import with_cuts
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), choices=RANKS)
     parser.add_argument("--machine", help="name or file of a machine; without it, this one is measured")
+    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--sleeping", action="store_true")
     given = parser.parse_args()
     if given.sleeping:
@@ -167,8 +170,11 @@ class Study:
 
     def __init__(self, name: str, given: argparse.Namespace, machine: MachineModel) -> None:
         self._name, self._given = name, given
+        self._dtype = None if given.precision == "float32" else given.precision
         self._program = cache(self._captured)
-        requests = [PlanRequest(ranks, BATCH, machine, machine.memory_bytes) for ranks in given.ranks]
+        requests = [
+            PlanRequest(ranks, BATCH, machine, machine.memory_bytes, dtype=self._dtype) for ranks in given.ranks
+        ]
         found = (best_plans(self._program, request).plans[0] for request in requests)
         self._best = min(found, key=lambda best: best.step_s).plan
         listed = [with_cuts(plan, self._of(plan), machine) for plan in PLANS[name] if plan.ranks in given.ranks]
@@ -191,7 +197,7 @@ class Study:
         found = [(machine, *of_plans[index]) for machine, of_plans in self._rounds]
         machine, step_s, _, allocated = min(found, key=lambda of_round: of_round[1])
         grown = statistics.median(grown for _, _, grown, _ in found)
-        forecast = forecast_step(self._of(plan), plan, machine)
+        forecast = forecast_step(self._of(plan), plan, machine, self._dtype)
         case = Comparison(self._name, forecast, step_s, int(grown), allocated, plan == self._best)
         print(case.to_json(), flush=True)
         return case
@@ -201,12 +207,13 @@ class Study:
 
     def _captured(self, images: int) -> Program:
         size = self._given.size
-        return capture(NETWORKS[self._name]().train(), (images, 3, size, size), torch.float32)
+        program = capture(NETWORKS[self._name]().train(), (images, 3, size, size), torch.float32)
+        return program if self._dtype is None else under_autocast(program, torch.bfloat16, "cpu")
 
 
 def _measured(name: str, plan: ParallelPlan, given: argparse.Namespace) -> tuple[float, int, int]:
     """Return the seconds of a step, by how many bytes the process grows that needs most, and the most of tensors."""
-    words = name, json.dumps(plan.to_json()), str(given.size), str(given.steps)
+    words = name, json.dumps(plan.to_json()), str(given.size), str(given.steps), given.precision
     command = [*find().command(plan.ranks), sys.executable, "-m", "workflows.benchmarks.forecast.rank", *words]
     done = subprocess.run(command, env={**os.environ, **RANK_SETTINGS}, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])

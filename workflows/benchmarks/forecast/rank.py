@@ -1,6 +1,6 @@
 """One rank of a measured plan: prints, on rank 0, the seconds of a step and the memory of each rank, in two ways.
 
-    mpiexec -n 2 python -m workflows.benchmarks.forecast.rank resnet18 '{"grids": [[1, 2]], …}' 256 5
+    mpiexec -n 2 python -m workflows.benchmarks.forecast.rank resnet18 '{"grids": [[1, 2]], …}' 256 5 float32
 
 The step is the shortest of those measured, each between two barriers, because other processes only add. The growth is
 that of the peak of resident memory, from the moment before the model is created to the end of the steps; a tiny network
@@ -36,14 +36,15 @@ _WARM = 3
 def main() -> None:
     """Measure the plan of the command line."""
     name, plan, size, steps = sys.argv[1], ParallelPlan.from_json(json.loads(sys.argv[2])), *map(int, sys.argv[3:5])
+    autocast = torch.bfloat16 if sys.argv[5] == "bfloat16" else None
     comm = hyfi_core.init()
     torch.manual_seed(0)
-    _warm_up()
+    _warm_up(autocast)
     forget_peak()
     before = resident_bytes()
     shape = (BATCH // plan.replicas, 3, size, size)
     tensors = held_bytes()
-    engine = _engine(NETWORKS[name](), shape, plan, comm)
+    engine = _engine(NETWORKS[name](), shape, plan, comm, autocast)
     step_s = _step_s(comm, engine, shape, steps)
     grown = comm.gather_objects(peak_bytes() - before)
     images, labels = _batch(shape)
@@ -53,19 +54,26 @@ def main() -> None:
         print(json.dumps({"step_s": step_s, "grown_bytes": grown, "allocated_bytes": allocated}), flush=True)
 
 
-def _warm_up() -> None:
+def _warm_up(autocast: torch.dtype | None) -> None:
     shape = (1, 3, 32, 32)
-    engine = _engine(resnet6(classes=2, width=8), shape, ParallelPlan(grids=((1, 1),)), AloneCommunicator())
+    engine = _engine(resnet6(classes=2, width=8), shape, ParallelPlan(grids=((1, 1),)), AloneCommunicator(), autocast)
     _step_s(AloneCommunicator(), engine, shape, 1)
 
 
-def _engine(model: nn.Module, shape: tuple[int, int, int, int], plan: ParallelPlan, comm: Communicator) -> Engine:
+def _engine(
+    model: nn.Module,
+    shape: tuple[int, int, int, int],
+    plan: ParallelPlan,
+    comm: Communicator,
+    autocast: torch.dtype | None,
+) -> Engine:
     return hyfi_core.parallelize(
         convert_model(model.train(), "float32", "channels_last"),
         shape,
         plan,
         comm,
         loss=F.cross_entropy,
+        autocast=autocast,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
         verify=False,
         release=True,
