@@ -14,6 +14,7 @@ import contextlib
 import os
 import sysconfig
 import threading
+import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -64,12 +65,15 @@ class SegmentCompiler:
     """Compiles the joined calls of this process's programs, and says once why it does not.
 
     Attributes:
-        compiled: number of graphs that run compiled.
+        segments: number of functions that run compiled.
+        compiled: number of different graphs among them.
+        seconds: since the start, in which this rank compiled, or waited for other ranks of its process that did.
         left: reason -> number of functions that run as they are.
     """
 
     def __init__(self) -> None:
-        self.compiled = 0
+        self.segments = self.compiled = 0
+        self.seconds = 0.0
         self.left: dict[str, int] = {}
 
     def compile(self, ranked: RankProgram) -> RankProgram:
@@ -83,6 +87,7 @@ class SegmentCompiler:
 
     def made(self, joined: JoinedCalls, tensors: Sequence[torch.Tensor]) -> tuple[Function, Any]:
         """Return (compiled function, its results for ``tensors``); the joined calls if it cannot be compiled."""
+        begin = time.perf_counter()
         try:
             with _COMPILING, ACTIVITY.slowly("compiling"):
                 return self._made(joined, tensors)
@@ -90,7 +95,16 @@ class SegmentCompiler:
             raise
         except Exception as error:
             self.leave(_reason(error))
+        finally:
+            self.seconds += time.perf_counter() - begin
         return joined, joined(*tensors)
+
+    def describe(self) -> str | None:
+        """Return what was compiled, as text; None if nothing was."""
+        if not self.segments:
+            return None
+        what = "one segment" if self.segments == 1 else f"{self.segments} segments ({self.compiled} compiled anew)"
+        return f"compiled {what} of the model in {self.seconds:.0f} s"
 
     def leave(self, reason: str) -> None:
         """Count a function that runs as it is because compilation failed; warn at a new reason."""
@@ -120,6 +134,7 @@ class SegmentCompiler:
                 _CODE.pop(next(iter(_CODE)))
             _CODE[key] = function
         self.compiled += known is None
+        self.segments += 1
         return function, results
 
 

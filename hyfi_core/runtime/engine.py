@@ -271,6 +271,11 @@ class Engine(EngineState):
         """Return how long this rank waited in the last step: for ``halo``, ``stage``, ``reduce``, and to ``spill``."""
         return self._groups.seconds() | ({"spill": counts.wait_s} if (counts := self.spilled()) is not None else {})
 
+    @property
+    def segments(self) -> SegmentCompiler | None:
+        """What compiles segments of the model, with what it has compiled so far; None: they run as they are."""
+        return self._subject.compiler
+
     def record_spans(self, spans: list[Span] | None) -> None:
         """Append (kind, begin, end) of each time spent on messages to ``spans`` from now on; None: no longer."""
         self._groups.record_spans(spans)

@@ -26,6 +26,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "run.threads",
         "run.memory_format",
         "run.compile",
+        "run.compile_cache",
         "run.deterministic",
         "run.checkpoint_every_steps",
         "run.keep",

@@ -59,6 +59,11 @@ class RunConfig(Section):
         "unless plan.spill is given; where compilation fails they run as they are, with a warning; affects speed and "
         "rounding only",
     )
+    compile_cache: UserPath | None = Field(
+        None,
+        description="null, or a folder that only you can write: where compiled segments are kept for later runs; null: "
+        "TORCHINDUCTOR_CACHE_DIR, else hyfi/compile in your cache folder (~/.cache)",
+    )
     threads: Positive | None = Field(
         None, description="a whole number ≥ 1: threads of each rank; default: cores / ranks of the node"
     )

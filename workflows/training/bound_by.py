@@ -29,15 +29,16 @@ if TYPE_CHECKING:  # `hyfi status` needs no torch
     from hyfi_core.comm.base import Communicator
 
 
-KINDS = ("compute", "halo", "stage", "reduce", "spill", "wait", "validation", "save")
+KINDS = ("compute", "compile", "halo", "stage", "reduce", "spill", "wait", "validation", "save")
 MESSAGES = ("halo", "stage", "reduce")
-OF_THE_SLOWEST = ("spill", "wait", "validation", "save")
+OF_THE_SLOWEST = ("compile", "spill", "wait", "validation", "save")
 """Kinds of which the trainer that spends most bounds training: the others wait for it."""
 MIN_SHARE = 0.15
 """A kind other than computing that takes a smaller fraction of the time does not bound training: computing does."""
 
 NAMES = {
     "compute": "computing",
+    "compile": "compiling",
     "spill": "spilling",
     "wait": "waiting",
     "validation": "validating",
@@ -78,7 +79,7 @@ class StepTime:
     def end_step(self, seconds: float) -> Spent:
         """Return the time by kind of a step that took ``seconds`` and since the previous step; reset."""
         spent, self._now = self._now, dict.fromkeys(KINDS, 0.0)
-        known = spent["wait"] + spent["spill"] + sum(spent[kind] for kind in MESSAGES)
+        known = spent["compile"] + spent["wait"] + spent["spill"] + sum(spent[kind] for kind in MESSAGES)
         spent["compute"] = max(0.0, seconds - known)
         for kind in KINDS:
             self._epoch[kind] += spent[kind] - self._reported[kind]
@@ -200,6 +201,10 @@ def _verdict(kind: str, share: float, spends: str, setup: RunSetup) -> str:
         "compute": ("compute-bound", "more ranks (plan.grids, plan.replicas) make it faster"),
         "wait": ("loader-bound", _loaders(share, setup)),
         "validation": ("validation-bound", _validators(setup)),
+        "compile": (
+            "compile-bound",
+            "a longer run needs it once; run.compile_cache keeps it, run.compile=off omits it",
+        ),
         "spill": ("spill-bound", "raise plan.memory_bytes, or use a faster disk (plan.spill)"),
         "save": ("disk-bound", "save less often (run.checkpoint_every_steps, validation.every_steps)"),
         "halo": ("halo-bound", "use fewer parts (plan.grids) or exchange less often (plan.fused_halo)"),

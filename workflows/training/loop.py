@@ -86,7 +86,7 @@ class TrainingLoop:
         self._checkpoints = RunCheckpoints(job, roles.trainers, engine, self._average, recorder)
         self._validating = Validating(job, roles, engine, model, self._average, recorder, stop, self._checkpoints)
         self._feed = make_feed(job, roles, engine, self._start, engine.device)
-        self._time, self._late_s, self._compared_s = StepTime(), 0.0, 0.0
+        self._time, self._late_s, self._compared_s, self._compile_s = StepTime(), 0.0, 0.0, 0.0
         self._fullest: dict[str, Any] | None = None
         self._places = gather_places(roles.trainers, roles.launched)
         steps = traced_steps(self._start, job.steps, job.config.run.trace)
@@ -156,11 +156,14 @@ class TrainingLoop:
         loss = sum(numbers.losses)  # only now: on a GPU this waits for all of the step
         waited_s = self._feed.wait_s - waited_s
         self._time.add({**self._engine.seconds(), "wait": waited_s, "validation": self._validating.new_seconds()})
-        self._time.add({"reduce": self._late_s})
+        self._time.add({"reduce": self._late_s, "compile": self._compiled_s()})
         seconds = time.perf_counter() - start_s + self._late_s
         spent = self._time.end_step(seconds)
         if step == self._start + 1:
             self._time.discard()
+            segments = self._engine.segments
+            if self._recorder is not None and segments is not None and (text := segments.describe()) is not None:
+                say(f"{text}, in the first step")
         late = self._compare(step)
         if self._recorder is not None:
             split = {f"{kind}_seconds": spent[kind] for kind in spent if kind != "wait"}
@@ -168,6 +171,12 @@ class TrainingLoop:
             self._recorder.trained(step, loss, lr, seconds, waited_s, {**split, **late, **wrong})
         if numbers.wrong is not None:
             self._report_nonfinite(step, numbers, lr)
+
+    def _compiled_s(self) -> float:
+        """Return the seconds of compiling since the last call."""
+        before, segments = self._compile_s, self._engine.segments
+        self._compile_s = 0.0 if segments is None else segments.seconds
+        return self._compile_s - before
 
     def _update(self, step: int) -> None:
         with self._trace.span("update", "update"):

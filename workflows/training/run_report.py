@@ -18,12 +18,13 @@ def describe_start(job: TrainingJob, engine: Engine, start: int) -> str:
     chosen = job.config.run.machine or ("h100" if engine.device.type == "cuda" else "cpu")
     machine = load_machine(chosen) if engine.plan.spill is not None else None
     action = f"continues after step {start}" if start else "starts"
+    compiling = "\nthe first step compiles segments of the model; run.compile=off omits it" if engine.segments else ""
     return (
         f"run {job.config.run.dir} {action}: {counted(len(job.train), 'slide')} to train on, {len(job.val):,} to "
         f"validate on, classes {', '.join(job.classes)}, {counted(job.steps, 'step')} of "
         f"{counted(job.step_samples, 'slide')}\n"
         f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
-        f"{describe_pace(job)}{engine.describe(machine)}"
+        f"{describe_pace(job)}{engine.describe(machine)}{compiling}"
     )
 
 

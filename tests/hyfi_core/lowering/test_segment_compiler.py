@@ -203,6 +203,9 @@ def test_equal_blocks_share_their_code() -> None:
     with mock.patch.object(segment_compiler, "_compiled", side_effect=AssertionError("compiled again")):
         ranks = _trained(ParallelPlan(((1, 2),)), "on")
     assert [rank["compiler"].left for rank in ranks] == [{}, {}]
+    compiler = ranks[0]["compiler"]
+    assert compiler.segments > 1 and compiler.compiled == 0 and compiler.seconds > 0
+    assert compiler.describe().startswith(f"compiled {compiler.segments} segments (0 compiled anew) of the model in ")
 
 
 def test_a_rank_that_cannot_compile_runs_as_it_is_and_says_so_once() -> None:

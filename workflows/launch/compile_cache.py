@@ -1,0 +1,50 @@
+"""Where ``torch.compile`` keeps what it has compiled, so that later runs need not compile it again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hyfi_core.errors import RequestError
+from workflows.console import warn
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""PyTorch's own setting; by default it is a folder in the temporary directory, which nodes empty."""
+
+
+def keep_compiled(folder: Path | None) -> None:
+    """Let this process and those that it starts keep compiled code in a folder that only its user may write.
+
+    Args:
+        folder: ``run.compile_cache``; None: ``TORCHINDUCTOR_CACHE_DIR`` if it is set, else ``hyfi/compile`` in the
+            user's cache folder, which is left alone with a warning if it cannot be used.
+
+    Raises:
+        RequestError: ``folder`` cannot be made or written, or others may write it: code is loaded from it.
+    """
+    if folder is None and VARIABLE in os.environ:
+        return
+    place = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hyfi" / "compile"
+    problem = _problem(place)
+    if problem is None:
+        os.environ[VARIABLE] = str(place.absolute())
+    elif folder is not None:
+        raise RequestError(f"run.compile_cache: {place} {problem}; give a folder of yours, or null")
+    else:
+        warn(f"hyfi: {place} {problem}; compiled code is not kept there (run.compile_cache names another folder)")
+
+
+def _problem(place: Path) -> str | None:
+    """Return why a folder cannot be used, which is made if it is missing; None if it can."""
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = place.stat()
+    except OSError as error:
+        return f"cannot be made ({error.strerror})"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return "cannot be written"
+    if found.st_uid != os.getuid():
+        return "belongs to another user, and code is loaded from it"
+    if found.st_mode & 0o022:
+        return "may be written by other users, and code is loaded from it"
+    return None
