@@ -248,7 +248,7 @@ def test_a_large_uncompressed_strip_is_read_in_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("compression", "samples"), [(6, 3), (7, 4)])
 def test_jpeg_that_no_strict_decoder_knows_is_refused(compression: int, samples: int) -> None:
     page = SimpleNamespace(compression=compression, samplesperpixel=samples, photometric=2, bitspersample=8)
-    page.planarconfig, page.jpegheader, page.fillorder, page.sampleformat = 1, None, 1, 1
+    page.planarconfig, page.jpegheader, page.fillorder, page.sampleformat, page.index = 1, None, 1, 1, 0
     with pytest.raises(SlideError, match="cannot be checked"):
         make_decoder(page, 256, 256)
 
