@@ -20,7 +20,8 @@ FLAG_MEANINGS = {
     "levels_left_out": "a level of the file does not fit its finest one, or shows something else, and is not used",
     "chunks_absent": "the OME-Zarr store lacks files of chunks: empty ones, or it is not complete",
     "several_scenes": "the file has several scenes of tissue; this is one of them",
-    "colour": "colours contradict the file's own statement and were corrected, or are those of no stain",
+    "colour": "colours contradict the file's own statement and were corrected, are those of no stain, or have a "
+    "dark ground, as of fluorescence",
     "mpp_replaced": "the file's own microns per pixel were replaced by those given by the user",
     "mpp_changed": "predicted at another resolution than the model was trained with",
     "truncated": "the file is truncated, but the level that was read is complete",
