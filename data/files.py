@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import socket
+import stat
 import unicodedata
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,26 @@ _UPLOADS_AT_A_TIME = 4
 def temporary_path(path: Path) -> Path:
     """Return this process's temporary name for ``path``: ``.name.tmp-<host>-<pid>`` in the same folder."""
     return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder that only this user may enter; one of this user that others may enter is closed to them.
+
+    A name in the system's temporary folder can be foreseen, and another user could have made the folder, or a link, to
+    read what is written there.
+
+    Raises:
+        PermissionError: It belongs to another user, or is a link.
+        OSError: It cannot be made.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(errno.EACCES, "it belongs to another user, or is a link; remove it", str(folder))
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.files import private_folder
 from data.store.codec import CRC_BYTES, Pixels, joined, with_checksum, without_checksum
 
 VARIABLE = "HYFI_NODE_CACHE"
@@ -113,9 +114,7 @@ class NodeCache:
         self._lock, self._unchecked_bytes = threading.Lock(), 0
         self.store_bytes = self.shared_bytes = 0
         self._full = False
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.lstat().st_uid != os.getuid():  # also of a link, which could lead to other files
-            raise PermissionError(errno.EACCES, "it belongs to another user", str(folder))
+        private_folder(folder)
 
     def room(self) -> CacheRoom:
         """Return what the disk has room for.

@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from data.files import remove_leftovers, sha256_of, temporary_path
+from data.files import private_folder, remove_leftovers, sha256_of, temporary_path
 from data.location import is_remote
 from data.store.shard import TEMPORARY, FileEntry
 
@@ -40,7 +40,21 @@ def working_folder(store: Path, base: Path | None = None) -> Path:
     if not is_remote(store):
         return store
     digest = hashlib.sha256(str(store).encode()).hexdigest()[:16]
-    return (base or Path(tempfile.gettempdir())) / f"hyfi-upload-{os.getuid()}" / digest
+    return _uploads(base) / digest
+
+
+def make_private(store: Path, base: Path | None = None) -> None:
+    """Make the folder of this user's uploads; the arguments are those of ``working_folder``, and a store is left alone.
+
+    Raises:
+        OSError: It cannot be made, or belongs to another user, who could read the pixels.
+    """
+    if is_remote(store):
+        private_folder(_uploads(base))
+
+
+def _uploads(base: Path | None) -> Path:
+    return (base or Path(tempfile.gettempdir())) / f"hyfi-upload-{os.getuid()}"
 
 
 def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:

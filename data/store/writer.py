@@ -33,7 +33,7 @@ from data.store.shard import write_file
 from data.store.sharded_array import ShardedArray
 from data.store.slide_store import FORMAT, slide_path
 from data.store.tissue_grid import Mask, TissueGrid, halve_mask
-from data.store.unfinished import JOURNAL, Journal, unfinished_folder, working_folder
+from data.store.unfinished import JOURNAL, Journal, make_private, unfinished_folder, working_folder
 from hyfi_core.plan.box import Box
 
 _BLOCKS_IN_FLIGHT = 2
@@ -75,7 +75,8 @@ class SlideWriter:
     ) -> None:
         self.final = slide_path(store, slide_id)
         local = slide_path(working_folder(store, scratch), slide_id)
-        local.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(store, scratch)
+        local.parent.mkdir(parents=True, exist_ok=True)
         self.levels = tuple(levels)
         self._resumable = identity is not None
         self._uploading = False
