@@ -19,7 +19,13 @@ from tests.workflows.archive import make_config, make_store
 
 ROOT = Path(__file__).parents[3]
 HYFI = [sys.executable, "-m", "workflows.cli"]
-INIT = [sys.executable, "-c", "import hyfi_core; hyfi_core.init()"]
+_INIT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs, as these tests, without it
+import hyfi_core
+hyfi_core.init()
+"""
+INIT = [sys.executable, "-c", _INIT]
 NEVER: Callable[[], None] = lambda: time.sleep(3600)  # noqa: E731
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29533"}
 Begin = Callable[..., "subprocess.Popen[str]"]
@@ -83,7 +89,7 @@ def test_variables_left_by_torchrun_are_named_and_signals_end_the_wait(
     assert "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT" in said
     assert "torchrun --nproc-per-node 2" in said and "1800 s (HYFI_TIMEOUT_S)" in said
     process.send_signal(number)
-    rest = process.communicate(timeout=240)[1]  # seconds, but not on a busy machine; it would wait for half an hour
+    rest = process.communicate(timeout=60)[1]  # a few seconds; it would wait for half an hour
     if command == "init":  # a program of one's own: the interpreter's handlers
         assert process.returncode == -number
     else:
