@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows.config.load import Config, load_config
-from workflows.console import emit_json, say
+from workflows.console import counted, emit_json, say
 from workflows.exit_codes import DONE
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def input_text(forecast: StepForecast, batch: int, config: Config) -> str:
 
     given, each = input_bytes_per_s(forecast, batch, config), core_bytes_per_s(config.data.augment.build())
     return (
-        f"input: {given / 1e9:.2g} GB/s of pixels, for which loaders need about {ceil(given / each)} cores "
+        f"input: {given / 1e9:.2g} GB/s of pixels, for which loaders need about {counted(ceil(given / each), 'core')} "
         f"({each / 1e9:.2g} GB/s each with this data.augment) and storage that reads as much, divided by the store's "
         "compression"
     )

@@ -11,6 +11,7 @@ from data.loading.rates import core_bytes_per_s
 from data.samples.augment import Augment
 from hyfi_core.errors import RequestError
 from workflows.commands import simulate
+from workflows.console import counted
 
 
 def config(folder: Path, **changes: object) -> Path:
@@ -42,7 +43,7 @@ def test_a_step_is_forecast_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixt
     images, pixels = found["images_per_s"], yaml.safe_load((tmp_path / "run.yaml").read_text())["data"]["size_px"] ** 2
     assert found["input_bytes_per_s"] == pytest.approx(3 * pixels * images)
     cores = ceil(found["input_bytes_per_s"] / core_bytes_per_s(Augment()))
-    assert f"loaders need about {cores} cores" in text
+    assert f"loaders need about {counted(cores, 'core')} (" in text
     assert found["memory_bytes"] == max(found["rank_memory_bytes"]) > 400_000_000
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["name"] for event in events if event.get("cat") == "F"} == {
