@@ -1,7 +1,6 @@
 """Rates at which one core of a loader prepares images, for forecasts.
 
-Measured by ``python -m workflows.benchmarks.loader`` on one slide, zstd, a local disk, beside other work: a machine at
-rest is faster by half.
+Measured by ``python -m workflows.benchmarks.loader`` on one slide, zstd, a local disk.
 """
 
 from __future__ import annotations
