@@ -79,7 +79,7 @@ def thumbnail_of_source(
     if mpp is None:
         return Thumbnail(_shrunk(_overview(source, longest_px), longest_px), None), None
     finest = source.levels[0]
-    for_mask = _longest_of_mask(finest.height_px * mpp[0], finest.width_px * mpp[1])
+    for_mask = _longest_of_mask(source, mpp)
     image = _shrunk(_overview(source, for_mask), for_mask, planes=True)
     tissue = find_tissue(image, finest.height_px * mpp[0] / image.shape[1]).tissue
     shown = _shrunk(_overview(source, longest_px), longest_px) if longest_px > for_mask else _shrunk(image, longest_px)
@@ -110,17 +110,14 @@ def save_png(image: RGB, path: Path) -> None:
 
 def overview_px(source: SlideSource, mpp: tuple[float, float] | None) -> int:
     """Return the pixels that ``thumbnail_of_source`` reads; many if the slide has no small level."""
-    longest = LONGEST_PX
-    if mpp is not None:
-        finest = source.levels[0]
-        longest = _longest_of_mask(finest.height_px * mpp[0], finest.width_px * mpp[1])
-    size = source.levels[_level_of(source, longest)]
+    size = source.levels[_level_of(source, LONGEST_PX if mpp is None else _longest_of_mask(source, mpp))]
     return size.height_px * size.width_px
 
 
-def _longest_of_mask(height_um: float, width_um: float) -> int:
+def _longest_of_mask(source: SlideSource, mpp: tuple[float, float]) -> int:
     """Return the longer side, in pixels, of the picture in which tissue is searched."""
-    return max(1, round(max(height_um, width_um) / _MASK_MPP_UM))
+    finest = source.levels[0]
+    return max(1, round(max(finest.height_px * mpp[0], finest.width_px * mpp[1]) / _MASK_MPP_UM))
 
 
 def _level_of(source: SlideSource, longest_px: int) -> int:

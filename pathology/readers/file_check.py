@@ -10,7 +10,7 @@ from pathlib import Path
 from data.location import is_remote
 from pathology.errors import SlideError
 from pathology.readers.dicom_files import series_in
-from pathology.readers.facts.header_budget import check_directories
+from pathology.readers.facts.header_budget import check_directories, first_directory
 from pathology.readers.ngff.groups import is_ome_zarr, read_group
 
 _LARGEST_SLIDEDAT_BYTES = 2**20
@@ -61,7 +61,7 @@ def check_file(path: Path) -> None:
             raise SlideError(f"the file is {name} with the extension of a slide")
     if path.suffix.lower() == ".mrxs":
         _check_mrxs_folder(path)
-    first = _first_directory(head)
+    first = first_directory(head)
     if first is not None and first >= size:
         raise SlideError(f"the file is truncated: its directory should be at byte {first}, but it has {size} bytes")
     if first is not None:
@@ -117,13 +117,3 @@ def _is_missing(path: Path) -> bool:
     except (OSError, ValueError):  # ValueError: the name in the file is not valid as a path
         return True
     return False
-
-
-def _first_directory(head: bytes) -> int | None:
-    """Return the offset of a TIFF's first directory (version 42: TIFF 6.0, 43: BigTIFF); None for other files."""
-    order = {b"II": "little", b"MM": "big"}.get(head[:2])
-    if order is None or len(head) < 16:
-        return None
-    version = int.from_bytes(head[2:4], "little" if order == "little" else "big")
-    field = {42: head[4:8], 43: head[8:16]}.get(version)
-    return None if field is None else int.from_bytes(field, "little" if order == "little" else "big")

@@ -12,17 +12,16 @@ import yaml
 from hyfi_core.errors import RequestError
 from workflows.commands.simulate import (
     classes_of,
-    default_machine,
     describe,
     forecast_json,
     input_bytes_per_s,
     input_text,
-    machine_of,
     plan_text,
 )
 from workflows.config.load import Config, load_config
 from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE
+from workflows.run_machine import default_machine, machine_of
 
 if TYPE_CHECKING:
     from hyfi_core.cost.machine import MachineModel

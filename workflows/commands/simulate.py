@@ -11,6 +11,7 @@ from hyfi_core.errors import RequestError
 from workflows.config.load import Config, load_config
 from workflows.console import counted, emit_json, say
 from workflows.exit_codes import DONE
+from workflows.run_machine import machine_of
 
 if TYPE_CHECKING:
     from hyfi_core.cost.machine import MachineModel
@@ -70,19 +71,6 @@ def plan_text(plan: ParallelPlan) -> str:
     head, *_ = plan.describe().splitlines()
     _, *lines = replace(plan, replicas=1, shares=None).describe().splitlines()
     return "\n".join([head, *lines])
-
-
-def machine_of(config: Config, name: str | None) -> MachineModel:
-    """Return the machine of this name or file with the arithmetic of the run; None: see ``default_machine``."""
-    from hyfi_core.cost.machines.machine_file import load_machine
-
-    machine = load_machine(name or default_machine(config))
-    return machine.with_tf32() if config.run.rounds_to_tf32 else machine
-
-
-def default_machine(config: Config) -> str:
-    """Return the name of the machine that stands for this run's devices."""
-    return "h100" if config.run.device == "cuda" else "cpu"
 
 
 def classes_of(config: Config) -> int:

@@ -89,15 +89,15 @@ def train_rank(config: Config, resumption: Resumption, as_json: bool) -> int:
 
     from hyfi_core.arithmetic import set_arithmetic
     from workflows.interruption import how_to_continue
-    from workflows.launch.compile_cache import keep_compiled
+    from workflows.launch.compile_cache import keep_compiled, on_gpu
     from workflows.launch.peer_watch import expect_progress, join
     from workflows.launch.stop import StopFlag
     from workflows.launch.threads import set_threads
 
     set_arithmetic(config.run.tf32, config.run.deterministic)
-    if config.run.compile == "on" or (config.run.compile == "auto" and config.run.device != "cpu"):
-        keep_compiled(config.run.compile_cache)
     world = join()
+    if config.run.compile == "on" or (config.run.compile == "auto" and on_gpu(config.run.device)):
+        keep_compiled(config.run.compile_cache, warns=world.rank == 0)
     expect_progress(config.run.stall_s, partial(how_to_continue, config.run.dir))
     set_threads(world, config.run.threads)
     code = train_in(world, config, resumption, as_json, StopFlag(signals.requested))

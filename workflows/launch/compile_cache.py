@@ -12,12 +12,20 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """PyTorch's own setting; by default it is a folder in the temporary directory, which nodes empty."""
 
 
-def keep_compiled(folder: Path | None) -> None:
+def on_gpu(device: str) -> bool:
+    """Whether trainers may compute on a GPU of this node; ``device`` is ``run.device``."""
+    import torch
+
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def keep_compiled(folder: Path | None, warns: bool = True) -> None:
     """Let this process and those that it starts keep compiled code in a folder that only its user may write.
 
     Args:
         folder: ``run.compile_cache``; None: ``TORCHINDUCTOR_CACHE_DIR`` if it is set, else ``hyfi/compile`` in the
-            user's cache folder, which is left alone with a warning if it cannot be used.
+            user's cache folder, which is left alone if it cannot be used.
+        warns: Whether this process says that it cannot.
 
     Raises:
         RequestError: ``folder`` cannot be made or written, or others may write it: code is loaded from it.
@@ -30,7 +38,7 @@ def keep_compiled(folder: Path | None) -> None:
         os.environ[VARIABLE] = str(place.absolute())
     elif folder is not None:
         raise RequestError(f"run.compile_cache: {place} {problem}; give a folder of yours, or null")
-    else:
+    elif warns:
         warn(f"hyfi: {place} {problem}; compiled code is not kept there (run.compile_cache names another folder)")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.runtime.engine import Engine
 from workflows.console import counted, emit_json, say, warn
+from workflows.run_machine import machine_of
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import describe_updates
 from workflows.training.pace import describe_pace
@@ -16,7 +16,7 @@ from workflows.training.recorder import Recorder
 def describe_start(job: TrainingJob, engine: Engine, start: int) -> str:
     """Return what rank 0 prints when training starts, or continues after step ``start``."""
     chosen = job.config.run.machine or ("h100" if engine.device.type == "cuda" else "cpu")
-    machine = load_machine(chosen) if engine.plan.spill is not None else None
+    machine = machine_of(job.config, chosen) if engine.plan.spill is not None else None
     action = f"continues after step {start}" if start else "starts"
     compiling = "\nthe first step compiles segments of the model; run.compile=off omits it" if engine.segments else ""
     return (

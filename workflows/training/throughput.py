@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hyfi_core.errors import RequestError
 from hyfi_core.process_memory import resident_bytes
 from workflows.console import plain_number
+from workflows.run_machine import machine_of
 
 if TYPE_CHECKING:  # `hyfi status` needs no torch
     import torch
@@ -74,17 +75,14 @@ def peak_flops_per_s(config: Config, trainers: int, device: str) -> float | None
     Raises:
         RequestError: There is no such machine, or it computes on another kind of device than the run.
     """
-    from hyfi_core.cost.machines.machine_file import load_machine
-
     if config.run.machine is None:
         return None
-    machine = load_machine(config.run.machine)
+    machine = machine_of(config, config.run.machine)
     if machine.device != device.partition(":")[0]:
         raise RequestError(
             f"run.machine: given {config.run.machine}, which has the peak of a {machine.device} device, but trainers "
             f"compute on {device}; give a file of `hyfi doctor --measure FILE.yaml`, or null"
         )
-    machine = machine.with_tf32() if config.run.rounds_to_tf32 else machine
     return trainers * machine.peak_flops_per_s[config.run.precision]
 
 

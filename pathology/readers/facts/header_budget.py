@@ -101,6 +101,12 @@ class _Directory:
     others: tuple[int, ...]
 
 
+def first_directory(head: bytes) -> int | None:
+    """Return the offset of a TIFF's first directory, from its first 16 bytes; None for other files."""
+    layout = _ByteLayout.of(head)
+    return None if layout is None else layout.first(head)
+
+
 def check_directories(path: Path) -> None:
     """Check that a TIFF lists no more tiles and directories than the budget; other and damaged files pass.
 

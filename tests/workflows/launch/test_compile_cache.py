@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hyfi_core.errors import RequestError
-from workflows.launch.compile_cache import VARIABLE, keep_compiled
+from workflows.launch.compile_cache import VARIABLE, keep_compiled, on_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +45,16 @@ def test_a_folder_that_others_write_is_not_loaded_from(
     home.write_text("in the way")
     keep_compiled(None)
     assert VARIABLE not in os.environ and "compiled code is not kept there" in capsys.readouterr().err
+
+
+def test_runs_that_compile_nothing_have_no_folder(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On CPUs ``auto`` compiles nothing; with a home that cannot be written, each rank warned."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert not on_gpu("auto") and not on_gpu("cpu")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert on_gpu("auto") and not on_gpu("cpu")
+    home.write_text("in the way")
+    keep_compiled(None, warns=False)
+    assert not capsys.readouterr().err
