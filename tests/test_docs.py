@@ -26,9 +26,9 @@ from tests.conftest import ROOT, Hyfi
 from tests.workflows.archive import make_store
 from workflows.cli import app
 from workflows.config.load import load_config
-from workflows.evaluation.bootstrap import DRAWS, LEVEL
-from workflows.evaluation.metrics import CALIBRATION_BINS, METRICS
 from workflows.launch.scripts import Site
+from workflows.tasks.bootstrap import DRAWS, LEVEL
+from workflows.tasks.class_metrics import CALIBRATION_BINS, METRICS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIRST_PROJECT = ROOT / "docs" / "first-project.md"

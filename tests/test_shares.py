@@ -15,7 +15,8 @@ from hyfi_core.errors import RequestError
 from tests.harness import run_copies
 from tests.steps import Batch, adamw, assert_equal_steps, make_batches, one_process_steps, parallel_steps, sgd
 from tests.test_plans import make
-from workflows.evaluation.loss import make_loss
+from workflows.tasks.multiclass import Multiclass
+from workflows.tasks.task import make_loss
 
 SIZE_PX = (37, 45)
 ONE = ((1, 1),)
@@ -58,7 +59,10 @@ def test_unequal_shares_train_as_one_process(shares: tuple[int, ...], fields: di
     """Batch norms over all replicas, class weights, momentum: losses, gradients, buffers, weights, five steps."""
     model, _ = make("hourglass")
     model, plan = model.double(), plan_with(shares, sync_batch_norm=True, **fields)
-    batches, loss = make_batches((sum(shares), 3, *SIZE_PX), 5, 1), make_loss((0.4, 1.6), 1)
+    batches, loss = (
+        make_batches((sum(shares), 3, *SIZE_PX), 5, 1),
+        make_loss(Multiclass(("label",), ("a", "b"), (0.4, 1.6)), 1),
+    )
     found, _ = parallel_steps(model, dealt(batches, plan), plan, sgd, loss=loss)
     assert_equal_steps(found, one_process_steps(model, batches, plan.microbatches, sgd, loss))
 

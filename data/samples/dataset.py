@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from data.location import each, is_far, is_remote, location
 from data.samples.augment import Augment, Variation
 from data.samples.coverage import COVERAGE_COLUMNS, Coverage, check_coverage, coverage_of, write_coverage
-from data.samples.labels import Labels, with_cases
+from data.samples.labels import Labels, Target, with_cases
 from data.samples.names import refuse_content_in_two_splits
 from data.samples.splits import check_cases
 from data.samples.view import BACKGROUND, Kind, View, make_view, make_views
@@ -55,11 +55,11 @@ class SlideReader(Protocol):
 
 @dataclass(frozen=True)
 class SlideRef:
-    """A slide of a dataset: its id in the store, its case, and the index of its class (None: unlabelled)."""
+    """A slide of a dataset: its id in the store, its case, and its label (None: unlabelled)."""
 
     slide_id: str
     case_id: str = ""
-    label: int | None = None
+    label: Target | None = None
 
 
 class SlideDataset:

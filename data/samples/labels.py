@@ -13,16 +13,20 @@ from data.samples.classes import column_of_classes
 from data.samples.names import with_one_name_each
 from hyfi_core.errors import RequestError
 
+Target = int | tuple[float, ...]
+"""The label of a slide: the index of a class, or numbers."""
+
 
 @dataclass(frozen=True)
 class Labels:
-    """The classes of slides or cases.
+    """The labels of slides or cases: classes, or numbers.
 
     Attributes:
-        target: The column that has the class.
+        target: The column that has the label; several, joined by commas.
         key: The key column, ``slide_id`` or ``case_id``.
-        classes: Class names in the order of their indices.
-        indices: Slide or case (as ``key`` says) to the index of its class; None: in the CSV, but unlabelled.
+        classes: Class names in the order of their indices; empty if labels are numbers.
+        indices: Slide or case (as ``key`` says) to its label, such as the index of its class; None: in the CSV, but
+            unlabelled.
         cases: Slide to case, if the CSV has both columns.
         rows: All rows of the CSV, with their other columns.
         notes: Sentences for the user about how the CSV was read.
@@ -31,14 +35,18 @@ class Labels:
     target: str
     key: str
     classes: tuple[str, ...]
-    indices: Mapping[str, int | None]
+    indices: Mapping[str, Target | None]
     cases: Mapping[str, str] = field(default_factory=dict)
     rows: tuple[dict[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
-    def of(self, slide_id: str, case_id: str | None = None) -> int | None:
-        """Return the class index of a slide; None if it is unlabelled or not in the CSV."""
+    def of(self, slide_id: str, case_id: str | None = None) -> Target | None:
+        """Return the label of a slide; None if it is unlabelled or not in the CSV."""
         return self.indices.get(slide_id if self.key == "slide_id" else (case_id or ""))
+
+    def text(self, target: Target) -> str:
+        """Return a label as text: the name of a class, or numbers with ``;`` between them."""
+        return self.classes[target] if isinstance(target, int) else ";".join(f"{number:g}" for number in target)
 
     def case_of(self, slide_id: str, default: str = "") -> str:
         """Return the case of a slide if the CSV has it, else ``default``."""

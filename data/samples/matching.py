@@ -26,7 +26,7 @@ class LabelMatch:
 
     Attributes:
         key: The key of the labels, ``slide_id`` or ``case_id``.
-        slides: Slide to class name, for the slides that are ingested and labelled, in the manifest's order.
+        slides: Slide to label as text, for the slides that are ingested and labelled, in the manifest's order.
         classes: All classes, in the order of the logits.
         failed: Labelled slides whose ingest failed.
         unlabelled: Ingested slides without a label.
@@ -121,7 +121,7 @@ def match_labels(
         elif index is None:
             unlabelled.append(row["slide_id"])
         else:
-            slides[row["slide_id"]] = labels.classes[index]
+            slides[row["slide_id"]] = labels.text(index)
     names = {row[labels.key] for row in known} - {""}
     unmatched = [key for key, index in labels.indices.items() if index is not None and key not in names]
     by_plain = {plain_name(name): name for name in sorted(names)}

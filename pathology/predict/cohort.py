@@ -12,7 +12,7 @@ first rank        OUT/<slide_id>/ …, then the slide's row in OUT/predictions.c
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from pathology.predict.inputs import SlideInput
 from pathology.predict.members import InputSpec, Member, common_input_spec
 from pathology.predict.options import PredictOptions
 from pathology.predict.out_folder import OutFolder
-from pathology.predict.report import percent
+from pathology.predict.readout import percent
 from pathology.predict.slide_result import SlideResult, coverage_of
 from pathology.predict.table import DONE, FAILED, INCOMPLETE, Prediction
 from pathology.predict.whole_tissue import combination_text
@@ -199,9 +199,9 @@ class _Run:
             return replace(known, flags=result.flags)
         return replace(
             known,
-            prediction=self._spec.class_names[result.predicted],
-            probabilities=tuple(result.mean.tolist()),
-            spread=None if result.spread is None else float(result.spread[result.predicted]),
+            prediction=result.readout.prediction(result.mean),
+            values=tuple(result.mean.tolist()),
+            spread=None if result.spread is None else float(result.spread[result.readout.main(result.mean)]),
             flags=result.flags,
         )
 
@@ -268,6 +268,9 @@ class _Run:
         slide, level = dataset.slide(0), dataset.level(0)
         assert isinstance(slide, SlideStore)
         size = slide.levels[level]
+        readouts = [member.readout for member in self._members]
+        readout = readouts[0].joined(readouts)
+        logits = [attribution.logits for attribution in attributions]
         heatmaps = [
             place(
                 attribution.contributions,
@@ -277,10 +280,11 @@ class _Run:
                 align_px=self._spec.align_px,
                 slide_size_px=(size.height_px, size.width_px),
                 mpp=size.mpp,
-                class_names=self._spec.class_names,
+                class_names=readout.channels,
             )
             for attribution in attributions
         ]
+        heatmaps = [replace(one, exclusive=readout.exclusive) for one in heatmaps]
         heatmap = average(heatmaps) if len(heatmaps) > 1 else heatmaps[0]
         return SlideResult(
             slide_id=one.slide_id,
@@ -290,13 +294,21 @@ class _Run:
             level=level,
             views=tuple(views),
             combined=combination_text(views, self._members[0].pooling),
-            label=one.row.get(str(self._members[0].config.get("target", "label")), ""),
+            label=label_of(one.row, self._members[0].config),
             withheld=known.reason if known.status == INCOMPLETE and not self._options.allow_partial else "",
             heatmap=heatmap,
-            probabilities=np.stack([attribution.probabilities for attribution in attributions]),
-            uncalibrated=np.stack([attribution.uncalibrated for attribution in attributions]),
+            readout=readout,
+            values=np.stack([own.values(one) for own, one in zip(readouts, logits, strict=True)]),
+            uncalibrated=np.stack([own.uncalibrated(one) for own, one in zip(readouts, logits, strict=True)]),
             flags=known.flags if heatmap.exact else (*known.flags, "heatmap_by_centre"),
         )
+
+
+def label_of(row: Mapping[str, str], config: Mapping[str, Any]) -> str:
+    """Return the label of a slide from its row of a manifest, with ``;`` between columns; empty if it has none."""
+    target = config.get("target", "label")
+    values = [row.get(column, "") for column in ([target] if isinstance(target, str) else target)]
+    return ";".join(values) if any(values) else ""
 
 
 def _ingest_options(members: Sequence[Member], spec: InputSpec, options: PredictOptions) -> IngestOptions:

@@ -20,6 +20,7 @@ from hyfi_core.runtime.attribution import Explanation
 from pathology.errors import SlideError
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.options import PredictOptions
+from pathology.predict.readout import Readout
 from pathology.predict.whole_tissue import SizedEngines, image_weights, views_of
 
 T = TypeVar("T")
@@ -45,32 +46,13 @@ class Attribution:
     Attributes:
         logits: (classes,) float64, of all images combined.
         contributions: For each image, (classes, h, w) float32; their sum over all images is the logits minus the bias.
-        scores: For each image, (classes, h, w) float32: output of the head at each position, before pooling; 0 to 1,
-            and 1 in total over classes.
-        temperature: Logits are divided by it before the softmax.
+        scores: For each image, (classes, h, w) float32: output of the head at each position, before pooling, as the
+            member's readout scores it; 0 to 1.
     """
 
     logits: NDArray[np.float64]
     contributions: tuple[NDArray[np.float32], ...]
     scores: tuple[NDArray[np.float32], ...]
-    temperature: float = 1.0
-
-    @property
-    def probabilities(self) -> NDArray[np.float64]:
-        """(classes,): softmax of the logits divided by the temperature."""
-        return softmax(self.logits / self.temperature)
-
-    @property
-    def uncalibrated(self) -> NDArray[np.float64]:
-        """(classes,): softmax of the uncalibrated logits."""
-        return softmax(self.logits)
-
-
-def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the softmax of ``logits`` (classes,)."""
-    weights = np.exp(logits - logits.max())
-    probabilities: NDArray[np.float64] = weights / weights.sum()
-    return probabilities
 
 
 class Ensemble:
@@ -138,7 +120,7 @@ class Ensemble:
             for one, weight in zip(found, weights, strict=True)
         )
         scores = tuple(one.scores[0] for one in found)
-        return Attribution((weights * logits).sum(axis=0), contributions, scores, member.temperature)
+        return Attribution((weights * logits).sum(axis=0), contributions, scores)
 
     def _of_image(
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, view: View
@@ -163,7 +145,7 @@ class Ensemble:
         return Attribution(
             found.logits[0].double().cpu().numpy(),
             (found.contributions[0].float().cpu().numpy(),),
-            (position_scores(found, member.temperature).cpu().numpy(),),
+            (position_scores(found, member.readout).cpu().numpy(),),
         )
 
 
@@ -199,10 +181,10 @@ class _ReadsOfCells:
             raise self._error
 
 
-def position_scores(found: Explanation, temperature: float = 1.0) -> torch.Tensor:
-    """Return (classes, h, w) float32: the softmax over classes of the head's logits at each position.
+def position_scores(found: Explanation, readout: Readout) -> torch.Tensor:
+    """Return (classes, h, w) float32: the scores of the head's logits at each position, as ``readout`` makes them.
 
-    Logits are first divided by ``temperature``, as those of slides are. A head that cannot be evaluated at single
+    A head that cannot be evaluated at single
     positions is treated as the mean over positions: the logits of a position are its contributions times the number of
     positions, plus the bias.
     """
@@ -211,7 +193,7 @@ def position_scores(found: Explanation, temperature: float = 1.0) -> torch.Tenso
         maps = found.contributions
         bias = found.logits - maps.sum(dim=(2, 3))
         logits = bias[:, :, None, None] + maps * (maps.shape[2] * maps.shape[3])
-    return (logits[0].float() / temperature).softmax(dim=0)
+    return readout.position_scores(logits[0].float())
 
 
 def _boxes_of(part: torch.Tensor, box: Box) -> Callable[[Box], torch.Tensor]:

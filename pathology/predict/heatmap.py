@@ -37,7 +37,7 @@ class Heatmap:
 
     Attributes:
         scores: (classes, rows, columns) float32: output of the head at each position before pooling, smoothed, 0 to 1,
-            and 1 in total over classes; NaN where not seen.
+            and 1 in total over exclusive classes; NaN where not seen.
         values: (classes, rows, columns) float32: contributions to the logits; NaN likewise. Cell (i, j) covers
             ``[i * cell_px, (i + 1) * cell_px) x [j * cell_px, (j + 1) * cell_px)`` of the slide at the model's
             resolution; the last row and column may extend beyond the slide.
@@ -50,6 +50,7 @@ class Heatmap:
         shared: for each class, the part of the background's contribution that every seen cell got; included in
             ``values``.
         exact: whether cells were mapped one to one; otherwise by their centres.
+        exclusive: whether scores of a position sum to 1 over classes.
     """
 
     scores: NDArray[np.float32]
@@ -62,6 +63,7 @@ class Heatmap:
     bias: tuple[float, ...]
     shared: tuple[float, ...]
     exact: bool
+    exclusive: bool = True
 
     @property
     def cell_um(self) -> tuple[float, float]:
@@ -79,8 +81,8 @@ class Heatmap:
 
     @property
     def certainty(self) -> NDArray[np.float64]:
-        """(rows, columns): the highest score, rescaled so that a tie of all classes is 0; 0 where not seen."""
-        tie = 1 / len(self.class_names)
+        """(rows, columns): the highest score, rescaled so that a tie of exclusive classes is 0; 0 where not seen."""
+        tie = 1 / len(self.class_names) if self.exclusive else 0.0
         above: NDArray[np.float64] = (np.nan_to_num(self.scores.max(axis=0), nan=tie) - tie) / (1 - tie)
         return above.clip(0.0, 1.0)
 
@@ -258,6 +260,7 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
         bias=tuple(np.mean([heatmap.bias for heatmap in heatmaps], axis=0).tolist()),
         shared=tuple(shared.tolist()),
         exact=all(heatmap.exact for heatmap in heatmaps),
+        exclusive=first.exclusive,
     )
 
 

@@ -18,7 +18,7 @@ TILE_PX = 256
 
 EXPLANATION = (
     "Two channels for each class. Score: the output of the model's head at each position before pooling, 0 to 1, "
-    "smoothed over neighbouring cells; scores of all classes sum to 1. Contribution: to the class's logit; the sum "
+    "smoothed over neighbouring cells.{sums} Contribution: to the class's logit; the sum "
     "over a channel at full resolution, without NaN, plus the class's bias is the logit. Coarser levels hold means. "
     "NaN: not seen by the model; scores also where there is no tissue. The contribution of the background between the "
     "pieces of tissue is divided equally among all positions that were seen."
@@ -72,7 +72,8 @@ def ome_metadata(
     heatmap: Heatmap, name: str, provenance: Mapping[str, Any], origin_um: tuple[float, float] = (0.0, 0.0)
 ) -> dict[str, Any]:
     """Return the metadata in the form that tifffile turns into OME-XML."""
-    explanation = EXPLANATION if heatmap.exact else EXPLANATION + BY_CENTRES
+    sums = " Scores of all classes sum to 1." if heatmap.exclusive else ""
+    explanation = EXPLANATION.format(sums=sums) + ("" if heatmap.exact else BY_CENTRES)
     facts: dict[str, Any] = {
         "class_names": list(heatmap.class_names),
         "logits": list(heatmap.logits),

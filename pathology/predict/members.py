@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -14,6 +14,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.models.by_name import build_model, is_built_in
 from hyfi_core.runtime.checkpoint import load_checkpoint
 from hyfi_core.stored_state import fill_buffers
+from pathology.predict.readout import ClassReadout, Readout
 
 MIN_COVERAGE = 0.9
 """Default for checkpoints without this value."""
@@ -63,20 +64,28 @@ class Member:
         model: The module with the checkpoint's weights, in evaluation mode.
         config: Content of the checkpoint's ``model.json``.
         averaged: Whether the weights are the moving average of those trained.
+        own_readout: How its outputs are read; None: as those of classes.
     """
 
     path: str
     model: nn.Module
     config: Mapping[str, Any]
     averaged: bool = False
+    own_readout: Readout | None = None
 
     @classmethod
-    def load(cls, checkpoint: Path, model: nn.Module | None = None) -> Member:
+    def load(
+        cls,
+        checkpoint: Path,
+        model: nn.Module | None = None,
+        readout_of: Callable[[Mapping[str, Any]], Readout] | None = None,
+    ) -> Member:
         """Return a checkpoint's model, with the moving average of its weights if it has one.
 
         Args:
             checkpoint: Its folder.
             model: A module of its architecture, whose weights are replaced; None: build it by the checkpoint's name.
+            readout_of: Returns the readout for a ``model.json``; None: the task must be multiclass.
 
         Raises:
             RequestError: The checkpoint is damaged, its model cannot be built, or its weights do not match the model.
@@ -89,7 +98,8 @@ class Member:
             fill_buffers(module, loaded.buffers or {})
         except RuntimeError as error:
             raise RequestError(f"checkpoint {checkpoint}: its weights do not match its model: {error}") from error
-        return cls(str(checkpoint), module.eval(), loaded.model, loaded.averaged is not None)
+        readout = None if readout_of is None else readout_of(loaded.model)
+        return cls(str(checkpoint), module.eval(), loaded.model, loaded.averaged is not None, readout)
 
     @property
     def digest(self) -> str:
@@ -117,6 +127,20 @@ class Member:
         return temperature_of(self.config)
 
     @property
+    def readout(self) -> Readout:
+        """How its outputs are read.
+
+        Raises:
+            RequestError: Its task is not one of classes, and it was loaded without a readout.
+        """
+        if self.own_readout is not None:
+            return self.own_readout
+        task = self.config.get("task", "multiclass")
+        if task != "multiclass":
+            raise RequestError(f"{self.path}: its task is {task!r}; load it with `hyfi predict`, or give a readout")
+        return ClassReadout(tuple(map(str, self.config["class_names"])), self.temperature)
+
+    @property
     def normalisation(self) -> Normalisation:
         """Normalisation of its images."""
         return Normalisation.from_json(self.config["normalisation"])
@@ -127,7 +151,7 @@ class InputSpec:
     """Input properties that all members must have in common.
 
     Attributes:
-        task: ``multiclass``.
+        task: what is predicted, as ``data.task`` of a configuration.
         class_names: in the order of the logits.
         mpp: micrometres per pixel of the image.
         size_px: (height, width) of the image.
@@ -147,7 +171,7 @@ class InputSpec:
         """Read ``model.json``.
 
         Raises:
-            RequestError: a key is missing or invalid, or the task is not supported.
+            RequestError: a key is missing or invalid.
         """
         try:
             height, width = (int(side) for side in config["size_px"])
@@ -161,8 +185,6 @@ class InputSpec:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(f"the checkpoint's model.json has no valid {error}; use another checkpoint") from error
-        if spec.task != "multiclass":
-            raise RequestError(f"the checkpoint's task is {spec.task!r}; prediction supports multiclass")
         return spec
 
 

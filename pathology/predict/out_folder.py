@@ -52,6 +52,9 @@ class OutFolder:
         temperatures = [member.temperature for member in members]
         if any(value != 1 for value in temperatures):  # omitted if 1, so that results of older versions stay valid
             self._made_by["temperatures"] = temperatures
+        calibrations = [member.config.get("calibration") for member in members]
+        if spec.task != "multiclass":
+            self._made_by["calibrations"] = calibrations
         self._table: PredictionTable | None = None
 
     def open(self, inputs: Sequence[SlideInput]) -> list[int]:
@@ -70,7 +73,7 @@ class OutFolder:
         for one in inputs:
             self._check_name(one.slide_id)
         self._table = PredictionTable(
-            self.path, self._spec.class_names, with_spread=len(self._members) > 1, keep=others is None
+            self.path, self._members[0].readout.columns, with_spread=len(self._members) > 1, keep=others is None
         )
         return [k for k, one in enumerate(inputs) if self._overwrite or not self._finished(one)]
 

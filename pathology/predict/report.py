@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pathology.pages import FLAG_MEANINGS, render
+from pathology.predict.readout import percent
 
 
 @dataclass(frozen=True)
-class ClassBar:
-    """A class: its probability, 0 to 1, the standard deviation over an ensemble (None for one model), a CSS colour."""
+class ReportBar:
+    """A line: its name, the share of its bar, 0 to 1, its value as text, and a CSS colour.
+
+    ``spread``: the standard deviation over an ensemble as text; empty for one model.
+    """
 
     name: str
-    probability: float
-    spread: float | None
+    share: float
+    text: str
+    spread: str
     color: str
 
 
@@ -44,21 +49,24 @@ class Report:
 
     Attributes:
         slide_id, case_id: The slide.
-        prediction: Name of the predicted class.
-        withheld: Why no class is given; empty if one is.
-        partial: Whether a class is given though less tissue was seen than required.
+        prediction: The prediction as text, such as the predicted class.
+        verdict: What stands beside it, such as its probability.
+        channel: Name of the heatmap's channel that is shown.
+        withheld: Why there is no prediction; empty if there is one.
+        partial: Whether a prediction is given though less tissue was seen than required.
         coverage: Fraction of the tissue that was seen, 0 to 1.
-        first: Index of the predicted class.
-        classes: All classes.
-        probability_note: How probabilities were computed.
+        first: Index of the bar that is emphasised.
+        bars: Lines of numbers.
+        exclusive: Whether scores of all channels sum to 1.
+        note: How the numbers were computed.
         facts: Rows (label, value) about what was seen.
         flags: Warnings.
         thumbnail, overlay: Pictures of the slide, as data URIs.
         wide: Whether pictures are placed below each other.
-        logit, bias: Logit of the predicted class, and its bias.
-        off_tissue: Fraction, 0 to 1, of the positive contributions to the predicted class that are outside of tissue.
+        logit, bias: Output of the channel, and its bias.
+        off_tissue: Fraction, 0 to 1, of the positive contributions to the channel that are outside of tissue.
         cell: Size of the heatmap's cells, as text.
-        regions: Regions where the predicted class scores highest.
+        regions: Regions where the channel scores highest.
         crop: Size of their pictures, as text.
         provenance: Sections (title, rows) about slide, models and software.
         made_at, version: When and with which version of hyfi the report was made.
@@ -67,12 +75,15 @@ class Report:
     slide_id: str
     case_id: str
     prediction: str
+    verdict: str
+    channel: str
     withheld: str
     partial: bool
     coverage: float
     first: int
-    classes: Sequence[ClassBar]
-    probability_note: str
+    bars: Sequence[ReportBar]
+    exclusive: bool
+    note: str
     facts: Sequence[tuple[str, str]]
     flags: Sequence[Flag]
     thumbnail: str
@@ -92,15 +103,6 @@ class Report:
 def render_report(report: Report) -> str:
     """Return the report as HTML. Texts are escaped; it has no scripts and no external resources."""
     return render("report.html", report=report, percent=percent, signed=signed)
-
-
-def percent(fraction: float) -> str:
-    """Return a fraction as a percentage; only 0 and 1 themselves are shown as 0 and 100 %."""
-    if 0 < fraction < 0.001:
-        return "< 0.1 %"
-    if 0.999 < fraction < 1:
-        return "> 99.9 %"
-    return f"{fraction * 100:.1f} %"
 
 
 def signed(value: float) -> str:

@@ -66,11 +66,10 @@ def write_results(
 def _write_files(
     folder: Path, result: SlideResult, members: Sequence[Member], spec: InputSpec, key: Mapping[str, Any]
 ) -> None:
-    heatmap, predicted = result.heatmap, result.predicted
+    heatmap, channel = result.heatmap, result.channel
     metadata = {
         "checkpoints": [member.digest for member in members],
-        "probabilities": result.mean.tolist(),
-        "probabilities_uncalibrated": result.uncalibrated.mean(axis=0).tolist(),
+        **result.readout.metadata(result.mean, result.uncalibrated.mean(axis=0)),
         "temperatures": [member.temperature for member in members],
         "coverage": result.coverage,
         "flags": list(result.flags),
@@ -85,17 +84,17 @@ def _write_files(
     on_tissue = replace(heatmap, scores=np.where(cells, heatmap.scores, np.float32(np.nan)))
     write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))
     thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
-    regions = [] if result.withheld else find_regions(heatmap, predicted, cells)
+    regions = [] if result.withheld else find_regions(heatmap, channel, cells)
     overlay = draw_overlay(Overlay(thumb, heatmap, not result.withheld, mask, mask_mpp, regions))
     overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
     small = overlay.crop((0, 0, thumb.shape[1], thumb.shape[0]))  # without the legend
     small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX), Image.Resampling.LANCZOS)
     small.save(folder / THUMBNAIL_FILE, quality=80)
     level0 = level0_of(result)
-    collection = to_geojson(regions, heatmap, predicted, slide_id=result.slide_id, level0=level0)
+    collection = to_geojson(regions, heatmap, channel, slide_id=result.slide_id, level0=level0)
     collection["features"] += tissue_features(mask, mask_mpp, heatmap, slide_id=result.slide_id, level0=level0)
     if not result.withheld:
-        collection["features"] += contour_features(heatmap, predicted, cells, slide_id=result.slide_id, level0=level0)
+        collection["features"] += contour_features(heatmap, channel, cells, slide_id=result.slide_id, level0=level0)
     write_regions(folder / "regions.geojson", collection)
     if not result.withheld:
         write_score_picture(folder / "scores.tiff", on_tissue)

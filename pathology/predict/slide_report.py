@@ -18,8 +18,9 @@ from hyfi_core.plan.box import Box
 from pathology.pages import data_uri
 from pathology.predict.colors import class_color
 from pathology.predict.members import InputSpec, Member
+from pathology.predict.readout import Readout, percent
 from pathology.predict.regions import Level0, Region
-from pathology.predict.report import ClassBar, RegionPicture, Report, area_text, flags_of, percent
+from pathology.predict.report import RegionPicture, Report, ReportBar, area_text, flags_of
 from pathology.predict.slide_result import SlideResult
 
 PICTURE_PX = 1600
@@ -56,28 +57,32 @@ def fill_report(
     Raises:
         StoreError: The store is damaged.
     """
-    heatmap, predicted, spread = result.heatmap, result.predicted, result.spread
+    heatmap, readout, channel = result.heatmap, result.readout, result.channel
+    bars = readout.bars(result.mean)
     return Report(
         slide_id=result.slide_id,
         case_id=result.case_id,
-        prediction=spec.class_names[predicted],
+        prediction=readout.prediction(result.mean),
+        verdict=readout.verdict(result.mean),
+        channel=readout.channels[channel],
         withheld=result.withheld,
         partial=bool(not result.withheld and "incomplete" in result.flags),
         coverage=result.coverage,
-        first=predicted,
-        classes=[
-            ClassBar(name, float(result.mean[k]), None if spread is None else float(spread[k]), _css(k))
-            for k, name in enumerate(spec.class_names)
+        first=next((k for k, bar in enumerate(bars) if bar.channel == channel), 0),
+        bars=[
+            ReportBar(bar.name, bar.share, bar.text, _spread(result, k), _css(bar.channel))
+            for k, bar in enumerate(bars)
         ],
-        probability_note=_probability_note(members),
+        exclusive=readout.exclusive,
+        note=_note(readout, members),
         facts=_facts(result, spec),
         flags=flags_of(result.flags),
         thumbnail=data_uri(pictures.thumbnail, PICTURE_PX),
         overlay=data_uri(pictures.overlay, PICTURE_PX),
         wide=pictures.thumbnail.width > 1.4 * pictures.thumbnail.height,
-        logit=heatmap.logits[predicted],
-        bias=heatmap.bias[predicted],
-        off_tissue=_off_tissue(heatmap.positive_contributions(predicted), pictures.tissue_cells),
+        logit=heatmap.logits[channel],
+        bias=heatmap.bias[channel],
+        off_tissue=_off_tissue(heatmap.positive_contributions(channel), pictures.tissue_cells),
         cell=f"{heatmap.cell_um[1]:.3g} × {heatmap.cell_um[0]:.3g} µm",
         regions=[_region(result, region, level0) for region in regions[:CROPS]],
         crop=f"{CROP_UM:g} µm",
@@ -101,12 +106,16 @@ def _css(index: int) -> str:
     return "rgb({}, {}, {})".format(*class_color(index))
 
 
-def _probability_note(members: Sequence[Member]) -> str:
-    fitted = [f"{member.temperature:.3g}" for member in members if member.config.get("calibration")]
-    note = f"calibrated by temperature {', '.join(fitted)}" if len(fitted) == len(members) else "not calibrated"
-    if len(members) == 1:
-        return f"Softmax of the model's logits: a score between 0 and 1, {note}."
-    return f"Mean of {len(members)} models, ± their standard deviation in percentage points; {note}."
+def _note(readout: Readout, members: Sequence[Member]) -> str:
+    return readout.note(
+        len(members), [member.config["calibration"] for member in members if member.config.get("calibration")]
+    )
+
+
+def _spread(result: SlideResult, bar: int) -> str:
+    """Return the spread over an ensemble of the number of a bar, as text."""
+    spread = result.spread
+    return "" if spread is None or bar >= len(spread) else result.readout.spread_text(float(spread[bar]))
 
 
 def _facts(result: SlideResult, spec: InputSpec) -> Rows:

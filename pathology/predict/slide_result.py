@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from data.samples.view import View
 from data.store.slide_store import SlideStore
 from pathology.predict.heatmap import Heatmap
+from pathology.predict.readout import Readout
 from pathology.predict.regions import Level0
 
 
@@ -24,11 +25,12 @@ class SlideResult:
         level: Index of the store's level from which images were made.
         views: The images of the slide that were the model's input.
         combined: How the logits of several images are combined, as text; empty for one image.
-        withheld: Why no class is given, as text; empty if one is.
-        label: True class from the user's or the store's manifest; empty if unknown.
+        withheld: Why there is no prediction, as text; empty if there is one.
+        label: True label from the user's or the store's manifest; empty if unknown.
         heatmap: Scores, contributions, logits and biases; means over an ensemble.
-        probabilities: (members, classes), calibrated if the checkpoint has a temperature.
-        uncalibrated: (members, classes), without calibration.
+        readout: How outputs are read; of an ensemble, all members together.
+        values: (members, columns of the readout).
+        uncalibrated: (members, columns), without calibration.
         flags: Warnings about the slide.
     """
 
@@ -42,7 +44,8 @@ class SlideResult:
     withheld: str
     label: str
     heatmap: Heatmap
-    probabilities: NDArray[np.float64]
+    readout: Readout
+    values: NDArray[np.float64]
     uncalibrated: NDArray[np.float64]
     flags: tuple[str, ...]
 
@@ -53,21 +56,21 @@ class SlideResult:
 
     @property
     def mean(self) -> NDArray[np.float64]:
-        """(classes,): mean probability over the members."""
-        mean: NDArray[np.float64] = self.probabilities.mean(axis=0)
+        """(columns,): mean numbers over the members."""
+        mean: NDArray[np.float64] = self.values.mean(axis=0)
         return mean
 
     @property
-    def predicted(self) -> int:
-        """Index of the class with the highest mean probability; the first one if there are several."""
-        return int(self.mean.argmax())
+    def channel(self) -> int:
+        """Index of the channel whose regions are shown, such as the predicted class."""
+        return self.readout.channel(self.mean)
 
     @property
     def spread(self) -> NDArray[np.float64] | None:
-        """(classes,): standard deviation of the probabilities over the members; None for one model."""
-        if len(self.probabilities) < 2:
+        """(columns,): standard deviation of the numbers over the members; None for one model."""
+        if len(self.values) < 2:
             return None
-        spread: NDArray[np.float64] = self.probabilities.std(axis=0)
+        spread: NDArray[np.float64] = self.values.std(axis=0)
         return spread
 
 

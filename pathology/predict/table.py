@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,9 +30,10 @@ class Prediction:
         case_id: The patient or specimen; empty if unknown.
         path: The slide, as given by the user or found in a folder.
         status: ``done``; ``incomplete``: less tissue was seen than the checkpoint requires; ``failed``.
-        prediction: The class with the highest probability; empty if failed, or if incomplete without ``allow_partial``.
-        probabilities: Of each class, 0 to 1; empty if ``prediction`` is.
-        spread: Standard deviation of the predicted class's probability over an ensemble; None for one model.
+        prediction: The class with the highest probability, or what else is predicted; empty if failed, or if
+            incomplete without ``allow_partial``.
+        values: Numbers of the readout, such as the probability of each class; NaN: none. Empty if ``prediction`` is.
+        spread: Standard deviation of the main one of them over an ensemble; None for one model.
         coverage: Fraction of the tissue that the model has seen; None if the slide failed before it was known.
         flags: Warnings about the slide, such as ``cropped``.
         reason: Why it failed or is incomplete.
@@ -43,7 +45,7 @@ class Prediction:
     path: str
     status: str
     prediction: str = ""
-    probabilities: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
     spread: float | None = None
     coverage: float | None = None
     flags: tuple[str, ...] = ()
@@ -56,15 +58,15 @@ class Prediction:
         known: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         return cls(**known)
 
-    def row(self, class_names: Sequence[str], with_spread: bool) -> dict[str, str]:
-        """Return the row of ``predictions.csv``; unknown values are empty."""
-        probabilities = [f"{value:.6f}" for value in self.probabilities] or [""] * len(class_names)
+    def row(self, names: Sequence[str], with_spread: bool) -> dict[str, str]:
+        """Return the row of ``predictions.csv``; ``names``: of the values. Unknown values are empty."""
+        values = ["" if isnan(value) else f"{value:.6f}" for value in self.values] or [""] * len(names)
         row = {
             "slide_id": self.slide_id,
             "case_id": self.case_id,
             "path": self.path,
             "prediction": self.prediction,
-            **{f"p_{name}": value for name, value in zip(class_names, probabilities, strict=True)},
+            **dict(zip(names, values, strict=True)),
             "coverage": "" if self.coverage is None else f"{self.coverage:.4f}",
             "flags": ";".join(self.flags),
             "status": self.status,
@@ -78,7 +80,7 @@ class PredictionTable:
 
     Args:
         folder: Folder of the table, which need not exist yet.
-        class_names: Names of the classes, in the order of the model.
+        names: Columns of the numbers, see `pathology.predict.readout.Readout.columns`.
         with_spread: Whether there is a column ``spread``, for an ensemble.
         keep: Whether to read the rows of an existing table; if not, the caller removes it.
 
@@ -86,11 +88,11 @@ class PredictionTable:
         RequestError: An existing table has other columns or cannot be read.
     """
 
-    def __init__(self, folder: Path, class_names: Sequence[str], *, with_spread: bool, keep: bool = True) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], *, with_spread: bool, keep: bool = True) -> None:
         self.path = folder / FILE_NAME
-        self._class_names = tuple(class_names)
+        self._names = tuple(names)
         self._with_spread = with_spread
-        self.columns = columns(class_names, with_spread=with_spread)
+        self.columns = columns(names, with_spread=with_spread)
         self._rows: dict[str, dict[str, str]] = self._load() if keep else {}
 
     def row(self, slide_id: str) -> Mapping[str, str] | None:
@@ -105,7 +107,7 @@ class PredictionTable:
         """
         with Claim.wait(self.path.parent, CLAIM):
             self._rows = self._load()
-            self._rows[prediction.slide_id] = prediction.row(self._class_names, self._with_spread)
+            self._rows[prediction.slide_id] = prediction.row(self._names, self._with_spread)
             write_table(self.path, self.columns, [self._rows[slide_id] for slide_id in sorted(self._rows)])
 
     def _load(self) -> dict[str, dict[str, str]]:
@@ -141,7 +143,7 @@ def predicted_files(folder: Path) -> dict[str, str]:
     return {name: file for name, file in files.items() if file and not file.endswith(".zarr")}
 
 
-def columns(class_names: Sequence[str], *, with_spread: bool) -> list[str]:
+def columns(names: Sequence[str], *, with_spread: bool) -> list[str]:
     """Return the names of the table's columns."""
-    head = ["slide_id", "case_id", "path", "prediction", *(f"p_{name}" for name in class_names)]
+    head = ["slide_id", "case_id", "path", "prediction", *names]
     return [*head, "coverage", "flags", "status", "reason", *(["spread"] if with_spread else [])]

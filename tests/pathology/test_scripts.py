@@ -80,7 +80,7 @@ def test_a_given_module_takes_the_weights_of_each_checkpoint_and_stays_as_it_was
     before = {name: value.clone() for name, value in module.state_dict().items()}
     given = pathology.predict(checkpoints, slide, tmp_path / "given", model=module)
     built = pathology.predict([str(path) for path in checkpoints], [slide], tmp_path / "built")
-    assert given.done[0].probabilities == built.done[0].probabilities
+    assert given.done[0].values == built.done[0].values
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     with pytest.raises(RequestError, match="first: its weights do not match its model"):
         pathology.predict(checkpoints, slide, tmp_path / "other", model=nn.Linear(2, 2))

@@ -158,7 +158,7 @@ class _Demo:
         """Return the metrics of the held-out slides, the clearest positive report, and the seconds of each command."""
         import torch
 
-        from workflows.evaluation.metrics import metrics_of_probabilities
+        from workflows.tasks.class_metrics import metrics_of_probabilities
 
         column = f"p_{self.archive.positive}"
         found = {row["slide_id"]: row for row in _rows(self.predictions / "predictions.csv")}

@@ -11,11 +11,11 @@ import yaml
 
 from hyfi_core.errors import RequestError
 from workflows.commands.simulate import (
-    classes_of,
     describe,
     forecast_json,
     input_bytes_per_s,
     input_text,
+    outputs_of,
     plan_text,
 )
 from workflows.config.load import Config, load_config
@@ -115,7 +115,7 @@ def _plan_predictions(
         model, kind = EvaluatedModel.of_checkpoint(config, overrides), load_machine(machine or "cpu")
     else:
         settings = load_config(config, overrides, ignore_plan=True)
-        fields, size = model_fields(settings.model, classes_of(settings)), settings.data.size_px
+        fields, size = model_fields(settings.model, outputs_of(settings)), settings.data.size_px
         precision, tf32 = settings.run.precision, settings.run.rounds_to_tf32
         model = EvaluatedModel(config, fields, (size[0], size[1]), precision, tf32)
         kind = load_machine(machine or default_machine(settings))
@@ -150,7 +150,7 @@ def _search(settings: Config, machine: MachineModel, ranks: int, images: int, to
     from workflows.evaluation.programs import ModelPrograms
     from workflows.training.memory import PROCESS_BYTES
 
-    programs = ModelPrograms(settings, classes_of(settings))
+    programs = ModelPrograms(settings, outputs_of(settings))
     request = PlanRequest(
         ranks=ranks,
         batch=images,

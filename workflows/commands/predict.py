@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathology.predict.inputs import SlideInput
     from pathology.predict.members import Member
     from pathology.predict.options import PredictOptions
+    from pathology.predict.readout import Readout
 
 
 def run(
@@ -196,7 +197,7 @@ def _predict(request: PredictionRequest) -> int:
     if owner is not None:
         page = _write_page(out, members)
         owner.release()
-        _report(report, request, page)
+        _report(report, request, page, members[0].readout)
     comm.barrier()  # when one rank exits with a code other than 0, a launcher may kill the one that still writes
     if report.stopped:
         return STOPPED
@@ -207,8 +208,9 @@ def _predict(request: PredictionRequest) -> int:
 def load_member(checkpoint: Path) -> Member:
     """Return `Member.load` of a checkpoint; says so if its weights are a moving average."""
     from pathology.predict.members import Member
+    from workflows.tasks.by_name import readout_of
 
-    member = Member.load(checkpoint)
+    member = Member.load(checkpoint, readout_of=readout_of)
     if member.averaged and own_rank() == 0:
         console.say(f"{checkpoint}: predicting with the moving average of the weights (EMA)")
     return member
@@ -223,21 +225,23 @@ def _write_page(out: Path, members: Sequence[Member]) -> Path:
     """Write ``index.html`` of all slides of the folder, those of earlier runs included; return its path."""
     from pathology.predict.table import FILE_NAME
     from workflows.evaluation.cohort_page import PAGE_FILE, predicted_slides, write_cohort_page
+    from workflows.tasks.by_name import task_of
 
     if not (out / FILE_NAME).exists():
         return out / PAGE_FILE  # nothing predicted yet: this --part has no slides
-    class_names = members[0].config["class_names"]
+    task, readout = task_of(members[0].config), members[0].readout
     try:
-        slides = predicted_slides(out, class_names)
-        return write_cohort_page(
-            out, slides, class_names, f"Predictions of {console.counted(len(slides), 'slide')}: {out.absolute()}"
-        )
+        slides = predicted_slides(out, task, readout.columns)
+        title = f"Predictions of {console.counted(len(slides), 'slide')}: {out.absolute()}"
+        return write_cohort_page(out, slides, task, readout, title)
     except OSError as error:
         console.warn(f"{out / PAGE_FILE} cannot be written: {error.strerror or error}")
         return out / PAGE_FILE
 
 
-def _report(report: PredictionReport, request: PredictionRequest, page: Path) -> None:
+def _report(report: PredictionReport, request: PredictionRequest, page: Path, readout: Readout) -> None:
+    import numpy as np
+
     from pathology.readers.mpp import not_used_note
 
     out = request.out
@@ -250,8 +254,8 @@ def _report(report: PredictionReport, request: PredictionRequest, page: Path) ->
         if not one.prediction:
             continue
         partial = ", incomplete" if one in report.incomplete else ""
-        probability = f"{max(one.probabilities):.3f}{partial}"
-        console.say(f"{one.slide_id}: {one.prediction} ({probability})  {out / one.slide_id / 'report.html'}")
+        verdict = f"{readout.brief(np.array(one.values))}{partial}"
+        console.say(f"{one.slide_id}: {one.prediction} ({verdict})  {out / one.slide_id / 'report.html'}")
     used = (
         {}
         if request.options.force_mpp

@@ -48,7 +48,7 @@ def run(
     if trace is not None:
         require_writable(trace)
     plan, batch = with_replicas(settings, ranks)
-    programs = ModelPrograms(settings, classes_of(settings))
+    programs = ModelPrograms(settings, outputs_of(settings))
     program = programs.of(batch // plan.replicas // plan.microbatches)
     plan = resolved(plan, program, model)
     spills = SpillForecast(model, PROCESS_BYTES, programs.autocast_dtype)
@@ -73,20 +73,20 @@ def plan_text(plan: ParallelPlan) -> str:
     return "\n".join([head, *lines])
 
 
-def classes_of(config: Config) -> int:
-    """Return the number of classes that the configuration states, or that its labels have.
+def outputs_of(config: Config) -> int:
+    """Return the number of the model's outputs that follows from the configuration, or from its labels.
 
     Raises:
         RequestError: It states none, and the labels or the store cannot be read.
     """
-    classes = config.model.classes
-    if isinstance(classes, int):
-        return classes
-    if classes is not None:
-        return len(classes)
+    classes, task = config.model.classes, config.data.facts
+    if task.outputs is not None:
+        return task.outputs
+    if classes is not None and task.outputs_fewer is not None:
+        return (classes if isinstance(classes, int) else len(classes)) - task.outputs_fewer
     from workflows.training.job import prepare
 
-    return len(prepare(config).classes)
+    return prepare(config).task.outputs
 
 
 def with_replicas(config: Config, ranks: int | None) -> tuple[ParallelPlan, int]:

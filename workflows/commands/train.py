@@ -141,7 +141,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     if world.rank == 0:
         say(job.labels.describe())
     coverage = agree(world, lambda: check_images(job) if world.rank == 0 else None)
-    roles = Roles.of(world, config, len(job.classes))
+    roles = Roles.of(world, config, job.task.outputs)
     saved = agree(world, lambda: SavedRun.load(job, start, roles.trainers) if roles.trainers is not None else None)
     data = agree(world, lambda: _checked_data(job, saved, resumption) if roles.world.rank == 0 else None)
     job = agree(world, lambda: with_shares(job, roles))

@@ -176,19 +176,18 @@ def _cells_of(request: EvaluationRequest) -> Cells:
 
 
 def _calibration(model: Mapping[str, Any], evaluator: Evaluator, logits: Logits) -> dict[str, Any] | None:
-    """Print and return the effect of the checkpoint's temperature on these slides; None if it has no temperature."""
+    """Print and return the effect of the checkpoint's calibration on these slides; None if it has none."""
     import torch
-
-    from pathology.predict.members import temperature_of
-    from workflows.evaluation.calibration import evaluate_temperature
 
     if not model.get("calibration"):
         return None
+    task = evaluator.evaluation_set.task
     values = torch.tensor([logits[index] for index in range(len(logits))], dtype=torch.float64)
-    targets = torch.tensor(evaluator.evaluation_set.targets)
-    found = evaluate_temperature(values, targets, temperature_of(model))
-    say(f"calibrated on {model['calibration'].get('split', 'val')}; on these slides {found.describe()}")
-    return found.to_json()
+    effect = task.describe_calibration(values, task.tensor(evaluator.evaluation_set.targets), model["calibration"])
+    if effect is None:
+        return None
+    say(f"calibrated on {model['calibration'].get('split', 'val')}; on these slides {effect[0]}")
+    return effect[1]
 
 
 def _write_page(
@@ -204,17 +203,18 @@ def _write_page(
     Raises:
         RequestError: ``out`` cannot be written.
     """
-    from pathology.predict.members import MIN_COVERAGE, temperature_of
+    from pathology.predict.members import MIN_COVERAGE
     from workflows.evaluation.cohort_page import evaluated_slides, write_cohort_page, write_predictions
 
-    names = list(model["class_names"])
+    task = evaluator.evaluation_set.task
+    readout = task.readout(model.get("calibration"))
     least = float(model.get("min_coverage", MIN_COVERAGE))
-    whole, temperature = evaluator.whole is not None, temperature_of(model)
-    slides = evaluated_slides(dataset, logits, names, least, whole=whole, temperature=temperature)
+    slides = evaluated_slides(dataset, logits, task, readout, least, whole=evaluator.whole is not None)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_predictions(out, slides, names, request.store)
-        return write_cohort_page(out, slides, names, f"Validation: {request.split} of {request.store.name}")
+        write_predictions(out, slides, readout.columns, request.store)
+        title = f"Validation: {request.split} of {request.store.name}"
+        return write_cohort_page(out, slides, task, readout, title)
     except OSError as error:
         raise RequestError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
 
@@ -240,13 +240,14 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     from data.location import location
     from data.missing import MISSING
     from data.samples.dataset import select_slides
-    from data.samples.labels import load_labels, with_cases
+    from data.samples.labels import with_cases
     from data.samples.matching import match_labels
     from data.samples.names import cases_in_one_way
     from data.samples.splits import SPLITS, load_splits
     from data.store.manifest import load_manifest
     from workflows.evaluation.evaluator import dataset_of
     from workflows.launch.launch import own_rank
+    from workflows.tasks.by_name import task_of
 
     store, split = location(request.store), request.split
     if split not in SPLITS:
@@ -255,8 +256,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     missing = MISSING if model.get("missing") is None else tuple(model["missing"])
     rows = cases_in_one_way(load_manifest(store), str(store / "manifest.csv"), merge=merge, missing=missing)
     path = location(request.labels or store / "manifest.csv")
-    target, classes = model.get("target", "label"), model["class_names"]
-    known = load_labels(path, target, classes=classes, rows=rows, merge_alike=merge, missing=missing)
+    known = task_of(model).read_again(path, rows, merge, missing)
     rows = with_cases(rows, known)
     column = request.split_column or model.get("split_column", "split")
     path_of_splits = location(request.splits or path)

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from data.missing import MISSING
 from workflows.config.section import Count, Positive, Section, Share, Size, UserPath
+from workflows.config.tasks import TASKS, TaskFacts
 
 if TYPE_CHECKING:
     from data.samples.augment import Augment
@@ -41,6 +42,14 @@ def _augment(value: Any) -> Any:
     return AugmentConfig(flips=False, stain=0.0, colour=0.0) if value is False or value is None else value
 
 
+def _about() -> list[str]:
+    return [f"{name} – {facts.about}" for name, facts in TASKS.items()]
+
+
+def _losses() -> list[str]:
+    return [f"{', '.join(facts.losses)} ({name})" for name, facts in TASKS.items()]
+
+
 class DataConfig(Section):
     """Which slides, which labels, and how one training image is made of a slide."""
 
@@ -60,11 +69,11 @@ class DataConfig(Section):
         description="true or false: whether slides, cases and classes that are written in several ways (P1, p1; 7, "
         "007) are joined; otherwise they are refused",
     )
-    target: str = Field(
+    target: Annotated[str, Field(min_length=1)] | tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         "label",
         min_length=1,
-        description="a column of the labels: the class; slides with an empty cell, or one of the missing words, are "
-        "not used",
+        description="a column of the labels, or a list of columns: what is predicted; slides with an empty cell, or "
+        "one of the missing words, are not used",
     )
     missing: tuple[str, ...] | None = Field(
         None,
@@ -72,7 +81,14 @@ class DataConfig(Section):
         "- and others (docs/tables.md)",
     )
     task: Literal["multiclass"] = Field(
-        "multiclass", description="multiclass: the task; each slide has one of two or more classes"
+        "multiclass", description=f"{', '.join(TASKS)}: what is predicted; {'; '.join(_about())}"
+    )
+    loss: str | None = Field(None, description=f"{'; '.join(_losses())}: the loss; default: the first of the task")
+    separator: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1,
+        description="a character: separates the labels in a cell of one target column (multilabel)",
     )
     splits: UserPath | None = Field(
         None, description="a CSV file: what `hyfi split` wrote; default: the split_column of the labels"
@@ -159,9 +175,38 @@ class DataConfig(Section):
     )
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the target."""
+        return (self.target,) if isinstance(self.target, str) else self.target
+
+    @property
+    def facts(self) -> TaskFacts:
+        """The facts of the task."""
+        return TASKS[self.task]
+
+    @property
     def missing_words(self) -> tuple[str, ...]:
         """The words of which a value is missing."""
         return MISSING if self.missing is None else self.missing
+
+    @model_validator(mode="after")
+    def _fits_its_task(self) -> DataConfig:
+        facts, count = self.facts, len(self.columns)
+        fewest, most = facts.columns
+        if not fewest <= count <= most:
+            needed = f"{fewest}" if fewest == most else f"{fewest} or more"
+            raise ValueError(
+                f"target: given {self.target!r}; task {self.task} needs {needed} column{'s' * (needed != '1')} "
+                f"({facts.about})"
+            )
+        if len(set(self.columns)) < count:
+            raise ValueError(f"target: given {list(self.columns)}; each column only once")
+        if self.loss is not None and self.loss not in facts.losses:
+            raise ValueError(f"loss: given {self.loss!r}; allowed for task {self.task}: {', '.join(facts.losses)}")
+        for key in () if facts.weights_classes else ("class_weights", "sampling"):
+            if getattr(self, key) == "balanced":
+                raise ValueError(f"{key}: given balanced; task {self.task} has no classes to balance")
+        return self
 
     @model_validator(mode="after")
     def _weights_are_named(self) -> DataConfig:

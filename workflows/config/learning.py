@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from workflows.config.section import Count, Positive, Rate, Section, Share
+from workflows.config.tasks import TASKS
 
 
 class OptimizerConfig(Section):
@@ -72,10 +73,10 @@ class ValidationConfig(Section):
     split: Literal["val", "train"] = Field(
         "val", description="val or train: split to validate on (test is for `hyfi validate`)"
     )
-    metric: Literal["auroc", "balanced_accuracy", "f1", "quadratic_kappa", "calibration_error", "loss"] = Field(
-        "auroc",
-        description="auroc, balanced_accuracy, f1, quadratic_kappa, calibration_error or loss: metric that selects "
-        "the best checkpoint",
+    metric: str = Field(
+        "",
+        description="; ".join(f"{', '.join(facts.selecting)} ({name})" for name, facts in TASKS.items())
+        + ": metric that selects the best checkpoint; default: the first of the task",
     )
     policy: Literal["all", "latest"] = Field(
         "all",

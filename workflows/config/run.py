@@ -154,6 +154,19 @@ class Config(Section):
         return self.plan.ranks + (spare or self.plan.ranks // self.plan.replicas)
 
     @model_validator(mode="after")
+    def _metric_fits_task(self) -> Config:
+        task, metric = self.data.facts, self.validation.metric
+        if not metric:
+            # Resolved here, so that the file of the run and those who read it have a name.
+            chosen = self.validation.model_copy(update={"metric": task.selecting[0]})
+            object.__setattr__(self, "validation", chosen)
+        elif metric not in task.selecting:
+            raise ValueError(
+                f"validation.metric: given {metric!r}; allowed for task {task.name}: {', '.join(task.selecting)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batch_fits_plan(self) -> Config:
         if self.roles.design == "offload_naive":
             _check_sharing(self)

@@ -1,4 +1,4 @@
-"""An HTML page of all slides of a prediction or validation: a sortable table, and curves if there are labels.
+"""An HTML page of all slides of a prediction or validation: a sortable table, and plots if there are labels.
 
 The page is one self-contained file. Only the visible rows are rendered, so that thousands of slides scroll well.
 """
@@ -16,19 +16,21 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from data.csv_table import read_own, write_table
 from data.files import write_atomically
 from data.samples.dataset import SlideDataset
+from data.samples.labels import Target
 from data.store.slide_store import SlideStore, slide_path
 from pathology.ingest.thumbnail import thumbnail_of_store
 from pathology.pages import FLAG_MEANINGS, jpeg_uri, render
 from pathology.predict.colors import class_color
-from pathology.predict.ensemble import softmax
+from pathology.predict.readout import Readout
 from pathology.predict.results import THUMBNAIL_FILE, THUMBNAIL_PX
 from pathology.predict.table import FILE_NAME, PREDICTION_FILE, Prediction, columns
+from workflows.tasks.page_section import PageSection
+from workflows.tasks.task import Task
 
 PAGE_FILE = "index.html"
 MAX_WORST = 12
@@ -41,22 +43,23 @@ class CohortSlide:
     Attributes:
         slide_id, case_id: The slide and its case.
         status: ``done``, ``incomplete`` or ``failed``.
-        prediction: Predicted class; empty without a prediction.
-        probabilities: Probability of each class; empty without a prediction.
-        label: True class; empty if unknown.
+        prediction: What is predicted, as text; empty without a prediction.
+        values: Columns of the readout, NaN: none; empty without a prediction.
+        label: True label as text; empty if unknown.
+        wrong: Whether the prediction is known to be wrong.
         coverage: Fraction of the tissue that was shown to the model; None if unknown.
         flags: Flags of the slide.
         reason: Why it failed or is incomplete.
         thumbnail: JPEG; empty if there is none.
         link: Relative URL of its report; empty if there is none.
-        uncalibrated: Probabilities before calibration; empty if there is no calibration.
+        uncalibrated: Values before calibration; empty if there is no calibration, or if it does not change them.
     """
 
     slide_id: str
     case_id: str
     status: str
     prediction: str
-    probabilities: tuple[float, ...]
+    values: tuple[float, ...]
     label: str
     coverage: float | None
     flags: tuple[str, ...]
@@ -64,45 +67,47 @@ class CohortSlide:
     thumbnail: bytes = b""
     link: str = ""
     uncalibrated: tuple[float, ...] = ()
-
-    @property
-    def wrong(self) -> bool:
-        """Whether the prediction is known to be wrong."""
-        return bool(self.label and self.prediction and self.label != self.prediction)
+    wrong: bool = False
 
 
-def predicted_slides(out: Path, class_names: Sequence[str]) -> list[CohortSlide]:
+def predicted_slides(out: Path, task: Task, names: Sequence[str]) -> list[CohortSlide]:
     """Return the slides of a folder of predictions, from its table and the slides' folders.
+
+    Args:
+        out: The folder.
+        task: What is predicted.
+        names: Columns of the readout.
 
     Raises:
         OSError: The table cannot be read.
     """
     _, rows = read_own((out / FILE_NAME).read_bytes())
-    return [_predicted_slide(out, row, class_names) for row in rows]
+    return [_predicted_slide(out, row, task, names) for row in rows]
 
 
-def _predicted_slide(out: Path, row: Mapping[str, str], class_names: Sequence[str]) -> CohortSlide:
+def _predicted_slide(out: Path, row: Mapping[str, str], task: Task, names: Sequence[str]) -> CohortSlide:
     folder = out / row["slide_id"]
     try:
         details: dict[str, Any] = json.loads((folder / PREDICTION_FILE).read_text(encoding="utf-8"))
         thumbnail = (folder / THUMBNAIL_FILE).read_bytes()
     except (OSError, ValueError):
         details, thumbnail = {}, b""
-    label = str(details.get("label", ""))
+    target = task.target_of(str(details.get("label", "")))
     shown = row["status"] != "failed" and bool(details)
     return CohortSlide(
         slide_id=row["slide_id"],
         case_id=row["case_id"],
         status=row["status"],
         prediction=row["prediction"],
-        probabilities=tuple(float(row[f"p_{name}"]) for name in class_names) if row["prediction"] else (),
-        label=label if label in class_names else "",
+        values=tuple(float(row[name] or "nan") for name in names) if row["prediction"] else (),
+        label="" if target is None else task.text(target),
         coverage=float(row["coverage"]) if row["coverage"] else None,
         flags=tuple(flag for flag in row["flags"].split(";") if flag),
         reason=row["reason"],
         thumbnail=thumbnail if shown else b"",
         link=f"{quote(row['slide_id'])}/report.html" if shown else "",
         uncalibrated=_uncalibrated(details) if row["prediction"] else (),
+        wrong=bool(row["prediction"]) and target is not None and task.is_wrong(row["prediction"], target),
     )
 
 
@@ -114,21 +119,21 @@ def _uncalibrated(details: Mapping[str, Any]) -> tuple[float, ...]:
 def evaluated_slides(
     dataset: SlideDataset,
     logits: Mapping[int, Sequence[float]],
-    class_names: Sequence[str],
+    task: Task,
+    readout: Readout,
     least: float,
     *,
     whole: bool,
-    temperature: float = 1.0,
 ) -> list[CohortSlide]:
     """Return the slides of a dataset with their predictions, and thumbnails from the store.
 
     Args:
         dataset: The slides.
         logits: Logits by index of the slide.
-        class_names: Class names in the order of the logits.
+        task: What is predicted.
+        readout: How logits are read.
         least: Smallest coverage; slides with less are ``incomplete``.
         whole: Whether all tissue was shown, even if it does not fit the dataset's images.
-        temperature: The checkpoint's temperature, by which logits are divided.
     """
     found = []
     for index, sample in enumerate(dataset.samples):
@@ -138,18 +143,21 @@ def evaluated_slides(
         flags = tuple(flag for flag in view.flags if not (whole and flag == "cropped"))
         slide = dataset.slide(index)
         assert isinstance(slide, SlideStore)
+        values, before = readout.values(outputs), readout.uncalibrated(outputs)
+        prediction = readout.prediction(values)
         found.append(
             CohortSlide(
                 slide_id=sample.slide_id,
                 case_id=sample.case_id,
                 status="done" if coverage >= least else "incomplete",
-                prediction=class_names[int(outputs.argmax())],
-                probabilities=tuple(softmax(outputs / temperature).tolist()),
-                label="" if sample.label is None else class_names[sample.label],
+                prediction=prediction,
+                values=tuple(values.tolist()),
+                label="" if sample.label is None else task.text(sample.label),
                 coverage=coverage,
                 flags=flags,
                 thumbnail=_thumbnail(slide),
-                uncalibrated=tuple(softmax(outputs).tolist()) if temperature != 1 else (),
+                uncalibrated=() if np.array_equal(values, before, equal_nan=True) else tuple(before.tolist()),
+                wrong=sample.label is not None and task.is_wrong(prediction, sample.label),
             )
         )
     return found
@@ -161,7 +169,7 @@ def _thumbnail(slide: SlideStore) -> bytes:
     return buffer.getvalue()
 
 
-def write_predictions(folder: Path, slides: Sequence[CohortSlide], class_names: Sequence[str], store: Path) -> None:
+def write_predictions(folder: Path, slides: Sequence[CohortSlide], names: Sequence[str], store: Path) -> None:
     """Write ``predictions.csv`` like ``hyfi predict``, with the label as an additional column.
 
     Raises:
@@ -175,24 +183,29 @@ def write_predictions(folder: Path, slides: Sequence[CohortSlide], class_names: 
             path=str(slide_path(store, slide.slide_id)),
             status=slide.status,
             prediction=slide.prediction,
-            probabilities=slide.probabilities,
+            values=slide.values,
             coverage=slide.coverage,
             flags=slide.flags,
         )
-        rows.append(prediction.row(class_names, with_spread=False) | {"label": slide.label})
-    write_table(folder / FILE_NAME, [*columns(class_names, with_spread=False), "label"], rows)
+        rows.append(prediction.row(names, with_spread=False) | {"label": slide.label})
+    write_table(folder / FILE_NAME, [*columns(names, with_spread=False), "label"], rows)
 
 
-def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], class_names: Sequence[str], title: str) -> Path:
+def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], task: Task, readout: Readout, title: str) -> Path:
     """Write ``folder/index.html`` and return its path.
 
     Raises:
         OSError: The file cannot be written.
     """
     labelled = [slide for slide in slides if slide.label and slide.prediction]
-    colors = ["rgb({}, {}, {})".format(*class_color(index)) for index in range(len(class_names))]
+    section = _section(labelled, task) if labelled else None
+    worst = sorted(section.errors, key=lambda index: -section.errors[index])[:MAX_WORST] if section else []
     content = {
-        "classes": [{"name": name, "color": color} for name, color in zip(class_names, colors, strict=True)],
+        "columns": [
+            {"name": one.name, "color": "" if one.channel is None else _css(one.channel)}
+            for one in readout.page_columns()
+        ],
+        "predictions": list(task.names) if task.facts.weights_classes else [],
         "flags": {name: FLAG_MEANINGS.get(name, "") for slide in slides for name in slide.flags},
         "slides": [_row(slide) for slide in slides],
     }
@@ -201,8 +214,10 @@ def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], class_names: 
         title=title,
         content=json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         counts=_counts(slides),
-        evaluation=_evaluation(labelled, class_names) if labelled else None,
-        worst=[_worst(slide) for slide in worst_errors(labelled, class_names)],
+        evaluation=section,
+        labelled=len(labelled),
+        cases=len({slide.case_id or slide.slide_id for slide in labelled}),
+        worst=[_worst(labelled[index], readout) for index in worst],
         made_at=f"{datetime.now(UTC):%d %B %Y, %H:%M} UTC".lstrip("0"),
         version=importlib.metadata.version("hyfi"),
     )
@@ -211,11 +226,28 @@ def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], class_names: 
     return path
 
 
-def worst_errors(labelled: Sequence[CohortSlide], class_names: Sequence[str]) -> list[CohortSlide]:
-    """Return the worst errors: wrongly predicted slides by the probability of their true class, lowest first."""
-    index_of = {name: index for index, name in enumerate(class_names)}
-    wrong = [slide for slide in labelled if slide.wrong]
-    return sorted(wrong, key=lambda slide: slide.probabilities[index_of[slide.label]])[:MAX_WORST]
+def _css(channel: int) -> str:
+    return "rgb({}, {}, {})".format(*class_color(channel))
+
+
+def _section(labelled: Sequence[CohortSlide], task: Task) -> PageSection:
+    """Return plots and tables of the labelled slides."""
+    from workflows.tasks.bootstrap import draw_cases
+    from workflows.tasks.cases import case_indices
+
+    values = np.array([slide.values for slide in labelled], dtype=np.float64)
+    targets: list[Target] = [target for slide in labelled if (target := task.target_of(slide.label)) is not None]
+    of_case = case_indices([slide.case_id or slide.slide_id for slide in labelled])
+    draws = draw_cases(int(of_case.max()) + 1, _draws(len(labelled)))[:, of_case].numpy()
+    before = None
+    if any(slide.uncalibrated for slide in labelled):
+        before = np.array([slide.uncalibrated or slide.values for slide in labelled], dtype=np.float64)
+    return task.page(values, targets, draws, before)
+
+
+def _draws(slides: int) -> int:
+    """Return the number of bootstrap draws: 1000, fewer beyond 1000 slides."""
+    return max(200, min(1000, 1_000_000 // max(1, slides)))
 
 
 def _row(slide: CohortSlide) -> list[Any]:
@@ -225,83 +257,27 @@ def _row(slide: CohortSlide) -> list[Any]:
         slide.case_id,
         slide.status,
         slide.prediction,
-        [round(p, 4) for p in slide.probabilities],
+        [None if np.isnan(value) else round(value, 4) for value in slide.values],
         slide.label,
         slide.coverage,
         list(slide.flags),
         slide.reason,
         jpeg_uri(slide.thumbnail) if slide.thumbnail else "",
         slide.link,
+        slide.wrong,
     ]
 
 
-def _worst(slide: CohortSlide) -> dict[str, Any]:
+def _worst(slide: CohortSlide, readout: Readout) -> dict[str, Any]:
     return {
         "slide": slide,
         "picture": jpeg_uri(slide.thumbnail) if slide.thumbnail else "",
-        "probability": max(slide.probabilities),
+        "verdict": readout.verdict(np.array(slide.values)),
     }
 
 
 def _counts(slides: Sequence[CohortSlide]) -> list[tuple[str, int]]:
     found = [("slide" if len(slides) == 1 else "slides", len(slides))]
     found += [(status, sum(slide.status == status for slide in slides)) for status in ("done", "incomplete", "failed")]
-    return [*found, ("wrong", sum(slide.wrong for slide in slides))] if any(s.label for s in slides) else found
-
-
-def _evaluation(labelled: Sequence[CohortSlide], class_names: Sequence[str]) -> dict[str, Any]:
-    """Return plots (SVG) and tables of the labelled slides."""
-    from workflows.evaluation.bootstrap import draw_cases
-    from workflows.evaluation.cases import case_indices
-    from workflows.evaluation.curves import threshold_rows
-    from workflows.evaluation.plots import confusion_plot, curve_plots, reliability_plots
-
-    probabilities = np.array([slide.probabilities for slide in labelled], dtype=np.float64)
-    targets = np.array([class_names.index(slide.label) for slide in labelled], dtype=np.int64)
-    of_case = case_indices([slide.case_id or slide.slide_id for slide in labelled])
-    cases = int(of_case.max()) + 1
-    draws = draw_cases(cases, _draws(len(labelled)))[:, of_case].numpy()
-    shown = [1] if len(class_names) == 2 else range(len(class_names))
-    roc, precision_recall = curve_plots(probabilities, targets, draws, class_names, shown)
-    before = [slide.uncalibrated or slide.probabilities for slide in labelled]
-    raw = np.array(before, dtype=np.float64) if any(slide.uncalibrated for slide in labelled) else None
-    metrics = _metrics(probabilities, targets, draws)
-    if raw is not None:
-        earlier = dict(_metrics(raw, targets, draws))["calibration error"]
-        metrics.append(("calibration error before calibration", earlier))
-    return {
-        "slides": len(labelled),
-        "cases": cases,
-        "metrics": metrics,
-        "plots": [
-            roc,
-            precision_recall,
-            confusion_plot(probabilities, targets, class_names),
-            *reliability_plots(probabilities, targets, raw),
-        ],
-        "thresholds": [(class_names[k], threshold_rows(probabilities[:, k], targets == k)) for k in shown],
-    }
-
-
-def _draws(slides: int) -> int:
-    """Return the number of bootstrap draws: 1000, fewer beyond 1000 slides."""
-    return max(200, min(1000, 1_000_000 // max(1, slides)))
-
-
-def _metrics(probabilities: NDArray[np.float64], targets: NDArray[np.int64], draws: Any) -> list[tuple[str, str]]:
-    """Return (name, formatted value with interval) of each metric."""
-    import torch
-
-    from workflows.evaluation.bootstrap import intervals
-    from workflows.evaluation.metrics import METRICS, metrics_of_probabilities
-
-    p, y = torch.from_numpy(probabilities), torch.from_numpy(targets)
-    values = metrics_of_probabilities(p, y)
-    logits = p.clamp(min=1e-12).log()
-    bounds = intervals(logits, y, torch.zeros(len(y), dtype=torch.float64), torch.from_numpy(draws))
-    rows = []
-    for name in METRICS:
-        value, bound = values[name], bounds[name]
-        text = "not defined" if value is None else f"{value:.3f}"
-        rows.append((name.replace("_", " "), text + (f" ({bound[0]:.3f} – {bound[1]:.3f})" if bound else "")))
-    return rows
+    wrong = sum(slide.wrong for slide in slides)
+    return [*found, ("wrong", wrong)] if wrong else found

@@ -20,13 +20,12 @@ from data.loading.batches import BatchLayout
 from data.loading.feed import Readable
 from data.loading.normalise import Normalisation
 from data.samples.dataset import SlideRef
+from data.samples.labels import Target
 from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.box import Box
-from workflows.evaluation.bootstrap import draw_cases, intervals
-from workflows.evaluation.calibration import fit_temperature
-from workflows.evaluation.cases import Aggregate, by_case, case_indices
-from workflows.evaluation.loss import sample_losses
-from workflows.evaluation.metrics import metrics_of_logits
+from workflows.tasks.bootstrap import draw_cases
+from workflows.tasks.cases import Aggregate, case_indices
+from workflows.tasks.task import Task
 
 Logits = dict[int, list[float]]
 """Logits by index of the slide."""
@@ -34,7 +33,7 @@ Logits = dict[int, list[float]]
 Metrics = dict[str, Any]
 """Metrics of weights, in JSON's types: loss and metrics by slide, ``intervals``, ``slides`` (their number), and
 ``case``: the same by case, with ``cases`` instead of ``slides`` (None: no aggregation). Undefined numbers are None.
-``calibration`` is the effect of a temperature fitted on the slides (see `workflows.evaluation.calibration`)."""
+``calibration`` is the effect of a temperature fitted on the slides (see `workflows.tasks.calibration`)."""
 
 
 class InferenceEngine(Protocol):
@@ -101,54 +100,48 @@ class EvaluationSet:
 
     Attributes:
         images: The slides' images.
-        targets: The slides' class indices.
+        targets: The slides' labels.
         cases: The slides' cases.
-        class_weights: Weight of each class in the loss, as in training.
+        task: What is predicted.
         aggregate: How the predictions of a case's slides are combined.
     """
 
     images: DatasetImages
-    targets: tuple[int, ...]
+    targets: tuple[Target, ...]
     cases: tuple[str, ...]
-    class_weights: tuple[float, ...]
+    task: Task
     aggregate: Aggregate = "mean"
 
     @classmethod
-    def of(
-        cls, images: DatasetImages, slides: Sequence[SlideRef], class_weights: tuple[float, ...], aggregate: Aggregate
-    ) -> EvaluationSet:
+    def of(cls, images: DatasetImages, slides: Sequence[SlideRef], task: Task, aggregate: Aggregate) -> EvaluationSet:
         """Return the evaluation set of labelled slides; a slide without a case is a case of its own."""
         targets = tuple(slide.label for slide in slides if slide.label is not None)
         if len(targets) != len(slides):
             raise ValueError("every slide of an evaluation set must have a label")
-        return cls(images, targets, tuple(s.case_id or s.slide_id for s in slides), class_weights, aggregate)
+        return cls(images, targets, tuple(s.case_id or s.slide_id for s in slides), task, aggregate)
 
     def metrics_of(self, logits: Logits) -> Metrics:
-        """Return the loss Σ w_y · ℓ / N, normalised as in training, and the metrics, by slide and by case.
+        """Return the loss, normalised as in training, and the metrics, by slide and by case.
 
         Intervals are bootstrapped over cases, with the same draws in every call: changes are due to the weights.
         """
         outputs = torch.tensor([logits[index] for index in range(len(self.targets))], dtype=torch.float64)
-        labels, of_case = torch.tensor(self.targets), case_indices(self.cases)
+        labels, of_case = self.task.tensor(self.targets), case_indices(self.cases)
         draws = draw_cases(int(of_case.max()) + 1)
-        fitted = fit_temperature(outputs, labels)
         by_slide = {
             **self._metrics(outputs, labels, draws[:, of_case]),
             "slides": len(self.targets),
-            "calibration": None if fitted is None else fitted.to_json(),
+            "calibration": self.task.calibration(outputs, labels, of_case),
         }
         if self.aggregate == "none":
             return {**by_slide, "case": None}
-        cases = by_case(outputs, labels, self.cases, self.aggregate)
-        return {**by_slide, "case": {**self._metrics(cases.logits, cases.targets, draws), "cases": len(cases)}}
+        case_outputs, case_labels = self.task.by_case(outputs, labels, of_case, self.aggregate)
+        return {**by_slide, "case": {**self._metrics(case_outputs, case_labels, draws), "cases": len(case_labels)}}
 
     def _metrics(self, outputs: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> Metrics:
-        losses = sample_losses(outputs, labels, self.class_weights)
-        loss = float(losses.mean())
         return {
-            "loss": loss if math.isfinite(loss) else None,
-            **metrics_of_logits(outputs, labels),
-            "intervals": intervals(outputs, labels, losses, counts),
+            **self.task.metrics(outputs, labels),
+            "intervals": self.task.intervals(outputs, labels, counts),
         }
 
 

@@ -33,6 +33,7 @@ from workflows.evaluation.evaluate import (
 )
 from workflows.evaluation.models import DTYPES, FORMATS, convert_model
 from workflows.evaluation.whole import WholeSlides
+from workflows.tasks.by_name import task_of
 
 
 def dataset_of(model: Mapping[str, Any], store: Path, slides: Sequence[SlideRef]) -> SlideDataset:
@@ -51,8 +52,7 @@ def evaluation_set_of(model: Mapping[str, Any], dataset: SlideDataset) -> Evalua
         DTYPES[model.get("precision", "float32")],
         FORMATS[model.get("memory_format", "channels_last")],
     )
-    weights = model.get("class_weights") or [1.0] * len(model["class_names"])
-    return EvaluationSet.of(images, dataset.samples, tuple(weights), model.get("case_aggregate", "mean"))
+    return EvaluationSet.of(images, dataset.samples, task_of(model), model.get("case_aggregate", "mean"))
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,10 @@ def _build_evaluator(description: Mapping[str, Any], plan: ParallelPlan, group: 
     from workflows.evaluation.evaluator import Evaluator, dataset_of
 
     model = description["model"]
-    slides = [SlideRef(slide_id, case_id, label) for slide_id, case_id, label in description["slides"]]
+    slides = [
+        SlideRef(slide_id, case_id, tuple(label) if isinstance(label, list) else label)
+        for slide_id, case_id, label in description["slides"]
+    ]
     cells = description["cells"]
     return Evaluator.of(
         model,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from workflows.evaluation.metrics import LOWER_IS_BETTER
+from workflows.config.tasks import LOWER_IS_BETTER
 
 Records = Mapping[int, Mapping[str, Any]]
 """Validation records by the step whose weights were validated."""

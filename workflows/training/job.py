@@ -1,4 +1,4 @@
-"""The job of a run: slides, classes, sizes, order. Built on every rank before anything starts; writes nothing."""
+"""The job of a run: slides, labels, sizes, order. Built on every rank before anything starts; writes nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from data.loading.batches import BatchLayout
 from data.loading.normalise import Normalisation
 from data.loading.order import SampleStream, balanced_weights, column_weights
 from data.samples.augment import Augment
 from data.samples.dataset import MPP_TOLERANCE, SlideDataset, SlideRef, select_slides
-from data.samples.labels import Labels, class_weights, load_labels, with_cases
+from data.samples.labels import Labels, Target, with_cases
 from data.samples.matching import LabelMatch, match_labels
 from data.samples.names import cases_in_one_way
 from data.samples.splits import load_splits
@@ -23,6 +25,8 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.config.load import Config
 from workflows.evaluation.models import model_fields
+from workflows.tasks.by_name import task_class
+from workflows.tasks.task import LabelSource, Task
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,9 @@ class TrainingJob:
 
     Attributes:
         config: The resolved configuration.
-        classes: Class names in the order of the logits.
+        task: What is predicted.
         train: Training slides, augmented.
         val: Validation slides, not augmented.
-        class_weights: Weight of each class in the loss, with mean 1 over the training split.
         labels: The match between labels and slides of the store.
         draw_weights: Relative frequency with which each training slide is drawn; None: each once an epoch.
         shares: Slides of one step for each replica, if these differ; spare ranks are replicas, too.
@@ -42,10 +45,9 @@ class TrainingJob:
     """
 
     config: Config
-    classes: tuple[str, ...]
+    task: Task
     train: SlideDataset
     val: SlideDataset
-    class_weights: tuple[float, ...]
     labels: LabelMatch
     draw_weights: tuple[float, ...] | None = None
     shares: tuple[int, ...] | None = None
@@ -102,10 +104,10 @@ class TrainingJob:
         every = self.config.run.checkpoint_every_steps or self.every_steps
         return self.validates_after(step) or step % every == 0 or step == self.steps
 
-    def batch_labels(self, turn: int, replica: int) -> list[int]:
-        """Return the class indices of one replica's batch."""
+    def batch_labels(self, turn: int, replica: int) -> torch.Tensor:
+        """Return the labels of one replica's batch, as the loss takes them."""
         indices = [self.stream.at(number)[1] for number in self.layout.numbers(turn, replica)]
-        return [_label(self.train.samples[index]) for index in indices]
+        return self.task.tensor(_label(self.train.samples[index]) for index in indices)
 
     def step_slides(self, step: int, turns: Sequence[int]) -> list[str]:
         """Return the slides of some batches of a step, of all replicas; ``turns``: the batches, counted from 0."""
@@ -118,17 +120,10 @@ class TrainingJob:
         ]
         return [self.train.samples[self.stream.at(number)[1]].slide_id for number in numbers]
 
-    def targets(self) -> list[int]:
-        """Return the class indices of the validation slides."""
-        return [_label(sample) for sample in self.val.samples]
-
     def warnings(self) -> list[str]:
         """Return warnings about slides and sampling, for the user."""
-        warnings = []
-        trained = {sample.label for sample in self.train.samples}
-        absent = [name for index, name in enumerate(self.classes) if index not in trained]
-        if absent:
-            warnings.append(f"no training slide has class {' or '.join(absent)}: the model cannot learn it")
+        train, val = ([_label(sample) for sample in dataset.samples] for dataset in (self.train, self.val))
+        warnings = self.task.warnings(train, val)
         if self.config.data.sampling == "balanced" and self.config.data.class_weights == "balanced":
             warnings.append("sampling and class_weights are both balanced: rare classes are weighted twice")
         if self.draw_weights is not None and 0 in self.draw_weights:
@@ -138,18 +133,15 @@ class TrainingJob:
                 f"no slide in {self.config.validation.split!r}: there is no validation, and best is the "
                 f"latest checkpoint"
             )
-        elif len(set(self.targets())) == 1:
-            warnings.append("all validation slides are of one class: auroc and balanced accuracy are undefined")
         return warnings
 
     def model_json(self) -> dict[str, Any]:
         """Return the content of ``model.json`` for prediction, without the step."""
         data = self.config.data
         return {
-            "model": model_fields(self.config.model, len(self.classes)),
-            "class_names": list(self.classes),
-            "class_weights": list(self.class_weights),
-            "target": data.target,
+            "model": model_fields(self.config.model, self.task.outputs),
+            **self.task.to_json(),
+            "target": data.target if isinstance(data.target, str) else list(data.target),
             "split_column": data.split_column,
             "merge_alike": data.merge_alike,
             "missing": None if data.missing is None else list(data.missing),
@@ -192,12 +184,13 @@ def prepare(config: Config) -> TrainingJob:
             f"no slide to train on: none of the {len(rows)} slides of {data.store} is done, has a {data.target} in "
             f"{labels_path} and is in 'train' of {splits_path}"
         )
+    task = task_class(data.task).fitted(data, labels, [_label(sample) for sample in train])
+    task.check_batch(data.batch_size)
     return TrainingJob(
         config,
-        labels.classes,
+        task,
         dataset_of(config, train, data.augment.build()),
         dataset_of(config, val, None),
-        _weights(config, labels, train),
         match_labels(rows, labels, splits),
         _draw_weights(config, labels, train),
         config.roles.shares,
@@ -243,19 +236,20 @@ def read_labels(config: Config, path: Path, rows: Sequence[Mapping[str, str]]) -
     """Read the labels of the slides in a manifest's ``rows``, and check their classes against ``model.classes``.
 
     Raises:
-        RequestError: As :func:`data.samples.labels.load_labels`; or there are fewer than two classes, or not as many as
-            configured.
+        RequestError: As ``read_labels`` of the task; or there are not as many classes as configured.
     """
-    wanted, data = config.model.classes, config.data
-    classes = wanted if isinstance(wanted, tuple) else None
-    merge, missing = data.merge_alike, data.missing_words
-    labels = load_labels(path, data.target, classes=classes, rows=rows, merge_alike=merge, missing=missing)
-    found = len(labels.classes)
-    if isinstance(wanted, int) and wanted != found:
+    configured, data = config.model.classes, config.data
+    classes = configured if isinstance(configured, tuple) else None
+    source = LabelSource(
+        path, data.columns, classes, rows, data.merge_alike, data.missing_words, separator=data.separator
+    )
+    labels = task_class(data.task).read_labels(source)
+    count = len(labels.classes)
+    if configured is not None and not count:
+        raise RequestError(f"model.classes: given {configured!r}; task {data.task} has no classes: leave it out")
+    if isinstance(configured, int) and configured != count:
         names = ", ".join(labels.classes)
-        raise RequestError(f"model.classes: given {wanted}; {path} has {found} in {config.data.target!r}: {names}")
-    if found < 2:
-        raise RequestError(f"{path}: {config.data.target!r} has {found} class; a classifier needs at least two")
+        raise RequestError(f"model.classes: given {configured}; {path} has {count} in {data.target!r}: {names}")
     return labels
 
 
@@ -265,12 +259,6 @@ def versions() -> dict[str, str]:
     from importlib.metadata import version
 
     return {"hyfi": version("hyfi"), "torch": version("torch"), "python": platform.python_version()}
-
-
-def _weights(config: Config, labels: Labels, train: tuple[SlideRef, ...]) -> tuple[float, ...]:
-    if config.data.class_weights == "none":
-        return (1.0,) * len(labels.classes)
-    return class_weights([sample.label for sample in train], labels.classes)
 
 
 def _draw_weights(config: Config, labels: Labels, train: tuple[SlideRef, ...]) -> tuple[float, ...] | None:
@@ -288,7 +276,7 @@ def _tissue(dataset: SlideDataset) -> dict[str, Any]:
     return dict(found)
 
 
-def _label(sample: SlideRef) -> int:
+def _label(sample: SlideRef) -> Target:
     if sample.label is None:
         raise ValueError(f"slide {sample.slide_id} has no label")
     return sample.label

@@ -144,7 +144,7 @@ class TrainingLoop:
                 self._time.add(self._engine.seconds())  # each call resets the counts
             with self._trace.span("data", "images"):
                 pixels = self._feed.batch(turn)
-            labels = torch.tensor(self._job.batch_labels(turn, self._replica))
+            labels = self._job.batch_labels(turn, self._replica)
             ACTIVITY.step = step - 1  # the engine counts on, and counts every accumulated batch
             losses.append(self._engine.accumulate_unread(BatchImages(pixels, self._prepare), labels))
             self._trace.accumulated()

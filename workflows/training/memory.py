@@ -187,7 +187,7 @@ class _Forecaster:
 
     def __init__(self, job: TrainingJob, on_gpus: bool) -> None:
         self._batch, self._on_gpus = _largest_batch(job), on_gpus
-        self._programs = ModelPrograms(job.config, len(job.classes))
+        self._programs = ModelPrograms(job.config, job.task.outputs)
 
     def least_bytes(self, plan: ParallelPlan) -> list[int]:
         """Return a lower bound of what each trainer needs where it computes."""

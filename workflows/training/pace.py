@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.apportion import apportion
@@ -96,7 +94,7 @@ def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
 
     def turn(number: int) -> None:
         images = BatchImages(feed.batch(number), prepare)
-        engine.accumulate(images, torch.tensor(single.batch_labels(number, 0)))
+        engine.accumulate(images, single.batch_labels(number, 0))
 
     return turn
 

@@ -21,7 +21,7 @@ def describe_start(job: TrainingJob, engine: Engine, start: int) -> str:
     compiling = "\nthe first step compiles segments of the model; run.compile=off omits it" if engine.segments else ""
     return (
         f"run {job.config.run.dir} {action}: {counted(len(job.train), 'slide')} to train on, {len(job.val):,} to "
-        f"validate on, classes {', '.join(job.classes)}, {counted(job.steps, 'step')} of "
+        f"validate on, {job.task.describe()}, {counted(job.steps, 'step')} of "
         f"{counted(job.step_samples, 'slide')}\n"
         f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
         f"{describe_pace(job)}{engine.describe(machine)}{compiling}"

@@ -38,10 +38,10 @@ from hyfi_core.stored_state import StoredState
 from workflows.config.load import Config, load_config
 from workflows.console import say
 from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
-from workflows.evaluation.loss import make_loss
 from workflows.evaluation.models import DTYPES, FORMATS, convert_model, set_training
 from workflows.evaluation.programs import ModelPrograms
 from workflows.launch.resumption import describe_way_out
+from workflows.tasks.task import make_loss
 from workflows.training.checks.norm_batches import describe_norm_change
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import make_optimizer
@@ -172,7 +172,7 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
             damaged.
     """
     images = job.layout.batch_of(0) // job.plan.microbatches
-    ModelPrograms(job.config, len(job.classes)).of(images)  # first, because reading all tissue masks takes time
+    ModelPrograms(job.config, job.task.outputs).of(images)  # first, because reading all tissue masks takes time
     for dataset in (job.train, job.val):
         dataset.check_files()
         check_coverage(dataset, job.config.data.min_coverage)
@@ -252,8 +252,8 @@ def make_engine(
         (batch, 3, height, width),
         plan,
         group,
-        loss=make_loss(job.class_weights, optimizer.accumulate),
-        loss_over="microbatch",
+        loss=make_loss(job.task, optimizer.accumulate),
+        loss_over=job.task.loss_over,
         optimizer=lambda parameters: make_optimizer(optimizer, parameters, job.step_samples),
         autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
         memory_format="as_given",  # images and weights are in run.memory_format already
@@ -268,7 +268,7 @@ def make_evaluation_set(job: TrainingJob) -> EvaluationSet:
     """Return the evaluation set of the run."""
     run = job.config.run
     images = DatasetImages(job.val, Normalisation(), DTYPES[run.precision], FORMATS[run.memory_format])
-    return EvaluationSet.of(images, job.val.samples, job.class_weights, job.config.data.case_aggregate)
+    return EvaluationSet.of(images, job.val.samples, job.task, job.config.data.case_aggregate)
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class SavedRun:
 
         Raises:
             RequestError: The checkpoint is damaged, the message names the file and checkpoints that are whole; or the
-                labels have other classes than the run.
+                labels have become others, such as other classes.
         """
         if start == 0:
             return None
@@ -302,12 +302,7 @@ class SavedRun:
             saved = cls(load_checkpoint(path, share), load_training_state(path, share), before)
         except RequestError as error:
             raise RequestError(f"{error}; {describe_way_out(folder / 'checkpoints', start)}") from error
-        names = tuple(saved.checkpoint.model["class_names"])
-        if names != job.classes:
-            raise RequestError(
-                f"data.labels: the classes are {', '.join(job.classes)}; those of the run are {', '.join(names)}; if "
-                "words such as unknown are classes, list what is missing as data.missing"
-            )
+        job.task.check_resumed(saved.checkpoint.model)
         return saved
 
     def restore(self, engine: Engine, model: torch.nn.Module) -> None:

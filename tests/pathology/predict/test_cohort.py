@@ -154,7 +154,7 @@ def test_two_ranks_say_what_one_says(slide: Path, tmp_path: Path) -> None:
 
     first, second = run_ranks(2, body)
     assert first == second
-    np.testing.assert_allclose(first.done[0].probabilities, alone.done[0].probabilities, atol=1e-6)
+    np.testing.assert_allclose(first.done[0].values, alone.done[0].values, atol=1e-6)
     ours, theirs = (tifffile.imread(tmp_path / n / "one" / "heatmap.tiff") for n in "12")
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
     assert {path.name for path in (tmp_path / "2").iterdir()} == {"one", "predictions.csv", "predictions.json"}
@@ -174,7 +174,7 @@ def test_cells_say_what_one_piece_says(slide: Path, tmp_path: Path, ranks: int) 
 
     cells = run_ranks(ranks, body)
     assert all(one == cells[0] for one in cells)
-    np.testing.assert_allclose(cells[0].done[0].probabilities, whole.done[0].probabilities, atol=1e-6)
+    np.testing.assert_allclose(cells[0].done[0].values, whole.done[0].values, atol=1e-6)
     ours, theirs = (tifffile.imread(tmp_path / n / "one" / "heatmap.tiff") for n in "12")
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
 
@@ -201,7 +201,7 @@ def test_predictions_that_spill_say_what_one_piece_says(
 
     found = run_ranks(ranks, body)
     assert sum(written) > 100_000 and list((tmp_path / "spilled").iterdir()) == []
-    np.testing.assert_allclose(found[0].done[0].probabilities, whole.done[0].probabilities, atol=1e-6)
+    np.testing.assert_allclose(found[0].done[0].values, whole.done[0].values, atol=1e-6)
     ours, theirs = (tifffile.imread(tmp_path / n / "one" / "heatmap.tiff") for n in "12")
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
 
@@ -236,7 +236,7 @@ def test_a_slide_that_cannot_be_read_in_cells_leaves_nothing_to_the_next(
     assert [one.slide_id for one in report.done] == ["a", "c"] and len(boxes) >= 3
     assert report.failed[0].reason == "shard c/0/0/0 is damaged"
     for one in report.done:
-        np.testing.assert_allclose(one.probabilities, wanted.probabilities, atol=1e-6)
+        np.testing.assert_allclose(one.values, wanted.values, atol=1e-6)
 
 
 def test_what_cannot_be_predicted_fails_alone(slide: Path, tmp_path: Path) -> None:
@@ -302,8 +302,8 @@ def test_folders_of_others_are_left_alone(slide: Path, tmp_path: Path) -> None:
 def test_ensemble_gives_mean_and_spread(slide: Path, tmp_path: Path) -> None:
     members = [member_of(Darkness(seed=1), "a"), member_of(Darkness(16, seed=2), "b")]
     both = predict(tmp_path / "ab", [slide], *members).done[0]
-    single = [predict(tmp_path / m.digest, [slide], m).done[0].probabilities for m in members]
-    np.testing.assert_allclose(both.probabilities, np.mean(single, axis=0), atol=1e-9)
+    single = [predict(tmp_path / m.digest, [slide], m).done[0].values for m in members]
+    np.testing.assert_allclose(both.values, np.mean(single, axis=0), atol=1e-9)
     predicted = ["pale", "dark"].index(both.prediction)
     assert both.spread == pytest.approx(np.std([p[predicted] for p in single]), abs=1e-9)
     (row,) = table(tmp_path / "ab")
@@ -408,5 +408,5 @@ def test_real_slides(real_slides: Path, tmp_path: Path) -> None:
     assert values.shape == (4, -(-742 // 32), -(-555 // 32))
     assert 'PhysicalSizeX="64.0"' in facts
     total = np.nansum(values[2:].astype(np.float64), axis=(1, 2)) + model.fc.bias.detach().numpy()
-    p = report.done[0].probabilities
+    p = report.done[0].values
     assert total[1] - total[0] == pytest.approx(np.log(p[1] / p[0]), abs=1e-4)

@@ -84,7 +84,7 @@ def test_the_image_grows_with_the_tissue_and_the_answer_is_one_processes(store: 
     assert dataset.view(0).coverage == 1.0
     image = torch.from_numpy(dataset.read(0, dataset.view(0).box))[None].float() / 255 - 0.9
     expected = torch.softmax(model(image)[0].detach().double(), 0)
-    np.testing.assert_allclose(one.probabilities, expected.numpy(), atol=2e-6)
+    np.testing.assert_allclose(one.values, expected.numpy(), atol=2e-6)
     assert "trained with 256 × 256 px" in (tmp_path / "one" / "report.html").read_text()
 
 
@@ -115,7 +115,7 @@ def test_cells_and_ranks_give_what_one_piece_gives(
     both = run_ranks(2, lambda comm: predict(store, tmp_path / "4", member_of(models[comm.rank], **SMALL), comm=comm))
     assert made[-1][0] == made[0][0] and made[-1][1] < made[0][1], "the columns are divided among the ranks"
     for other in (ranks, cells, both[0].done[0]):
-        np.testing.assert_allclose(other.probabilities, whole.probabilities, atol=1e-6)
+        np.testing.assert_allclose(other.values, whole.values, atol=1e-6)
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])
@@ -133,7 +133,7 @@ def test_a_network_of_one_size_is_shown_several_images(store: Path, tmp_path: Pa
     shares = torch.tensor([view.coverage for view in views], dtype=torch.float64)
     assert float(shares.sum()) == pytest.approx(1.0)
     expected = (shares[:, None] * logits).sum(0) if pool == "avg" else logits.amax(0)
-    np.testing.assert_allclose(one.probabilities, torch.softmax(expected, 0).numpy(), atol=2e-6)
+    np.testing.assert_allclose(one.values, torch.softmax(expected, 0).numpy(), atol=2e-6)
     words = "mean of the logits" if pool == "avg" else "largest logit of each class"
     assert words in (tmp_path / "one" / "report.html").read_text()
     with tifffile.TiffFile(tmp_path / "one" / "heatmap.tiff") as file:

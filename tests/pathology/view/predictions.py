@@ -11,6 +11,7 @@ from pathology.predict.cohort import predict_slides
 from pathology.predict.inputs import find_inputs
 from tests.pathology.slides import Darkness, draw_slide, member_of, write_slide
 from workflows.evaluation.cohort_page import predicted_slides, write_cohort_page
+from workflows.tasks.multiclass import Multiclass
 
 CLASSES = ("pale", "dark")
 SLIDE_ID = "one"
@@ -24,5 +25,7 @@ def make_predictions(folder: Path) -> Path:
     out = folder / "results"
     report = predict_slides([member_of(Darkness())], find_inputs([slide]), out, AloneCommunicator())
     assert [one.slide_id for one in report.done] == [SLIDE_ID]
-    write_cohort_page(out, predicted_slides(out, CLASSES), CLASSES, "Predictions")
+    task = Multiclass(("label",), tuple(CLASSES))
+    readout = task.readout(None)
+    write_cohort_page(out, predicted_slides(out, task, readout.columns), task, readout, "Predictions")
     return out

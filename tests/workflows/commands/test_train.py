@@ -26,8 +26,9 @@ from tests.workflows.archive import make_config
 from tests.workflows.runs import assert_same_run, losses, run_here, run_on, weights_of
 from workflows.commands import split, validate
 from workflows.config.load import load_config
-from workflows.evaluation.loss import make_loss
 from workflows.launch.owner import FolderOwner
+from workflows.tasks.multiclass import Multiclass
+from workflows.tasks.task import make_loss
 from workflows.training.best import merit
 from workflows.training.metrics_log import read_metrics
 from workflows.training.optimisation import lr_factor
@@ -377,8 +378,9 @@ def test_the_loss_is_the_sum_of_weighted_losses_over_the_batch() -> None:
     logits, labels, weights = torch.randn(4, 3), torch.tensor([0, 2, 1, 2]), (0.5, 2.0, 1.0)
     each = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     expected = sum(weights[y] * loss for y, loss in zip(labels.tolist(), each, strict=True)) / 4
-    assert torch.allclose(make_loss(weights, 1)(logits, labels), expected)
-    parts = sum(make_loss(weights, 2)(logits[i : i + 2], labels[i : i + 2]) for i in (0, 2))
+    task = Multiclass(("label",), ("a", "b"), weights)
+    assert torch.allclose(make_loss(task, 1)(logits, labels), expected)
+    parts = sum(make_loss(task, 2)(logits[i : i + 2], labels[i : i + 2]) for i in (0, 2))
     assert torch.allclose(parts, expected)
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.pathology.tiffs import stained, write_slide
 from tests.pathology.view.predictions import SLIDE_ID, make_predictions
 from tests.workflows.commands.serving import serving
-from tests.workflows.evaluation.test_cohort_page import NAMES, slide_of
+from tests.workflows.evaluation.test_cohort_page import READOUT, TASK, slide_of
 from workflows.evaluation.cohort_page import write_cohort_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -93,10 +93,10 @@ def test_the_table_opens_the_slide_with_its_heatmap(browser: Any, address: str) 
 
 
 def test_the_table_sorts_and_slides_without_a_value_come_last(browser: Any, tmp_path: Path) -> None:
-    slides = [slide_of("a", 0.3), slide_of("b", 0.0, status="failed", prediction="", probabilities=(), coverage=None)]
+    slides = [slide_of("a", 0.3), slide_of("b", 0.0, status="failed", prediction="", values=(), coverage=None)]
     slides += [slide_of("c", 0.9), slide_of("d", 0.1)]
     page = browser.new_page()
-    page.goto(write_cohort_page(tmp_path, slides, NAMES, "Cohort").as_uri())
+    page.goto(write_cohort_page(tmp_path, slides, TASK, READOUT, "Cohort").as_uri())
 
     def order() -> list[str]:
         return [text.split()[0] for text in page.locator(".space .row").all_inner_texts()]

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from workflows.evaluation.cohort_page import CohortSlide, predicted_slides, worst_errors, write_cohort_page
+from workflows.evaluation.cohort_page import CohortSlide, predicted_slides, write_cohort_page
+from workflows.tasks.multiclass import Multiclass
 
 NAMES = ("benign", "malignant")
+TASK = Multiclass(("label",), NAMES)
+READOUT = TASK.readout(None)
 
 
 def slide_of(name: str, malignant: float, label: str = "", **changes: object) -> CohortSlide:
@@ -19,8 +22,9 @@ def slide_of(name: str, malignant: float, label: str = "", **changes: object) ->
         "case_id": f"case of {name}",
         "status": "done",
         "prediction": NAMES[int(malignant >= 0.5)],
-        "probabilities": (1 - malignant, malignant),
+        "values": (1 - malignant, malignant),
         "label": label,
+        "wrong": bool(label) and label != NAMES[int(malignant >= 0.5)],
         "coverage": 1.0,
         "flags": (),
         **changes,
@@ -40,8 +44,8 @@ def test_a_page_has_every_slide_and_asks_no_network(tmp_path: Path) -> None:
         slide_of(f"s{k}", float(p), NAMES[int(p + rng.normal(0, 0.3) > 0.5)]) for k, p in enumerate(rng.random(60))
     ]
     slides.append(slide_of('</script><img src="http://x">', 0.9, "benign", flags=("blur",), thumbnail=b"jpeg"))
-    slides.append(slide_of("broken", 0.0, prediction="", probabilities=(), status="failed", reason="0 bytes <b>"))
-    path = write_cohort_page(tmp_path, slides, NAMES, "A & B")
+    slides.append(slide_of("broken", 0.0, prediction="", values=(), status="failed", reason="0 bytes <b>"))
+    path = write_cohort_page(tmp_path, slides, TASK, READOUT, "A & B")
     page = path.read_text()
     rows = content_of(page)["slides"]
     assert [row[0] for row in rows] == [slide.slide_id for slide in slides]
@@ -53,14 +57,15 @@ def test_a_page_has_every_slide_and_asks_no_network(tmp_path: Path) -> None:
 
 
 def test_a_page_without_labels_has_no_curves(tmp_path: Path) -> None:
-    page = write_cohort_page(tmp_path, [slide_of("a", 0.2), slide_of("b", 0.7)], NAMES, "t").read_text()
+    page = write_cohort_page(tmp_path, [slide_of("a", 0.2), slide_of("b", 0.7)], TASK, READOUT, "t").read_text()
     assert "<svg" not in page and "Against the labels" not in page and "Worst errors" not in page
 
 
-def test_the_worst_errors_come_first() -> None:
+def test_the_worst_errors_come_first(tmp_path: Path) -> None:
     slides = [slide_of("a", 0.6, "benign"), slide_of("b", 0.99, "benign"), slide_of("c", 0.3, "malignant")]
     slides.append(slide_of("right", 0.9, "malignant"))
-    assert [slide.slide_id for slide in worst_errors(slides, NAMES)] == ["b", "c", "a"]
+    page = write_cohort_page(tmp_path, slides, TASK, READOUT, "t").read_text()
+    assert re.findall(r"<figcaption>(\w)<br>", page[page.index("Worst errors") :]) == ["b", "c", "a"]
 
 
 def test_slides_of_a_folder_carry_what_their_folders_say(tmp_path: Path) -> None:
@@ -76,8 +81,8 @@ def test_slides_of_a_folder_carry_what_their_folders_say(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
         (tmp_path / name / "prediction.json").write_text(json.dumps({"label": "benign"}))
         (tmp_path / name / "thumbnail.jpg").write_bytes(b"jpeg")
-    first, second, third = predicted_slides(tmp_path, NAMES)
+    first, second, third = predicted_slides(tmp_path, TASK, READOUT.columns)
     assert (first.link, first.label, first.wrong, first.thumbnail) == ("a%20b/report.html", "benign", True, b"jpeg")
-    assert first.probabilities == (0.25, 0.75) and first.flags == ("cropped", "blur")
-    assert (second.prediction, second.probabilities, second.wrong) == ("", (), False)
+    assert first.values == (0.25, 0.75) and first.flags == ("cropped", "blur")
+    assert (second.prediction, second.values, second.wrong) == ("", (), False)
     assert (third.link, third.coverage, third.reason) == ("", None, "0 bytes")

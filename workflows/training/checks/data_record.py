@@ -30,7 +30,7 @@ class RecordedSlide:
         content: Digest of its files in the store.
         split: Its split.
         weight: How often it is drawn, relative to others; empty if each is drawn once an epoch.
-        label: Name of its class.
+        label: Its label as text, such as the name of its class.
     """
 
     content: str
@@ -77,7 +77,7 @@ def _facts(job: TrainingJob, dataset: SlideDataset, split: str, weights: list[st
     for index, (sample, weight) in enumerate(zip(dataset.samples, weights, strict=True)):
         shards = getattr(dataset.slide(index), "attributes", {}).get("shards", {})
         content = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()[:16]
-        label = "" if sample.label is None else job.classes[sample.label]
+        label = "" if sample.label is None else job.task.text(sample.label)
         found[sample.slide_id] = str(RecordedSlide(content, split, weight, label))
     return found
 

@@ -49,7 +49,7 @@ class RunFolder:
     def calibrate(self, step: int, found: Mapping[str, Any]) -> None:
         """Store the calibration in the checkpoint of a step, if it exists."""
         folder = checkpoints.step_folder(self.checkpoints, step)
-        if "temperature" in found and folder.is_dir():
+        if len(found) > 1 and folder.is_dir():
             checkpoint.amend_model_json(folder, {"calibration": dict(found)})
 
     def rewind(self, step: int) -> None:

@@ -12,13 +12,14 @@ import torch
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.attribution import Explanation
 from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint, read_model_json, save_checkpoint
-from pathology.predict.ensemble import Attribution, position_scores
+from pathology.predict.ensemble import position_scores
 from pathology.predict.members import Member, temperature_of
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import in_this_process, run_here
 from workflows.commands.validate import EvaluationRequest, run
-from workflows.evaluation.calibration import evaluate_temperature, fit_temperature
 from workflows.evaluation.cohort_page import CohortSlide, write_cohort_page
+from workflows.tasks.calibration import evaluate_temperature, fit_temperature
+from workflows.tasks.multiclass import Multiclass
 from workflows.training.metrics_log import read_metrics
 
 
@@ -67,21 +68,22 @@ def test_few_slides_that_are_all_right_move_it_little() -> None:
 def test_prediction_divides_by_the_temperature_of_the_checkpoint(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", weights={"w": torch.ones(2)}, model={"step": 3})
     assert temperature_of(read_model_json(tmp_path / "c")) == 1.0
-    amend_model_json(tmp_path / "c", {"calibration": {"temperature": 2.5}})
+    amend_model_json(tmp_path / "c", {"class_names": ["a", "b"], "calibration": {"temperature": 2.5}})
     loaded = load_checkpoint(tmp_path / "c")
     assert loaded.model["step"] == 3 and torch.equal(loaded.weights["w"], torch.ones(2))
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["model.json", "model.safetensors"]
     member = Member("c", torch.nn.Identity(), loaded.model)
-    said = Attribution(np.array([2.5, 0.0]), (), (), member.temperature)
-    assert said.probabilities[0] == pytest.approx(1 / (1 + np.exp(-1))) and said.uncalibrated[0] > said.probabilities[0]
+    readout, logits = member.readout, np.array([2.5, 0.0])
+    assert readout.values(logits)[0] == pytest.approx(1 / (1 + np.exp(-1)))
+    assert readout.uncalibrated(logits)[0] > readout.values(logits)[0]
     maps = torch.randn(1, 2, 4, 5)
     found = Explanation(logits=torch.zeros(1, 2), contributions=maps, positions=maps)
-    assert torch.allclose(position_scores(found, 2.5), (maps[0] / 2.5).softmax(0))
+    assert torch.allclose(position_scores(found, readout), (maps[0] / 2.5).softmax(0))
 
 
 def test_the_page_shows_reliability_before_and_after(tmp_path: Path) -> None:
     logits, labels = drawn(80, 3.0)
-    pages = {}
+    pages, task = {}, Multiclass(("label",), ("a", "b", "c"))
     for name, temperature in (("plain", 1.0), ("calibrated", 3.0)):
         after, before = (logits / temperature).softmax(1).tolist(), logits.softmax(1).tolist()
         slides = [
@@ -90,7 +92,7 @@ def test_the_page_shows_reliability_before_and_after(tmp_path: Path) -> None:
                 case_id="",
                 status="done",
                 prediction="abc"[int(np.argmax(after[k]))],
-                probabilities=tuple(after[k]),
+                values=tuple(after[k]),
                 label="abc"[int(labels[k])],
                 coverage=1.0,
                 flags=(),
@@ -99,7 +101,7 @@ def test_the_page_shows_reliability_before_and_after(tmp_path: Path) -> None:
             for k in range(80)
         ]
         (tmp_path / name).mkdir()
-        pages[name] = write_cohort_page(tmp_path / name, slides, "abc", name).read_text()
+        pages[name] = write_cohort_page(tmp_path / name, slides, task, task.readout(None), name).read_text()
     assert "before calibration" not in pages["plain"] and pages["plain"].count("<svg") == 4
     assert pages["calibrated"].count("<svg") == 5 and "Reliability before calibration" in pages["calibrated"]
     assert "calibration error before calibration" in pages["calibrated"]

@@ -49,8 +49,14 @@ def by_case(logits: torch.Tensor, targets: torch.Tensor, cases: Sequence[str], h
         cases: (N,) names of their cases.
         how: ``mean`` or ``max``.
     """
+    return aggregated(logits, targets, case_indices(cases), how)
+
+
+def aggregated(
+    logits: torch.Tensor, targets: torch.Tensor, of_slide: torch.Tensor, how: Literal["mean", "max"]
+) -> Cases:
+    """Return the same as `by_case`; ``of_slide``: (N,) index of each slide's case."""
     log_p = logits.double().log_softmax(1)
-    of_slide = case_indices(cases)
     expected = log_p.exp() @ torch.arange(log_p.shape[1], dtype=torch.float64)
     rows, classes = [], []
     for case in range(int(of_slide.max()) + 1 if len(of_slide) else 0):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workflows.evaluation.metrics import METRICS, metrics_of_logits, metrics_of_probabilities
+from workflows.tasks.class_metrics import METRICS, metrics_of_logits, metrics_of_probabilities
 
 
 def area(scores, positive) -> float:

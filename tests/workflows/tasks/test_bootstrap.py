@@ -8,10 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workflows.evaluation.bootstrap import DRAWS, draw_cases, drawn_metrics, intervals
-from workflows.evaluation.cases import by_case, case_indices
 from workflows.evaluation.evaluate import EvaluationSet
-from workflows.evaluation.metrics import CALIBRATION_BINS, METRICS, log_odds, metrics_of_logits, ranks
+from workflows.tasks.bootstrap import DRAWS, draw_cases, drawn_metrics, intervals
+from workflows.tasks.cases import by_case, case_indices
+from workflows.tasks.class_metrics import CALIBRATION_BINS, METRICS, log_odds, metrics_of_logits, ranks
+from workflows.tasks.multiclass import Multiclass
+
+TASK = Multiclass(("label",), ("no", "yes"), (1.0, 1.0))
 
 
 def by_torchmetrics(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float | None]:
@@ -114,7 +117,7 @@ def test_slides_speak_for_their_case():
 @pytest.mark.parametrize("aggregate", ["mean", "max", "none"])
 def test_an_evaluation_set_scores_by_slide_and_by_case(aggregate):
     logits = {0: [2.0, 0.0], 1: [0.0, 1.0], 2: [0.0, 3.0], 3: [1.0, 0.0], 4: [0.0, 0.5]}
-    evaluation_set = EvaluationSet(None, (0, 1, 1, 0, 0), ("a", "b", "b", "c", "c"), (1.0, 1.0), aggregate)
+    evaluation_set = EvaluationSet(None, (0, 1, 1, 0, 0), ("a", "b", "b", "c", "c"), TASK, aggregate)
     found = evaluation_set.metrics_of(logits)
     outputs, targets = torch.tensor(list(logits.values())), torch.tensor(evaluation_set.targets)
     assert {name: found[name] for name in METRICS} == metrics_of_logits(outputs, targets)

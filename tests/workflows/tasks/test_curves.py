@@ -7,8 +7,8 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision, multiclass_calibration_error
 
-from workflows.evaluation.bootstrap import draw_cases
-from workflows.evaluation.curves import (
+from workflows.tasks.bootstrap import draw_cases
+from workflows.tasks.curves import (
     GRID,
     confusion,
     precision_recall_curve,

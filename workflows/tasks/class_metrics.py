@@ -4,7 +4,7 @@ All metrics are undefined (None, never 0) without samples or if outputs are not 
 only accuracy and calibration error are defined.
 
 Every metric is a function of sums over samples, so that those of many draws from the samples take a few matrix products
-(:mod:`workflows.evaluation.bootstrap`). Tests compare them with torchmetrics, which is not used here because importing
+(:mod:`workflows.tasks.bootstrap`). Tests compare them with torchmetrics, which is not used here because importing
 it imports all that is installed for texts and sounds as well: seconds in every process that validates.
 """
 
@@ -15,7 +15,6 @@ import math
 import torch
 
 METRICS = ("auroc", "balanced_accuracy", "accuracy", "f1", "quadratic_kappa", "calibration_error")
-LOWER_IS_BETTER = ("loss", "calibration_error")
 CALIBRATION_BINS = 15
 Metrics = dict[str, float | None]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from workflows.evaluation.metrics import metrics_of_logits
+from workflows.tasks.class_metrics import metrics_of_logits
 
 PRIOR = 0.5
 """Standard deviation of the prior of log temperature, which has mean 0. The prior matters for a few slides, or if all

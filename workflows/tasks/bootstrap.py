@@ -7,10 +7,12 @@ Efron and Tibshirani, An Introduction to the Bootstrap, 1993.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 
-from workflows.evaluation.metrics import METRICS, log_odds, weighted_metrics
+from workflows.tasks.class_metrics import METRICS, log_odds, weighted_metrics
 
 DRAWS, SEED = 1000, 20_000
 LEVEL = 0.95
@@ -39,10 +41,26 @@ def intervals(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor,
         counts: (draws, N) how often each sample is in each draw; equal for samples of the same case.
     """
     names = ("loss", *METRICS)
-    if len(targets) == 0 or not bool(logits.isfinite().all()) or bool((counts == 1).all()):
+    if len(targets) == 0 or not bool(logits.isfinite().all()):
         return dict.fromkeys(names)
-    rows = max(1, MAX_COUNTS // len(targets))
-    parts = [drawn_metrics(logits, targets, losses, part) for part in counts.split(rows)]
+    return resampled(lambda part: drawn_metrics(logits, targets, losses, part), names, counts)
+
+
+def resampled(
+    draw: Callable[[torch.Tensor], dict[str, torch.Tensor]], names: Sequence[str], counts: torch.Tensor
+) -> Intervals:
+    """Return {metric: [low, high]}: the middle 95 % of the draws in which the metric is defined.
+
+    The interval is None if fewer than half of the draws define the metric, or if there is only one case.
+
+    Args:
+        draw: Returns the metrics of some rows of ``counts``, each (draws,); NaN if undefined.
+        names: The metrics.
+        counts: (draws, N) how often each sample is in each draw; equal for samples of the same case.
+    """
+    if bool((counts == 1).all()):
+        return dict.fromkeys(names)
+    parts = [draw(part) for part in counts.split(max(1, MAX_COUNTS // counts.shape[1]))]
     values = {name: torch.cat([part[name] for part in parts]).numpy() for name in names}
     return {name: _interval(value) for name, value in values.items()}
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathology.predict.colors import class_color
-from workflows.evaluation.curves import (
+from workflows.tasks.curves import (
     GRID,
     RELIABILITY_BINS,
     Array,

@@ -1,0 +1,48 @@
+"""What is known of each task before anything heavy is imported: its losses, its metrics, the shape of its target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LOWER_IS_BETTER = frozenset({"loss", "calibration_error", "mae", "rmse", "grade_error"})
+"""Metrics that are better if lower, of all tasks."""
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """The facts of one task.
+
+    Attributes:
+        name: As ``data.task``.
+        about: What a slide's label is, as a phrase.
+        losses: Values of ``data.loss``, the default first.
+        selecting: Metrics that may select the best checkpoint, the default first.
+        metrics: All metrics, in the order in which they are shown, without ``loss``.
+        columns: How many columns ``data.target`` may name: the fewest, and the most.
+        weights_classes: Whether ``data.class_weights: balanced`` has a meaning.
+        outputs: Number of the model's outputs, if it is always the same.
+        outputs_fewer: By how many the outputs are fewer than ``model.classes``, if they follow from these.
+    """
+
+    name: str
+    about: str
+    losses: tuple[str, ...]
+    selecting: tuple[str, ...]
+    metrics: tuple[str, ...]
+    columns: tuple[int, int] = (1, 1)
+    weights_classes: bool = False
+    outputs: int | None = None
+    outputs_fewer: int | None = None
+
+
+_MULTICLASS = TaskFacts(
+    "multiclass",
+    "each slide has one of two or more classes",
+    ("cross_entropy",),
+    ("auroc", "balanced_accuracy", "f1", "quadratic_kappa", "calibration_error", "loss"),
+    ("auroc", "balanced_accuracy", "accuracy", "f1", "quadratic_kappa", "calibration_error"),
+    weights_classes=True,
+    outputs_fewer=0,
+)
+TASKS = {facts.name: facts for facts in (_MULTICLASS,)}
+"""The tasks by name."""

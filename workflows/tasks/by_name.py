@@ -1,0 +1,47 @@
+"""Tasks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hyfi_core.errors import RequestError
+from pathology.predict.readout import Readout
+from workflows.config.tasks import TASKS
+from workflows.tasks.multiclass import Multiclass
+from workflows.tasks.task import Task
+
+_CLASSES: dict[str, type[Task]] = {kind.facts.name: kind for kind in (Multiclass,)}
+assert _CLASSES.keys() == TASKS.keys()
+
+
+def task_class(name: str) -> type[Task]:
+    """Return the class of a task.
+
+    Raises:
+        RequestError: There is no such task.
+    """
+    if name not in _CLASSES:
+        raise RequestError(f"the task is {name!r}; this version has: {', '.join(_CLASSES)}")
+    return _CLASSES[name]
+
+
+def task_of(model: Mapping[str, Any]) -> Task:
+    """Return the task of a ``model.json``; one that names none is of classes.
+
+    Raises:
+        RequestError: There is no such task, or it is not described.
+    """
+    try:
+        return task_class(str(model.get("task", "multiclass"))).of_json(model)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"the checkpoint's model.json does not describe its task: {error}") from error
+
+
+def readout_of(model: Mapping[str, Any]) -> Readout:
+    """Return how outputs of the model of a ``model.json`` are read.
+
+    Raises:
+        RequestError: As `task_of`.
+    """
+    return task_of(model).readout(model.get("calibration"))

@@ -1,0 +1,73 @@
+"""What a cohort page shows of classes: curves, confusion, reliability, thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from workflows.tasks.bootstrap import intervals
+from workflows.tasks.class_metrics import METRICS, metrics_of_probabilities
+from workflows.tasks.curves import ThresholdRow, threshold_rows
+from workflows.tasks.page_section import PageSection, PageTable, shown_metric
+from workflows.tasks.plots import confusion_plot, curve_plots, reliability_plots
+
+Array = NDArray[np.float64]
+RATES = ("at least", "slides", "sensitivity", "specificity", "precision", "negative value")
+
+
+def class_section(
+    probabilities: Array, labels: Sequence[object], draws: Array, names: Sequence[str], before: Array | None
+) -> PageSection:
+    """Return plots and tables of N labelled slides.
+
+    Args:
+        probabilities: (N, classes).
+        labels: Their class indices.
+        draws: (draws, N) how often each bootstrap draw has each slide.
+        names: The classes.
+        before: Probabilities before calibration; None: they were not calibrated.
+    """
+    targets = np.array(labels, dtype=np.int64)
+    shown = [1] if len(names) == 2 else range(len(names))
+    roc, precision_recall = curve_plots(probabilities, targets, draws, names, shown)
+    metrics = _metrics(probabilities, targets, draws)
+    if before is not None:
+        earlier = dict(_metrics(before, targets, draws))["calibration error"]
+        metrics.append(("calibration error before calibration", earlier))
+    predicted = probabilities.argmax(axis=1)
+    return PageSection(
+        metrics,
+        [
+            roc,
+            precision_recall,
+            confusion_plot(probabilities, targets, names),
+            *reliability_plots(probabilities, targets, before),
+        ],
+        [
+            threshold_table(f"Threshold on the probability of “{names[k]}”", probabilities[:, k], targets == k)
+            for k in shown
+        ],
+        {k: -float(probabilities[k, targets[k]]) for k in np.flatnonzero(predicted != targets).tolist()},
+    )
+
+
+def threshold_table(caption: str, score: Array, positive: NDArray[np.bool_]) -> PageTable:
+    """Return the rates of a class at several thresholds on its score, both (N,)."""
+
+    def cells(row: ThresholdRow) -> tuple[str, ...]:
+        rates = (row.sensitivity, row.specificity, row.precision, row.negative_value)
+        return (f"{row.threshold}", f"{row.positives}", *("–" if rate is None else f"{rate:.3f}" for rate in rates))
+
+    return PageTable(caption, RATES, tuple(map(cells, threshold_rows(score, positive))))
+
+
+def _metrics(probabilities: Array, targets: NDArray[np.int64], draws: Array) -> list[tuple[str, str]]:
+    """Return (name, formatted value with interval) of each metric."""
+    p, y = torch.from_numpy(probabilities), torch.from_numpy(targets)
+    values = metrics_of_probabilities(p, y)
+    logits = p.clamp(min=1e-12).log()
+    bounds = intervals(logits, y, torch.zeros(len(y), dtype=torch.float64), torch.from_numpy(draws))
+    return [shown_metric(name, values[name], bounds[name]) for name in METRICS]

@@ -1,0 +1,174 @@
+"""Several classes, one for each slide: softmax and cross-entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from numpy.typing import NDArray
+
+from data.samples.labels import Labels, Target, class_weights, load_labels
+from hyfi_core.errors import RequestError
+from pathology.predict.readout import ClassReadout
+from workflows.config.data import DataConfig
+from workflows.config.tasks import TASKS, TaskFacts
+from workflows.tasks.bootstrap import drawn_metrics
+from workflows.tasks.calibration import evaluate_temperature, fit_temperature
+from workflows.tasks.cases import aggregated
+from workflows.tasks.class_page import class_section
+from workflows.tasks.page_section import PageSection
+from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
+
+
+@dataclass(frozen=True)
+class Multiclass(Task):
+    """Classes. A target is the index of a class.
+
+    Attributes:
+        classes: Their names, in the order of the logits.
+        weights: Weight of each class in the loss, with mean 1 over the training split.
+    """
+
+    facts: ClassVar[TaskFacts] = TASKS["multiclass"]
+    classes: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    @classmethod
+    def read_labels(cls, source: LabelSource) -> Labels:
+        """Return the class of each slide; see ``Task`` and `data.samples.labels.load_labels`."""
+        (column,) = source.columns
+        labels = load_labels(
+            source.path,
+            column,
+            classes=source.classes,
+            rows=source.rows,
+            merge_alike=source.merge_alike,
+            missing=source.missing,
+        )
+        count = len(labels.classes)
+        if count < 2:
+            raise RequestError(f"{source.path}: {column!r} has {count} class; a classifier needs at least two")
+        return labels
+
+    @classmethod
+    def fitted(cls, data: DataConfig, labels: Labels, train: Sequence[Target]) -> Self:
+        """Return the classes, with their weights if they are to be balanced."""
+        names = labels.classes
+        if data.class_weights == "none":
+            return cls(data.columns, names, (1.0,) * len(names))
+        return cls(data.columns, names, class_weights([int(label) for label in train], names))  # type: ignore[arg-type]
+
+    @classmethod
+    def of_json(cls, model: Mapping[str, Any]) -> Self:
+        """Return the classes of a ``model.json``, which may lack weights."""
+        names = tuple(str(name) for name in model["class_names"])
+        weights = model.get("class_weights") or [1.0] * len(names)
+        return cls(target_columns(model), names, tuple(weights))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return names and weights."""
+        return {"class_names": list(self.classes), "class_weights": list(self.weights)}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The classes."""
+        return self.classes
+
+    @property
+    def outputs(self) -> int:
+        """Number of classes."""
+        return len(self.classes)
+
+    def tensor(self, targets: Iterable[Target]) -> torch.Tensor:
+        """Return class indices (N,) int64."""
+        return torch.tensor(list(targets))
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean of w_y · ℓ over samples.
+
+        All micro-batches have the same size, so the mean of their losses is Σ w_y · ℓ / B over the whole batch, however
+        it is divided. torch's weighted mean divides by Σ w_y instead, which depends on the division.
+        """
+        return sample_losses(outputs, targets, self.weights).mean()
+
+    def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the metrics of `workflows.tasks.class_metrics`."""
+        return drawn_metrics(outputs, targets, sample_losses(outputs, targets, self.weights), counts)
+
+    def by_case(
+        self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities and the highest class of each case, see `workflows.tasks.cases`."""
+        cases = aggregated(outputs, targets, of_case, how)
+        return cases.logits, cases.targets
+
+    def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
+        """Return the temperature and its effect."""
+        fitted = fit_temperature(outputs, targets)
+        return None if fitted is None else fitted.to_json()
+
+    def describe_calibration(
+        self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Return the effect of a temperature."""
+        effect = evaluate_temperature(outputs, targets, float(fitted.get("temperature", 1.0)))
+        return effect.describe(), effect.to_json()
+
+    def describe(self) -> str:
+        """Return the names of the classes."""
+        return f"classes {', '.join(self.classes)}"
+
+    def text(self, target: Target) -> str:
+        """Return the name of a class."""
+        assert isinstance(target, int)
+        return self.classes[target]
+
+    def target_of(self, text: str) -> Target | None:
+        """Return the index of a class."""
+        return self.classes.index(text) if text in self.classes else None
+
+    def warnings(self, train: Sequence[Target], val: Sequence[Target]) -> list[str]:
+        """Return warnings about classes without slides, and validation slides of one class."""
+        warnings = []
+        absent = [name for index, name in enumerate(self.classes) if index not in set(train)]
+        if absent:
+            warnings.append(f"no training slide has class {' or '.join(absent)}: the model cannot learn it")
+        if len(set(val)) == 1:
+            warnings.append("all validation slides are of one class: auroc and balanced accuracy are undefined")
+        return warnings
+
+    def check_resumed(self, model: Mapping[str, Any]) -> None:
+        """Check that the classes are the same; their weights may change with the data."""
+        names = tuple(model["class_names"])
+        if names != self.classes:
+            raise RequestError(
+                f"data.labels: the classes are {', '.join(self.classes)}; those of the run are {', '.join(names)}; if "
+                "words such as unknown are classes, list what is missing as data.missing"
+            )
+
+    def readout(self, calibration: Mapping[str, Any] | None) -> ClassReadout:
+        """Return probabilities by softmax, with the temperature if there is one."""
+        return ClassReadout(self.classes, float((calibration or {}).get("temperature", 1.0)))
+
+    def is_wrong(self, prediction: str, target: Target) -> bool:
+        """Whether the class is another."""
+        return prediction != self.text(target)
+
+    def page(
+        self,
+        values: NDArray[Any],
+        targets: Sequence[Target],
+        draws: NDArray[Any],
+        before: NDArray[Any] | None = None,
+    ) -> PageSection:
+        """Return curves, confusion, reliability and thresholds."""
+        return class_section(values, targets, draws, self.classes, before)
+
+
+def sample_losses(logits: torch.Tensor, labels: torch.Tensor, class_weights: Sequence[float]) -> torch.Tensor:
+    """Return w_y · ℓ of each sample ``(N,)``: cross-entropy times the weight of the sample's class."""
+    logits = wide(logits)
+    weights = torch.tensor(class_weights, dtype=logits.dtype, device=logits.device)
+    return torch.nn.functional.cross_entropy(logits, labels, weight=weights, reduction="none")

@@ -1,0 +1,40 @@
+"""What a cohort page shows of slides with labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from workflows.tasks.plots import Plot
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table of a page: its caption, its head and its rows."""
+
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """Plots and tables of the labelled slides.
+
+    Attributes:
+        metrics: Name and formatted value, with its interval, of each metric.
+        plots: The plots.
+        tables: Further tables.
+        errors: Size of each slide's error, by its index, of the slides that are wrong.
+    """
+
+    metrics: Sequence[tuple[str, str]]
+    plots: Sequence[Plot]
+    tables: Sequence[PageTable] = ()
+    errors: Mapping[int, float] = field(default_factory=dict)
+
+
+def shown_metric(name: str, value: float | None, bounds: Sequence[float] | None) -> tuple[str, str]:
+    """Return a row of the page's metrics: ``0.812 (0.700 – 0.901)``."""
+    text = "not defined" if value is None else f"{value:.3f}"
+    return name.replace("_", " "), text + (f" ({bounds[0]:.3f} – {bounds[1]:.3f})" if bounds else "")

@@ -1,0 +1,269 @@
+"""A task: what a slide's label is, and all that follows from it.
+
+::
+
+    labels.csv ──read_labels──► Labels ──fitted──► Task        before the run; to_json ──► model.json ──of_json──► Task
+                                                    │
+    training     targets, loss, outputs  ◄──────────┤
+    validation   metrics, intervals, by_case, calibration
+    prediction   readout: columns of predictions.csv, channels of the heatmap, the words of reports
+    cohort page  page
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data.missing import MISSING
+from data.samples.labels import Labels, Target
+from hyfi_core.errors import RequestError
+from pathology.predict.readout import Readout
+from workflows.config.data import DataConfig
+from workflows.config.tasks import TaskFacts
+from workflows.tasks.bootstrap import Intervals, resampled
+from workflows.tasks.page_section import PageSection
+
+Metrics = dict[str, float | None]
+Aggregation = Literal["mean", "max"]
+
+
+@dataclass(frozen=True)
+class LabelSource:
+    """Where labels are read, and how.
+
+    Attributes:
+        path: The CSV.
+        columns: Columns of the target.
+        classes: The classes, in order, if they are known; else None.
+        rows: Rows of the store's manifest.
+        merge_alike: Whether several spellings of one name are joined.
+        missing: Words of which a value is missing.
+        separator: Separates the labels of one cell.
+    """
+
+    path: Path
+    columns: tuple[str, ...]
+    classes: tuple[str, ...] | None = None
+    rows: Sequence[Mapping[str, str]] = ()
+    merge_alike: bool = False
+    missing: tuple[str, ...] = MISSING
+    separator: str | None = None
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """One task of a run, with all that it has learnt from the labels of the training split.
+
+    Tensors: outputs are (N, ``outputs``) of the model, targets are what ``tensor`` returns.
+
+    Attributes:
+        columns: Columns of the target.
+    """
+
+    facts: ClassVar[TaskFacts]
+    columns: tuple[str, ...]
+
+    @classmethod
+    @abstractmethod
+    def read_labels(cls, source: LabelSource) -> Labels:
+        """Return the labels of a CSV.
+
+        Raises:
+            RequestError: It has no such columns, or values that the task cannot use; the message names them.
+        """
+
+    @classmethod
+    @abstractmethod
+    def fitted(cls, data: DataConfig, labels: Labels, train: Sequence[Target]) -> Self:
+        """Return the task with what it learns from the labels of the training slides.
+
+        Raises:
+            RequestError: They do not suffice.
+        """
+
+    @classmethod
+    @abstractmethod
+    def of_json(cls, model: Mapping[str, Any]) -> Self:
+        """Return the task of a ``model.json``.
+
+        Raises:
+            RequestError: It does not describe the task.
+        """
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return what a ``model.json`` says of the task, ``class_names`` among it."""
+
+    def read_again(
+        self, path: Path, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
+    ) -> Labels:
+        """Return labels for a model that was trained before; the arguments are those of `LabelSource`.
+
+        Raises:
+            RequestError: As ``read_labels``.
+        """
+        return self.read_labels(LabelSource(path, self.columns, self.names, rows, merge_alike, missing))
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The ``class_names`` of a ``model.json``."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> int:
+        """Number of the model's outputs."""
+
+    @property
+    def loss_over(self) -> Literal["batch", "microbatch"]:
+        """Over what the loss is computed, see `hyfi_core.parallelize`."""
+        return "microbatch"
+
+    @abstractmethod
+    def tensor(self, targets: Iterable[Target]) -> torch.Tensor:
+        """Return labels as a tensor (N,) or (N, columns)."""
+
+    @abstractmethod
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a batch, or of a micro-batch if ``loss_over`` says so: a scalar."""
+
+    @abstractmethod
+    def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return ``loss`` and all metrics of draws from the samples, each (draws,) float64; NaN if undefined.
+
+        Args:
+            outputs: (N, outputs) float64, finite.
+            targets: Their targets.
+            counts: (draws, N) float64, how often each draw has each sample.
+        """
+
+    def metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> Metrics:
+        """Return ``loss`` and all metrics; None if undefined, or if outputs are not finite."""
+        names = self.metric_names
+        if not len(targets) or not bool(outputs.isfinite().all()):
+            return dict.fromkeys(names)
+        once = torch.ones(1, len(targets), dtype=torch.float64)
+        drawn = self.drawn(outputs, targets, once)
+        return {name: value if np.isfinite(value := float(drawn[name])) else None for name in names}
+
+    def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
+        """Return {metric: [low, high]}, 95 % intervals by bootstrap; None if undefined, see `resampled`."""
+        if not len(targets) or not bool(outputs.isfinite().all()):
+            return dict.fromkeys(self.metric_names)
+        return resampled(lambda part: self.drawn(outputs, targets, part), self.metric_names, counts)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """``loss`` and the names of all metrics."""
+        return ("loss", *self.facts.metrics)
+
+    @abstractmethod
+    def by_case(
+        self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs and targets of M cases from those of their slides; ``of_case``: (N,) index of each case."""
+
+    def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
+        """Return what is fitted on validation slides, for the ``calibration`` of a ``model.json``; None: nothing."""
+        return None
+
+    def describe_calibration(
+        self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Return the effect on slides of what was fitted on others, as text and as JSON; None: nothing to say."""
+        return None
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return what is predicted, as a phrase: ``classes benign, malignant``."""
+
+    @abstractmethod
+    def text(self, target: Target) -> str:
+        """Return a label as text."""
+
+    @abstractmethod
+    def target_of(self, text: str) -> Target | None:
+        """Return the label of a text of ``text``; None: it is none."""
+
+    def warnings(self, train: Sequence[Target], val: Sequence[Target]) -> list[str]:
+        """Return warnings about labels for the user."""
+        return []
+
+    def check_batch(self, batch: int) -> None:  # noqa: B027 (most tasks take any)
+        """Check that the loss works for batches of ``batch`` slides.
+
+        Raises:
+            RequestError: It does not.
+        """
+
+    def check_resumed(self, model: Mapping[str, Any]) -> None:
+        """Check that a run with the ``model.json`` of its checkpoint may go on with this task.
+
+        Raises:
+            RequestError: Its labels have become others.
+        """
+        before = {key: model.get(key) for key in self.to_json()}
+        if before != _as_json(self.to_json()):
+            raise RequestError(
+                f"data.labels: the labels of {', '.join(self.columns)} are others than those with which the run began; "
+                "restore them, or use another run.dir"
+            )
+
+    @abstractmethod
+    def readout(self, calibration: Mapping[str, Any] | None) -> Readout:
+        """Return how outputs of slides are read; ``calibration``: that of a ``model.json``."""
+
+    def is_wrong(self, prediction: str, target: Target) -> bool:
+        """Whether a prediction is an error: of tasks in which it is right or wrong."""
+        return False
+
+    @abstractmethod
+    def page(
+        self,
+        values: NDArray[np.float64],
+        targets: Sequence[Target],
+        draws: NDArray[np.float64],
+        before: NDArray[np.float64] | None = None,
+    ) -> PageSection:
+        """Return what a cohort page shows of N labelled slides.
+
+        Args:
+            values: (N, columns of the readout).
+            targets: Their labels.
+            draws: (draws, N) how often each bootstrap draw has each slide.
+            before: The same values without calibration, if there is one.
+        """
+
+
+def make_loss(task: Task, accumulate: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the loss of a task as engines take it, divided by ``accumulate``, the batches of one update."""
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return task.loss(outputs, targets) / accumulate
+
+    return loss
+
+
+def wide(outputs: torch.Tensor) -> torch.Tensor:
+    """Return outputs in float32, or as they are in float64."""
+    return outputs if outputs.dtype == torch.float64 else outputs.float()
+
+
+def target_columns(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns of the target of a ``model.json``."""
+    target = model.get("target", "label")
+    return (target,) if isinstance(target, str) else tuple(target)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_json(one) for key, one in value.items()}
+    return [_as_json(one) for one in value] if isinstance(value, (list, tuple)) else value
