@@ -9,9 +9,9 @@ from PIL import Image
 
 from pathology.pages import data_uri
 from pathology.predict.report import (
-    ClassBar,
     RegionPicture,
     Report,
+    ReportBar,
     area_text,
     flags_of,
     percent,
@@ -27,15 +27,18 @@ def report_of() -> Report:
         slide_id='S-1 <script>alert("x")</script>',
         case_id="C-7",
         prediction="malignant & rare",
+        verdict="96.8 %",
+        channel="malignant & rare",
         withheld="",
         partial=False,
         coverage=1.0,
         first=1,
-        classes=[
-            ClassBar("benign", 0.0321, 0.01, "rgb(1, 2, 3)"),
-            ClassBar("malignant & rare", 0.9679, 0.01, "rgb(9, 8, 7)"),
+        bars=[
+            ReportBar("benign", 0.0321, "3.2 %", "1.0", "rgb(1, 2, 3)"),
+            ReportBar("malignant & rare", 0.9679, "96.8 %", "1.0", "rgb(9, 8, 7)"),
         ],
-        probability_note="Mean of two.",
+        exclusive=True,
+        note="Mean of two.",
         facts=[("tissue seen", "93.1 %")],
         flags=flags_of(["mpp_assumed", "some_new_flag"]),
         thumbnail=PICTURE,
@@ -110,7 +113,9 @@ def test_page_says_what_a_reader_must_know() -> None:
 
 def test_single_model_has_no_spread_and_a_page_without_regions_has_no_empty_section() -> None:
     single = replace(
-        report_of(), classes=[ClassBar("a", 0.4, None, "red"), ClassBar("b", 0.6, None, "blue")], regions=[]
+        report_of(),
+        bars=[ReportBar("a", 0.4, "40.0 %", "", "red"), ReportBar("b", 0.6, "60.0 %", "", "blue")],
+        regions=[],
     )
     text = "".join(parsed(single).text)
     assert "±" not in text
