@@ -26,9 +26,10 @@ from tests.conftest import ROOT, Hyfi
 from tests.workflows.archive import make_store
 from workflows.cli import app
 from workflows.config.load import load_config
+from workflows.config.tasks import TASKS
 from workflows.launch.scripts import Site
 from workflows.tasks.bootstrap import DRAWS, LEVEL
-from workflows.tasks.class_metrics import CALIBRATION_BINS, METRICS
+from workflows.tasks.class_metrics import CALIBRATION_BINS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIRST_PROJECT = ROOT / "docs" / "first-project.md"
@@ -163,7 +164,9 @@ def test_flags_and_metrics_are_all_explained() -> None:
     flags, metrics = text.partition("## Metrics")[::2]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", flags, re.MULTILINE))
     assert rows == FLAG_MEANINGS
-    assert set(re.findall(r"^\| `(\w+)` \|", metrics, re.MULTILINE)) == {*METRICS, "loss"}
+    assert set(re.findall(r"^\| `(\w+)` \|", metrics, re.MULTILINE)) == {
+        name for facts in TASKS.values() for name in ("loss", *facts.metrics)
+    }
     assert (
         f"more than {BLURRED_SHARE:.0%}".replace("%", " %") in flags
         and f"more than {PEN_SHARE:.1%}".replace("%", " %") in flags

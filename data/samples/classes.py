@@ -85,7 +85,7 @@ def _refuse_other_values(named: NamedTable, column: str) -> None:
     )
     if all(map(_is_number, values)):
         raise RequestError(
-            f"{where}: {counts}: these are numbers, not classes; regression is not supported by this version: bin them "
+            f"{where}: {counts}: these are numbers, not classes: predict them with data.task: regression, bin them "
             "into classes in a column of their own (low, high), or list them as model.classes if they are classes"
         )
     raise RequestError(

@@ -99,7 +99,7 @@ def load_labels(
             f"{table.name}: {key} {item}: unknown class {name!r} in {target!r}; known: {', '.join(names)}"
         )
     indices = {item: index[name] if name else None for item, name in found.items()}
-    return Labels(target, key, names, indices, _cases(table), table.rows, named.notes)
+    return Labels(target, key, names, indices, cases_of(table), table.rows, named.notes)
 
 
 def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None) -> list[dict[str, str]]:
@@ -130,7 +130,8 @@ def _class_names(table: Table, key: str, target: str) -> dict[str, str]:
     return found
 
 
-def _cases(table: Table) -> dict[str, str]:
+def cases_of(table: Table) -> dict[str, str]:
+    """Return the case of each slide, if the table has both columns."""
     if not {"slide_id", "case_id"} <= set(table.columns):
         return {}
     return {row["slide_id"]: row["case_id"] for row in table.rows if row["slide_id"] and row["case_id"]}

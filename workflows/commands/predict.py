@@ -254,7 +254,7 @@ def _report(report: PredictionReport, request: PredictionRequest, page: Path, re
         if not one.prediction:
             continue
         partial = ", incomplete" if one in report.incomplete else ""
-        verdict = f"{readout.brief(np.array(one.values))}{partial}"
+        verdict = f"{readout.brief(np.array(one.values)) or 'no interval'}{partial}"
         console.say(f"{one.slide_id}: {one.prediction} ({verdict})  {out / one.slide_id / 'report.html'}")
     used = (
         {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hyfi_core.errors import RequestError
+from workflows.config.tasks import TASKS
 from workflows.console import counted, duration, emit_json, plain_number, say
 from workflows.exit_codes import DONE
 from workflows.launch.log_summary import RankReport, first_failed, read_logs
@@ -23,6 +24,8 @@ from workflows.training.throughput import describe_loading, describe_throughput
 
 _RATES = ("images_per_second", "gigapixels_per_second", "flops_per_second", "utilisation", "memory_bytes")
 _LATEST_STEPS = 50
+_BRIEF = ("loss", *(facts.selecting[0] for facts in TASKS.values()))
+"""Metrics of the last validation that are shown: the loss, and the main one of the task."""
 _LEAST_STALL_S = 60.0
 
 
@@ -56,7 +59,7 @@ def run(folder: Path, as_json: bool) -> int:
     if found["fullest"]:
         say(f"{describe_fullest(found['fullest'])} (at step {found['stragglers_step']})")
     if found["validation"]:
-        numbers = ", ".join(f"{k} {_number(v)}" for k, v in found["validation"].items() if k in ("loss", "auroc"))
+        numbers = ", ".join(f"{k} {_number(v)}" for k, v in found["validation"].items() if k in _BRIEF)
         say(f"last validation, step {found['validation']['step']}: {numbers}")
     say(f"latest checkpoint: {found['latest'] or 'none'}; best: {found['best'] or 'none'}")
     for line in _logs_text(folder, found["state"], found["logs"]):

@@ -80,16 +80,10 @@ class DataConfig(Section):
         description="a list of words: cells of labels and splits that count as empty; default: NA, nan, None, unknown, "
         "- and others (docs/tables.md)",
     )
-    task: Literal["multiclass"] = Field(
+    task: Literal["multiclass", "regression"] = Field(
         "multiclass", description=f"{', '.join(TASKS)}: what is predicted; {'; '.join(_about())}"
     )
     loss: str | None = Field(None, description=f"{'; '.join(_losses())}: the loss; default: the first of the task")
-    separator: str | None = Field(
-        None,
-        min_length=1,
-        max_length=1,
-        description="a character: separates the labels in a cell of one target column (multilabel)",
-    )
     splits: UserPath | None = Field(
         None, description="a CSV file: what `hyfi split` wrote; default: the split_column of the labels"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LOWER_IS_BETTER = frozenset({"loss", "calibration_error", "mae", "rmse", "grade_error"})
+LOWER_IS_BETTER = frozenset({"loss", "calibration_error", "mae", "rmse"})
 """Metrics that are better if lower, of all tasks."""
 
 
@@ -44,5 +44,13 @@ _MULTICLASS = TaskFacts(
     weights_classes=True,
     outputs_fewer=0,
 )
-TASKS = {facts.name: facts for facts in (_MULTICLASS,)}
+_REGRESSION = TaskFacts(
+    "regression",
+    "each slide has a number",
+    ("huber", "mse"),
+    ("mae", "rmse", "r2", "spearman", "loss"),
+    ("mae", "rmse", "r2", "spearman"),
+    outputs=1,
+)
+TASKS = {facts.name: facts for facts in (_MULTICLASS, _REGRESSION)}
 """The tasks by name."""

@@ -68,6 +68,12 @@ def _check_output(program: Program, images: int, classes: int, name: str) -> Non
     info = program.values.get(found.name) if isinstance(found, Ref) else None
     if info is not None and info.shape == (images, classes) and info.dtype.is_floating_point:
         return
+    if classes == 1:
+        raise RequestError(
+            f"model {name}: the task needs one output for each image, a tensor of shape ({images}, 1); it returns "
+            f"{'something else' if info is None else f'shape {tuple(info.shape)}'}: let the factory use its argument "
+            "`classes`, here 1, for the size of the last layer, and forward return the outputs alone"
+        )
     if info is None:
         given = f"a {type(found).__name__}" if not isinstance(found, Ref) else "a constant"
     elif info.shape == (images, 1) and classes == 2:

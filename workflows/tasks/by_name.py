@@ -9,9 +9,10 @@ from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
 from workflows.config.tasks import TASKS
 from workflows.tasks.multiclass import Multiclass
+from workflows.tasks.regression import Regression
 from workflows.tasks.task import Task
 
-_CLASSES: dict[str, type[Task]] = {kind.facts.name: kind for kind in (Multiclass,)}
+_CLASSES: dict[str, type[Task]] = {kind.facts.name: kind for kind in (Multiclass, Regression)}
 assert _CLASSES.keys() == TASKS.keys()
 
 

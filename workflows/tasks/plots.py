@@ -110,6 +110,18 @@ def reliability_plot(probabilities: Array, targets: NDArray[np.int64], title: st
     return Plot(title, _svg(figure), caption)
 
 
+def scatter_plot(true: Array, values: Array, name: str) -> Plot:
+    """Return predicted over true values; ``values``: (N, 3), each value and its interval, NaN: none."""
+    figure, axes = _figure(f"{name}, true", f"{name}, predicted", limits=False)
+    low, high = float(min(true.min(), values[:, 0].min())), float(max(true.max(), values[:, 0].max()))
+    axes.plot([low, high], [low, high], color="#b9bec7", linewidth=0.8, linestyle="--")
+    if np.isfinite(values).all():
+        axes.vlines(true, values[:, 1], values[:, 2], color="#dfe3ea", linewidth=1.2)
+    axes.scatter(true, values[:, 0], color="#ab1f4d", s=14, zorder=3)
+    intervals = " Lines: the interval of each prediction." if np.isfinite(values).all() else ""
+    return Plot("Predicted and true", _svg(figure), f"On the diagonal, both are equal.{intervals}")
+
+
 def _figure(x_name: str, y_name: str, limits: bool = True) -> tuple[Any, Any]:
     """Return a figure that needs no display, and its axes."""
     from matplotlib.figure import Figure

@@ -46,7 +46,6 @@ class LabelSource:
         rows: Rows of the store's manifest.
         merge_alike: Whether several spellings of one name are joined.
         missing: Words of which a value is missing.
-        separator: Separates the labels of one cell.
     """
 
     path: Path
@@ -55,7 +54,6 @@ class LabelSource:
     rows: Sequence[Mapping[str, str]] = ()
     merge_alike: bool = False
     missing: tuple[str, ...] = MISSING
-    separator: str | None = None
 
 
 @dataclass(frozen=True)

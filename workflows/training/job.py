@@ -240,9 +240,7 @@ def read_labels(config: Config, path: Path, rows: Sequence[Mapping[str, str]]) -
     """
     configured, data = config.model.classes, config.data
     classes = configured if isinstance(configured, tuple) else None
-    source = LabelSource(
-        path, data.columns, classes, rows, data.merge_alike, data.missing_words, separator=data.separator
-    )
+    source = LabelSource(path, data.columns, classes, rows, data.merge_alike, data.missing_words)
     labels = task_class(data.task).read_labels(source)
     count = len(labels.classes)
     if configured is not None and not count:

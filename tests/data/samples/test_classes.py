@@ -63,7 +63,7 @@ def test_a_whole_number_is_one_class_however_many_zeros_follow_its_point(tmp_pat
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([f"{k * 1.7:.2f}" for k in range(8)], "8 different values for 8 rows.*regression is not supported.*bin them"),
+        ([f"{k * 1.7:.2f}" for k in range(8)], "8 different values for 8 rows.*data.task: regression.*bin them"),
         ([str(30 + k) for k in range(40)], "numbers, not classes"),
         ([f"slide {k}" for k in range(40)], "names, not classes; name the column"),
         (["TP53;KRAS", "TP53", "KRAS"], "'TP53;KRAS' has several classes.*multi-label.*a column of yes and no"),

@@ -1,0 +1,94 @@
+"""Numbers as labels: values that are missing, impossible, or only look like numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+
+from data.csv_table import Table, read_table
+from data.missing import MISSING
+from data.samples.labels import Labels, Target, cases_of
+from data.samples.names import with_one_name_each, without_missing
+from data.spelling import shown
+from hyfi_core.errors import RequestError
+
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
+_HINTS = (
+    (re.compile(r"[+-]?[0-9]+,[0-9]+"), "has a comma: write a point for decimals, and nothing between thousands"),
+    (re.compile(r"[<>≤≥~].*[0-9].*"), "is a bound, not a number: write the number, or leave the cell empty"),
+    (re.compile(r"[0-9.]+\s*[-–]\s*[0-9.]+"), "is a range, not a number"),
+    (re.compile(r"[+-]?[0-9.,]+\s*[^0-9.,]+"), "has a unit: name the unit in the column's name, and write the number"),
+    (re.compile(r"[+-]?inf(inity)?", re.IGNORECASE), "is not finite"),
+)
+_NAMED = 3
+
+
+def load_numbers(
+    csv: Path,
+    target: str,
+    *,
+    rows: Iterable[Mapping[str, str]] = (),
+    merge_alike: bool = False,
+    missing: Iterable[str] = MISSING,
+) -> Labels:
+    """Read a number for each slide or case from the column ``target`` of a CSV; the arguments as of `load_labels`.
+
+    Raises:
+        RequestError: The file or the column is missing, a value is no finite number, a slide has two, or there are not
+            two different ones.
+    """
+    table = read_table(csv, "labels")
+    table.require(target, "the number of each slide: data.target")
+    words = tuple(missing)
+    named = without_missing(with_one_name_each(table, rows, merge=merge_alike, missing=words), target, words)
+    table = named.table
+    numbers = numbers_by_key(table, target)
+    known = [number for number in numbers.values() if number is not None]
+    if not known:
+        raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
+    if len(set(known)) < 2:
+        raise RequestError(f"{table.name}: {target!r} is {known[0]:g} for every slide: there is nothing to learn")
+    note = f"{target}: {len(known)} numbers from {min(known):g} to {max(known):g}, median {median(known):g}"
+    if len(set(known)) == 2:
+        note += "; only two are different: if these are classes, use data.task: multiclass"
+    indices: dict[str, Target | None] = {
+        item: None if number is None else (number,) for item, number in numbers.items()
+    }
+    return Labels(target, table.key, (), indices, cases_of(table), table.rows, (*named.notes, note))
+
+
+def numbers_by_key(table: Table, column: str) -> dict[str, float | None]:
+    """Return slide or case to its number in a column; None: empty.
+
+    Raises:
+        RequestError: A value is no finite number, a slide or case has two, or a row has a number but no key.
+    """
+    wrong = [(line, text) for line, row in zip(table.lines, table.rows, strict=True) if _is_wrong(text := row[column])]
+    if wrong:
+        lines = ", ".join(f"{shown(text)} (line {line})" for line, text in wrong[:_NAMED])
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        hint = next((hint for form, hint in _HINTS if form.fullmatch(wrong[0][1].strip())), "is not a number")
+        raise RequestError(
+            f"{table.name}: {column}: {lines}{more}: the first {hint}; words that mean missing belong into data.missing"
+        )
+    numbers: dict[str, float | None] = {}
+    lines_of: dict[str, int] = {}
+    for line, row in zip(table.lines, table.rows, strict=True):
+        item, number = row[table.key], float(row[column]) if row[column] else None
+        if not item:
+            if number is not None:
+                raise RequestError(f"{table.name}, line {line}: {column} {row[column]!r}, but no {table.key}")
+            continue
+        if item in numbers and numbers[item] != number:
+            both = f"{numbers[item]} on line {lines_of[item]} and {number} on line {line}"
+            raise RequestError(f"{table.name}: {table.key} {item} has two values of {column}: {both}")
+        numbers.setdefault(item, number)
+        lines_of.setdefault(item, line)
+    return numbers
+
+
+def _is_wrong(text: str) -> bool:
+    return bool(text) and not (_NUMBER.fullmatch(text) and math.isfinite(float(text)))

@@ -1,0 +1,268 @@
+"""A number of each slide: Huber loss or squared error of standardised values, conformal intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data.missing import is_missing
+from data.samples.labels import Labels, Target
+from data.samples.numbers import load_numbers
+from hyfi_core.errors import RequestError
+from pathology.predict.readout import ReadBar, Readout, Values
+from workflows.config.data import DataConfig
+from workflows.config.tasks import TASKS, TaskFacts
+from workflows.tasks.bootstrap import resampled
+from workflows.tasks.number_metrics import number_metrics
+from workflows.tasks.page_section import PageSection, shown_metric
+from workflows.tasks.plots import scatter_plot
+from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
+
+LEVEL = 0.9
+"""Share of new cases whose value the interval of a prediction contains; with fewer than 9 cases there is none."""
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """Numbers. A target is (value,); the model has one output, the value standardised by ``mean`` and ``std``.
+
+    Attributes:
+        mean: Of the values of the training slides.
+        std: Their standard deviation.
+        kind: ``huber`` or ``mse``, of standardised values.
+    """
+
+    facts: ClassVar[TaskFacts] = TASKS["regression"]
+    mean: float = 0.0
+    std: float = 1.0
+    kind: str = "huber"
+
+    @classmethod
+    def read_labels(cls, source: LabelSource) -> Labels:
+        """Return the number of each slide; see ``Task`` and `data.samples.numbers.load_numbers`."""
+        (column,) = source.columns
+        merge = source.merge_alike
+        return load_numbers(source.path, column, rows=source.rows, merge_alike=merge, missing=source.missing)
+
+    @classmethod
+    def fitted(cls, data: DataConfig, labels: Labels, train: Sequence[Target]) -> Self:
+        """Return the task with mean and standard deviation of the training slides."""
+        values = np.array([_value(target) for target in train], dtype=np.float64)
+        if not values.std() > 0:
+            raise RequestError(
+                f"data.target: {labels.target!r} is {values[0]:g} for all {len(values)} training slides: there is "
+                "nothing to learn"
+            )
+        return cls(data.columns, float(values.mean()), float(values.std()), data.loss or cls.facts.losses[0])
+
+    @classmethod
+    def of_json(cls, model: Mapping[str, Any]) -> Self:
+        """Return the task of a ``model.json``."""
+        numbers = model["regression"]
+        return cls(target_columns(model), float(numbers["mean"]), float(numbers["std"]), str(numbers["loss"]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the target's name, and ``regression``: ``mean``, ``std``, ``loss``."""
+        numbers = {"mean": self.mean, "std": self.std, "loss": self.kind}
+        return {"class_names": list(self.names), "regression": numbers}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The target."""
+        return self.columns
+
+    @property
+    def outputs(self) -> int:
+        """One."""
+        return 1
+
+    def tensor(self, targets: Iterable[Target]) -> torch.Tensor:
+        """Return values (N,) float64."""
+        return torch.tensor([_value(target) for target in targets], dtype=torch.float64)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of standardised values."""
+        return self._losses(outputs, targets).mean()
+
+    def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the metrics of `workflows.tasks.number_metrics`, in the units of the target."""
+        losses = (counts @ self._losses(outputs, targets)) / counts.sum(1)
+        return {"loss": losses, **number_metrics(self._values(outputs), targets, counts)}
+
+    def by_case(
+        self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean or the largest output and the mean or the largest value of each case."""
+        cases = int(of_case.max()) + 1 if len(of_case) else 0
+        reduce = torch.amax if how == "max" else torch.mean
+        members = [of_case == case for case in range(cases)]
+        merged = [torch.stack([reduce(all_of[one], 0) for one in members]) for all_of in (outputs, targets)]
+        return merged[0], merged[1]
+
+    def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
+        """Return the half width of intervals that contain the value of `LEVEL` of new cases.
+
+        Split conformal prediction (Vovk et al., Algorithmic Learning in a Random World, 2005): of the residuals of n
+        cases, the ⌈(n + 1) · level⌉-th smallest. A case counts with the largest residual of its slides.
+        """
+        if not bool(outputs.isfinite().all()):
+            return None
+        residuals = (self._values(outputs) - targets).abs()
+        cases = int(of_case.max()) + 1
+        largest = torch.stack([residuals[of_case == case].amax() for case in range(cases)]).sort().values
+        rank = math.ceil((cases + 1) * LEVEL)
+        if rank > cases:
+            return None
+        return {"half_width": float(largest[rank - 1]), "level": LEVEL, "cases": cases}
+
+    def describe_calibration(
+        self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Return how many of the slides lie within the intervals."""
+        inside = (self._values(outputs) - targets).abs() <= float(fitted["half_width"])
+        share = float(inside.double().mean())
+        text = f"intervals of ± {fitted['half_width']:.4g} contain {share:.1%} of {len(inside)} values"
+        return f"{text} ({fitted['level']:.0%} expected)", {**fitted, "contained": share, "slides": len(inside)}
+
+    def describe(self) -> str:
+        """Return the target and its mean."""
+        return f"{self.columns[0]} (mean {self.mean:.4g}, standard deviation {self.std:.4g})"
+
+    def text(self, target: Target) -> str:
+        """Return the number."""
+        return f"{_value(target):.12g}"
+
+    def target_of(self, text: str) -> Target | None:
+        """Return the number of a text."""
+        try:
+            value = math.nan if is_missing(text) else float(text)
+        except ValueError:
+            return None
+        return (value,) if math.isfinite(value) else None
+
+    def warnings(self, train: Sequence[Target], val: Sequence[Target]) -> list[str]:
+        """Return a warning if r2 and spearman are undefined on validation slides, or there will be no intervals."""
+        warnings = []
+        if val and len(set(val)) == 1:
+            warnings.append("all validation slides have the same value: r2 and spearman are undefined")
+        if val and len(val) < math.ceil(1 / (1 - LEVEL) - 1):
+            warnings.append(f"{len(val)} validation slides: predictions get no interval, which needs 9 cases")
+        return warnings
+
+    def readout(self, calibration: Mapping[str, Any] | None) -> Readout:
+        """Return the value in the units of the target, with its interval if there is one."""
+        width = (calibration or {}).get("half_width")
+        return NumberReadout(self.columns[0], self.mean, self.std, None if width is None else float(width))
+
+    def page(
+        self,
+        values: NDArray[np.float64],
+        targets: Sequence[Target],
+        draws: NDArray[np.float64],
+        before: NDArray[np.float64] | None = None,
+    ) -> PageSection:
+        """Return predicted against true values; the largest errors are those to look at."""
+        true, predicted = self.tensor(targets), torch.from_numpy(np.ascontiguousarray(values[:, 0]))
+
+        def draw(counts: torch.Tensor) -> dict[str, torch.Tensor]:
+            return number_metrics(predicted, true, counts)
+
+        once = {name: float(one) for name, one in draw(torch.ones(1, len(true), dtype=torch.float64)).items()}
+        bounds = resampled(draw, self.facts.metrics, torch.from_numpy(draws))
+        metrics = [shown_metric(n, v if math.isfinite(v) else None, bounds[n]) for n, v in once.items()]
+        plot = scatter_plot(true.numpy(), values, self.columns[0])
+        errors = (predicted - true).abs().tolist()
+        return PageSection(metrics, [plot], errors=dict(enumerate(errors)))
+
+    def _values(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs[:, 0].double() * self.std + self.mean
+
+    def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        predicted = wide(outputs)[:, 0]
+        standard = ((targets - self.mean) / self.std).to(predicted.dtype)
+        function = torch.nn.functional.mse_loss if self.kind == "mse" else torch.nn.functional.huber_loss
+        return function(predicted, standard, reduction="none")
+
+
+@dataclass(frozen=True)
+class NumberReadout(Readout):
+    """A number in the units of the target; scores of positions are its place among the training values, if normal.
+
+    Attributes:
+        name: The target.
+        mean, std: By which outputs are made values.
+        half_width: Of the interval; None: there is none.
+    """
+
+    name: str
+    mean: float
+    std: float
+    half_width: float | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The value and its interval."""
+        return ("value", "value_low", "value_high")
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The target."""
+        return (self.name,)
+
+    def values(self, logits: Values) -> Values:
+        """Return the value and its interval."""
+        value = float(logits[0]) * self.std + self.mean
+        width = math.nan if self.half_width is None else self.half_width
+        return np.array([value, value - width, value + width])
+
+    def uncalibrated(self, logits: Values) -> Values:
+        """Return the same: the value has no calibration."""
+        return self.values(logits)
+
+    def position_scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the normal distribution function of standardised outputs: 0.5 is the mean of the training slides."""
+        scores: torch.Tensor = torch.special.ndtr(logits.float())
+        return scores
+
+    def prediction(self, values: Values) -> str:
+        """Return the value with four digits."""
+        return f"{values[0]:.4g}"
+
+    def main(self, values: Values) -> int:
+        """Return the value."""
+        return 0
+
+    def channel(self, values: Values) -> int:
+        """Return the only one."""
+        return 0
+
+    def bars(self, values: Values) -> Sequence[ReadBar]:
+        """Return the value, on a bar of the distribution of the training values."""
+        place = float(torch.special.ndtr(torch.tensor((values[0] - self.mean) / self.std)))
+        return [ReadBar(self.name, place, self.prediction(values), 0)]
+
+    def verdict(self, values: Values) -> str:
+        """Return the interval."""
+        return "" if math.isnan(values[1]) else f"{values[1]:.4g} to {values[2]:.4g}"
+
+    def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
+        """Return what the interval means."""
+        fitted = f"a new case lies in the interval with a probability of {LEVEL:.0%}, if it is like those of validation"
+        how = fitted if self.half_width is not None else "no interval: too few validation cases"
+        averaged = f"Mean of {models} models, ± their standard deviation. " if models > 1 else ""
+        return f"{averaged}The bar is the place among the training slides; {how}."
+
+    def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:
+        """Return the numbers."""
+        return {"values": super().metadata(values, uncalibrated)["values"]}
+
+
+def _value(target: Target) -> float:
+    assert isinstance(target, tuple)
+    return target[0]
