@@ -44,12 +44,12 @@ def config_of(folder: Path, store: Path, steps: int) -> Path:
 
 
 def test_a_number_is_learnt_and_validated(tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_here(config_of(tmp_path, store, 48), "validation.every_steps=24") == 0
+    assert run_here(config_of(tmp_path, store, 72), "validation.every_steps=36") == 0
     assert "age (mean 55" in capfd.readouterr().out
     best = tmp_path / "run/checkpoints/best"
     model = read_model_json(best)
     assert (model["task"], model["class_names"], model["model"]["classes"]) == ("regression", ["age"], 1)
-    (last,) = [one for one in read_metrics(tmp_path / "run/metrics.jsonl") if one["step"] == 48 and "mae" in one]
+    (last,) = [one for one in read_metrics(tmp_path / "run/metrics.jsonl") if one["step"] == 72 and "mae" in one]
     assert last["mae"] < 5 and last["r2"] > 0.9 and set(last["intervals"]) == {"loss", "mae", "rmse", "r2", "spearman"}
     request = validate.EvaluationRequest(best, store, tmp_path / "ages.csv", split="val", out=tmp_path / "page")
     assert validate.run(request, None) == 0
