@@ -7,7 +7,9 @@ Efron and Tibshirani, An Introduction to the Bootstrap, 1993.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -16,6 +18,8 @@ from workflows.tasks.class_metrics import METRICS, log_odds, weighted_metrics
 
 DRAWS, SEED = 1000, 20_000
 LEVEL = 0.95
+FEW = 100
+"""Most slides for which the interval of a share is that of Wilson: of more, the bootstrap holds."""
 MAX_COUNTS = 4_000_000
 """Most counts processed at once: 32 MB for each of a few temporary arrays."""
 
@@ -43,7 +47,24 @@ def intervals(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor,
     names = ("loss", *METRICS)
     if len(targets) == 0 or not bool(logits.isfinite().all()):
         return dict.fromkeys(names)
-    return resampled(lambda part: drawn_metrics(logits, targets, losses, part), names, counts)
+    found = resampled(lambda part: drawn_metrics(logits, targets, losses, part), names, counts)
+    cases = len({tuple(column) for column in counts.T.tolist()}) if len(targets) <= FEW else 0
+    if found["accuracy"] is not None or cases > 1:
+        right = float((logits.argmax(1) == targets).double().mean())
+        found["accuracy"] = wilson(right, cases) if cases else found["accuracy"]
+    return found
+
+
+def wilson(share: float, cases: int) -> list[float]:
+    """Return the 95 % interval of a share of ``cases``, which also holds if all or none are counted.
+
+    Wilson, Probable inference, the law of succession, and statistical inference, JASA 22:209, 1927. Slides of one case
+    are not independent: with several slides a case, the share is taken as one of cases, which makes it wide enough.
+    """
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    middle, factor = share + z**2 / (2 * cases), 1 + z**2 / cases
+    half = z * math.sqrt(share * (1 - share) / cases + z**2 / (4 * cases**2))
+    return [max(0.0, (middle - half) / factor), min(1.0, (middle + half) / factor)]
 
 
 def resampled(
@@ -51,7 +72,8 @@ def resampled(
 ) -> Intervals:
     """Return {metric: [low, high]}: the middle 95 % of the draws in which the metric is defined.
 
-    The interval is None if fewer than half of the draws define the metric, or if there is only one case.
+    The interval is None if fewer than half of the draws define the metric, if it is the same in all, as where three
+    cases are ranked without an error, or if there is only one case.
 
     Args:
         draw: Returns the metrics of some rows of ``counts``, each (draws,); NaN if undefined.
@@ -80,4 +102,6 @@ def _interval(values: np.ndarray) -> list[float] | None:
         return None
     outside = (1 - LEVEL) / 2
     low, high = np.quantile(defined, [outside, 1 - outside])
+    if low == high:
+        return None  # all draws are alike: the samples are too few to say anything, not the metric certain
     return [float(low), float(high)]

@@ -14,7 +14,7 @@ from hyfi_core.errors import RequestError
 from pathology.predict.readout import ClassReadout
 from workflows.config.data import DataConfig
 from workflows.config.tasks import TASKS, TaskFacts
-from workflows.tasks.bootstrap import drawn_metrics
+from workflows.tasks.bootstrap import Intervals, drawn_metrics, intervals
 from workflows.tasks.calibration import evaluate_temperature, fit_temperature
 from workflows.tasks.cases import aggregated
 from workflows.tasks.class_page import class_section
@@ -96,6 +96,10 @@ class Multiclass(Task):
     def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the metrics of `workflows.tasks.class_metrics`."""
         return drawn_metrics(outputs, targets, sample_losses(outputs, targets, self.weights), counts)
+
+    def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
+        """Return intervals by bootstrap, of ``accuracy`` by Wilson."""
+        return intervals(outputs, targets, sample_losses(outputs, targets, self.weights), counts)
 
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation

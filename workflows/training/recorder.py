@@ -22,17 +22,22 @@ Metrics = Mapping[str, Any]
 
 
 def format_metrics(metrics: Metrics) -> dict[str, str]:
-    """Return loss and metrics as text: ``0.8123 (0.7001 to 0.9012)``, ``0.8123`` or ``undefined``."""
+    """Return loss and metrics as text: ``0.8123 (0.7001 to 0.9012)``, ``0.8123`` or ``undefined``.
+
+    A metric whose interval was sought and is undefined, because there are too few cases, says so.
+    """
     found = metrics.get("intervals", {})
     numbers = {
         k: v for k, v in metrics.items() if isinstance(v, float) or (v is None and k not in ("case", "calibration"))
     }
-    return {name: _format_number(value, found.get(name)) for name, value in numbers.items()}
+    return {name: _format_number(value, found.get(name, ())) for name, value in numbers.items()}
 
 
 def _format_number(value: float | None, interval: Sequence[float] | None) -> str:
     if value is None:
         return "undefined"
+    if interval is None:
+        return f"{value:.4f} (interval undefined: too few cases)"
     return f"{value:.4f}" + (f" ({interval[0]:.4f} to {interval[1]:.4f})" if interval else "")
 
 
