@@ -24,7 +24,7 @@ Metrics = Mapping[str, Any]
 def format_metrics(metrics: Metrics) -> dict[str, str]:
     """Return loss and metrics as text: ``0.8123 (0.7001 to 0.9012)``, ``0.8123`` or ``undefined``.
 
-    A metric whose interval was sought and is undefined, because there are too few cases, says so.
+    A metric whose interval is undefined says so: too few cases define it, or all draws are alike.
     """
     found = metrics.get("intervals", {})
     numbers = {
@@ -37,7 +37,7 @@ def _format_number(value: float | None, interval: Sequence[float] | None) -> str
     if value is None:
         return "undefined"
     if interval is None:
-        return f"{value:.4f} (interval undefined: too few cases)"
+        return f"{value:.4f} (interval undefined)"
     return f"{value:.4f}" + (f" ({interval[0]:.4f} to {interval[1]:.4f})" if interval else "")
 
 
