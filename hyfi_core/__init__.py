@@ -11,16 +11,35 @@ if TYPE_CHECKING:
     from hyfi_core.runtime.engine import Engine as Engine
     from hyfi_core.runtime.launch import init as init
     from hyfi_core.runtime.parallelize import parallelize as parallelize
+    from hyfi_core.tiles.engine import TilesEngine as TilesEngine
+    from hyfi_core.tiles.parallelize_tiles import parallelize_tiles as parallelize_tiles
+    from hyfi_core.tiles.source import TensorTiles as TensorTiles
+    from hyfi_core.tiles.source import TileSource as TileSource
 
 _WHERE = {
     "Box": "hyfi_core.plan.box",
     "ParallelPlan": "hyfi_core.plan.parallel_plan",
     "Engine": "hyfi_core.runtime.engine",
     "parallelize": "hyfi_core.runtime.parallelize",
+    "parallelize_tiles": "hyfi_core.tiles.parallelize_tiles",
+    "TensorTiles": "hyfi_core.tiles.source",
+    "TileSource": "hyfi_core.tiles.source",
+    "TilesEngine": "hyfi_core.tiles.engine",
     "RequestError": "hyfi_core.errors",
     "init": "hyfi_core.runtime.launch",
 }
-__all__ = ["Box", "Engine", "ParallelPlan", "RequestError", "init", "parallelize"]
+__all__ = [
+    "Box",
+    "Engine",
+    "ParallelPlan",
+    "RequestError",
+    "TensorTiles",
+    "TileSource",
+    "TilesEngine",
+    "init",
+    "parallelize",
+    "parallelize_tiles",
+]
 
 
 def __getattr__(name: str) -> Any:

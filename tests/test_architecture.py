@@ -30,6 +30,7 @@ ARROWS = {
         "cost": {"lowering", "rules", "capture", "ops", "schedule", "plan"},
         "runtime": {"cells", "cost", "lowering", "rules", "capture", "ops", "comm", "schedule", "plan"},
         "cells": {"cost", "lowering", "rules", "capture", "ops", "comm", "schedule", "plan"},
+        "tiles": {"runtime", "ops", "capture", "comm", "plan"},
         "models": set(),
     },
     "data": {

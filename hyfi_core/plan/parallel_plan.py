@@ -65,7 +65,7 @@ class ParallelPlan:
         RequestError: a field is invalid; the message names it and what is allowed.
     """
 
-    grids: tuple[tuple[int, int], ...]
+    grids: tuple[tuple[int, int], ...] = ()
     cuts: tuple[str, ...] | Literal["auto"] = "auto"
     microbatches: int = 1
     schedule: Schedule = "1f1b"
@@ -82,9 +82,13 @@ class ParallelPlan:
     cells: tuple[int, int] | Literal["auto"] | None = None
     spill: str | None = None
     branches: int = 1
+    tiles: int | None = None
 
     def __post_init__(self) -> None:
         """Validate all fields."""
+        if self.tiles is not None:
+            _check_tiles(self)
+            object.__setattr__(self, "grids", ((1, self.tiles),))
         object.__setattr__(self, "grids", _parse_grids(self.grids))
         if self.cuts != "auto":
             object.__setattr__(self, "cuts", _parse_cuts(self.cuts, self.stages))
@@ -212,7 +216,7 @@ class ParallelPlan:
         unknown = sorted(set(fields) - set(known))
         if unknown:
             raise RequestError(f"a plan has no field {unknown[0]!r}; its fields are {', '.join(known)}")
-        if "grids" not in fields:
+        if "grids" not in fields and fields.get("tiles") is None:
             raise RequestError("a plan needs 'grids': rows x columns of ranks for each stage, e.g. [[1, 2]]")
         return cls(**fields)
 
@@ -226,6 +230,23 @@ def _check_count(name: str, value: Any, allowed: str = "a whole number from 1") 
         raise RequestError(f"plan.{name} is {value!r}; use {allowed}")
 
 
+def _check_tiles(plan: ParallelPlan) -> None:
+    """Refuse fields that divide images in a plan that divides the tiles of slides."""
+    _check_count("tiles", plan.tiles, "null, or a number of ranks from 1")
+    if plan.grids and _parse_grids(plan.grids) != ((1, plan.tiles),):
+        raise RequestError(
+            f"plan.tiles is {plan.tiles} with plan.grids {plan.grids!r}: ranks share either tiles of slides or parts "
+            f"of images; leave grids out"
+        )
+    free = ("grids", "tiles", "replicas", "memory_bytes", "reduce_dtype", "microbatches", "gather_bytes")
+    for name, of in ParallelPlan.__dataclass_fields__.items():
+        if name not in free and (value := getattr(plan, name)) not in (of.default, ()):
+            raise RequestError(
+                f"plan.{name} is {value!r}, which does not go with plan.tiles: an encoder is computed tile by tile, in "
+                f"chunks that fit memory_bytes; leave {name} out"
+            )
+
+
 def _parse_grids(grids: Any) -> tuple[tuple[int, int], ...]:
     example = "use rows x columns for each stage, e.g. ((1, 2),)"
     try:
@@ -233,7 +254,7 @@ def _parse_grids(grids: Any) -> tuple[tuple[int, int], ...]:
     except (TypeError, ValueError):
         raise RequestError(f"plan.grids is {grids!r}; {example}") from None
     if not parsed:
-        raise RequestError(f"plan.grids is empty; {example}")
+        raise RequestError(f"plan.grids is empty; {example}, or set plan.tiles for parallelize_tiles")
     for grid in parsed:
         if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in grid):
             raise RequestError(f"plan.grids has {grid!r}; both sides are whole numbers from 1: {example}")
@@ -325,6 +346,8 @@ def _draw(plan: ParallelPlan) -> str:
         )
     if plan.branches > 1:
         lines.append(f"parallel branches are divided among the {plan.branches} planes of a replica")
+    if plan.tiles:
+        return "\n".join([*lines[:1], f"{_count(plan.tiles, 'rank')} of a replica share the tiles of each slide"])
     width = len(str(plan.ranks - 1))
     for number in _shown(list(range(plan.replicas * plan.branches))):
         if number is None:

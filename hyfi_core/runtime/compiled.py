@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -54,6 +54,20 @@ class HostedStage:
     tape: Tape
     position: int
     reads_image: bool
+
+
+class StageNames(Protocol):
+    """Which stages use which parameters and buffers; a ``Compiled`` model is one."""
+
+    @property
+    def names(self) -> Sequence[Iterable[str]]:
+        """Names of parameters and buffers, for each stage."""
+        ...
+
+    @property
+    def trained(self) -> Collection[str]:
+        """Names of the parameters that get gradients."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,12 @@ from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, lays
 from hyfi_core.runtime.calls.engine_state import EngineState
 from hyfi_core.runtime.calls.gradient_scale import GradientScale
 from hyfi_core.runtime.calls.local_use import mark_stale, watch_local_use
+from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
 from hyfi_core.runtime.calls.runners import Runners
 from hyfi_core.runtime.calls.same_pixels import SamePixels
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
-from hyfi_core.runtime.gradients import GradientsOfCells, ParameterHooks, StepGradients, clip
+from hyfi_core.runtime.gradients import GradientsOfCells, StepGradients
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.loss_function import Loss
 from hyfi_core.runtime.losses.training_loss import LossOver, TrainingLoss
@@ -230,32 +231,6 @@ class Engine(EngineState):
         self.events = done[0].events
         self.random.step += 1
         return self._loss.total([trained.loss for trained in done], over_batch)
-
-    def update(self, max_norm: float | None = None) -> float | None:
-        """Clip gradients to a global norm, run the optimizer step, and clear the gradients.
-
-        Args:
-            max_norm: largest norm of all gradients of the model together, on any plan.
-
-        Returns:
-            That norm before clipping, the same on every rank; None without ``max_norm``: it is not computed then.
-        """
-        norm = self.update_unread(max_norm)
-        return None if norm is None else float(norm)
-
-    def update_unread(self, max_norm: float | None = None) -> torch.Tensor | None:
-        """Like ``update``; the norm stays on the device, float64 without dims, and the host does not wait."""
-        factor, norm = self._scale.factor(), None
-        if max_norm is not None:
-            owned, alone = self._ownership.optimized(), self.plan.stages == 1
-            counted = owned if alone else self._ownership.counted()
-            norm = clip(owned, counted, max_norm, None if alone else self._groups.plane)
-        with self._watch.changing():
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self._consensus.updated(max_norm, factor)
-            self._mirrors.send_weights()
-        return norm
 
     def train_step(self, images: Images, labels: torch.Tensor) -> float:
         """Call ``accumulate`` and ``update``; return the loss."""

@@ -12,7 +12,7 @@ S-Caffe, PPoPP'17; buckets as in DDP).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch import nn
 
 from hyfi_core.comm.base import Pending
 from hyfi_core.comm.counted import CountedCommunicator
-from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import BUCKET_BYTES, ParallelPlan
+from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
 from hyfi_core.runtime.compiled import Compiled, HostedStage
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror
@@ -52,7 +52,7 @@ class StepGradients:
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self._compiled = compiled
         self._mirror = mirror
-        self._parameters = list({id(p): p for p in self._named.values() if p.requires_grad}.values())
+        self._earlier = EarlierGradients(self._named.values())
         dtype = torch.bfloat16 if plan.reduce_dtype == "bfloat16" else None
         self._group_of: dict[int, ReductionGroup] = {}
         self._groups: list[ReductionGroup] = []
@@ -65,7 +65,6 @@ class StepGradients:
                 self._groups.append(group)
                 self._group_of.update({id(parameter): group for parameter in members})
         self._waiting: dict[int, int] = {}
-        self._kept: list[torch.Tensor | None] = []
 
     @property
     def reduces(self) -> bool:
@@ -74,9 +73,7 @@ class StepGradients:
 
     def begin(self) -> None:
         """Set aside gradients accumulated by earlier calls, so that only new ones are reduced."""
-        self._kept = [None if p.grad is None else p.grad.clone() for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._earlier.set_aside()
         for group in self._groups:
             group.begin()
         self._waiting = {}
@@ -119,10 +116,7 @@ class StepGradients:
         for group in self._groups:
             group.finish()
         hooks.change()
-        for parameter, old in zip(self._parameters, self._kept, strict=True):
-            if old is not None:
-                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
-        self._kept = []
+        self._earlier.add()
         hooks.end()
 
     def _land(self, wait: bool) -> None:
@@ -139,64 +133,29 @@ class StepGradients:
             self._group_of[id(parameter)].complete([parameter])
 
 
-class ParameterHooks:
-    """The user's parameter hooks, suspended in this context during backward and run on the reduced gradients.
-
-    Hooks may be non-linear: the clamp of a sum is not the sum of clamps. One process calls hooks once for each
-    backward, so they are supported only with a single micro-batch.
+class EarlierGradients:
+    """Gradients that earlier calls have accumulated, so that only those of this call are reduced.
 
     Args:
-        named: parameters by name.
-        backwards: number of backwards that one process would run in this step: micro-batches times replicas.
-
-    Raises:
-        RequestError: there are hooks, and several backwards.
+        parameters: of the model; tied ones may come twice.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], backwards: int) -> None:
-        self._held: list[tuple[nn.Parameter, Any, list[Any], Any, list[Any]]] = []
-        for name, parameter in named.items():
-            before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-            if not before and not after:
-                continue
-            if backwards > 1:
-                raise RequestError(
-                    f"{name!r} has a gradient hook, which a single process would call once for each of {backwards} "
-                    f"micro-batches; use one micro-batch and one replica, or change gradients between "
-                    f"engine.accumulate "
-                    "and engine.update"
-                )
-            self._held.append((parameter, before, [*(before or {}).items()], after, [*(after or {}).items()]))
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list({id(p): p for p in parameters if p.requires_grad}.values())
+        self._kept: list[torch.Tensor | None] = []
 
-    def __enter__(self) -> None:
-        """Suspend them."""
-        for _, before, _, after, _ in self._held:
-            for hooks in (before, after):
-                if hooks is not None:
-                    hooks.clear()
+    def set_aside(self) -> None:
+        """Keep copies, and clear the parameters' gradients."""
+        self._kept = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
 
-    def __exit__(self, *raised: object) -> None:
-        """Register them again, in the original order."""
-        for _, before, held_before, after, held_after in self._held:
-            for hooks, held in ((before, held_before), (after, held_after)):
-                if hooks is not None:
-                    hooks.update(held)
-
-    def change(self) -> None:
-        """Run hooks that change a gradient, after its reduction and before accumulation."""
-        for parameter, _, held, _, _ in self._held:
-            gradient = parameter.grad
-            for _, hook in held if gradient is not None else ():
-                changed = hook(gradient)
-                if changed is not None and gradient is not None:
-                    gradient.copy_(changed)
-
-    def end(self) -> None:
-        """Run post-accumulate hooks."""
-        for parameter, _, _, _, held in self._held:
-            for _, hook in held:
-                if parameter.grad is not None:
-                    hook(parameter)
+    def add(self) -> None:
+        """Add them to the parameters' gradients."""
+        for parameter, old in zip(self._parameters, self._kept, strict=True):
+            if old is not None:
+                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+        self._kept = []
 
 
 class GradientsOfCells:

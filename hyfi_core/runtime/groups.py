@@ -102,6 +102,10 @@ class Groups:
                 self._reductions[holders] = counted
         return self._reductions[holders]
 
+    def sharers(self) -> int:
+        """Return the number of ranks on this node, which share its memory."""
+        return self._nodes.count(self._nodes[self.all.rank])
+
     def prepare_outputs(self) -> None:
         """Create ``outputs``, once. Collective over all trainers."""
         if self._outputs is None:

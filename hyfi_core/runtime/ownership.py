@@ -19,7 +19,7 @@ from hyfi_core.comm.base import Message
 from hyfi_core.comm.same_weights import HeldWeights
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.calls.local_use import local_state
-from hyfi_core.runtime.compiled import Compiled
+from hyfi_core.runtime.compiled import StageNames
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.saving.shares import deal
 from hyfi_core.stored_state import PreparedWeights, Weights, tensor_reader
@@ -35,7 +35,7 @@ class ParameterOwnership:
         device: of tensors that are gathered.
     """
 
-    def __init__(self, model: nn.Module, compiled: Compiled, groups: Groups, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, compiled: StageNames, groups: Groups, device: torch.device) -> None:
         self._model, self._device = model, device
         self._compiled = compiled
         self._groups = groups
@@ -157,7 +157,7 @@ class ParameterOwnership:
         return nn.Parameter(torch.zeros(0, device=self._device))
 
 
-def used_stages(model: nn.Module, compiled: Compiled) -> dict[str, set[int]]:
+def used_stages(model: nn.Module, compiled: StageNames) -> dict[str, set[int]]:
     """Return name of a parameter or buffer -> stages that use it; without those that no operator uses.
 
     Names of one tensor (tied weights) have the same stages.
@@ -237,7 +237,7 @@ def _read_into(value: torch.Tensor, read: Callable[[str], torch.Tensor], aliases
         return
 
 
-def _stages_by_name(model: nn.Module, compiled: Compiled) -> dict[str, set[int]]:
+def _stages_by_name(model: nn.Module, compiled: StageNames) -> dict[str, set[int]]:
     """Return name of a parameter or buffer -> stages to which it belongs.
 
     Tensors not used by any operator (a counter in evaluation mode) belong to the stage of their module, or to the first

@@ -80,7 +80,7 @@ def parallelize(
         RequestError: plan, ranks, shape or model are not compatible, or differ between ranks: the same error on every
             rank, before anything is changed.
     """
-    agree(comm, lambda: _check_choices(autocast, optimizer, loss_over))
+    agree(comm, lambda: check_choices(autocast, optimizer, loss_over))
     plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer, loss, output, weights, verify))
     own = frozenset(model.modules())
     settings: dict[str, object] = {"autocast": autocast, "image_dtype": image_dtype, "memory_format": memory_format}
@@ -156,6 +156,8 @@ def _checked(
     if plan is None:
         assert strategy is not None
         plan = plan_for(strategy, comm.size, shape[0])
+    if plan.tiles is not None:
+        raise RequestError(f"plan.tiles is {plan.tiles}, for slides as bags of tiles; call hyfi_core.parallelize_tiles")
     if plan.ranks != comm.size:
         raise RequestError(
             f"the plan needs {plan.ranks} ranks, but {comm.size} are running; start {plan.ranks}, or change plan.grids"
@@ -166,9 +168,9 @@ def _checked(
             f"a batch of {shape[0]} images cannot be cut into {plan.microbatches} equal micro-batches; "
             f"use plan.microbatches={divisor(shape[0], plan.microbatches)}"
         )
-    _check_model(model)
-    _check_weights(model, weights, verify)
-    _check_functions(loss, output, optimizer)
+    check_model(model)
+    check_weights(model, weights, verify)
+    check_functions(loss, output, optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(
             f"optimizer is a {type(optimizer).__name__}; pass a function that creates one for this rank's parameters: "
@@ -177,7 +179,8 @@ def _checked(
     return plan
 
 
-def _check_choices(autocast: torch.dtype | None, optimizer: object, loss_over: LossOver) -> None:
+def check_choices(autocast: torch.dtype | None, optimizer: object, loss_over: LossOver) -> None:
+    """Refuse settings that no model can be trained with."""
     if loss_over not in get_args(LossOver):
         raise RequestError(f"loss_over is {loss_over!r}; pass 'auto', 'batch' or 'microbatch'")
     if autocast not in (None, torch.bfloat16, torch.float16):
@@ -212,7 +215,8 @@ def _compiler(compile: CompileMode, plan: ParallelPlan, model: nn.Module, comm: 
     return None
 
 
-def _check_functions(loss: object, output: object, optimizer: object) -> None:
+def check_functions(loss: object, output: object, optimizer: object) -> None:
+    """Refuse a loss, an output or an optimizer that is no function."""
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise RequestError(f"loss is the class {loss.__name__}; pass an object of it: {loss.__name__}()")
     if not callable(loss):
@@ -226,7 +230,8 @@ def _check_functions(loss: object, output: object, optimizer: object) -> None:
         )
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Refuse a module that is scripted, or has lazy parameters."""
     scripted = next((name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
     if scripted is not None:
         what = f"module {scripted!r}" if scripted else "the model"
@@ -236,7 +241,8 @@ def _check_model(model: nn.Module) -> None:
             raise RequestError(f"{name!r} of the model has no shape yet; run the model once, on a small image")
 
 
-def _check_weights(model: nn.Module, weights: Weights | None, verify: bool) -> None:
+def check_weights(model: nn.Module, weights: Weights | None, verify: bool) -> None:
+    """Refuse tensors on the meta device without weights, and weights without them."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     name = next((name for name, tensor in tensors if tensor.is_meta), None)
     if name is not None and weights is None:

@@ -1,4 +1,4 @@
-"""The state of an engine: what it trains, gathers, saves and loads."""
+"""The state of an engine: what it updates, gathers, saves and loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from torch import nn
 from hyfi_core.comm.agree import CallConsensus, agree
 from hyfi_core.comm.weight_watch import WeightWatch
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.calls.gradient_scale import GradientScale
 from hyfi_core.runtime.calls.local_use import local_state, mark_stale
+from hyfi_core.runtime.gradients import clip
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirrors
 from hyfi_core.runtime.ownership import ParameterOwnership, load_optimizer_state, optimizer_state, restricted
@@ -29,10 +32,12 @@ class EngineState:
     ``Engine`` sets the attributes.
 
     Attributes:
+        plan: of the engine.
         random: the key of random operators, the same on all ranks of a replica.
         unsaved: names of buffers that training changes and the ``state_dict`` leaves out; ``save`` keeps them.
     """
 
+    plan: ParallelPlan
     random: RandomKey
     unsaved: set[str]
     _model: nn.Module
@@ -42,6 +47,7 @@ class EngineState:
     _mirrors: Mirrors
     _watch: WeightWatch
     _consensus: CallConsensus
+    _scale: GradientScale
 
     @property
     def trains(self) -> bool:
@@ -58,6 +64,32 @@ class EngineState:
         if self._optimizer is None:
             raise RequestError("this engine has no optimizer; pass parallelize(..., optimizer=lambda params: ...)")
         return self._optimizer
+
+    def update(self, max_norm: float | None = None) -> float | None:
+        """Clip gradients to a global norm, run the optimizer step, and clear the gradients.
+
+        Args:
+            max_norm: largest norm of all gradients of the model together, on any plan.
+
+        Returns:
+            That norm before clipping, the same on every rank; None without ``max_norm``: it is not computed then.
+        """
+        norm = self.update_unread(max_norm)
+        return None if norm is None else float(norm)
+
+    def update_unread(self, max_norm: float | None = None) -> torch.Tensor | None:
+        """Like ``update``; the norm stays on the device, float64 without dims, and the host does not wait."""
+        factor, norm = self._scale.factor(), None
+        if max_norm is not None:
+            owned, alone = self._ownership.optimized(), self.plan.stages == 1
+            counted = owned if alone else self._ownership.counted()
+            norm = clip(owned, counted, max_norm, None if alone else self._groups.plane)
+        with self._watch.changing():
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self._consensus.updated(max_norm, factor)
+            self._mirrors.send_weights()
+        return norm
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
         """Return copies of all gradients under the user's names on rank 0, None elsewhere; without unused ones."""

@@ -1,0 +1,1 @@
+"""Slides as bags of tiles: an encoder and an aggregator trained together, exactly, over all tiles of a slide."""

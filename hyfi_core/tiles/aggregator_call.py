@@ -1,0 +1,153 @@
+"""A call of the user's aggregator for the features of one slide."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.executor import autocasting, evaluating
+from hyfi_core.tiles.keyed_draws import DrawKey, KeyedDraws
+from hyfi_core.tiles.peak_meter import PeakMeter
+
+_SIZES = (19, 34)
+"""Numbers of tiles of the trials; not round, so that they are unlikely to be numbers of features or classes."""
+
+_MEASURED = 256
+"""Tiles of the smallest trial of memory: attention in blocks pads to such sizes."""
+
+
+@dataclass(frozen=True)
+class AggregatorCall:
+    """How the aggregator is called.
+
+    Attributes:
+        aggregator: the user's module.
+        autocast: dtype of autocast.
+        device: of the module.
+        takes_coords: whether its forward has a parameter ``coords``.
+        batched: whether it takes ``(1, N, D)`` instead of ``(N, D)``.
+    """
+
+    aggregator: nn.Module
+    autocast: torch.dtype | None
+    device: torch.device
+    takes_coords: bool
+    batched: bool
+
+    def __call__(
+        self, features: torch.Tensor, coords: Any, key: DrawKey | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (logits ``(K,)``, attention or None) of a slide.
+
+        Args:
+            features: ``(N, D)``.
+            coords: ``(N, 2)``, None if unknown.
+            key: of random numbers; None: they are torch's own.
+
+        Raises:
+            RequestError: it needs coordinates, or returns something else.
+        """
+        more: dict[str, Any] = {}
+        if self.takes_coords:
+            if coords is None:
+                raise RequestError(
+                    "the aggregator takes coords, but a slide has none; give its TileSource coords (N, 2)"
+                )
+            more["coords"] = torch.as_tensor(coords, device=self.device)
+        with autocasting(self.device, self.autocast):
+            if key is None:
+                return self._unpacked(self.aggregator(features.unsqueeze(0) if self.batched else features, **more))
+            with KeyedDraws(key, "aggregator"):
+                return self._unpacked(self.aggregator(features.unsqueeze(0) if self.batched else features, **more))
+
+    def bytes_of(self, features: int, dtype: torch.dtype) -> Callable[[int], int]:
+        """Return a function from a number of tiles to the bytes of a forward and backward, fitted to three trials.
+
+        Args:
+            features: length of a feature vector.
+            dtype: of features.
+        """
+        n, peaks = _MEASURED, []
+        for size in (n, 2 * n, 4 * n):
+            bag = torch.zeros((size, features), dtype=dtype, device=self.device).requires_grad_()
+            with PeakMeter() as meter:
+                logits = self(bag, torch.zeros((size, 2), dtype=torch.int64), DrawKey(0, 0, 0))[0]
+                logits.sum().backward(inputs=[bag])
+            peaks.append(meter.peak_bytes)
+            del logits, bag
+        square = (peaks[2] - 3 * peaks[1] + 2 * peaks[0]) / (6 * n * n)
+        square = square if square * 16 * n * n > peaks[2] / 4 else 0.0  # else it is the padding of blocks
+        slope = (peaks[2] - peaks[1]) / (2 * n) - square * 6 * n
+        return lambda tiles: int(max(0.0, square) * tiles * tiles + max(0.0, slope) * tiles) + peaks[0]
+
+    def _unpacked(self, returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, attention = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        single = isinstance(logits, torch.Tensor) and (logits.dim() == 1 or (logits.dim() == 2 and len(logits) == 1))
+        if not single or not (attention is None or isinstance(attention, torch.Tensor)):
+            raise RequestError(
+                f"the aggregator returned {_described(returned)}; return logits (K,) or (1, K), or (logits, attention)"
+            )
+        return logits.reshape(-1), attention
+
+
+def aggregator_call(
+    aggregator: nn.Module, autocast: torch.dtype | None, device: torch.device, features: int, dtype: torch.dtype
+) -> AggregatorCall:
+    """Return how to call an aggregator; whether it takes a batch is tried on random features.
+
+    Args:
+        aggregator: the user's module.
+        autocast: dtype of autocast.
+        device: of the module.
+        features: length of a feature vector.
+        dtype: of features.
+
+    Raises:
+        RequestError: it takes neither ``(N, D)`` nor ``(1, N, D)``, or both with different results.
+    """
+    takes_coords = "coords" in inspect.signature(aggregator.forward).parameters
+    calls = [AggregatorCall(aggregator, autocast, device, takes_coords, batched) for batched in (False, True)]
+    with evaluating(aggregator, device), torch.no_grad():
+        tries = [_tried(call, features, dtype) for call in calls]
+    found = [(call, result) for call, result in zip(calls, tries, strict=True) if isinstance(result, torch.Tensor)]
+    if not found:
+        raise RequestError(
+            f"the aggregator takes neither features (N, {features}) [{tries[0]}] nor (1, N, {features}) [{tries[1]}]; "
+            f"it must return logits (K,) or (1, K), or (logits, attention), for any number of tiles N"
+        )
+    if len(found) == 2 and not torch.allclose(found[0][1].float(), found[1][1].float(), 1e-3, 1e-4):
+        raise RequestError(
+            f"the aggregator takes features (N, {features}) and (1, N, {features}) and returns different logits; wrap "
+            f"it in a module that takes one of them"
+        )
+    return found[0][0]
+
+
+def _tried(call: AggregatorCall, features: int, dtype: torch.dtype) -> torch.Tensor | str:
+    """Return the logits of a trial, or why there are none."""
+    logits: list[torch.Tensor] = []
+    for size in _SIZES:
+        generator = torch.Generator().manual_seed(size)
+        bag = torch.randn(size, features, generator=generator).to(call.device, dtype)
+        coords = torch.randint(0, 9_999, (size, 2), generator=generator)
+        try:
+            logits.append(call(bag, coords, None)[0])
+        except Exception as error:  # whatever the user's module raises for a shape that it does not take
+            return str(error).splitlines()[0] if str(error) else type(error).__name__
+    if logits[0].shape != logits[1].shape:
+        return f"{len(logits[0])} logits for {_SIZES[0]} tiles, {len(logits[1])} for {_SIZES[1]}"
+    return logits[1]
+
+
+def _described(returned: Any) -> str:
+    if isinstance(returned, torch.Tensor):
+        return f"a tensor of shape {tuple(returned.shape)}"
+    if isinstance(returned, tuple):
+        return f"({', '.join(_described(item) for item in returned)})"
+    return f"a {type(returned).__name__}"

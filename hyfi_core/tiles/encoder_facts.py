@@ -1,0 +1,189 @@
+"""What is tried of an encoder before its first step: a call for one tile beside one for three.
+
+    tile 2 alone          features a, shapes of random numbers, bytes
+    tiles 0, 1, 2         features b, shapes of random numbers, bytes        a = b[2], or the encoder mixes tiles
+
+Both calls run forward and backward with the module's present flags; buffers are as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hyfi_core.errors import RequestError
+from hyfi_core.tiles.encoder_call import EncoderCall
+from hyfi_core.tiles.keyed_draws import DrawKey, KeyedDraws, NoDrawsInBackward, Shape
+from hyfi_core.tiles.peak_meter import PeakMeter
+
+_TILES = 3
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}
+_LOOSE = 6e-2
+"""Largest difference between one tile and the same among others, as a share of the largest feature, in 16 bits."""
+
+
+@dataclass(frozen=True)
+class TileBytes:
+    """Memory that grows with the tiles of a chunk: fixed bytes, and bytes for each tile.
+
+    Attributes:
+        fixed: of any chunk.
+        each: of a tile.
+    """
+
+    fixed: int
+    each: int
+
+    def of(self, tiles: int) -> int:
+        """Return the bytes of a chunk."""
+        return self.fixed + self.each * tiles
+
+    @classmethod
+    def through(cls, one: int, several: int) -> TileBytes:
+        """Return the line through the bytes of one tile and of ``_TILES``."""
+        each = max(0, -(-(several - one) // (_TILES - 1)))
+        return cls(max(0, one - each), each)
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """What is known of an encoder with certain flags.
+
+    Attributes:
+        features: length of a feature vector.
+        dtype: of features.
+        shapes: drawn in a call for one tile.
+        alone: whether each tile must be encoded in a call of its own, because of how random numbers are laid out.
+        trained: names of the encoder's parameters that get gradients.
+        kept: bytes of a chunk's activations.
+        peak: bytes of a chunk's forward and backward.
+        forward: bytes of a chunk's forward that keeps nothing.
+    """
+
+    features: int
+    dtype: torch.dtype
+    shapes: tuple[Shape, ...]
+    alone: bool
+    trained: frozenset[str]
+    kept: TileBytes
+    peak: TileBytes
+    forward: TileBytes
+
+
+@dataclass(frozen=True)
+class _Trial:
+    features: torch.Tensor
+    trained: frozenset[str]
+    kept: int
+    peak: int
+
+
+def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward: bool) -> EncoderFacts:
+    """Try an encoder; its buffers are as before.
+
+    Args:
+        call: of the encoder; its batch norms are tried with running statistics.
+        tile_shape: ``(3, T, T)``.
+        key: of random numbers.
+        backward: whether it will be driven backward.
+
+    Raises:
+        RequestError: it cannot be computed chunk by chunk; the message says why.
+    """
+    _check_norms(call)
+    call, generator = replace(call, exact=False), torch.Generator().manual_seed(7)
+    tiles = torch.rand((_TILES, *tile_shape), generator=generator).to(call.device, call.dtype)
+    buffers = {name: buffer.clone() for name, buffer in call.encoder.named_buffers()}
+    try:
+        with call.norms():
+            shapes = _drawn(call, tiles[-1:], key)
+            one = _trial(call, tiles[-1:], key, [_TILES - 1], shapes, backward)
+            several = _trial(call, tiles, key, range(_TILES), shapes, backward)
+            _check_buffers(call, buffers)
+            alone = _mixes(call, tiles, key, shapes, one, several)
+    finally:
+        with torch.no_grad():
+            for name, buffer in call.encoder.named_buffers():
+                if not torch.equal(buffer, buffers[name]):
+                    buffer.copy_(buffers[name])
+    kept, peak = (TileBytes.through(getattr(one, what), getattr(several, what)) for what in ("kept", "peak"))
+    forward = TileBytes.through(max(0, one.peak - one.kept), max(0, several.peak - several.kept))
+    features = several.features
+    return EncoderFacts(features.shape[1], features.dtype, shapes, alone, several.trained, kept, peak, forward)
+
+
+def _check_norms(call: EncoderCall) -> None:
+    for name, module in call.encoder.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise RequestError(
+                f"{name!r} of the encoder is a {type(module).__name__} without running statistics, so that features of "
+                f"a tile depend on the other tiles of a call; use track_running_stats=True"
+            )
+
+
+def _drawn(call: EncoderCall, tile: torch.Tensor, key: DrawKey) -> tuple[Shape, ...]:
+    """Return the shapes of the random numbers that a call for one tile draws."""
+    with torch.no_grad(), KeyedDraws(key, "encoder", [0]) as draws:
+        call(tile, key, [0], ())
+    return tuple(draws.shapes)
+
+
+def _trial(
+    call: EncoderCall,
+    tiles: torch.Tensor,
+    key: DrawKey,
+    numbers: range | list[int],
+    shapes: tuple[Shape, ...],
+    train: bool,
+) -> _Trial:
+    named = {name: p for name, p in call.encoder.named_parameters() if p.requires_grad}
+    with PeakMeter() as meter, torch.set_grad_enabled(train and bool(named)):
+        features = call(tiles, key, numbers, shapes)
+        kept, trained = meter.live_bytes, frozenset[str]()
+        if features.requires_grad:
+            with NoDrawsInBackward():
+                gradients = torch.autograd.grad(features.sum(), [*named.values()], allow_unused=True)
+            trained = frozenset(n for n, gradient in zip(named, gradients, strict=True) if gradient is not None)
+            del gradients
+    return _Trial(features.detach(), trained, kept, meter.peak_bytes)
+
+
+def _check_buffers(call: EncoderCall, before: dict[str, torch.Tensor]) -> None:
+    for name, buffer in call.encoder.named_buffers():
+        if not torch.equal(buffer, before[name]):
+            raise RequestError(
+                f"buffer {name!r} of the encoder changes with every call, so that its values would depend on the "
+                f"number of chunks; put its module in eval(), or remove what changes it (such as spectral_norm)"
+            )
+
+
+def _mixes(
+    call: EncoderCall, tiles: torch.Tensor, key: DrawKey, shapes: tuple[Shape, ...], one: _Trial, several: _Trial
+) -> bool:
+    """Return whether tiles must be encoded one by one; refuse an encoder that mixes the tiles of a call."""
+    if _alike(one.features[0], several.features[-1]):
+        return False
+    if shapes:  # are they the random numbers?
+        flags = [(module, module.training) for module in call.encoder.modules()]
+        call.encoder.eval()
+        try:
+            with torch.no_grad():
+                quiet = [call(some, key, range(len(some)), ())[-1] for some in (tiles[-1:], tiles)]
+        finally:
+            for module, flag in flags:
+                module.training = flag
+        if _alike(*quiet):
+            return True
+    norms = [name for name, m in call.encoder.named_modules() if "norm" in type(m).__name__.lower() and m.training]
+    suspects = f" (a norm over the whole call? {norms[0]!r} is in training mode)" if norms else ""
+    raise RequestError(
+        f"the encoder mixes the tiles of a call{suspects}: features of a tile depend on the other tiles, so that they "
+        f"cannot be computed in chunks; use norms over each tile (LayerNorm, GroupNorm) or with running statistics"
+    )
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    scale = float(other.abs().max())
+    return float((one - other).abs().max()) <= _TOLERANCE.get(one.dtype, _LOOSE) * max(scale, 1e-6)

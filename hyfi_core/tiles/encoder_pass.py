@@ -1,0 +1,140 @@
+"""The two passes of a step over the encoder.
+
+    pass 1     chunk 0   chunk 1   chunk 2   chunk 3        features only; the last ones keep their activations
+                                   ▓▓▓▓▓▓▓   ▓▓▓▓▓▓▓
+    pass 2     chunk 3 ◂ chunk 2 ◂ chunk 1 ◂ chunk 0        backward; the first ones are computed again
+               ▓▓▓▓▓▓▓   ▓▓▓▓▓▓▓   forward   forward        gradients are reduced during the last backward
+
+The order of backwards does not depend on what is kept, so neither does a bit of the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.tiles.chunks import SlideParts, TileChunk
+from hyfi_core.tiles.encoder_call import EncoderCall, keeping_nothing
+from hyfi_core.tiles.encoder_facts import EncoderFacts
+from hyfi_core.tiles.features import SlideFeatures
+from hyfi_core.tiles.gradients import TileGradients
+from hyfi_core.tiles.keyed_draws import DrawKey, NoDrawsInBackward
+from hyfi_core.tiles.reading import read_ahead
+from hyfi_core.tiles.source import TileSource, as_input
+
+
+@dataclass
+class EncoderPass:
+    """The encoder's part of one step, or of a prediction.
+
+    Attributes:
+        call: of the encoder.
+        facts: of the encoder.
+        slides: of this replica.
+        parts: how ranks share tiles.
+        chunks: of this rank.
+        comm: the ranks of this replica.
+        seed: of random numbers.
+        step: of training.
+        like: (shape, dtype) of a tile.
+        trains: whether a backward follows.
+    """
+
+    call: EncoderCall
+    facts: EncoderFacts
+    slides: Sequence[TileSource]
+    parts: SlideParts
+    chunks: Sequence[TileChunk]
+    comm: Communicator
+    seed: int
+    step: int
+    like: tuple[tuple[int, ...], torch.dtype]
+    trains: bool
+
+    def forward(self, kept: int) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Return the features of all slides, and for each chunk its own with a graph if it is kept.
+
+        Args:
+            kept: number of chunks that are kept, the last ones.
+        """
+        width, dtype, device = self.facts.features, self.facts.dtype, self.call.device
+        slides = range(len(self.slides))
+        features = [SlideFeatures(self.parts, slide, self.comm, width, dtype, device) for slide in slides]
+        graphs: list[torch.Tensor | None] = []
+        for chunk, tiles in read_ahead(self.slides, self.chunks, self.like):
+            keeps = len(graphs) >= len(self.chunks) - kept
+            encoded = self._encoded(chunk, tiles, keeps)
+            del tiles
+            features[chunk.slide].put(chunk.start, encoded)
+            graphs.append(encoded if keeps and encoded.requires_grad else None)
+            del encoded
+            for of in features[: chunk.slide + 1]:  # in order: those after it wait for their chunks
+                of.start()
+        for of in features:
+            of.start()
+        return [of.gathered() for of in features], graphs
+
+    def backward(
+        self, graphs: list[torch.Tensor | None], cotangents: Sequence[torch.Tensor | None], gradients: TileGradients
+    ) -> None:
+        """Drive all chunks backward, the last first.
+
+        Args:
+            graphs: from ``forward``; emptied.
+            cotangents: of the features of all slides.
+            gradients: to which they are added, and which reduce them.
+        """
+        again = [chunk for chunk, graph in zip(self.chunks, graphs, strict=True) if graph is None]
+        read = read_ahead(self.slides, again[::-1], self.like)
+        trained = [p for name, p in self.call.encoder.named_parameters() if name in self.facts.trained]
+        for number in reversed(range(len(self.chunks))):
+            chunk, encoded, graphs[number] = self.chunks[number], graphs[number], None
+            if encoded is None:
+                encoded = self._encoded(*next(read), keeps=True)
+            cotangent = cotangents[chunk.slide]
+            if cotangent is not None:
+                hooks = _Completing(trained, gradients) if number == 0 else nullcontext()
+                with hooks, self._guard():
+                    torch.autograd.backward(encoded, cotangent[chunk.start : chunk.stop])
+            del encoded
+            gradients.poll()
+        gradients.complete(trained)
+
+    def _encoded(self, chunk: TileChunk, tiles: torch.Tensor, keeps: bool) -> torch.Tensor:
+        inputs = as_input(tiles, self.call.device, self.call.dtype)
+        key = DrawKey(self.seed, self.step, self.parts.first_slide + chunk.slide)
+        group = (self.comm, self.parts.tiles[chunk.slide]) if self.trains else None
+        nothing: AbstractContextManager[Any] = nullcontext() if keeps else keeping_nothing()
+        with torch.set_grad_enabled(self.trains), nothing:
+            return self.call(inputs, key, chunk.tiles, self.facts.shapes, group)
+
+    def _guard(self) -> AbstractContextManager[Any]:
+        return NoDrawsInBackward() if self.facts.shapes else nullcontext()
+
+
+class _Completing:
+    """Context of the last backward, in which every parameter says that its gradient is complete."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], gradients: TileGradients) -> None:
+        self._parameters, self._gradients = parameters, gradients
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        complete = partial(_complete, self._gradients)
+        self._handles = [p.register_post_accumulate_grad_hook(complete) for p in self._parameters]
+
+    def __exit__(self, *raised: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _complete(gradients: TileGradients, parameter: torch.Tensor) -> None:
+    assert isinstance(parameter, nn.Parameter)
+    gradients.complete([parameter])

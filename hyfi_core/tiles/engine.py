@@ -1,0 +1,335 @@
+"""The engine of slides as bags of tiles: an encoder and an aggregator trained exactly by many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from hyfi_core.capture.released import device_of
+from hyfi_core.comm.activity import ACTIVITY
+from hyfi_core.comm.agree import CallConsensus, agree
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.counted import Span
+from hyfi_core.comm.same_weights import SameWeights
+from hyfi_core.comm.weight_watch import WeightWatch
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from hyfi_core.runtime.calls.engine_state import EngineState
+from hyfi_core.runtime.calls.gradient_scale import GradientScale
+from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
+from hyfi_core.runtime.engine import OptimizerFactory
+from hyfi_core.runtime.executor import autocasting, evaluating
+from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.losses.loss_function import Loss, LossFunction
+from hyfi_core.runtime.mirror import Mirrors
+from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer
+from hyfi_core.runtime.subject import RandomKey
+from hyfi_core.tiles.aggregator_call import AggregatorCall, aggregator_call
+from hyfi_core.tiles.chunks import SlideParts, first_slides
+from hyfi_core.tiles.encoder_call import EncoderCall, Output
+from hyfi_core.tiles.encoder_facts import EncoderFacts, tried
+from hyfi_core.tiles.encoder_pass import EncoderPass
+from hyfi_core.tiles.gradients import TileGradients
+from hyfi_core.tiles.head import Head
+from hyfi_core.tiles.keyed_draws import DrawKey
+from hyfi_core.tiles.memory_budget import MemoryNeeds, chunk_size, chunks_kept, new_bytes
+from hyfi_core.tiles.model import TileModel
+from hyfi_core.tiles.source import TileSource, check_slides, read_tiles
+
+BatchNormMode = Literal["frozen", "exact"]
+_FACTS_KEPT = 16
+
+
+@dataclass(frozen=True)
+class TileSettings:
+    """Settings of an engine that are the same on all ranks.
+
+    Attributes:
+        output: picks the features out of what the encoder returns.
+        autocast: dtype of autocast.
+        batch_norm: what batch norms of the encoder in training mode do.
+        chunk: tiles for which the encoder is called at once; None: as many as fit.
+    """
+
+    output: Output | None
+    autocast: torch.dtype | None
+    batch_norm: BatchNormMode
+    chunk: int | None
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was tried of encoder and aggregator for certain flags and a certain shape of tiles."""
+
+    facts: EncoderFacts
+    call: AggregatorCall
+    like: tuple[tuple[int, ...], torch.dtype]
+    lasting: Callable[[Sequence[int]], int]
+
+
+class TilesEngine(EngineState):
+    """An encoder and an aggregator distributed over ranks; created by ``parallelize_tiles``.
+
+    All methods are collective over the ranks of the plan. Names of weights and gradients are ``encoder.*`` and
+    ``aggregator.*``.
+
+    Attributes:
+        plan: the plan.
+        device: of the model.
+        kept: (chunks whose activations were kept, chunks) of this rank in the last step.
+        random: the key of random numbers, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: TileModel,
+        plan: ParallelPlan,
+        comm: Communicator,
+        loss: Loss,
+        optimizer: OptimizerFactory | None,
+        settings: TileSettings,
+    ) -> None:
+        self._model: TileModel = model
+        self.plan, self.device, self._settings = plan, device_of(model), settings
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        exact = settings.batch_norm == "exact"
+        self._call = EncoderCall(model.encoder, settings.output, settings.autocast, self.device, dtype, exact)
+        self._groups = Groups(comm, plan, Placement.of(plan))
+        self.random = RandomKey(int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1))))
+        for tensor in (*model.parameters(), *model.buffers()):
+            comm.broadcast(tensor.data)
+        self.kept = (0, 0)
+        self.unsaved = {name for name, _ in model.named_buffers()} - set(model.state_dict())
+        self._names = _OneStage(model)
+        self._ownership = ParameterOwnership(model, self._names, self._groups, self.device)
+        self._mirrors = Mirrors(model, self._groups, used=False)
+        self._watch = WeightWatch(model, self._mirrors.arriving)
+        weights = SameWeights(self._watch, self._ownership.held(), self.settle, lambda: None)
+        self._consensus = CallConsensus(model, comm, self._groups.replica, dict, weights, loss, shares=True)
+        self._scale = GradientScale(())
+        self._optimizer = made_optimizer(optimizer, self._ownership.optimized(), False)
+        parameters = {id(parameter) for parameter in model.parameters()}
+        self._loss = LossFunction(
+            loss, lambda: autocasting(self.device, settings.autocast), comm.size == 1, parameters, {}
+        )
+        self._known: dict[Any, _Known] = {}
+        self._reducing: dict[tuple[str, ...], TileGradients] = {}
+
+    def predict(self, tiles: Sequence[TileSource]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """Return the logits ``(B, K)`` and the attention of each slide, in evaluation mode, with all tiles.
+
+        Both are the same on every rank of a replica. Memory does not grow with the number of tiles, but for their
+        features.
+
+        Args:
+            tiles: a source for each slide of this replica's batch.
+
+        Returns:
+            Attention is as the aggregator returns it, without a dim for the batch; None if it returns none.
+        """
+        comm = self._groups.replica
+        slides = agree(comm, lambda: check_slides(tiles, None))
+        self._groups.reset_traffic()
+        parts = SlideParts(self._lengths(comm, slides)[0], comm.size)
+        self._consensus.check_evaluation("predict", (len(slides), sum(parts.tiles), 0, 0), "tiles")
+        with evaluating(self._model, self.device), torch.no_grad():
+            known = agree(comm, lambda: self._tried(slides, train=False))
+            encoding = self._pass(known, slides, parts, train=False)
+            features = encoding.forward(0)[0]
+            key = DrawKey(self.random.seed, 0, 0)
+            found = [known.call(bag, slide.coords, key) for bag, slide in zip(features, slides, strict=True)]
+        attention = [a.squeeze(0) if known.call.batched and a.dim() > 1 else a for _, a in found if a is not None]
+        return torch.stack([logits for logits, _ in found]), attention or None
+
+    def accumulate(self, tiles: Sequence[TileSource], labels: torch.Tensor) -> float:
+        """Run both passes; this call's gradient is reduced and added to earlier ones.
+
+        Args:
+            tiles: a source for each slide of this replica's batch, which may have other numbers of slides in other
+                replicas. Each rank reads its own tiles of each.
+            labels: of these slides, first dim B.
+
+        Returns:
+            The loss of the slides of all replicas together, the same on every rank.
+
+        Raises:
+            RequestError: on every rank, before anything is computed: a slide has no tiles, ranks were given other
+                slides, the encoder cannot be computed chunk by chunk, or ``plan.memory_bytes`` is too little.
+        """
+        return float(self.accumulate_unread(tiles, labels))
+
+    def accumulate_unread(self, tiles: Sequence[TileSource], labels: torch.Tensor) -> torch.Tensor:
+        """Like ``accumulate``; the loss stays on the device, float64 without dims, and the host does not wait."""
+        everyone, replica = self._groups.all, self._groups.replica
+        ACTIVITY.begin_step()
+        ACTIVITY.action = "comparing this call"
+        self._groups.reset_traffic()
+        slides = agree(everyone, lambda: check_slides(tiles, labels))
+        batches = self._lengths(everyone, slides)
+        firsts = first_slides([len(batch) for batch in batches])
+        parts = SlideParts(batches[self._groups.index], replica.size, firsts[self._groups.index])
+        self._consensus.check_training((len(slides), sum(parts.tiles), 0, 0), "tiles", labels, self._optimizer)
+        known = agree(everyone, lambda: self._tried(slides, train=True))
+        encoding = self._pass(known, slides, parts, train=True)
+        kept = agree(everyone, lambda: self._chunks_kept(known, encoding))
+        hooks = ParameterHooks(dict(self._model.named_parameters()), 1)
+        head = Head(known.call, self._model, self._loss, self._groups, [len(batch) for batch in batches])
+        with self._watch.changing(noticed=True), hooks, torch.inference_mode(False), torch.enable_grad():
+            loss = self._step(encoding, head, labels, kept, hooks)
+            self._take_buffers()
+        ACTIVITY.action = None
+        self.random.step += 1
+        return loss
+
+    def train_step(self, tiles: Sequence[TileSource], labels: torch.Tensor) -> float:
+        """Call ``accumulate`` and ``update``; return the loss."""
+        loss = self.accumulate_unread(tiles, labels)
+        self.update_unread()
+        return float(loss)
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Return messages and bytes sent by this rank in the last step, by kind; features are of kind ``stage``."""
+        return self._groups.traffic()
+
+    def seconds(self) -> dict[str, float]:
+        """Return how long this rank waited in the last step, by kind."""
+        return self._groups.seconds()
+
+    def record_spans(self, spans: list[Span] | None) -> None:
+        """Append (kind, begin, end) of each time spent on messages to ``spans`` from now on; None: no longer."""
+        self._groups.record_spans(spans)
+
+    def describe(self) -> str:
+        """Return the plan as text, and what the last step kept."""
+        kept = f"{self.kept[0]} of {self.kept[1]} chunks kept their activations in the last step of this rank"
+        return "\n".join([self.plan.describe().rstrip("\n"), *([kept] if self.kept[1] else [])])
+
+    def _autocasting(self) -> AbstractContextManager[Any]:
+        return autocasting(self.device, self._settings.autocast)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse ``copy.deepcopy`` and ``pickle``."""
+        raise RequestError("an engine cannot be copied or pickled, with its rank's connections; copy the modules")
+
+    def _step(
+        self, encoding: EncoderPass, head: Head, labels: torch.Tensor, kept: int, hooks: ParameterHooks
+    ) -> torch.Tensor:
+        wanted = bool(encoding.facts.trained)
+        with self._call.norms():
+            ACTIVITY.action = "encoding tiles"
+            features, graphs = encoding.forward(kept if wanted else 0)
+            ACTIVITY.action = "aggregating features"
+            first = DrawKey(self.random.seed, self.random.step, encoding.parts.first_slide)
+            found = head(features, encoding.slides, labels, first, wanted)
+            del features
+            of_encoder = (f"encoder.{name}" for name in encoding.facts.trained)
+            ordered = {name: n for n, (name, _) in enumerate(self._model.named_parameters())}
+            trained = tuple(sorted({*found.trained, *of_encoder}, key=lambda name: ordered[name]))
+            self._names.trained = trained
+            if trained not in self._reducing:
+                dtype = torch.bfloat16 if self.plan.reduce_dtype == "bfloat16" else None
+                self._reducing[trained] = TileGradients(self._model, trained, self._groups, dtype)
+            gradients = self._reducing[trained]
+            ACTIVITY.action = "driving tiles backward"
+            gradients.begin(found.counted)
+            if wanted:
+                encoding.backward(graphs, found.features, gradients)
+            gradients.finish(hooks)
+        return found.loss
+
+    def _take_buffers(self) -> None:
+        """Take over the running statistics of replica 0, as other engines do."""
+        if self.plan.replicas > 1 and any(module.training for module in self._model.modules()):
+            for buffer in self._model.buffers():
+                self._groups.all.broadcast(buffer)
+
+    def _pass(self, known: _Known, slides: list[TileSource], parts: SlideParts, train: bool) -> EncoderPass:
+        whole = train and self._call.exact and bool(self._call.live_norms)
+        size = None if whole else chunk_size(known.facts, self.plan.memory_bytes, self._settings.chunk)
+        chunks, comm = parts.chunks(self._groups.replica.rank, size), self._groups.replica.of("stage")
+        key = self.random.seed, self.random.step if train else 0
+        return EncoderPass(self._call, known.facts, slides, parts, chunks, comm, *key, known.like, train)
+
+    def _chunks_kept(self, known: _Known, encoding: EncoderPass) -> int:
+        """Return how many chunks of this rank are kept.
+
+        Raises:
+            RequestError: the plan's memory is too little.
+        """
+        largest = max((len(chunk) for chunk in encoding.chunks), default=0)
+        facts, comm = known.facts, self._groups.all
+        tile = torch.Size(known.like[0]).numel() * (known.like[1].itemsize + self._call.dtype.itemsize)
+        lasting = known.lasting(encoding.parts.tiles) + new_bytes(self._model, self._optimizer, comm.size > 1)
+        work = facts.peak if facts.trained else facts.forward
+        needs = MemoryNeeds(lasting, work.of(largest) + 2 * tile * largest, facts.kept.of(largest))
+        chunks = len(encoding.chunks)
+        kept = chunks_kept(needs, self.plan.memory_bytes, self.device, self._groups.sharers(), chunks)
+        if self._call.exact and self._call.live_norms and facts.trained:
+            if kept < chunks and self.plan.memory_bytes is not None:
+                raise RequestError(
+                    f"batch_norm is 'exact', so that the activations of all tiles of a slide are kept, but only "
+                    f"{kept} of {chunks} slides fit plan.memory_bytes {self.plan.memory_bytes:,}; use more ranks "
+                    f"(plan.tiles), or batch_norm='frozen'"
+                )
+            kept = chunks
+        self.kept = (kept if facts.trained else 0, chunks)
+        return kept
+
+    def _lengths(self, comm: Communicator, slides: list[TileSource]) -> list[tuple[int, ...]]:
+        """Return the numbers of tiles of each replica's slides; of this replica's if ``comm`` is its group.
+
+        Raises:
+            RequestError: on every rank: the ranks of a replica were given other slides.
+        """
+        told = comm.broadcast_object(comm.gather_objects([len(slide) for slide in slides]))
+        size = self._groups.replica.size
+        for first in range(0, len(told), size):
+            for rank in range(first, first + size):
+                if told[rank] != told[first]:
+                    raise RequestError(
+                        f"ranks disagree: slides of {told[first]} tiles on rank {first}, of {told[rank]} on rank "
+                        f"{rank}; pass the same slides on all ranks of a replica"
+                    )
+        return [tuple(told[first]) for first in range(0, len(told), size)]
+
+    def _tried(self, slides: list[TileSource], train: bool) -> _Known:
+        """Return what is known of encoder and aggregator with their present flags; try them if they are new."""
+        sample = read_tiles(slides[0], 0, [0])
+        like = tuple(sample.shape[1:]), sample.dtype
+        flags = bytes(m.training for m in self._model.modules()) + bytes(
+            p.requires_grad for p in self._model.parameters()
+        )
+        if (like, flags, train) not in self._known:
+            while len(self._known) >= _FACTS_KEPT:
+                self._known.pop(next(iter(self._known)))
+            with torch.inference_mode(False), torch.enable_grad():
+                self._known[like, flags, train] = self._trial(like, train)
+        return self._known[like, flags, train]
+
+    def _trial(self, like: tuple[tuple[int, ...], torch.dtype], train: bool) -> _Known:
+        key = DrawKey(self.random.seed, 0, 0)
+        facts = tried(self._call, like[0], key, backward=train)
+        if facts.alone and self._call.exact and self._call.live_norms:
+            raise RequestError("batch_norm is 'exact', but random numbers need a call for each tile; use 'frozen'")
+        call = aggregator_call(
+            self._model.aggregator, self._settings.autocast, self.device, facts.features, facts.dtype
+        )
+        each = facts.features * facts.dtype.itemsize
+        measured = call.bytes_of(facts.features, facts.dtype) if self.plan.memory_bytes is not None and train else None
+        return _Known(
+            facts, call, like, lambda tiles: sum(2 * n * each + (measured(n) if measured else 0) for n in tiles)
+        )
+
+
+class _OneStage:
+    """All parameters and buffers of a model as one stage (``runtime.compiled.StageNames``)."""
+
+    def __init__(self, model: TileModel) -> None:
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self.names: list[list[str]] = [[name for name, _ in named]]
+        self.trained: tuple[str, ...] = ()

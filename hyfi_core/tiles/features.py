@@ -1,0 +1,64 @@
+"""Features of a slide, gathered on all ranks that share it.
+
+Each rank sends its part to every other as soon as it is complete, while the next slide is being encoded.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hyfi_core.comm.base import Communicator, Message, Pending
+from hyfi_core.tiles.chunks import SlideParts
+
+
+class SlideFeatures:
+    """The features of one slide on this rank.
+
+    Args:
+        parts: how ranks share tiles.
+        slide: its number.
+        comm: the ranks that share it.
+        width: length of a feature vector.
+        dtype: of features.
+        device: of features.
+    """
+
+    def __init__(
+        self, parts: SlideParts, slide: int, comm: Communicator, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._parts, self._slide, self._comm = parts, slide, comm
+        self._all = torch.empty((parts.tiles[slide], width), dtype=dtype, device=device)
+        # Memory of its own: what is being sent must not be part of what is being received.
+        self._own = self._all.new_empty((len(self.own), width)) if comm.size > 1 else self._all
+        self._missing = len(self.own)
+        self._pending: Pending | None = None
+
+    @property
+    def own(self) -> range:
+        """The tiles that this rank encodes."""
+        return self._parts.part(self._slide, self._comm.rank)
+
+    def put(self, first: int, features: torch.Tensor) -> None:
+        """Store the features of consecutive tiles of this rank."""
+        first -= self.own.start
+        self._own[first : first + len(features)].copy_(features.detach())
+        self._missing -= len(features)
+
+    def start(self) -> None:
+        """Start the exchange if this rank's part is complete; every rank does so for one slide after the other."""
+        if self._pending is not None or self._missing or self._comm.size == 1:
+            return
+        peers = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        parts = {rank: self._parts.part(self._slide, rank) for rank in peers}
+        receives = [Message(r, self._all[p.start : p.stop], self._slide) for r, p in parts.items() if len(p)]
+        sends = [Message(rank, self._own, self._slide) for rank in peers] if len(self._own) else []
+        self._pending = self._comm.exchange(sends, receives)
+
+    def gathered(self) -> torch.Tensor:
+        """Wait for the features of all ranks and return them, ``(N, D)``."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            self._all[self.own.start : self.own.stop].copy_(self._own)
+            self._own = self._all
+        return self._all

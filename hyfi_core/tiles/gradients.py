@@ -1,0 +1,69 @@
+"""Gradients of encoder and aggregator, summed over all ranks in buckets while the last chunk is driven backward.
+
+Ranks have other tiles and replicas other slides, so gradients of the encoder are sums. Those of the aggregator are the
+same on all ranks of a replica, and counted on its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
+from hyfi_core.runtime.gradients import EarlierGradients, ReductionGroup
+from hyfi_core.runtime.groups import Groups
+
+
+class TileGradients:
+    """The gradients of a set of trained parameters. Creation is collective over all ranks.
+
+    Args:
+        model: encoder and aggregator.
+        trained: names of the parameters that get gradients, the same on all ranks.
+        groups: the plan's groups.
+        dtype: of gradients in messages, None for their own.
+    """
+
+    def __init__(self, model: nn.Module, trained: Sequence[str], groups: Groups, dtype: torch.dtype | None) -> None:
+        named = dict(model.named_parameters())
+        self._earlier = EarlierGradients(named.values())
+        self._early = [named[name] for name in trained if not name.startswith("encoder.")]
+        comm = groups.reduction(frozenset(range(groups.plane.size)))
+        assert comm is not None, "all ranks hold the model"
+        first = [name for name in trained if not name.startswith("encoder.")]  # complete before any chunk
+        order = [*first, *(name for name in reversed(trained) if name.startswith("encoder."))]
+        parameters = [named[name] for name in order]
+        self._group = ReductionGroup(parameters, comm, 1, dtype) if comm.size > 1 and parameters else None
+
+    def begin(self, counted: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Set aside earlier gradients, and start with those that this rank counts without any chunk."""
+        self._earlier.set_aside()
+        if self._group is not None:
+            self._group.begin()
+        for parameter, gradient in counted.items():
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)  # it may be expanded, or shared
+            else:
+                parameter.grad.add_(gradient)
+        self.complete(self._early)
+
+    def complete(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Record gradients that are complete on this rank; start reductions of complete buckets."""
+        if self._group is not None:
+            self._group.complete(parameters)
+            self._group.poll()
+
+    def poll(self) -> None:
+        """Make progress on pending reductions."""
+        if self._group is not None:
+            self._group.poll()
+
+    def finish(self, hooks: ParameterHooks) -> None:
+        """Wait for all reductions, run hooks, and add earlier gradients."""
+        if self._group is not None:
+            self._group.finish()
+        hooks.change()
+        self._earlier.add()
+        hooks.end()

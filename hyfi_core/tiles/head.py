@@ -1,0 +1,123 @@
+"""The aggregator of a step, with its graph, and the loss over all slides of all replicas.
+
+Every rank of a replica aggregates the replica's slides; logits and labels of all replicas are gathered, and the loss is
+computed once on each rank, so that it may be any function of the whole batch, such as Cox's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.losses.gathered import gather_tensors
+from hyfi_core.runtime.losses.loss_function import LossFunction
+from hyfi_core.tiles.aggregator_call import AggregatorCall
+from hyfi_core.tiles.keyed_draws import DrawKey
+from hyfi_core.tiles.source import TileSource
+
+
+@dataclass(frozen=True)
+class HeadGradients:
+    """What the aggregator and the loss leave.
+
+    Attributes:
+        loss: of the whole batch, float64 without dims, the same on all ranks.
+        features: cotangents of the features of this replica's slides, None where there are none.
+        trained: names of the parameters that got gradients, the same on all ranks.
+        counted: the gradients that this rank counts.
+    """
+
+    loss: torch.Tensor
+    features: list[torch.Tensor | None]
+    trained: tuple[str, ...]
+    counted: Mapping[nn.Parameter, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The aggregator and the loss of a step.
+
+    Attributes:
+        call: of the aggregator.
+        model: encoder and aggregator.
+        loss: of (logits, labels) of the whole batch.
+        groups: the plan's groups.
+        batches: slides of each replica.
+    """
+
+    call: AggregatorCall
+    model: nn.Module
+    loss: LossFunction
+    groups: Groups
+    batches: Sequence[int]
+
+    def __call__(
+        self,
+        features: Sequence[torch.Tensor],
+        slides: Sequence[TileSource],
+        labels: torch.Tensor,
+        key: DrawKey,
+        wanted: bool,
+    ) -> HeadGradients:
+        """Return loss and gradients (collective over all ranks).
+
+        Args:
+            features: of all slides of this replica.
+            slides: for their coordinates.
+            labels: of this replica.
+            key: of the replica's first slide.
+            wanted: whether gradients of the features are needed.
+
+        Raises:
+            RequestError: nothing is trained, or the loss is none.
+        """
+        bags: list[torch.Tensor] = [of.requires_grad_(wanted and of.is_floating_point()) for of in features]
+        keys = [DrawKey(key.seed, key.step, key.slide + number) for number in range(len(bags))]
+        logits = [self.call(bag, slide.coords, k)[0] for bag, slide, k in zip(bags, slides, keys, strict=True)]
+        own = torch.stack(logits)
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not own.requires_grad:
+            raise RequestError("neither encoder nor aggregator has a parameter to train; set requires_grad of some")
+        value, cotangent, by_loss = self._lossy(own.detach(), labels.to(own.device), [*named.values()])
+        given: list[torch.Tensor] = [*bags, *named.values()] if wanted else [*named.values()]
+        found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(own, given, cotangent, allow_unused=True)
+        of_bags: list[torch.Tensor | None] = list(found[: len(bags)]) if wanted else [None] * len(bags)
+        by_own = dict(zip(named, found[len(given) - len(named) :], strict=True))
+        of_loss = dict(zip(named, by_loss, strict=True))
+        trained = tuple(name for name in named if by_own[name] is not None or of_loss[name] is not None)
+        counted: dict[nn.Parameter, torch.Tensor] = {}
+        for name in trained:
+            shares = [by_own[name]] if self.groups.replica.rank == 0 else []
+            shares += [of_loss[name]] if self.groups.all.rank == 0 else []
+            gradients = [share for share in shares if share is not None]
+            if gradients:
+                counted[named[name]] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
+        return HeadGradients(value, of_bags, trained, counted)
+
+    def _lossy(
+        self, own: torch.Tensor, labels: torch.Tensor, parameters: list[nn.Parameter]
+    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]:
+        """Return the loss, the cotangent of this replica's logits, and the loss's own gradients of parameters."""
+        here, comm = self.groups.index, self.groups.all.of("reduce")
+        logits, targets = own, labels
+        if len(self.batches) > 1:
+            like = [one.new_empty((b, *one.shape[1:]), device="meta") for one in (own, labels) for b in self.batches]
+            mine = {here: own, len(self.batches) + here: labels} if self.groups.replica.rank == 0 else {}
+            gathered = gather_tensors(comm, like, mine, own.device)
+            logits, targets = (
+                torch.cat(part) for part in (gathered[: len(self.batches)], gathered[len(self.batches) :])
+            )
+        leaf = logits.detach().requires_grad_()
+        loss = self.loss(leaf, targets)
+        cotangent, *others = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
+        value = loss.detach().double().reshape(())
+        if comm.size > 1:
+            comm.broadcast(value)
+        first = sum(self.batches[:here])
+        whole = torch.zeros_like(leaf) if cotangent is None else cotangent
+        return value, whole[first : first + len(own)], others

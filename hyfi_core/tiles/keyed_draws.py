@@ -1,0 +1,192 @@
+"""Random numbers of an encoder that depend on the tile alone: the same in both passes, in any chunk, on any rank.
+
+    one call of the encoder for tiles 6, 7, 8        dropout of (3, 197, 384)
+        tile 6   hash(seed, step, slide, operator; positions of tile 6)
+        tile 7   hash(seed, step, slide, operator; positions of tile 7)
+        tile 8   …
+
+An operator that draws is replaced by one that hashes (`hyfi_core.ops.draws`). The dim of tiles is found by comparing
+the shape with that of a call for one tile. So dropout and drop-path of any module draw the same in any division.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyfi_core.errors import RequestError
+from hyfi_core.ops import draws
+
+Shape = tuple[int, ...]
+_FILLS: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+    "bernoulli_": (draws.bernoulli, ("p",)),
+    "uniform_": (draws.uniform, ("from", "to")),
+    "normal_": (draws.normal, ("mean", "std")),
+    "log_normal_": (draws.log_normal, ("mean", "std")),
+    "exponential_": (draws.exponential, ("lambd",)),
+    "cauchy_": (draws.cauchy, ("median", "sigma")),
+    "geometric_": (draws.geometric, ("p",)),
+}
+_MAKES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+    "rand": (draws.uniform, ()),
+    "randn": (draws.normal, ()),
+    "randint": (draws.integers, ("low", "high")),
+    "rand_like": (draws.uniform, ()),
+    "randn_like": (draws.normal, ()),
+    "randint_like": (draws.integers, ("low", "high")),
+}
+
+
+@dataclass(frozen=True)
+class DrawKey:
+    """What the random numbers of a call depend on, besides tile and operator.
+
+    Attributes:
+        seed: of the run.
+        step: of training.
+        slide: its number in the whole step.
+    """
+
+    seed: int
+    step: int
+    slide: int
+
+
+class KeyedDraws(TorchDispatchMode):
+    """Context of one call of an encoder, or of an aggregator, in which all random numbers are keyed.
+
+    Args:
+        key: see `DrawKey`.
+        what: "encoder" or "aggregator", for messages.
+        tiles: numbers of the tiles in the call; None: the call is for a whole slide.
+        single: the shapes drawn in a call for one tile, in order; None for such a call itself.
+
+    Attributes:
+        shapes: drawn so far.
+    """
+
+    def __init__(
+        self, key: DrawKey, what: str, tiles: Sequence[int] | None = None, single: Sequence[Shape] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._key, self._what, self._single = key, what, single
+        self._tiles = None if tiles is None else list(tiles)
+        self.shapes: list[Shape] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator, or draw its numbers."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*args, **kwargs)
+        given = {argument.name: argument.default_value for argument in function._schema.arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        name = function._schema.name.removeprefix("aten::")
+        if given.get("dropout_p", 1.0) == 0.0:  # attention without dropout
+            return function(*args, **kwargs)
+        if given.get("generator") is not None:
+            raise self._refusal(name, "draws from a torch.Generator of its own", "draw without one")
+        return self._drawn(function, name, given)
+
+    def _drawn(self, function: Any, name: str, given: dict[str, Any]) -> Any:
+        if name == "native_dropout":
+            return self._dropout(given["input"], given["p"], given["train"])
+        if name in _FILLS:
+            draw, names = _FILLS[name]
+            return given["self"].copy_(self._numbers(draw, given["self"], *(given[n] for n in names)))
+        if name == "random_":
+            limits = [given[n] for n in ("from", "to") if given.get(n) is not None]
+            draw = draws.integers if limits else draws.any_integers
+            return given["self"].copy_(self._numbers(draw, given["self"], *limits))
+        if name == "bernoulli":
+            like = given["self"]
+            return self._numbers(draws.bernoulli, like, given.get("p", like))
+        if name in _MAKES:
+            draw, names = _MAKES[name]
+            return self._numbers(draw, _like(given), *(given[n] for n in names if n in given))
+        if name == "randperm" and self._tiles is None:
+            like = torch.empty(given["n"], dtype=given["dtype"] or torch.int64, device=given["device"] or "cpu")
+            return self._numbers(draws.permutation, like)
+        other = "attention without dropout, or its eager implementation" if "attention" in name else "dropout or rand"
+        raise self._refusal(
+            name, f"calls aten.{name}, whose numbers depend on the other tiles of a call", f"use {other}"
+        )
+
+    def _dropout(self, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if train is False or p == 0.0:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        mask = self._numbers(draws.bernoulli, torch.empty_like(x, dtype=torch.bool), 1.0 - p)
+        return x * (mask.to(x.dtype) * (0.0 if p == 1.0 else 1.0 / (1.0 - p))), mask
+
+    def _numbers(self, draw: Callable[..., torch.Tensor], like: torch.Tensor, *parameters: Any) -> torch.Tensor:
+        shape = tuple(like.shape)
+        key = draws.mixed(self._key.seed, self._key.step, self._key.slide, len(self.shapes))
+        where = self._positions(shape, like.device)
+        self.shapes.append(shape)
+        detached = [p.detach() if isinstance(p, torch.Tensor) else p for p in parameters]
+        return draw(key, where, like.dtype, *detached).reshape(shape)
+
+    def _positions(self, shape: Shape, device: torch.device) -> torch.Tensor:
+        """Return the position of each number in the value of all tiles of the slide, tile after tile."""
+        if self._tiles is None:
+            return draws.positions(shape, None, (0, 0, 0, 0), device, 0)
+        dim = None if self._single is None else self._dim_of_tiles(shape)
+        one = shape if dim is None else (*shape[:dim], shape[dim] // len(self._tiles), *shape[dim + 1 :])
+        inside = draws.positions(one, None, (0, 0, 0, 0), device, 0)
+        tiles = torch.tensor(self._tiles, device=device) * prod(one)
+        if dim is None:
+            return inside + tiles
+        return (inside.unsqueeze(dim) + tiles.view(-1, *[1] * (len(shape) - dim))).reshape(shape)
+
+    def _dim_of_tiles(self, shape: Shape) -> int:
+        assert self._single is not None and self._tiles is not None
+        number, count = len(self.shapes), len(self._tiles)
+        one = self._single[number] if number < len(self._single) else ()
+        dims = [d for d in range(len(shape)) if len(one) == len(shape) and shape[d] == one[d] * count]
+        others = [d for d in dims if all(a == b for i, (a, b) in enumerate(zip(shape, one, strict=True)) if i != d)]
+        if not others:
+            raise self._refusal(
+                f"value {number} of shape {shape}",
+                f"draws numbers of shape {shape} for {count} tiles and {one} for one, so that tiles share some",
+                "draw for each tile (not for a whole batch, as layer-drop does), or put that module in eval()",
+            )
+        return others[0]
+
+    def _refusal(self, operator: str, what: str, instead: str) -> RequestError:
+        return RequestError(
+            f"the {self._what} {what} ({operator}): its random numbers cannot be the same for any division of the "
+            f"tiles; {instead}"
+        )
+
+
+class NoDrawsInBackward(TorchDispatchMode):
+    """Refuses random numbers in backward: a module that computes again there would draw others."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator that does not draw."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            given = {argument.name: argument.default_value for argument in function._schema.arguments}
+            given |= dict(zip(given, args, strict=False)) | kwargs
+            if given.get("dropout_p", 1.0) != 0.0 and "backward" not in function._schema.name:
+                raise RequestError(
+                    f"the encoder draws random numbers in its backward ({function._schema.name}), as activation "
+                    f"checkpointing does; turn that off: plan.memory_bytes bounds the memory of an encoder"
+                )
+        return function(*args, **kwargs)
+
+
+def _like(given: dict[str, Any]) -> torch.Tensor:
+    """Return an empty tensor as a factory would return it."""
+    if "self" in given:
+        return torch.empty_like(given["self"], dtype=given["dtype"])
+    integers = "high" in given
+    dtype = given["dtype"] or (torch.int64 if integers else torch.get_default_dtype())
+    return torch.empty(given["size"], dtype=dtype, device=given["device"] or "cpu")

@@ -1,0 +1,98 @@
+"""How many tiles an encoder is called for at once, and how many chunks keep their activations for backward.
+
+    memory_bytes  ├ the process ┤├ features ┤├ aggregator ┤├ one chunk at work ┤├ kept ┤├ kept ┤├ kept ┤┄┄ free ┄┄│
+
+Chunks that do not fit are computed again in backward; the last ones are kept first, because they are needed first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hyfi_core.errors import RequestError
+from hyfi_core.process_memory import available_bytes, resident_bytes
+from hyfi_core.tiles.encoder_facts import EncoderFacts
+
+LARGEST_CHUNK = 32
+"""Tiles: more are no faster on any device tried."""
+_CHUNK_BYTES = 2**31
+_SLACK = 1.15
+"""Workspaces of operators, and the allocator's own."""
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """What a step needs on this rank, in bytes.
+
+    Attributes:
+        lasting: features, labels' graph and gradients, which live through the step.
+        working: the largest chunk at work, with the next one being read.
+        kept: activations of a chunk that is kept.
+    """
+
+    lasting: int
+    working: int
+    kept: int
+
+
+def chunk_size(facts: EncoderFacts, memory_bytes: int | None, wanted: int | None) -> int:
+    """Return the tiles of a chunk: the same in a resumed run, so that its numbers are, too.
+
+    Args:
+        facts: of the encoder.
+        memory_bytes: the plan's limit.
+        wanted: what the user asked for.
+    """
+    if facts.alone:
+        return 1
+    if wanted is not None:
+        return wanted
+    room = _CHUNK_BYTES if memory_bytes is None else min(_CHUNK_BYTES, memory_bytes // 4)
+    return max(1, min(LARGEST_CHUNK, (room - facts.peak.fixed) // max(1, facts.peak.each)))
+
+
+def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.device, sharers: int, chunks: int) -> int:
+    """Return how many chunks of this rank keep their activations.
+
+    Args:
+        needs: of the step.
+        memory_bytes: limit of this process, or of the GPU's memory; None: half of what is free.
+        device: where the encoder runs.
+        sharers: ranks that share the free memory.
+        chunks: of this rank.
+
+    Raises:
+        RequestError: not even one chunk at a time fits.
+    """
+    used = _used_bytes(device)
+    limit = memory_bytes if memory_bytes is not None else used + _free_bytes(device) // (2 * sharers)
+    free = limit - used - needs.lasting - int(needs.working * _SLACK)
+    if free < 0:
+        if memory_bytes is None:
+            return 0  # nothing was promised
+        raise RequestError(
+            f"plan.memory_bytes is {memory_bytes:,}, but a step needs {limit - free:,} bytes: {used:,} are in use, "
+            f"{needs.lasting:,} for features, aggregator and gradients, {int(needs.working * _SLACK):,} for one chunk; "
+            f"set it to at least {limit - free:,}, or use smaller chunks (chunk=)"
+        )
+    return min(chunks, int(free // max(1, needs.kept * _SLACK)))
+
+
+def new_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, reduces: bool) -> int:
+    """Return the bytes of gradients, and of optimizer states, that do not exist yet."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights = sum(p.numel() * p.element_size() for p in trained)
+    gradients = sum(p.numel() * p.element_size() for p in trained if p.grad is None) * (2 if reduces else 1)
+    states = 2 * weights if optimizer is not None and not optimizer.state else 0
+    return gradients + states
+
+
+def _used_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()

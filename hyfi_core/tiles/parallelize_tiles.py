@@ -1,0 +1,93 @@
+"""``parallelize_tiles``: distributes an encoder of tiles and an aggregator over ranks, after checking its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyfi_core.comm.agree import agree, compare_requests
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.described import describe_function
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.engine import OptimizerFactory
+from hyfi_core.runtime.losses.loss_function import Loss
+from hyfi_core.runtime.parallelize import check_choices, check_functions, check_model, check_weights
+from hyfi_core.tiles.engine import BatchNormMode, TilesEngine, TileSettings
+from hyfi_core.tiles.model import TileModel
+
+
+def parallelize_tiles(
+    encoder: nn.Module,
+    aggregator: nn.Module,
+    plan: ParallelPlan,
+    comm: Communicator,
+    *,
+    loss: Loss = F.cross_entropy,
+    optimizer: OptimizerFactory | None = None,
+    output: Callable[[Any], Any] | None = None,
+    autocast: torch.dtype | None = None,
+    batch_norm: BatchNormMode = "frozen",
+    chunk: int | Literal["auto"] = "auto",
+) -> TilesEngine:
+    """Distribute an encoder of tiles and an aggregator of their features over the ranks of a plan.
+
+    A step is that of one process with one graph over all tiles of all slides: the same loss, the same gradients. The
+    encoder is computed chunk by chunk, so that memory does not grow with the number of tiles, but for their features.
+
+    Args:
+        encoder: any ``nn.Module`` of tiles, ``(n, 3, T, T)`` to ``(n, D)``, unchanged; each tile by itself.
+        aggregator: ``(N, D)`` to ``(K,)``, or ``(1, N, D)`` to ``(1, K)``; if its forward has a parameter ``coords``,
+            it is given ``(N, 2)``, in level-0 pixels. It may return (logits, attention).
+        plan: ``ParallelPlan(tiles=…, replicas=…, memory_bytes=…)``; ``plan.ranks`` must be ``comm.size``.
+        comm: from ``hyfi_core.init()``, or a group of its ranks.
+        loss: any function of (logits ``(B, K)``, labels) of all slides of all replicas that returns a scalar.
+        optimizer: creates an optimizer for a list of parameters; needed for ``update``.
+        output: picks the features out of what the encoder returns.
+        autocast: dtype of autocast (``torch.bfloat16``).
+        batch_norm: of norms of the encoder in training mode: "frozen": they use their running statistics and leave
+            them as they are; "exact": statistics over all tiles of a slide, for which the activations of all of them
+            are kept.
+        chunk: tiles for which the encoder is called at once; it changes rounding only. "auto": as many as memory
+            allows, at most 32.
+
+    Raises:
+        RequestError: plan, ranks or modules are not compatible, or differ between ranks: the same error on every rank,
+            before anything is changed.
+    """
+    agree(comm, lambda: check_choices(autocast, optimizer, "auto"))
+    agree(comm, lambda: _check(encoder, aggregator, plan, comm, batch_norm, chunk))
+    agree(comm, lambda: check_functions(loss, output, optimizer))
+    model = TileModel(encoder, aggregator)
+    own = frozenset(model.modules())
+    settings: dict[str, object] = {"autocast": autocast, "batch_norm": batch_norm, "chunk": chunk}
+    settings |= {"optimizer": "given" if optimizer is not None else "none"}
+    settings |= {"loss": describe_function(loss, own), "output": describe_function(output, own)}
+    compare_requests(comm, model, (0, 0, 0, 0), plan, settings)
+    size = None if chunk == "auto" else chunk
+    return TilesEngine(model, plan, comm, loss, optimizer, TileSettings(output, autocast, batch_norm, size))
+
+
+def _check(
+    encoder: object, aggregator: object, plan: object, comm: Communicator, batch_norm: object, chunk: object
+) -> None:
+    for what, module in (("encoder", encoder), ("aggregator", aggregator)):
+        if not isinstance(module, nn.Module):
+            raise RequestError(f"{what} is {type(module).__name__}; pass a torch.nn.Module")
+        check_model(module)
+        check_weights(module, None, False)
+    if not isinstance(plan, ParallelPlan) or plan.tiles is None:
+        given = "has no tiles" if isinstance(plan, ParallelPlan) else f"is a {type(plan).__name__}"
+        raise RequestError(f"plan {given}; pass hyfi_core.ParallelPlan(tiles=RANKS_OF_A_SLIDE)")
+    if plan.ranks != comm.size:
+        raise RequestError(
+            f"the plan needs {plan.ranks} ranks, but {comm.size} are running; start {plan.ranks}, or change plan.tiles"
+        )
+    if batch_norm not in get_args(BatchNormMode):
+        raise RequestError(f"batch_norm is {batch_norm!r}; pass 'frozen' or 'exact'")
+    if chunk != "auto" and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise RequestError(f"chunk is {chunk!r}; pass 'auto', or a number of tiles from 1")
