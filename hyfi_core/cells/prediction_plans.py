@@ -139,7 +139,7 @@ class _PredictionTrials:
         weights = sum(value_bytes(program, name) for name in (*program.parameters, *program.buffers))
         self._held = needs.held_bytes + weights
         self._least_bytes: int | None = None
-        self._lowered: LoweredPlans = {}
+        self._lowered = LoweredPlans()
         self._costs = CellCosts(program)
         self.refused: dict[str, str] = {}
 

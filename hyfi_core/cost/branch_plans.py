@@ -18,7 +18,7 @@ from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import operator_costs
 from hyfi_core.cost.plan_bounds import Programs
 from hyfi_core.cost.plan_family import PlanRequest
-from hyfi_core.cost.planner import PlanSearch, best_plans
+from hyfi_core.cost.planner import ModelStudies, PlanSearch, best_plans
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.errors import RequestError
 
@@ -37,16 +37,23 @@ def best_of_all_plans(programs: Programs, request: PlanRequest, top: int = 1) ->
     Raises:
         RequestError: as ``best_plans``.
     """
-    found = best_plans(programs, request, top)
+    studies = ModelStudies(programs)
+    found = best_plans(programs, request, top, studies=studies)
     for planes in _PLANES:
         share = _share(programs, request, planes, found.plans[0]) if request.ranks % planes == 0 else None
         if share is not None:
-            found = _with_planes(programs, request, top, planes, found, share)
+            found = _with_planes(programs, request, top, planes, found, share, studies)
     return found
 
 
 def _with_planes(
-    programs: Programs, request: PlanRequest, top: int, planes: int, found: PlanSearch, share: float
+    programs: Programs,
+    request: PlanRequest,
+    top: int,
+    planes: int,
+    found: PlanSearch,
+    share: float,
+    studies: ModelStudies,
 ) -> PlanSearch:
     """Return the result of a search with the plans that have so many planes.
 
@@ -57,11 +64,12 @@ def _with_planes(
         planes: their number.
         found: the result without them.
         share: the least part of a step that is left with so many planes.
+        studies: of the model, by the search without planes.
     """
     slowest_s = found.plans[-1].step_s if len(found.plans) == top else math.inf
     fewer_ranks = replace(request, ranks=request.ranks // planes, spill=None)
     try:
-        fewer = best_plans(programs, fewer_ranks, top, slowest_s / share)
+        fewer = best_plans(programs, fewer_ranks, top, slowest_s / share, studies)
     except RequestError:  # none can be run
         return found
     plans: list[StepForecast] = list(found.plans)

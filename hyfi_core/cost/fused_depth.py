@@ -17,6 +17,7 @@ from hyfi_core.lowering.lower import Target, lower, lowered_operators
 from hyfi_core.plan.boxes import Boxes, Interval, length, meeting
 from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.transfer import plan_transfer
+from hyfi_core.rules.instructions import RankProgram
 
 DEPTHS = (2, 3, 4, 6)
 """Lengths of runs that "auto" tries, besides 1."""
@@ -53,20 +54,32 @@ def fused_runs(
     Raises:
         RequestError: as of ``lower``.
     """
+    return runs_and_trial(program, target, outputs, exits, fused_halo, machine)[0]
+
+
+def runs_and_trial(
+    program: Program,
+    target: Target,
+    outputs: tuple[Any, ...] | None,
+    exits: tuple[str, ...],
+    fused_halo: int | str,
+    machine: MachineModel,
+) -> tuple[FusedRuns, RankProgram | None]:
+    """Return the runs of ``fused_runs``, and the program lowered without any if it was needed to choose them."""
     if fused_halo == 1 or target.grid == (1, 1):
-        return FusedRuns()
+        return FusedRuns(), None
     trial = lower(program, target, outputs, exits)
     operators = lowered_operators(program, program.outputs if outputs is None else outputs, exits)
     sketch = sketch_of(program, operators, trial.splits, trial.fusible, exits)
     if fused_halo != "auto":
-        return margins_of(sketch, int(fused_halo)).runs(sketch)
+        return margins_of(sketch, int(fused_halo)).runs(sketch), trial
     best, least = None, cost(sketch, unfused(sketch), shares=False, machine=machine)
     for depth in DEPTHS:
         candidate = margins_of(sketch, depth)
         seconds = cost(sketch, candidate, machine=machine)
         if seconds < least:
             best, least = candidate, seconds
-    return FusedRuns() if best is None else best.runs(sketch)
+    return FusedRuns() if best is None else best.runs(sketch), trial
 
 
 def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: MachineModel = DEFAULT_MACHINE) -> float:

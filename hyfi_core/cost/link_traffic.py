@@ -70,7 +70,7 @@ def link_traffic(program: Program, plan: ParallelPlan, known: LoweredPlans | Non
         RequestError: the plan does not work for this model.
     """
     assert plan.cells is None, "cells send nothing between ranks"
-    stages = lowered_stages(program, plan, plan, DEFAULT_MACHINE, {} if known is None else known).whole()
+    stages = lowered_stages(program, plan, plan, DEFAULT_MACHINE, LoweredPlans() if known is None else known).whole()
     placement = Placement.of(plan)
     pairs: _Pairs = {}
     for direction in range(plan.directions):

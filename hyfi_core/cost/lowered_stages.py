@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
 from hyfi_core.cost.branch_packing import divide_stage
-from hyfi_core.cost.fused_depth import fused_runs
+from hyfi_core.cost.fused_depth import runs_and_trial
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.node_links import Messages
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.lower import Target, lower, lowered_operators
+from hyfi_core.lowering.lower import NOT_FUSED, Target, lower, lowered_operators
 from hyfi_core.lowering.planes import Plane, exchanges, on_plane
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.stage_values import Splits, boundary, entries_of
@@ -22,6 +23,8 @@ from hyfi_core.ops.plane_exchange import PlaneExchange
 from hyfi_core.plan.branches import Branches
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.rules.instructions import RankProgram
+
+Derived = TypeVar("Derived")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class PartlyLowered:
         program: the captured model, of one micro-batch.
         fine: the plan, with cells as ranks.
         machine: by which lengths of fused runs are chosen.
+        known: stages that other plans have lowered; those of this one are added.
 
     Attributes:
         active: values that carry gradients.
@@ -71,11 +75,11 @@ class PartlyLowered:
         RequestError: as ``cut_program``.
     """
 
-    def __init__(self, program: Program, fine: ParallelPlan, machine: MachineModel) -> None:
+    def __init__(self, program: Program, fine: ParallelPlan, machine: MachineModel, known: LoweredPlans) -> None:
         assert fine.cuts != "auto" or fine.stages == 1, "cuts must be resolved first"
-        self._fine, self._machine = fine, machine
+        self._program, self._fine, self._machine, self._known = program, fine, machine, known
         self._pieces = cut_program(program, program.outputs, () if fine.cuts == "auto" else fine.cuts)
-        self.active = active_values(program, program.outputs, program.parameters)
+        self.active = known.active(program)
         self._splits: list[Splits] = []
         self._entries: list[Mapping[str, Any]] = []
         self._each: list[tuple[Stage, RankProgram, list[Operator]]] = []
@@ -83,7 +87,7 @@ class PartlyLowered:
         self._whole: LoweredStages | None = None
 
     def stage(self, index: int) -> tuple[Stage, DividedStage, list[Operator]]:
-        """Return a stage, lowered, and its operators.
+        """Return a stage, lowered, and its operators; of plans with the same stage, the same objects.
 
         Raises:
             RequestError: as ``lower``.
@@ -92,7 +96,10 @@ class PartlyLowered:
         while len(self._each) <= index:
             at = len(self._each)
             piece, entries = self._pieces[at], entries_of(self._pieces[at], self._splits, grids[at])
-            stage, operators = _lower_stage(piece, grids[at], entries, self._fine, self._machine, self.active)
+            stage, operators = self._known.stage(
+                (self._program, piece, grids[at], entries, self._fine),
+                partial(_lower_stage, piece, grids[at], entries, self._fine, self._machine, self.active),
+            )
             self._entries.append(entries)
             self._splits.append(stage.planes[0].splits)
             self._divided.append(stage)
@@ -124,9 +131,73 @@ class PartlyLowered:
         return self._whole
 
 
-LoweredPlans = dict[Hashable, PartlyLowered]
-"""Lowered plans, so that plans with the same stages are lowered once; owned by the caller."""
-_MOST_KNOWN = 64
+class LoweredPlans:
+    """What has been lowered for one machine model, so that plans with the same stages lower them once.
+
+    A stage is the same for two plans if they cut the same operators out of the same program, for the same grid and
+    with the same layout of what comes from other stages: replicas, schedules, and cuts elsewhere do not matter.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, PartlyLowered] = {}
+        self._stages: dict[Hashable, tuple[DividedStage, list[Operator]]] = {}
+        self._active: dict[int, tuple[Program, frozenset[str]]] = {}
+        self._derived: dict[Hashable, tuple[DividedStage, Any]] = {}
+
+    def derived(self, stage: DividedStage, way: Hashable, compute: Callable[[], Derived]) -> Derived:
+        """Return what was computed before from a stage in this way, or compute it; it must not be changed."""
+        key = id(stage), way
+        if key not in self._derived:
+            _make_room(self._derived, _MOST_STAGES)
+            self._derived[key] = stage, compute()  # with the stage, as others are told apart by ``id``
+        result: Derived = self._derived[key][1]
+        return result
+
+    def active(self, program: Program) -> frozenset[str]:
+        """Return the values of a model that carry gradients. The program is kept: others are told apart by ``id``."""
+        if id(program) not in self._active:
+            self._active[id(program)] = program, active_values(program, program.outputs, program.parameters)
+        return self._active[id(program)][1]
+
+    def plan(self, program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel) -> PartlyLowered:
+        """Return the stages of a plan; see ``lowered_stages``."""
+        divided = plan.cells, plan.branches
+        key = (id(program), plan.grids, plan.cuts, plan.interleave, plan.fused_halo, plan.gather_bytes, divided)
+        if key not in self._plans:
+            _make_room(self._plans, _MOST_PLANS)
+            self._plans[key] = PartlyLowered(program, fine, machine, self)
+        return self._plans[key]
+
+    def stage(
+        self,
+        given: tuple[Program, Stage, tuple[int, int], Mapping[str, Any], ParallelPlan],
+        lowered: Callable[[], tuple[DividedStage, list[Operator]]],
+    ) -> tuple[DividedStage, list[Operator]]:
+        """Return a stage that was lowered before, or lower it.
+
+        Args:
+            given: the whole program, the stage, its grid, how values of other stages are split, and the plan.
+            lowered: lowers it.
+        """
+        program, piece, grid, entries, fine = given
+        operators = tuple(op.name for op in piece.program.operators)
+        sent = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
+        settings = fine.branches, fine.fused_halo, fine.gather_bytes
+        key = (id(program), operators, sent, bool(piece.outputs), grid, tuple(entries.items()), settings)
+        if key not in self._stages:
+            _make_room(self._stages, _MOST_STAGES)
+            self._stages[key] = lowered()
+        return self._stages[key]
+
+
+_MOST_PLANS = 64
+_MOST_STAGES = 256
+
+
+def _make_room(known: dict[Hashable, Any], most: int) -> None:
+    """Drop the oldest of what is known, so that one more may be added."""
+    while len(known) >= most:
+        known.pop(next(iter(known)))
 
 
 def lowered_stages(
@@ -139,18 +210,12 @@ def lowered_stages(
         plan: with named cuts.
         fine: the same plan with cells as ranks.
         machine: by which lengths of fused runs are chosen.
-        known: lowered plans of earlier calls with the same programs and machine; this one is added.
+        known: lowered plans of earlier calls with the same machine; this one is added.
 
     Raises:
         RequestError: as ``cut_program``.
     """
-    divided = plan.cells, plan.branches
-    key = (id(program), plan.grids, plan.cuts, plan.interleave, plan.fused_halo, plan.gather_bytes, divided)
-    if key not in known:
-        while len(known) >= _MOST_KNOWN:
-            known.pop(next(iter(known)))
-        known[key] = PartlyLowered(program, fine, machine)
-    return known[key]
+    return known.plan(program, plan, fine, machine)
 
 
 def _lower_stage(
@@ -167,9 +232,12 @@ def _lower_stage(
     middle = grid[0] // 2 * grid[1] + grid[1] // 2
     target = Target(grid, middle, entries=entries, gather_bytes=fine.gather_bytes)
     program, branches = divide_stage(program, piece.outputs, exits, fine.branches, grid)
-    runs = fused_runs(program, target, piece.outputs, exits, fine.fused_halo, machine)
+    runs, trial = runs_and_trial(program, target, piece.outputs, exits, fine.fused_halo, machine)
     planes = [Plane(branches, index) for index in range(fine.branches)]
-    ranked = lower(program, replace(target, plane=planes[0]), piece.outputs, exits, runs)
+    if trial is not None and runs == NOT_FUSED and not branches.order and fine.branches == 1:
+        ranked = trial  # which is what would be lowered once more
+    else:
+        ranked = lower(program, replace(target, plane=planes[0]), piece.outputs, exits, runs)
     whole = replace(ranked, instructions=ranked.undivided or ranked.instructions, undivided=())
     others = (on_plane(whole, plane, middle) for plane in planes[1:])
     sent = tuple(exchange.carrying(active) for exchange in exchanges(ranked, planes[0], middle))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hyfi_core.cost.cuts import MeasuredPrograms, with_cuts
-from hyfi_core.cost.fit.plan_memory import PlanMemory
+from hyfi_core.cost.fit.plan_memory import PlanMemory, StudiedMemory
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.memory import enough_gb
 from hyfi_core.cost.plan_bounds import PlanBounds, Programs
@@ -51,7 +51,51 @@ class PlanSearch:
     candidates: int
 
 
-def best_plans(programs: Programs, request: PlanRequest, top: int = 1, below_s: float = math.inf) -> PlanSearch:
+@dataclass
+class StudiedModel:
+    """A model, and what searches for its plans have computed; they share it if batch, machine and dtype are the same.
+
+    Attributes:
+        programs: captures the model, or derives the captured model.
+        measured: for cuts.
+        lowered: stages.
+        memory: what stages keep.
+    """
+
+    programs: Programs
+    measured: MeasuredPrograms = field(default_factory=dict)
+    lowered: LoweredPlans = field(default_factory=LoweredPlans)
+    memory: StudiedMemory = field(default_factory=StudiedMemory)
+    _bounds: dict[bool, PlanBounds] = field(default_factory=dict)
+
+    def bounds(self, request: PlanRequest) -> PlanBounds:
+        """Return the bounds of plans for a request; they depend on whether ranks share nodes, not on their number."""
+        crowded = request.ranks > 1
+        if crowded not in self._bounds:
+            of = request.batch, request.ranks, request.machine, request.dtype
+            self._bounds[crowded] = PlanBounds(self.programs, *of)
+        return self._bounds[crowded]
+
+
+class ModelStudies:
+    """A model for several searches that have the same batch, machine and dtype: as derived, and as captured.
+
+    Args:
+        programs: captures the model.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self.resized = ResizedPrograms(programs)
+        self.derived, self.captured = StudiedModel(self.resized), StudiedModel(programs)
+
+
+def best_plans(
+    programs: Programs,
+    request: PlanRequest,
+    top: int = 1,
+    below_s: float = math.inf,
+    studies: ModelStudies | None = None,
+) -> PlanSearch:
     """Return the fastest plans that fit.
 
     Args:
@@ -59,20 +103,22 @@ def best_plans(programs: Programs, request: PlanRequest, top: int = 1, below_s: 
         request: ranks, batch, machine and limits.
         top: number of plans.
         below_s: only plans whose step is shorter are looked for, and alternatives are left out; there may be none.
+        studies: of earlier searches with the same programs, batch, machine and dtype.
 
     Raises:
         RequestError: no plan fits or works; the message says how much memory is needed, or what is not supported.
     """
-    resized = ResizedPrograms(programs)
+    studies = ModelStudies(programs) if studies is None else studies
+    resized = studies.resized
     try:
-        found = _searched(resized, request, top, below_s)
+        found = _searched(studies.derived, request, top, below_s)
     except RequestError:
         if resized.as_captured(max(1, request.batch // request.ranks)):
             raise
-        return _searched(programs, request, top, below_s)
+        return _searched(studies.captured, request, top, below_s)
     if all(resized.as_captured(images_of(request, one.plan)) for one in found.plans):
         return found
-    return _searched(programs, request, top, below_s)
+    return _searched(studies.captured, request, top, below_s)
 
 
 def images_of(request: PlanRequest, plan: ParallelPlan) -> int:
@@ -80,8 +126,8 @@ def images_of(request: PlanRequest, plan: ParallelPlan) -> int:
     return request.batch // plan.replicas // plan.microbatches
 
 
-def _searched(programs: Programs, request: PlanRequest, top: int, below_s: float) -> PlanSearch:
-    search = _PlanTrials(programs, request)
+def _searched(model: StudiedModel, request: PlanRequest, top: int, below_s: float) -> PlanSearch:
+    search = _PlanTrials(model, request)
     plans = list(candidates(request))
     found = search.best(plans, top, below_s)
     if not found and request.spill is not None:
@@ -120,15 +166,15 @@ class _Examined:
 class _PlanTrials:
     """Simulates plans; the model is captured once for each micro-batch size."""
 
-    def __init__(self, programs: Programs, request: PlanRequest) -> None:
-        self._programs = programs
+    def __init__(self, model: StudiedModel, request: PlanRequest) -> None:
+        self._programs = model.programs
         self._request = request
         self._refusal = ""
-        self._bounds = PlanBounds(programs, request.batch, request.ranks, request.machine, request.dtype)
+        self._bounds = model.bounds(request)
         self._cut: dict[tuple[int, ...], tuple[str, ...] | Literal["auto"] | RequestError] = {}
-        self._measured: MeasuredPrograms = {}
-        self._memory = PlanMemory(programs, request, self._bounds)
-        self._lowered: LoweredPlans = {}
+        self._measured = model.measured
+        self._memory = PlanMemory(model.programs, request, self._bounds, model.memory)
+        self._lowered = model.lowered
         self.simulated = self.further = 0
 
     def best(self, plans: Iterable[ParallelPlan], top: int, below_s: float = math.inf) -> list[StepForecast]:

@@ -140,7 +140,7 @@ class StageCosts:
         self._fine = plan.by_cells()
         self._turn_s = machine.turns_s(plan.ranks)
         self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
-        known = {} if known is None else known
+        known = self._known = LoweredPlans() if known is None else known
         lowered = lowered_stages(program, plan, self._fine, machine, known)
         counted = spills if plan.spill is not None and only is None else None
         self._spilled: tuple[SpilledMaps, ...] = () if counted is None else counted(program, plan, known)
@@ -162,15 +162,8 @@ class StageCosts:
         dtype: str | None,
         active: frozenset[str],
     ) -> StageCost:
-        ranks = prod(self._plan.grids[index % len(self._plan.grids)])
-        program = divided.planes[0].program
-        # Gradients enter a stage at the values that it sends, and leave it at the values that it receives.
-        leaving = tuple(Ref(name) for names in piece.exits.values() for name in names if name in active)
-        entering = [name for names in piece.entries.values() for name in names if name in active]
-        active_here = active_values(program, (piece.outputs, leaving), (*program.parameters, *entering))
-        found = operator_costs(program, self.machine, dtype, active_here)
-        costs = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
-        clock = self._computed(divided, operators, costs, ranks)
+        way = dtype, self._cells, self._crowded  # all but the stage that its clock depends on
+        clock = self._known.derived(divided, way, lambda: self._clock(index, piece, divided, operators, dtype, active))
         waits = max((self._waits(plane, clock.each_s, index) for plane in divided.planes), key=lambda w: w.total_s)
         waits.branch_s = self._branch_s(divided)
         recompute_s = clock.forward_s if recomputes(self._plan, index) else 0.0
@@ -193,6 +186,26 @@ class StageCosts:
             update_s=update_s(piece.program, self.machine),
             spilled=spilled,
         )
+
+    def _clock(
+        self,
+        index: int,
+        piece: Stage,
+        divided: DividedStage,
+        operators: Sequence[Operator],
+        dtype: str | None,
+        active: frozenset[str],
+    ) -> _Clock:
+        """Return the computation of a stage, with the gradients that it makes."""
+        ranks = prod(self._plan.grids[index % len(self._plan.grids)])
+        program = divided.planes[0].program
+        # Gradients enter a stage at the values that it sends, and leave it at the values that it receives.
+        leaving = tuple(Ref(name) for names in piece.exits.values() for name in names if name in active)
+        entering = [name for names in piece.entries.values() for name in names if name in active]
+        active_here = active_values(program, (piece.outputs, leaving), (*program.parameters, *entering))
+        found = operator_costs(program, self.machine, dtype, active_here)
+        costs = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
+        return self._computed(divided, operators, costs, ranks)
 
     def _computed(
         self, divided: DividedStage, operators: Sequence[Operator], costs: Mapping[str, OperatorCost], ranks: int

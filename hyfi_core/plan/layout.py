@@ -55,7 +55,12 @@ class Layout:
 
     def through(self, window: Window, height: int, width: int) -> Layout:
         """Return the layout of a window operator's output, of this size, that moves the fewest pixels."""
-        return Layout(_through(self.rows, window.y, height), _through(self.columns, window.x, width))
+        return _layout(_through(self.rows, window.y, height), _through(self.columns, window.x, width))
+
+
+@lru_cache(maxsize=1024)  # networks repeat their blocks: their maps share one layout, and its parts
+def _layout(rows: tuple[int, ...], columns: tuple[int, ...]) -> Layout:
+    return Layout(rows, columns)
 
 
 def _even(length: int, count: int) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class Mark:
     made: int
     gathered: int
     drawn: int
-    fusible: frozenset[str]
+    fusible: int
 
 
 class Builder:
@@ -104,7 +104,7 @@ class Builder:
         self._made: list[str] = []
         self._gathered: list[str] = []
         self._drawn: list[Operator] = []
-        self._fusible: frozenset[str] = frozenset()
+        self._fusible: list[str] = []
         self._shared: dict[str, str] = {}
         self._cuts: dict[tuple[str, Boxes, float], str] = {}
 
@@ -129,7 +129,7 @@ class Builder:
         """
         if not split.plain:
             return split.owned
-        self._fusible |= {op.name}
+        self._fusible.append(op.name)
         return replace(split, boxes=self.runs.computed.get(op.name))
 
     def same_pixels(self, op: Operator, name: str) -> Split:
@@ -356,7 +356,7 @@ class Builder:
 
     def mark(self) -> Mark:
         """Return the current state, for ``rewind``."""
-        return Mark(len(self._steps), len(self._made), len(self._gathered), len(self._drawn), self._fusible)
+        return Mark(len(self._steps), len(self._made), len(self._gathered), len(self._drawn), len(self._fusible))
 
     def rewind(self, mark: Mark) -> None:
         """Discard everything emitted since ``mark``."""
@@ -364,8 +364,7 @@ class Builder:
         for step in self._steps[mark.steps :]:
             gone.update((step.name,) if isinstance(step, _ImageRead) else (o for o in step.outputs if o is not None))
         del self._steps[mark.steps :], self._made[mark.made :], self._gathered[mark.gathered :]
-        del self._drawn[mark.drawn :]
-        self._fusible = mark.fusible
+        del self._drawn[mark.drawn :], self._fusible[mark.fusible :]
         for name in gone:
             self._splits.pop(name, None)
         self._shared = {name: wide for name, wide in self._shared.items() if wide not in gone}
@@ -375,7 +374,9 @@ class Builder:
         """Return the program, with ``outputs`` as the leaves of the output and ``exits`` for other stages."""
         instructions, read_box = self._read_image()
         made = (self._splits, outputs, self.program, self._values, exits)
-        return RankProgram(instructions, read_box, *made, self._fusible, tuple(self._gathered), tuple(self._drawn))
+        return RankProgram(
+            instructions, read_box, *made, frozenset(self._fusible), tuple(self._gathered), tuple(self._drawn)
+        )
 
     def _read_image(self) -> tuple[tuple[Instruction, ...], Box]:
         """Determine the box of the image to read, and turn its sub-boxes into local copies."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -19,6 +19,19 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 _Cuts = tuple[str, ...]
 
 
+@dataclass
+class StudiedMemory:
+    """What stages keep, as far as it has been asked for; it depends on the model alone.
+
+    Attributes:
+        maps: images of a micro-batch, cuts -> of each stage.
+        tables: images of a micro-batch -> of all stages.
+    """
+
+    maps: dict[tuple[int, tuple[str, ...] | str], list[StageMaps]] = field(default_factory=dict)
+    tables: dict[int, StageTable] = field(default_factory=dict)
+
+
 class PlanMemory:
     """Knows what plans need, and makes them fit.
 
@@ -29,13 +42,16 @@ class PlanMemory:
         programs: captures the model.
         request: batch, machine and limits.
         bounds: of the same model and request.
+        known: what is known of the same programs; what is asked for is added.
     """
 
-    def __init__(self, programs: Programs, request: PlanRequest, bounds: PlanBounds) -> None:
+    def __init__(
+        self, programs: Programs, request: PlanRequest, bounds: PlanBounds, known: StudiedMemory | None = None
+    ) -> None:
         self._programs, self._request, self._bounds = programs, request, bounds
         self._off = FORECAST_OFF[request.machine.device]
-        self._maps: dict[tuple[int, tuple[str, ...] | str], list[StageMaps]] = {}
-        self._tables: dict[int, StageTable] = {}
+        known = StudiedMemory() if known is None else known
+        self._maps, self._tables = known.maps, known.tables
         self._bounds_of: dict[Hashable, int] = {}
         self._chosen: dict[Hashable, tuple[_Cuts, ...]] = {}
         self._refused: dict[Hashable, tuple[int, ParallelPlan]] = {}

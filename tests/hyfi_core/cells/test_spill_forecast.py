@@ -17,6 +17,7 @@ from hyfi_core.cells import paging
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.spill_forecast import SpillForecast, _spilled
 from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE, load_machine
 from hyfi_core.cost.plan_family import PlanRequest
 from hyfi_core.cost.planner import best_plans
@@ -55,7 +56,7 @@ def test_a_step_moves_what_was_forecast(
     torch.manual_seed(0)
     model = resnet18(2)
     program = capture(model, (1, 3, size, size), torch.float32)
-    (maps,) = SpillForecast(DEFAULT_MACHINE, pages_bytes=limit_bytes)(program, plan, {})
+    (maps,) = SpillForecast(DEFAULT_MACHINE, pages_bytes=limit_bytes)(program, plan, LoweredPlans())
     engine = hyfi_core.parallelize(model, (1, 3, size, size), plan, AloneCommunicator(), verify=False)
     engine.accumulate(Noise(), torch.tensor([0]))
     counts = engine.spilled()
@@ -67,13 +68,13 @@ def test_a_step_moves_what_was_forecast(
 def test_more_memory_moves_less() -> None:
     program, forecast = small(), SpillForecast(DEFAULT_MACHINE, 100 * MB)
     with pytest.raises(MemoryLimitError, match="a rank needs at least") as refused:
-        forecast(program, replace(PLAN, memory_bytes=50 * MB), {})
+        forecast(program, replace(PLAN, memory_bytes=50 * MB), LoweredPlans())
     moved = []
     for more_bytes in (0, 2 * MB, 5 * MB, 10 * MB, 100 * MB):
-        (maps,) = forecast(program, replace(PLAN, memory_bytes=refused.value.least_bytes + more_bytes), {})
+        (maps,) = forecast(program, replace(PLAN, memory_bytes=refused.value.least_bytes + more_bytes), LoweredPlans())
         moved.append(maps.forward_bytes + maps.backward_bytes)
     assert moved == sorted(moved, reverse=True) and moved[0] > moved[1] > 0.0 == moved[-1]
-    (half_of_an_h100,) = SpillForecast(load_machine("h100"))(program, PLAN, {})
+    (half_of_an_h100,) = SpillForecast(load_machine("h100"))(program, PLAN, LoweredPlans())
     assert half_of_an_h100.forward_bytes == half_of_an_h100.backward_bytes == 0.0
 
 
@@ -89,21 +90,23 @@ def test_inputs_that_find_no_room_in_all_cells_are_read_again() -> None:
 
 def test_micro_batches_in_flight_share_the_memory() -> None:
     plan, forecast = replace(PLAN, microbatches=4), SpillForecast(DEFAULT_MACHINE, pages_bytes=12 * MB)
-    (alone,), (together,) = (forecast(small(), replace(plan, schedule=way), {}) for way in ("1f1b", "gpipe"))
+    (alone,), (together,) = (
+        forecast(small(), replace(plan, schedule=way), LoweredPlans()) for way in ("1f1b", "gpipe")
+    )
     assert together.forward_bytes > alone.forward_bytes  # all four are kept at the same time
     assert together.recomputed == alone.recomputed and len(alone.recomputed) > 5
 
 
 def test_stages_spill_their_own_maps() -> None:
     plan = replace(PLAN, grids=((1, 1), (1, 1)), cuts=("layer2",))
-    first, second = SpillForecast(DEFAULT_MACHINE, pages_bytes=4 * MB)(small(), plan, {})
+    first, second = SpillForecast(DEFAULT_MACHINE, pages_bytes=4 * MB)(small(), plan, LoweredPlans())
     assert first.forward_bytes > second.forward_bytes
     assert not {*first.recomputed} & {*second.recomputed}
 
 
 def test_bfloat16_moves_less() -> None:
     wide, narrow = (
-        SpillForecast(DEFAULT_MACHINE, dtype=dtype, pages_bytes=MB)(small(), PLAN, {})[0]
+        SpillForecast(DEFAULT_MACHINE, dtype=dtype, pages_bytes=MB)(small(), PLAN, LoweredPlans())[0]
         for dtype in (None, "bfloat16")
     )
     assert 0 < narrow.forward_bytes < 0.7 * wide.forward_bytes

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Any
 from unittest import mock
 
@@ -15,13 +15,14 @@ import hyfi_core
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.budget import with_cells
 from hyfi_core.comm.base import Communicator
-from hyfi_core.cost import planner
+from hyfi_core.cost import lowered_stages, plan_family, planner
 from hyfi_core.cost.cuts import cut_candidates
+from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.cost.memory import FORECAST_OFF
 from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
 from hyfi_core.cost.plan_family import PlanRequest, candidates
-from hyfi_core.cost.planner import best_plans
+from hyfi_core.cost.planner import ModelStudies, StudiedModel, best_plans
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.errors import RequestError
@@ -84,7 +85,7 @@ def test_the_search_finds_what_trying_every_plan_finds(ranks: int, batch: int, m
 @pytest.mark.parametrize(("ranks", "batch", "machine"), [(4, 4, "cpu"), (4, 8, "v100-lassen"), (6, 8, "p40")])
 def test_bounds_are_never_above_what_a_plan_takes(ranks: int, batch: int, machine: str) -> None:
     asked = request(ranks, batch, machine)
-    trials = planner._PlanTrials(programs, asked)
+    trials = planner._PlanTrials(StudiedModel(programs), asked)
     plans = random.Random(0).sample(list(candidates(asked)), 12)
     for plan in plans:
         forecast = trials._tried(plan)
@@ -106,7 +107,7 @@ def test_bounds_are_never_above_what_a_plan_takes(ranks: int, batch: int, machin
 
 def test_bounds_rise_with_each_stage_that_is_lowered_and_end_at_those_of_all() -> None:
     asked = request(4, 8, "v100-lassen")
-    trials = planner._PlanTrials(programs, asked)
+    trials = planner._PlanTrials(StudiedModel(programs), asked)
     for plan in (plan for plan in candidates(asked) if plan.stages == 3):
         (one,) = trials._queue([plan])
         known = []
@@ -159,7 +160,7 @@ def test_where_the_fastest_cuts_do_not_fit_others_are_found(ranks: int, batch: i
     off = FORECAST_OFF[load_machine(machine).device]
     asked = request(ranks, batch, machine, memory_bytes=int(share * off * max(free.memory_bytes)))
     (found,) = best_plans(programs, asked).plans
-    trials = planner._PlanTrials(programs, asked)
+    trials = planner._PlanTrials(StudiedModel(programs), asked)
     fast = trials._with_cuts(replace(found.plan, cuts="auto"))
     assert fast.cuts != found.plan.cuts and not found.plan.recompute
     assert trials._memory.needed_bytes(found.plan) <= asked.memory_bytes < trials._memory.needed_bytes(fast)
@@ -193,9 +194,9 @@ def test_recomputation_with_the_fastest_cuts_may_be_faster_than_other_cuts() -> 
         return captured_once(model.train(), (images, 3, 96, 96), torch.float32)
 
     plan = ParallelPlan(((1, 1), (1, 1)), microbatches=8)
-    (free,) = planner._PlanTrials(lumps, request(2, 8)).best([plan], top=1)
+    (free,) = planner._PlanTrials(StudiedModel(lumps), request(2, 8)).best([plan], top=1)
     asked = request(2, 8, memory_bytes=int(0.99 * FORECAST_OFF["cpu"] * max(free.memory_bytes)))
-    again, other = planner._PlanTrials(lumps, asked).best([plan], top=3)
+    again, other = planner._PlanTrials(StudiedModel(lumps), asked).best([plan], top=3)
     assert again.plan == replace(free.plan, recompute=True)
     assert other.plan.cuts != free.plan.cuts and other.plan.recompute is False
     assert free.step_s < again.step_s < other.step_s
@@ -267,3 +268,36 @@ def test_schedules_with_one_micro_batch_in_flight_have_no_more() -> None:
     for schedule in ONE_IN_FLIGHT:
         plan = ParallelPlan(((1, 1),) * 3, microbatches=8, schedule=schedule)  # type: ignore[arg-type]
         assert [microbatches_in_flight(plan, stage) for stage in range(3)] == [1, 1, 1]
+
+
+def test_stages_that_plans_share_cost_what_they_cost_alone() -> None:
+    """One memory of lowered stages for plans of many grids, cuts and margins gives what lowering each anew gives."""
+    machine, known, lowered = load_machine("v100-lassen"), LoweredPlans(), list[object]()
+    grids: tuple[tuple[tuple[int, int], ...], ...] = (((2, 2),), ((2, 2), (1, 2)), ((2, 2), (1, 1)), ((1, 2), (2, 2)))
+    real = lowered_stages._lower_stage
+    with mock.patch.object(lowered_stages, "_lower_stage", side_effect=lambda *a: lowered.append(a) or real(*a)):
+        for images, halo, some, replicas in product((1, 2), (1, 2, "auto"), grids, (1, 4)):
+            for cut in ("one", "two") if len(some) > 1 else ("auto",):
+                cuts: Any = "auto" if cut == "auto" else (cut,)
+                plan = ParallelPlan(grids=some, cuts=cuts, fused_halo=halo, replicas=replicas)
+                program, count = programs(images), len(lowered)
+                shared = StageCosts(program, plan, machine, None, known)
+                shared_count, alone = len(lowered) - count, StageCosts(program, plan, machine)
+                assert (shared.stages, shared.edges) == (alone.stages, alone.edges)
+                assert shared_count == 0 or replicas == 1  # replicas do not change a stage
+
+
+def test_searches_that_share_a_study_find_what_they_find_alone() -> None:
+    studies = ModelStudies(programs)
+    for ranks in (4, 2, 1):
+        asked = request(ranks, 4, "v100-lassen")
+        assert best_plans(programs, asked, 3, studies=studies) == best_plans(programs, asked, 3)
+
+
+def test_many_ranks_are_divided_into_equal_stages_halving_ones_and_one_large_grid_before_single_ranks() -> None:
+    divisions = list(plan_family._compositions(12))
+    assert {(12,), (6, 6), (4, 4, 4), (3, 3, 3, 3), (2,) * 6} <= set(divisions)  # equal
+    assert {(11, 1), (10, 1, 1), (5,) + (1,) * 7} <= set(divisions)  # a large grid before single ranks
+    assert {(6, 6), (6, 3, 3), (6, 3, 2, 1)} <= set(divisions)  # halving
+    assert all(sum(sizes) == 12 and min(sizes) > 0 for sizes in divisions)
+    assert max(len(sizes) for sizes in divisions) == 8 and (5, 7) not in divisions

@@ -115,7 +115,7 @@ def divisors(number: int) -> list[int]:
 
 def best_of_all(case: Case, memory_bytes: int, ends: tuple[str, ...]) -> tuple[float, ParallelPlan | None]:
     best, chosen = float("inf"), None
-    known: LoweredPlans = {}
+    known = LoweredPlans()
     machine = load_machine(case.machine)
     for plan in every_plan(case, ends):
         program = case.program(case.batch // plan.replicas // plan.microbatches)

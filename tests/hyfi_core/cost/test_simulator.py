@@ -14,6 +14,7 @@ from hyfi_core.capture.program import Program
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost import simulator
 from hyfi_core.cost.cuts import with_cuts
+from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import DeviceLink, SharedCores, UpdateCost
 from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE, load_machine
 from hyfi_core.cost.operators import operator_costs
@@ -121,14 +122,13 @@ def test_one_rank_stands_for_all_that_do_the_same() -> None:
 
 
 def test_plans_with_the_same_stages_are_lowered_once_and_forecast_the_same() -> None:
-    known: dict[Any, Any] = {}
-    machine = load_machine("a100")
+    known, machine = LoweredPlans(), load_machine("a100")
     for index, more in enumerate(
         ({}, {"recompute": True}, {"schedule": "chimera"}, {"replicas": 4}, {"cells": (2, 1)})
     ):
         plan = ParallelPlan(grids=((1, 2), (1, 2)), cuts=("first",), microbatches=2, **more)  # type: ignore[arg-type]
         assert forecast_step(program(), plan, machine, known=known) == forecast_step(program(), plan, machine)
-        assert len(known) == (2 if index == 4 else 1)  # cells are other parts
+        assert len(known._plans) == (2 if index == 4 else 1)  # cells are other parts
 
 
 def test_directions_that_share_ranks_in_part_are_simulated_whole() -> None:
