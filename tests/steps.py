@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyfi_core
-from hyfi_core.runtime.ownership import optimizer_state
+from hyfi_core.runtime.saving.optimizer_state import optimizer_state
 from tests.harness import Loss, run_copies
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

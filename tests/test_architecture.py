@@ -49,12 +49,13 @@ ARROWS = {
     "workflows": {
         "config": set(),
         "launch": {"config"},
+        "finetuning": {"config"},
         "tasks": {"config"},
-        "evaluation": {"tasks", "launch", "config"},
-        "training": {"evaluation", "tasks", "launch", "config"},
-        "commands": {"training", "evaluation", "tasks", "launch", "config"},
-        "benchmarks": {"commands", "training", "evaluation", "tasks", "launch", "config"},
-        "gpu_check": {"benchmarks", "commands", "training", "evaluation", "tasks", "launch", "config"},
+        "evaluation": {"finetuning", "tasks", "launch", "config"},
+        "training": {"finetuning", "evaluation", "tasks", "launch", "config"},
+        "commands": {"training", "finetuning", "evaluation", "tasks", "launch", "config"},
+        "benchmarks": {"commands", "training", "finetuning", "evaluation", "tasks", "launch", "config"},
+        "gpu_check": {"benchmarks", "commands", "training", "finetuning", "evaluation", "tasks", "launch", "config"},
     },
 }
 # Sizes that CONTRIBUTING states. Most files and functions are far smaller; these are where a reviewer need not argue.

@@ -16,8 +16,8 @@ import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.models.resnet import resnet10
 from hyfi_core.runtime.checkpoint import load_checkpoint, load_training_state
-from hyfi_core.runtime.ownership import load_optimizer_state
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
+from hyfi_core.runtime.saving.optimizer_state import load_optimizer_state
 from tests.harness import run_copies
 from tests.steps import Factory, adamw, make_batches, sgd
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from hyfi_core.errors import RequestError
-from hyfi_core.own_packages import describe_hidden
+from hyfi_core.user_code import load_user_code
 
 _RESNETS = ("resnet6", "resnet10", "resnet18", "resnet34", "resnet50", "resnet_v1", "resnet_v2")
 BUILT_IN = {name: f"hyfi_core.models.resnet:{name}" for name in _RESNETS} | {
@@ -64,28 +60,7 @@ def _factory(name: str) -> Callable[..., Any]:
     if not colon:
         known = ", ".join(BUILT_IN)
         raise RequestError(f"model.name: given {name!r}; allowed: {known}, or package.module:factory of your own")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # the user's own module, as with `python -m`
-    module = _imported(name, module_name)
-    try:
-        value = getattr(module, attribute)
-    except AttributeError:
-        raise RequestError(f"model.name {name!r}: {module_name} has no {attribute!r}") from None
-    if not callable(value):
-        raise RequestError(f"model.name {name!r}: {attribute} is not a function that makes a model")
-    return value  # type: ignore[no-any-return]
-
-
-def _imported(name: str, module_name: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except (ImportError, AttributeError) as error:
-        reason = describe_hidden(error, Path.cwd())
-        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
-        if reason is None and not isinstance(error, ImportError):
-            raise
-        advice = f"; {reason}" if reason is not None else "; is its folder on PYTHONPATH?" if absent else ""
-        raise RequestError(f"model.name {name!r}: {error}{advice}") from error
+    return load_user_code("model.name", f"{module_name}:{attribute}", "a function that makes a model")
 
 
 def _parameters(factory: Callable[..., Any]) -> set[str] | None:

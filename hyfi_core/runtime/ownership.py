@@ -1,14 +1,10 @@
-"""Parameter ownership: which parameters and buffers a rank updates, and how they are gathered on rank 0.
-
-The optimizer state is keyed by parameter *name*, so that it is valid for any plan and process.
-"""
+"""Parameter ownership: which parameters and buffers a rank updates, and how they are gathered on rank 0."""
 
 from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import nn
@@ -249,103 +245,6 @@ def _stages_by_name(model: nn.Module, compiled: StageNames) -> dict[str, set[int
         for name in names:
             by_module.setdefault(name.rpartition(".")[0], set()).add(stage)
     return {name: used.get(name) or by_module.get(name.rpartition(".")[0]) or {0} for name in named_tensors(model)}
-
-
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
-) -> dict[str, Any]:
-    """Return the optimizer state by parameter *name*, so that it is valid for any plan.
-
-    Args:
-        optimizer: with parameters in ``named``.
-        named: the model's ``named_parameters()``.
-
-    Returns:
-        ``{"tensors": {"<name>/<key>": tensor}, "groups": [{hyper-parameters, "names": [...], "values": {...}}]}``;
-        ``values`` has the entries that are not tensors. Tensors are not copied.
-    """
-    names = {id(parameter): name for name, parameter in named}
-    tensors: dict[str, torch.Tensor] = {}
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        values: dict[str, dict[str, Any]] = {}
-        named_here = [p for p in group["params"] if id(p) in names]  # a rank without parameters has a placeholder
-        for parameter in named_here:
-            name = names[id(parameter)]
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{name}/{key}"] = value
-                else:
-                    values.setdefault(name, {})[key] = value
-        hyper = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**hyper, "names": [names[id(p)] for p in named_here], "values": values})
-    return {"tensors": tensors, "groups": groups}
-
-
-def restricted(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the part of an ``optimizer_state`` for some parameters."""
-    return {
-        "tensors": {key: t for key, t in saved["tensors"].items() if key.rpartition("/")[0] in names},
-        "groups": [
-            {
-                **group,
-                "names": [name for name in group["names"] if name in names],
-                "values": {name: value for name, value in group["values"].items() if name in names},
-            }
-            for group in saved["groups"]
-        ],
-    }
-
-
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    named: Iterable[tuple[str, torch.nn.Parameter]],
-    saved: Mapping[str, Any],
-) -> None:
-    """Load an ``optimizer_state`` into ``optimizer``, by parameter name.
-
-    Raises:
-        RequestError: parameters or groups differ from the saved ones.
-    """
-    names = {id(parameter): name for name, parameter in named}
-    groups = saved["groups"]
-    here = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
-    if len(here) != len(groups) or any(
-        not set(mine) <= set(group["names"]) for mine, group in zip(here, groups, strict=True)
-    ):
-        raise RequestError(
-            "the checkpoint's optimizer has other parameters than the model: "
-            f"{sum(len(group['names']) for group in groups)} saved, {sum(map(len, here))} now; "
-            "resume with the same model"
-        )
-    entries: dict[str, list[str]] = {}
-    for key in saved["tensors"]:
-        entries.setdefault(key.rpartition("/")[0], []).append(key)
-    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
-        group.update(
-            {key: _restored(group.get(key), value) for key, value in wanted.items() if key not in ("names", "values")}
-        )
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                continue
-            name = names[id(parameter)]
-            state = dict(wanted["values"].get(name, {}))
-            for key in entries.get(name, ()):  # only these are read
-                state[key.rpartition("/")[2]] = _like(parameter, saved["tensors"][key])
-            if state:
-                optimizer.state[parameter] = state
-
-
-def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``value`` on its parameter's device and with its strides."""
-    if value.shape != parameter.shape:
-        return value.clone()  # counters stay on the host
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def _restored(current: Any, saved: Any) -> Any:
-    """Return ``saved`` in the type that the optimizer uses: JSON has no tuples."""
-    return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
 
 
 def made_optimizer(

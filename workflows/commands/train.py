@@ -261,12 +261,16 @@ def _trainer(
     drawn = drawn_by_stage(job, device)
     # One of them reads the file of weights.
     tell = say if first else lambda line: None
-    model = agree(roles.trainers, lambda: make_model(job, loads=first and saved is None, drawn=drawn, tell=tell))
+    model, freezing = agree(
+        roles.trainers, lambda: make_model(job, loads=first and saved is None, drawn=drawn, tell=tell)
+    )
     where = made_current(device)
     if drawn is None:
         model = model.to(where)
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica), drawn)
+    if saved is not None:
+        agree(roles.trainers, lambda: saved.check_groups(engine, model))
     engine.reserve(pixels=BatchImages.pixel_dtype)  # refused before anything is written
     if len(job.val) and not roles.validator_ranks:
         _reserve_validation(job, engine, model)
@@ -284,7 +288,7 @@ def _trainer(
             RunFolder(job.config.run.dir).write_state("running", job.steps)
             for warning in [*job.warnings(), *([] if change is None else [change])]:
                 warn(f"hyfi: {warning}")
-        loop = TrainingLoop(job, roles, engine, model, recorder, saved, stop)
+        loop = TrainingLoop(job, roles, engine, model, freezing, recorder, saved, stop)
         if recorder is None:
             return _code(loop, loop.run(lambda: None))
         with progress(job.steps, "train", done=start) as bar:

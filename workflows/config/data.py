@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from data.missing import MISSING
-from workflows.config.section import Count, Positive, Section, Share, Size, UserPath
+from workflows.config.section import AboveZero, Count, Positive, Section, Share, Size, UserPath
 from workflows.config.tasks import TASKS, TaskFacts
 
 if TYPE_CHECKING:
@@ -212,6 +212,10 @@ class DataConfig(Section):
         return self
 
 
+Channels = tuple[Share, Share, Share]
+Scales = tuple[AboveZero, AboveZero, AboveZero]
+
+
 class ModelConfig(Section):
     """The classifier: an ordinary PyTorch module."""
 
@@ -228,7 +232,27 @@ class ModelConfig(Section):
     )
     weights: UserPath | None = Field(
         None,
-        description="a .safetensors or .pth file: initial weights, under torchvision's names; default: random",
+        description="a .safetensors or .pth file: initial weights, under the model's names (those of the built-in "
+        "ResNets are torchvision's), with or without a prefix; default: random",
+    )
+    freeze: tuple[str, ...] = Field(
+        (),
+        description='a list of patterns, as in [conv1, layer1, "*.norm*"]: parameters, or modules with all of '
+        "theirs, that are not trained; frozen batch norm uses its loaded statistics",
+    )
+    freeze_epochs: Positive | None = Field(
+        None,
+        description="a whole number ≥ 1: epochs after which what model.freeze names is trained, too; default: never",
+    )
+    mean: Channels | None = Field(
+        None,
+        description="three numbers from 0 to 1: means of red, green and blue that are subtracted from pixels, as the "
+        "weights were trained; default: ImageNet's",
+    )
+    std: Scales | None = Field(
+        None,
+        description="three numbers > 0: standard deviations of red, green and blue by which pixels are divided; "
+        "default: ImageNet's",
     )
     norm: Literal["train", "frozen", "group"] = Field(
         "train",
@@ -243,6 +267,12 @@ class ModelConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the model: as in {width: 16}"
     )
+
+    @model_validator(mode="after")
+    def _freezes_something(self) -> ModelConfig:
+        if self.freeze_epochs is not None and not self.freeze:
+            raise ValueError(f"freeze_epochs: {self.freeze_epochs} without freeze; name what is frozen until then")
+        return self
 
     @property
     def built_in(self) -> bool:

@@ -2,25 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from workflows.config.section import Count, Positive, Rate, Section, Share
 from workflows.config.tasks import TASKS
 
 
+def _patterns(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns)]
+
+
+class GroupConfig(Section):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    match: Patterns = Field(
+        min_length=1,
+        description='a pattern or a list of patterns, as in head or [fc, "*.bias"]: names of parameters, or of '
+        "modules with all of theirs",
+    )
+    lr: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="a number > 0: their learning rate; default: optimizer.lr"
+    )
+    weight_decay: Rate | None = Field(
+        None, description="a number ≥ 0: their weight decay, norms and biases included; default: that of the others"
+    )
+
+    @model_validator(mode="after")
+    def _differs(self) -> GroupConfig:
+        if self.lr is None and self.weight_decay is None:
+            raise ValueError("a group needs lr, weight_decay or both")
+        return self
+
+
 class OptimizerConfig(Section):
     """The optimizer: how gradients update the weights."""
 
-    name: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw: the optimizer")
+    name: str = Field(
+        "adamw",
+        pattern=r"^(sgd|adam|adamw|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="sgd, adam, adamw, or package.module:Class: the optimizer; a class of your own is called with the "
+        "parameters, lr, weight_decay if it takes it, and optimizer.options",
+    )
     lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="a number > 0: learning rate after the warm-up")
     momentum: Share = Field(0.9, description="a number from 0 to 1: momentum (sgd)")
     betas: tuple[Share, Share] = Field(
         (0.9, 0.999),
-        description="two numbers from 0 to 1: decay of the running averages of the gradient and its square (adamw)",
+        description="two numbers from 0 to 1: decay of the running averages of the gradient and its square (adam, "
+        "adamw)",
     )
     weight_decay: Rate = Field(0.0, description="a number ≥ 0: weight decay")
+    decay_norms: bool | None = Field(
+        None,
+        description="true or false: whether weight_decay applies to norms and biases (parameters of one dim), too; "
+        "default: false for adamw, true for the others",
+    )
+    groups: tuple[GroupConfig, ...] = Field(
+        (),
+        description="a list of groups (match, lr, weight_decay): parameters with their own lr or weight_decay, as in "
+        "[{match: fc, lr: 0.01}]; match is a pattern or a list of them, as in model.freeze, and the first group that "
+        "matches a parameter counts",
+    )
+    layer_decay: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="a number above 0, at most 1: factor of the learning rate from each layer to the one before it, "
+        "so that the first layers change least; default: no decay",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the optimizer's class: as in {nesterov: true}"
+    )
     max_norm: float | None = Field(
         None, gt=0, description="a number > 0: gradients are clipped to this global norm; default: no clipping"
     )
@@ -36,10 +92,15 @@ class OptimizerConfig(Section):
         1, description="a whole number ≥ 1: slides of one update for which lr is given (lr_scaling: linear, sqrt)"
     )
 
-    def scaled_lr(self, batch: int) -> float:
-        """Return the learning rate for updates of ``batch`` slides."""
+    @property
+    def decays_norms(self) -> bool:
+        """Whether weight decay applies to parameters of one dim."""
+        return self.name != "adamw" if self.decay_norms is None else self.decay_norms
+
+    def scaled_lr(self, batch: int, lr: float | None = None) -> float:
+        """Return a learning rate, by default ``optimizer.lr``, for updates of ``batch`` slides."""
         power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.lr_scaling]
-        return float(self.lr * (batch / self.lr_batch) ** power)
+        return float((self.lr if lr is None else lr) * (batch / self.lr_batch) ** power)
 
 
 class LrScheduleConfig(Section):

@@ -20,6 +20,7 @@ __all__ = ["MAY_CHANGE_ON_RESUME", "Config", "changed_keys", "dump_resolved", "l
 # Keys of the model, data, seed, precision and optimizer do: with other values it would be another run.
 MAY_CHANGE_ON_RESUME = frozenset(
     {
+        "optimizer.decay_norms",  # a change of groups is refused with the optimizer's state
         "run.dir",
         "run.epochs",
         "run.steps",

@@ -14,6 +14,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.models.by_name import build_model
 from workflows.config.run import Config
 from workflows.evaluation.models import DTYPES, model_fields, set_training
+from workflows.finetuning.freezing import freeze
 
 if TYPE_CHECKING:
     from hyfi_core.capture.program import Program
@@ -27,7 +28,7 @@ class ModelPrograms:
         classes: Number of classes.
 
     Raises:
-        RequestError: The model cannot be built.
+        RequestError: The model cannot be built, or ``model.freeze`` does not fit it.
     """
 
     def __init__(self, config: Config, classes: int) -> None:
@@ -35,6 +36,8 @@ class ModelPrograms:
         with torch.device("meta") if config.model.built_in else nullcontext():  # a built-in one needs no values
             model = build_model(model_fields(config.model, classes))
         set_training(model)
+        if config.model.freeze_epochs is None:  # else all of it is trained in the end
+            freeze(model, config.model)
         self._model = model.to(DTYPES[config.run.precision])
         self._programs: dict[int, Program] = {}
 

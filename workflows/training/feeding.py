@@ -13,7 +13,6 @@ from data.loading.batches import Part
 from data.loading.cell_feed import CellFeed
 from data.loading.feed import BatchPixels, Feed, FeedSpec, InlineFeed
 from data.loading.loader import LoaderService
-from data.loading.normalise import Normalisation
 from data.loading.remote_feed import RemoteFeed
 from data.store.node_cache import node_cache, share_on_node, user_folder
 from hyfi_core.comm.base import Communicator
@@ -21,7 +20,6 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.engine import Engine
 from workflows.config.data import DataConfig
-from workflows.config.run import RunConfig
 from workflows.evaluation.models import DTYPES, FORMATS
 from workflows.paths import require_writable
 from workflows.training.job import TrainingJob
@@ -61,9 +59,10 @@ def _in_order(engine: Engine) -> list[Part]:
     ]
 
 
-def preparation(run: RunConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+def preparation(job: TrainingJob) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function from uint8 pixels to the model's input."""
-    return partial(Normalisation(), dtype=DTYPES[run.precision], memory_format=FORMATS[run.memory_format])
+    run = job.config.run
+    return partial(job.normalisation, dtype=DTYPES[run.precision], memory_format=FORMATS[run.memory_format])
 
 
 class BatchImages:

@@ -73,6 +73,12 @@ class TrainingJob:
         return SampleStream(len(self.train), self.config.run.seed, self.draw_weights)
 
     @property
+    def normalisation(self) -> Normalisation:
+        """How pixels become the model's input."""
+        model, usual = self.config.model, Normalisation()
+        return Normalisation(model.mean or usual.mean, model.std or usual.std)
+
+    @property
     def step_samples(self) -> int:
         """Number of samples in one step, over all replicas and accumulated batches."""
         return self.layout.turn_samples * self.config.optimizer.accumulate
@@ -153,7 +159,7 @@ class TrainingJob:
             "min_coverage": data.min_coverage,
             "case_aggregate": data.case_aggregate,
             "tissue": _tissue(self.train),
-            "normalisation": Normalisation().to_json(),
+            "normalisation": self.normalisation.to_json(),
             "precision": self.config.run.precision,
             "tf32": self.config.run.tf32,
             "memory_format": self.config.run.memory_format,

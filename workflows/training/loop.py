@@ -12,6 +12,7 @@ import torch
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.runtime.engine import Engine
 from workflows.console import say, warn
+from workflows.finetuning.freezing import Freezing
 from workflows.launch.stop import StopFlag
 from workflows.training.bound_by import RunSetup, StepTime, bound_by
 from workflows.training.checks.data_record import KEY
@@ -48,6 +49,7 @@ class TrainingLoop:
         roles: Roles of all ranks.
         engine: The trainers' engine.
         model: The module that the engine trains.
+        freezing: What is frozen in it.
         recorder: On rank 0; None elsewhere.
         saved: The state of a resumed run; None for a new run.
         stop: Requests to stop.
@@ -62,6 +64,7 @@ class TrainingLoop:
         roles: Roles,
         engine: Engine,
         model: torch.nn.Module,
+        freezing: Freezing | None,
         recorder: Recorder | None,
         saved: SavedRun | None,
         stop: StopFlag,
@@ -70,7 +73,9 @@ class TrainingLoop:
         self._job, self._world, self._trainers = job, roles.world, roles.trainers
         self._engine, self._model, self._recorder, self._stop = engine, model, recorder, stop
         self._replica = roles.trainers.rank // job.plan.ranks_per_replica
-        self._rate = LearningRate(engine.optimizer, job.config.lr_schedule, job.steps)
+        lr = job.config.optimizer.scaled_lr(job.step_samples)
+        self._rate = LearningRate(engine.optimizer, job.config.lr_schedule, job.steps, lr)
+        self._freezing = freezing
         self._resumed, self._start = saved is not None, 0
         if saved is not None:
             self._start = int(saved.training.state["step"])
@@ -94,7 +99,7 @@ class TrainingLoop:
         others = len(roles.loader_ranks), len(roles.validator_ranks)
         spare_train = job.config.roles.design == "offload_naive"
         self._setup = RunSetup(job.plan.ranks, *others, job.config.validation.policy, spare_train, job.plan.branches)
-        self._prepare = preparation(job.config.run)
+        self._prepare = preparation(job)
 
     def run(self, progress: Callable[[], None]) -> bool:
         """Train to the end or until a stop is requested.
@@ -109,6 +114,7 @@ class TrainingLoop:
         step = self._start
         while step < self._job.steps and not stopped and self._validating.last is None:
             step += 1
+            self._release(step)
             self._trace.begin(step)
             self._step(step)
             self._trace.end(step)
@@ -133,6 +139,15 @@ class TrainingLoop:
         self._close_feed(stopped)
         self._validating.close(stopped)
         return stopped
+
+    def _release(self, step: int) -> None:
+        """Let what is frozen be trained from ``step`` on, if its epochs are over."""
+        if self._freezing is None or not self._freezing.is_over(self._job.epoch_of(step)):
+            return
+        self._freezing.release(self._model)
+        if self._recorder is not None:
+            say(f"from step {step} on, {len(self._freezing.parameters)} frozen parameters are trained, too")
+        self._freezing = None
 
     def _step(self, step: int) -> None:
         start_s, waited_s = time.perf_counter(), self._feed.wait_s

@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from workflows.config.learning import LrScheduleConfig, OptimizerConfig
+from workflows.finetuning.optimizer_class import optimizer_of
+from workflows.finetuning.parameter_groups import parameter_groups
 
 
-def make_optimizer(
-    config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter], batch: int
-) -> torch.optim.Optimizer:
-    """Return SGD with momentum or AdamW over ``parameters``; ``batch``: slides of one update, for the learning rate."""
-    lr = config.scaled_lr(batch)
-    if config.name == "sgd":
-        return torch.optim.SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
+def optimizer_factory(
+    config: OptimizerConfig, model: torch.nn.Module, batch: int
+) -> Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]:
+    """Return a function from this rank's parameters to their optimizer.
+
+    It has the groups of the whole model, some of which may be empty on this rank; a parameter that the model does not
+    name belongs to the first group.
+
+    Args:
+        config: The section ``optimizer``.
+        model: The model.
+        batch: Slides of one update, for the learning rate.
+
+    Raises:
+        RequestError: A group matches no parameter, or the optimizer's class cannot be used.
+    """
+    made, groups = optimizer_of(config), parameter_groups(model, config, batch)
+    place_of = {name: place for place, group in enumerate(groups) for name in group.names}
+
+    def make(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        members: list[list[torch.nn.Parameter]] = [[] for _ in groups]
+        for parameter in parameters:
+            members[place_of.get(names.get(id(parameter), ""), 0)].append(parameter)
+        settings = [
+            {"params": of, "lr": group.lr, "weight_decay": group.weight_decay}
+            for of, group in zip(members, groups, strict=True)
+        ]
+        return made(settings, config.scaled_lr(batch))
+
+    return make
 
 
 def describe_updates(config: OptimizerConfig, batch: int) -> str:
@@ -69,10 +94,11 @@ class LearningRate:
         optimizer: With the rates after the warm-up, before a saved state is loaded.
         config: The schedule.
         steps: Number of steps of the whole run.
+        lr: ``optimizer.lr`` for the run's batch.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: LrScheduleConfig, steps: int) -> None:
-        self._optimizer, self._steps = optimizer, steps
+    def __init__(self, optimizer: torch.optim.Optimizer, config: LrScheduleConfig, steps: int, lr: float) -> None:
+        self._optimizer, self._steps, self._lr = optimizer, steps, lr
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._factor = lr_factor(config, steps)
 
@@ -82,11 +108,10 @@ class LearningRate:
         return [rate * factor for rate in self._rates]
 
     def set(self, step: int) -> float:
-        """Set the rates of a step; return that of the first group."""
-        rates = self.of(step)
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+        """Set the rates of a step; return ``optimizer.lr`` of this step, with which groups of parameters may differ."""
+        for group, rate in zip(self._optimizer.param_groups, self.of(step), strict=True):
             group["lr"] = rate
-        return rates[0]
+        return self._lr * self._factor(step - 1)
 
     def describe_change(self, saved: Mapping[str, Any]) -> str | None:
         """Return how a resumed run goes on with another schedule, as one line of text; None if nothing changes.

@@ -87,10 +87,10 @@ def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
     """Return the function that runs a turn with this replica only; ``roles.trainers``: the ranks of the replica."""
     single = _single_replica_job(job)
     assert roles.trainers is not None
-    model = start.make_model(single, loads=False)
+    model, _ = start.make_model(single, loads=False)
     engine = start.make_engine(single, model, single.plan, roles.trainers, single.layout.batch_of(0))
     feed = make_feed(single, roles, engine, 0, engine.device)
-    prepare = preparation(single.config.run)
+    prepare = preparation(single)
 
     def turn(number: int) -> None:
         images = BatchImages(feed.batch(number), prepare)

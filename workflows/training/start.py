@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from data.loading.normalise import Normalisation
 from data.samples.coverage import check_coverage
 from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Communicator
@@ -30,22 +29,23 @@ from hyfi_core.runtime.checkpoint import (
 )
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.launch import gpus_seen
-from hyfi_core.runtime.ownership import load_optimizer_state
 from hyfi_core.runtime.parallelize import parallelize
 from hyfi_core.runtime.saving.engine_folder import restore_random
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
+from hyfi_core.runtime.saving.optimizer_state import check_groups, load_optimizer_state
 from hyfi_core.stored_state import StoredState
 from workflows.config.load import Config, load_config
 from workflows.console import say
 from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
 from workflows.evaluation.models import DTYPES, FORMATS, convert_model, set_training
 from workflows.evaluation.programs import ModelPrograms
+from workflows.finetuning.freezing import Freezing, freeze
+from workflows.finetuning.weights import load_weights
 from workflows.launch.resumption import describe_way_out
 from workflows.tasks.task import make_loss
 from workflows.training.checks.norm_batches import describe_norm_change
 from workflows.training.job import TrainingJob
-from workflows.training.optimisation import make_optimizer
-from workflows.training.weights import load_weights
+from workflows.training.optimisation import optimizer_factory
 
 
 @dataclass(frozen=True)
@@ -193,14 +193,14 @@ def drawn_by_stage(job: TrainingJob, device: str) -> InitialWeights | None:
 
 def make_model(
     job: TrainingJob, loads: bool, drawn: InitialWeights | None = None, tell: Callable[[str], None] = lambda line: None
-) -> torch.nn.Module:
-    """Return the initial model in the run's precision and memory format, in its modes of training.
+) -> tuple[torch.nn.Module, Freezing | None]:
+    """Return the initial model in the run's precision and memory format, in its modes of training, and what is frozen.
 
     Args:
         job: The run.
         loads: Whether to load ``model.weights`` and report it; False if another rank or a checkpoint provides them.
         drawn: Weights that ``make_engine`` draws: the model is on the meta device.
-        tell: Is given a line about modules in evaluation mode, see `set_training`.
+        tell: Is given lines about modules in evaluation mode (see `set_training`) and about what is frozen.
     """
     torch.manual_seed(job.config.run.seed)
     model = build_model(job.model_json()["model"]) if drawn is None else drawn.model
@@ -208,10 +208,11 @@ def make_model(
     if path is not None and loads:
         say(f"weights from {path}: {load_weights(model, path)}")
     run = job.config.run
-    modes = set_training(model)
-    if modes is not None:
-        tell(modes)
-    return convert_model(model, run.precision, run.memory_format)
+    modes, freezing = set_training(model), freeze(model, job.config.model)
+    for line in (modes, freezing):
+        if line is not None:
+            tell(str(line))
+    return convert_model(model, run.precision, run.memory_format), freezing
 
 
 def device_of(request: DeviceRequest, roles: Roles) -> str:
@@ -254,7 +255,7 @@ def make_engine(
         group,
         loss=make_loss(job.task, optimizer.accumulate),
         loss_over=job.task.loss_over,
-        optimizer=lambda parameters: make_optimizer(optimizer, parameters, job.step_samples),
+        optimizer=optimizer_factory(optimizer, model, job.step_samples),
         autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
         memory_format="as_given",  # images and weights are in run.memory_format already
         release=True,
@@ -267,7 +268,7 @@ def make_engine(
 def make_evaluation_set(job: TrainingJob) -> EvaluationSet:
     """Return the evaluation set of the run."""
     run = job.config.run
-    images = DatasetImages(job.val, Normalisation(), DTYPES[run.precision], FORMATS[run.memory_format])
+    images = DatasetImages(job.val, job.normalisation, DTYPES[run.precision], FORMATS[run.memory_format])
     return EvaluationSet.of(images, job.val.samples, job.task, job.config.data.case_aggregate)
 
 
@@ -304,6 +305,18 @@ class SavedRun:
             raise RequestError(f"{error}; {describe_way_out(folder / 'checkpoints', start)}") from error
         job.task.check_resumed(saved.checkpoint.model)
         return saved
+
+    def check_groups(self, engine: Engine, model: torch.nn.Module) -> None:
+        """Check the optimizer's groups, before anything is written.
+
+        Raises:
+            RequestError: They are not those of the checkpoint.
+        """
+        try:
+            check_groups(engine.optimizer, model.named_parameters(), self.training.optimizer)
+        except RequestError as error:
+            advice = "a run in which weight decay applied to norms and biases needs optimizer.decay_norms=true"
+            raise RequestError(f"{error}; {advice}") from error
 
     def restore(self, engine: Engine, model: torch.nn.Module) -> None:
         """Restore weights, optimizer and random state."""

@@ -19,9 +19,10 @@ from hyfi_core.runtime.calls.local_use import local_state, mark_stale
 from hyfi_core.runtime.gradients import clip
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirrors
-from hyfi_core.runtime.ownership import ParameterOwnership, load_optimizer_state, optimizer_state, restricted
+from hyfi_core.runtime.ownership import ParameterOwnership
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart
 from hyfi_core.runtime.saving.engine_folder import read_engine, restore_random, save_engine
+from hyfi_core.runtime.saving.optimizer_state import load_optimizer_state, optimizer_state, restricted
 from hyfi_core.runtime.subject import RandomKey
 from hyfi_core.stored_state import fill_buffers
 

@@ -9,7 +9,7 @@ import torch
 
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime import checkpoint as cp
-from hyfi_core.runtime.ownership import load_optimizer_state, optimizer_state
+from hyfi_core.runtime.saving.optimizer_state import load_optimizer_state, optimizer_state
 
 
 def tied_model(seed: int = 0) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
-from hyfi_core.runtime.ownership import load_optimizer_state, optimizer_state
+from hyfi_core.runtime.saving.optimizer_state import load_optimizer_state, optimizer_state
 from tests.harness import run_copies
 
 
@@ -20,7 +20,7 @@ def test_a_state_of_another_model_is_refused_with_both_numbers() -> None:
     saved_of, loaded_into = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     saved = optimizer_state(torch.optim.SGD(saved_of.parameters(), 0.1), saved_of.named_parameters())
     optimizer = torch.optim.SGD(loaded_into.parameters(), 0.1)
-    with pytest.raises(RequestError, match="2 saved, 4 now; resume with the same model"):
+    with pytest.raises(RequestError, match="2 in 1 saved, 4 in 1 now; resume with the same model"):
         load_optimizer_state(optimizer, loaded_into.named_parameters(), saved)
 
 

@@ -93,7 +93,7 @@ def test_config_cannot_be_changed(path: Path) -> None:
         ("data.view=tiles", ["data.view", "'tiles'", "pack or crop"]),
         ("data.min_coverage=1.5", ["data.min_coverage", "1.5", "from 0 to 1"]),
         ("optimizer.lr=.nan", ["optimizer.lr", "nan", "> 0"]),
-        ("optimizer.name=adam", ["optimizer.name", "'adam'", "sgd or adamw"]),
+        ("optimizer.name=adma", ["optimizer.name", "'adma'", "sgd, adam, adamw, or package.module:Class"]),
         ("plan.grids=[[0, 2]]", ["plan.grids", "[[0, 2]]", "[[1, 2]]"]),
         ("plan.schedule=1F1B", ["plan.schedule", "'1F1B'", "1f1b"]),
         ("plan.cuts=[layer2]", ["plan", "names 1 module(s), but 1 stage(s) need 0"]),

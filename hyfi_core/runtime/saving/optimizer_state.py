@@ -1,0 +1,120 @@
+"""The state of an optimizer by parameter *name*, so that it is valid for any plan and process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hyfi_core.errors import RequestError
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
+) -> dict[str, Any]:
+    """Return the optimizer state by parameter *name*, so that it is valid for any plan.
+
+    Args:
+        optimizer: with parameters in ``named``.
+        named: the model's ``named_parameters()``.
+
+    Returns:
+        ``{"tensors": {"<name>/<key>": tensor}, "groups": [{hyper-parameters, "names": [...], "values": {...}}]}``;
+        ``values`` has the entries that are not tensors. Tensors are not copied.
+    """
+    names = {id(parameter): name for name, parameter in named}
+    tensors: dict[str, torch.Tensor] = {}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        values: dict[str, dict[str, Any]] = {}
+        named_here = [p for p in group["params"] if id(p) in names]  # a rank without parameters has a placeholder
+        for parameter in named_here:
+            name = names[id(parameter)]
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{name}/{key}"] = value
+                else:
+                    values.setdefault(name, {})[key] = value
+        hyper = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**hyper, "names": [names[id(p)] for p in named_here], "values": values})
+    return {"tensors": tensors, "groups": groups}
+
+
+def restricted(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the part of an ``optimizer_state`` for some parameters."""
+    return {
+        "tensors": {key: t for key, t in saved["tensors"].items() if key.rpartition("/")[0] in names},
+        "groups": [
+            {
+                **group,
+                "names": [name for name in group["names"] if name in names],
+                "values": {name: value for name, value in group["values"].items() if name in names},
+            }
+            for group in saved["groups"]
+        ],
+    }
+
+
+def check_groups(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]], saved: Mapping[str, Any]
+) -> None:
+    """Check that an optimizer has the parameter groups of an ``optimizer_state``, or this rank's part of them.
+
+    Raises:
+        RequestError: it does not.
+    """
+    names, groups = {id(parameter): name for name, parameter in named}, saved["groups"]
+    here = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
+    if len(here) == len(groups) and all(
+        set(mine) <= set(group["names"]) for mine, group in zip(here, groups, strict=True)
+    ):
+        return
+    raise RequestError(
+        "the checkpoint's optimizer has other parameters or groups of them than this one: "
+        f"{sum(len(group['names']) for group in groups)} in {len(groups)} saved, {sum(map(len, here))} in {len(here)} "
+        f"now; resume with the same model and the same groups"
+    )
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    named: Iterable[tuple[str, torch.nn.Parameter]],
+    saved: Mapping[str, Any],
+) -> None:
+    """Load an ``optimizer_state`` into ``optimizer``, by parameter name.
+
+    Raises:
+        RequestError: parameters or groups differ from the saved ones.
+    """
+    named = list(named)
+    check_groups(optimizer, named, saved)
+    names, groups = {id(parameter): name for name, parameter in named}, saved["groups"]
+    entries: dict[str, list[str]] = {}
+    for key in saved["tensors"]:
+        entries.setdefault(key.rpartition("/")[0], []).append(key)
+    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
+        group.update(
+            {key: _restored(group.get(key), value) for key, value in wanted.items() if key not in ("names", "values")}
+        )
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                continue
+            name = names[id(parameter)]
+            state = dict(wanted["values"].get(name, {}))
+            for key in entries.get(name, ()):  # only these are read
+                state[key.rpartition("/")[2]] = _like(parameter, saved["tensors"][key])
+            if state:
+                optimizer.state[parameter] = state
+
+
+def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``value`` on its parameter's device and with its strides."""
+    if value.shape != parameter.shape:
+        return value.clone()  # counters stay on the host
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _restored(current: Any, saved: Any) -> Any:
+    """Return ``saved`` in the type that the optimizer uses: JSON has no tuples."""
+    return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved

@@ -1,0 +1,49 @@
+"""Functions and classes of the user, named ``package.module:attribute`` in a configuration."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hyfi_core.errors import RequestError
+from hyfi_core.own_packages import describe_hidden
+
+
+def load_user_code(key: str, name: str, what: str) -> Callable[..., Any]:
+    """Import what a configuration names; modules are also searched in the working folder, as with ``python -m``.
+
+    Args:
+        key: The key of the configuration, for messages.
+        name: ``package.module:attribute``.
+        what: What it should be, for messages: "a function that makes a model".
+
+    Raises:
+        RequestError: The module cannot be imported, or has no such function or class.
+    """
+    module_name, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    module = _imported(f"{key} {name!r}", module_name)
+    try:
+        value = getattr(module, attribute)
+    except AttributeError:
+        raise RequestError(f"{key} {name!r}: {module_name} has no {attribute!r}") from None
+    if not callable(value):
+        raise RequestError(f"{key} {name!r}: {attribute} is not {what}")
+    return value  # type: ignore[no-any-return]
+
+
+def _imported(label: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except (ImportError, AttributeError) as error:
+        reason = describe_hidden(error, Path.cwd())
+        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        if reason is None and not isinstance(error, ImportError):
+            raise
+        advice = f"; {reason}" if reason is not None else "; is its folder on PYTHONPATH?" if absent else ""
+        raise RequestError(f"{label}: {error}{advice}") from error

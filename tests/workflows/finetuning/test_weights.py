@@ -1,0 +1,113 @@
+"""Weights from a local file: what torchvision and timm publish for ResNet-18, -34 and -50 fits whole.
+
+Their names are held in ``tests/hyfi_core/models/test_resnet.py``; here a file under them goes through the loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from hyfi_core.errors import RequestError
+from hyfi_core.models import resnet
+from workflows.finetuning.weights import load_weights
+
+
+def other_values(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.rand_like(t) if t.is_floating_point() else t + 7 for name, t in state.items()}
+
+
+@pytest.mark.parametrize("make", [resnet.resnet18, resnet.resnet34, resnet.resnet50])
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_file_of_the_same_names_is_loaded_whole(make: Callable[..., nn.Module], suffix: str, tmp_path: Path) -> None:
+    model = make(1000, width=8)
+    given = other_values(model.state_dict())
+    path = tmp_path / f"resnet{suffix}"
+    if suffix == ".pth":
+        torch.save(given, path)
+    else:
+        save_file(given, path)
+    report = load_weights(model, path)
+    assert not (report.missing or report.unexpected or report.reshaped)
+    assert all(torch.equal(tensor, given[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_head_for_other_classes_keeps_its_own_values_and_is_named(tmp_path: Path) -> None:
+    model = resnet.resnet18(2, width=8)
+    torch.save(resnet.resnet18(1000, width=8).state_dict(), tmp_path / "published.pth")
+    head = model.fc.weight.clone()
+    assert set(load_weights(model, tmp_path / "published.pth").reshaped) == {"fc.weight", "fc.bias"}
+    assert torch.equal(model.fc.weight, head)
+
+
+class Wrapped(nn.Module):
+    """A network inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = resnet.resnet18(2, width=8)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "module.encoder.net.", "_orig_mod."])
+def test_a_prefix_of_the_file_is_removed_and_named(prefix: str, tmp_path: Path) -> None:
+    given, model = resnet.resnet18(2, width=8).state_dict(), resnet.resnet18(2, width=8)
+    torch.save({f"{prefix}{name}": tensor for name, tensor in given.items()}, tmp_path / "prefixed.pth")
+    report = load_weights(model, tmp_path / "prefixed.pth")
+    assert not (report.missing or report.unexpected) and f"names without '{prefix}'" in str(report)
+    assert all(torch.equal(tensor, given[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_prefix_of_the_model_is_added(tmp_path: Path) -> None:
+    given, model = resnet.resnet18(2, width=8).state_dict(), Wrapped()
+    torch.save({"module." + name: tensor for name, tensor in given.items()}, tmp_path / "plain.pth")
+    report = load_weights(model, tmp_path / "plain.pth")
+    assert "without 'module.' and with 'backbone.'" in str(report)
+    assert all(torch.equal(tensor, given[name]) for name, tensor in model.backbone.state_dict().items())
+
+
+def test_blocks_are_never_loaded_into_other_blocks(tmp_path: Path) -> None:
+    """Their shapes may be equal; only a prefix that most names have is one."""
+    block = resnet.resnet18(2, width=8).layer1[0].state_dict()
+    torch.save({f"layer9.0.{name}": tensor for name, tensor in block.items()}, tmp_path / "block.pth")
+    with pytest.raises(RequestError, match="none of its 12 tensors matches"):
+        load_weights(resnet.resnet18(2, width=8), tmp_path / "block.pth")
+
+
+@pytest.mark.parametrize("keys", [("state_dict",), ("model",), ("teacher", "model_state_dict"), ("state_dict_ema",)])
+def test_wrappers_of_training_scripts_are_opened_and_named(keys: tuple[str, ...], tmp_path: Path) -> None:
+    given, model = resnet.resnet18(2, width=8).state_dict(), resnet.resnet18(2, width=8)
+    value: dict[str, Any] = dict(given)
+    for key in reversed(keys):
+        value = {key: value, "epoch": 3, "optimizer": {"state": {}}}
+    torch.save(value, tmp_path / "wrapped.pth")
+    assert f"({'.'.join(keys)!r} of the file)" in str(load_weights(model, tmp_path / "wrapped.pth"))
+    assert torch.equal(model.fc.weight, given["fc.weight"])
+
+
+def test_an_average_beside_the_weights_is_mentioned(tmp_path: Path) -> None:
+    state = resnet.resnet18(2, width=8).state_dict()
+    torch.save({"state_dict": state, "state_dict_ema": state}, tmp_path / "both.pth")
+    report = load_weights(resnet.resnet18(2, width=8), tmp_path / "both.pth")
+    assert "('state_dict' of the file; it has 'state_dict_ema', too)" in str(report)
+
+
+def test_the_report_has_a_line_for_each_part(tmp_path: Path) -> None:
+    torch.save(resnet.resnet18(1000, width=8).state_dict(), tmp_path / "published.pth")
+    lines = str(load_weights(resnet.resnet18(2, width=8), tmp_path / "published.pth")).splitlines()
+    assert lines[0] == "100 of 102 tensors loaded"
+    assert lines[1].split() == ["conv1", "1", "of", "1"]
+    assert "  fc         0 of    2  keeps initial values" in lines
+    assert lines[-1] == "reshaped (2): fc.weight, fc.bias"
+
+
+@pytest.mark.parametrize("value", [{"epoch": 3, "args": {"lr": 1.0}}, [1, 2], torch.ones(2), {}])
+def test_files_without_weights_are_refused(value: object, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "other.pth")
+    with pytest.raises(RequestError, match=r"other.pth: has .* not a state_dict"):
+        load_weights(resnet.resnet18(2, width=8), tmp_path / "other.pth")

@@ -1,0 +1,81 @@
+"""The optimizer that ``optimizer.name`` means: one of PyTorch's, or a class of the user's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hyfi_core.errors import RequestError
+from hyfi_core.user_code import load_user_code
+from workflows.config.learning import OptimizerConfig
+
+Groups = list[dict[str, Any]]
+_TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+
+
+def optimizer_of(config: OptimizerConfig) -> Callable[[Groups, float], torch.optim.Optimizer]:
+    """Return a function from (parameter groups, learning rate) to the optimizer.
+
+    Raises:
+        RequestError: There is no such class, it does not take ``optimizer.options``, or it keeps other weights for
+            evaluation than for training.
+    """
+    for name in ("params", "lr", "weight_decay"):
+        if name in config.options:
+            raise RequestError(
+                f"optimizer.options.{name}: use optimizer.lr, optimizer.weight_decay or optimizer.groups"
+            )
+    kind = _TORCH.get(config.name) or _imported(config.name)
+    accepted = inspect.signature(kind).parameters
+    arguments = dict(_arguments(config))
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        unknown = sorted(set(config.options) - set(accepted))
+        if unknown:
+            names = ", ".join(name for name in accepted if name not in ("params", "lr"))
+            raise RequestError(f"optimizer.options.{unknown[0]}: {config.name} does not take it; it takes {names}")
+        if "weight_decay" not in accepted:
+            _refuse_decay(config)
+
+    def make(groups: Groups, lr: float) -> torch.optim.Optimizer:
+        try:
+            made = kind(groups, lr=lr, **arguments)
+        except TypeError as error:
+            raise RequestError(
+                f"optimizer.name {config.name}: cannot be made from options {arguments}: {error}"
+            ) from error
+        if not isinstance(made, torch.optim.Optimizer):
+            raise RequestError(
+                f"optimizer.name {config.name}: it returned {type(made).__name__}, not a torch.optim.Optimizer"
+            )
+        return made
+
+    return make
+
+
+def _arguments(config: OptimizerConfig) -> Mapping[str, Any]:
+    """Return the arguments of the class besides parameters and learning rate; ``options`` come last."""
+    own: dict[str, Any] = {}
+    if config.name == "sgd":
+        own = {"momentum": config.momentum}
+    elif config.name in _TORCH:
+        own = {"betas": config.betas}
+    return own | config.options
+
+
+def _refuse_decay(config: OptimizerConfig) -> None:
+    if config.weight_decay or any(group.weight_decay for group in config.groups):
+        raise RequestError(f"optimizer.weight_decay: {config.name} has no weight decay; set it to 0")
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    kind = load_user_code("optimizer.name", name, "an optimizer's class")
+    # Schedule-free optimizers evaluate an average of the weights, to which their own eval() switches.
+    if isinstance(kind, type) and callable(getattr(kind, "eval", None)) and callable(getattr(kind, "train", None)):
+        raise RequestError(
+            f"optimizer.name {name}: it keeps other weights for evaluation than for training (train() and eval()), "
+            f"which checkpoints and validation would not use; use run.ema for an average of the weights"
+        )
+    return kind

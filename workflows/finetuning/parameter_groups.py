@@ -1,0 +1,129 @@
+"""Parameter groups: the learning rate and the weight decay of each parameter.
+
+::
+
+    optimizer.lr 1e-3, layer_decay 0.5        depth   rate
+    stem                                        0     1.25e-4
+    blocks.0                                    1     2.5e-4
+    blocks.1                                    2     5e-4
+    head                                        3     1e-3
+    groups: [{match: head, lr: 1e-2}]                 1e-2      × 0.5 for each layer below the last one, in a group, too
+
+Decay by layers is that of ELECTRA (arXiv 2003.10555) and BEiT (arXiv 2106.08254).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from hyfi_core.errors import RequestError
+from workflows.config.learning import OptimizerConfig
+from workflows.finetuning.patterns import check_matches, matches
+
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_TRUNK_SHARE = 0.5
+"""Share of the model's parameters above which a module is the trunk, of which each layer counts by itself."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with one learning rate and one weight decay.
+
+    Attributes:
+        names: Their names.
+        lr: Learning rate after the warm-up, for the run's batch.
+        weight_decay: Weight decay.
+    """
+
+    names: tuple[str, ...]
+    lr: float
+    weight_decay: float
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig, batch: int) -> tuple[ParameterGroup, ...]:
+    """Return the groups of a model's parameters, each parameter once; the same on every rank, whatever it holds.
+
+    Args:
+        model: The model; its values are not read.
+        config: The optimizer's section of the configuration.
+        batch: Slides of one update, for the learning rate.
+
+    Raises:
+        RequestError: A group matches no parameter, or only those of groups before it.
+    """
+    named = dict(model.named_parameters())
+    chosen = _chosen(config, list(named))
+    depth = layer_depths(model)
+    last = max(depth.values(), default=0)
+    members: dict[tuple[int, float, float], list[str]] = {}
+    for name, parameter in named.items():
+        group = config.groups[chosen[name]] if name in chosen else None
+        lr = config.scaled_lr(batch, None if group is None else group.lr)
+        if config.layer_decay is not None:
+            lr *= config.layer_decay ** (last - depth[name])
+        decay = config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
+        if parameter.ndim <= 1 and not config.decays_norms and (group is None or group.weight_decay is None):
+            decay = 0.0
+        members.setdefault((chosen.get(name, -1), lr, decay), []).append(name)
+    return tuple(ParameterGroup(tuple(names), lr, decay) for (_, lr, decay), names in members.items())
+
+
+def _chosen(config: OptimizerConfig, names: Sequence[str]) -> Mapping[str, int]:
+    """Return name -> place of its group among ``optimizer.groups``, the first that matches."""
+    chosen: dict[str, int] = {}
+    for place, group in enumerate(config.groups):
+        key = f"optimizer.groups[{place}].match"
+        check_matches(key, group.match, names)
+        fitting = [name for name in names if any(matches(name, pattern) for pattern in group.match)]
+        free = [name for name in fitting if name not in chosen]
+        if not free:
+            raise RequestError(
+                f"{key}: all parameters that {', '.join(group.match)} matches belong to groups before it, of which "
+                f"the first counts; put it before them"
+            )
+        chosen |= dict.fromkeys(free, place)
+    return chosen
+
+
+def layer_depths(model: nn.Module) -> dict[str, int]:
+    """Return name of a parameter -> its layer, from 0; the last is the head.
+
+    A layer is a part of the model, a block of a sequence of blocks, or such a part or block of its trunk: the module
+    that has most of the parameters. Parameters outside of these (a class token) belong to the first.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    layers = list(_layers(model, "", total))
+    depths: dict[str, int] = {}
+    for name, _ in model.named_parameters():
+        inside = [place for place, path in enumerate(layers) if name == path or name.startswith(f"{path}.")]
+        depths[name] = inside[-1] if inside else 0
+    return depths
+
+
+def _layers(module: nn.Module, path: str, total: int) -> Iterator[str]:
+    """Yield the paths of the layers inside a module, in its order."""
+    for name, child in module.named_children():
+        size = sum(parameter.numel() for parameter in child.parameters())
+        inner = f"{path}.{name}" if path else name
+        if size and _is_opened(child, size > _TRUNK_SHARE * total):
+            yield from _layers(child, inner, total)
+        elif size:
+            yield inner
+
+
+def _is_opened(module: nn.Module, is_most: bool) -> bool:
+    """Whether each part of a module is a layer of its own.
+
+    It is for sequences of blocks, and for a module that has most of the parameters and repeats blocks inside.
+    """
+    if isinstance(module, _LISTS):
+        return is_most or any(True for child in module.children() for _ in child.children())
+    return is_most and any(isinstance(part, _LISTS) and _repeats(part) for part in module.modules())
+
+
+def _repeats(blocks: nn.Module) -> bool:
+    kinds = [type(child) for child in blocks.children() if any(True for _ in child.parameters())]
+    return len(kinds) > len(set(kinds))

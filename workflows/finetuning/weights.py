@@ -1,0 +1,141 @@
+"""Initial weights from a local file, under the model's names or with a prefix more or less.
+
+::
+
+    file                       model                       taken as
+    module.layer1.0.weight     layer1.0.weight             without 'module.'
+    layer1.0.weight            backbone.layer1.0.weight    with 'backbone.'
+    module.fc.weight (1000, )  head.weight (2, )           not at all: missing and unexpected
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hyfi_core.errors import RequestError
+from workflows.finetuning.weights_file import read_weights
+
+_NAMED = 8
+"""Names in a message."""
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """Which tensors of a file were loaded into a model.
+
+    Attributes:
+        loaded: Names of the model that were loaded.
+        missing: Names of the model that the file does not have; these tensors keep their initial values.
+        unexpected: Names of the file that the model does not have.
+        reshaped: Names with different shapes in both (a head for other classes); these keep their initial values, too.
+        source: Which part of the file was taken, and which prefix was changed.
+    """
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    reshaped: tuple[str, ...]
+    source: str = ""
+
+    def __str__(self) -> str:
+        """Return a line of totals, a line for each part of the model, and the names that the model does not have."""
+        total = len(self.loaded) + len(self.missing) + len(self.reshaped)
+        lines = [f"{len(self.loaded)} of {total} tensors loaded{self.source}", *self._parts()]
+        for kind, names in (("missing", self.missing), ("unexpected", self.unexpected), ("reshaped", self.reshaped)):
+            if names:
+                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+                lines.append(f"{kind} ({len(names)}): {', '.join(names[:_NAMED])}{more}")
+        return "\n".join(lines)
+
+    def _parts(self) -> list[str]:
+        """Return a line for each of the model's outermost modules, in their order."""
+        loaded = Counter(name.partition(".")[0] for name in self.loaded)
+        absent = Counter(name.partition(".")[0] for name in (*self.missing, *self.reshaped))
+        width = max(map(len, loaded | absent), default=0)
+        return [
+            f"  {part:<{width}}  {loaded[part]:>4} of {loaded[part] + absent[part]:>4}"
+            + ("" if not absent[part] else "  keeps initial values" if not loaded[part] else "  the others keep theirs")
+            for part in loaded | absent
+        ]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prefix that names of a file have and the model's do not, or the other way round.
+
+    Attributes:
+        file: Removed from names of the file.
+        model: Put before them.
+    """
+
+    file: str = ""
+    model: str = ""
+
+    def renamed(self, name: str) -> str:
+        """Return the model's name for one of the file; names without the prefix keep theirs."""
+        return self.model + name.removeprefix(self.file) if name.startswith(self.file) else name
+
+    def __str__(self) -> str:
+        """Return the change as words in parentheses; empty without one."""
+        parts = ([f"without {self.file!r}"] if self.file else []) + ([f"with {self.model!r}"] if self.model else [])
+        return f" (names {' and '.join(parts)} before them)" if parts else ""
+
+
+def load_weights(model: nn.Module, path: Path) -> WeightsReport:
+    """Copy matching tensors of a ``.safetensors`` or ``.pth`` file into ``model``, in place.
+
+    Raises:
+        RequestError: The file is missing, has another format, or none of its tensors matches the model.
+    """
+    file, own = read_weights(path), model.state_dict()
+    prefix = _prefix(file.tensors, own)
+    given = {prefix.renamed(name): tensor for name, tensor in file.tensors.items()}
+    reshaped = tuple(name for name in own if name in given and own[name].shape != given[name].shape)
+    fitting = {name: given[name] for name in own if name in given and name not in reshaped}
+    counters = {name for name in own if name.endswith("num_batches_tracked")}
+    if not set(fitting) - counters:
+        raise RequestError(
+            f"model.weights {path}: none of its {len(given)} tensors matches the model; its first names are "
+            f"{', '.join(sorted(file.tensors)[:3])}, the model's {', '.join(list(own)[:3])}"
+        )
+    model.load_state_dict(fitting, strict=False)
+    missing = tuple(name for name in own if name not in given and name not in counters)
+    unexpected = tuple(sorted(given.keys() - own.keys()))
+    loaded = tuple(name for name in fitting if name not in counters)
+    return WeightsReport(loaded, missing, unexpected, reshaped, f"{file}{prefix}")
+
+
+def _prefix(file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Prefix:
+    """Return the prefix with which most tensors match; none if few do, or as many without it."""
+    best, most = Prefix(), max(_matching(Prefix(), file, own), len(file) // 2)
+    for before in _common(file):
+        for after in _common(own):
+            prefix = Prefix(before, after)
+            matching = _matching(prefix, file, own)
+            if matching > most:
+                best, most = prefix, matching
+    return best
+
+
+def _matching(prefix: Prefix, file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> int:
+    renamed = ((prefix.renamed(name), tensor) for name, tensor in file.items())
+    return sum(name in own and own[name].shape == tensor.shape for name, tensor in renamed)
+
+
+def _common(names: Iterable[str]) -> list[str]:
+    """Return the prefixes that more than half of the names have, the empty one first.
+
+    Others are those of parts of a network: with them, blocks could be loaded into other blocks of the same shape.
+    """
+    names = list(names)
+    count: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        count.update(".".join(parts[:end]) + "." for end in range(1, len(parts)))
+    return ["", *(prefix for prefix, times in count.items() if 2 * times > len(names))]

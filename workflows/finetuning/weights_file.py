@@ -1,0 +1,96 @@
+"""A file of weights: which of its entries are tensors, whoever wrote it."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from hyfi_core.errors import RequestError
+
+_WRAPPERS = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "module",
+    "net",
+    "weights",
+    "params",
+    "teacher",
+    "student",
+    "state_dict_ema",
+    "model_ema",
+    "ema",
+)
+"""Keys under which training scripts keep the weights, in the order in which they are looked for."""
+_DEEPEST = 3
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """The tensors of a file.
+
+    Attributes:
+        tensors: Name -> tensor, as in the file.
+        key: The key that has them in the file, as in ``model.state_dict``; empty if the file has nothing else.
+        others: Keys beside it that have tensors, too, such as an average of the weights.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    key: str = ""
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return which part of the file was taken, as words in parentheses; empty if all of it was."""
+        if not self.key:
+            return ""
+        beside = f"; it has {' and '.join(repr(key) for key in self.others)}, too" if self.others else ""
+        return f" ({self.key!r} of the file{beside})"
+
+
+def read_weights(path: Path) -> WeightsFile:
+    """Read a ``.safetensors`` file, or one of ``torch.save`` with ``weights_only=True``, so that no code in it runs.
+
+    Raises:
+        RequestError: The file is missing, has another format, or has no tensors where they are usually found.
+    """
+    if not path.is_file():
+        raise RequestError(f"model.weights {path}: no such file; use a local .safetensors or .pth file")
+    value: Any
+    try:
+        if path.suffix == ".safetensors":
+            value = load_file(path)
+        else:
+            value = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, RuntimeError, ValueError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RequestError(f"model.weights {path}: not a file of tensors only: {reason}") from error
+    return _unwrapped(path, value)
+
+
+def _unwrapped(path: Path, value: Any) -> WeightsFile:
+    keys: list[str] = []
+    others: tuple[str, ...] = ()
+    for _ in range(_DEEPEST):
+        if _is_state(value):
+            return WeightsFile({str(name): tensor for name, tensor in value.items()}, ".".join(keys), others)
+        inside = [] if not isinstance(value, dict) else [key for key in _WRAPPERS if isinstance(value.get(key), dict)]
+        if not inside:
+            break
+        keys.append(inside[0])
+        others += tuple(inside[1:])
+        value = value[inside[0]]
+    kind = f"a dict with {', '.join(map(repr, list(value)[:5]))}" if isinstance(value, dict) else type(value).__name__
+    raise RequestError(
+        f"model.weights {path}: has {kind}, not a state_dict (names and tensors), nor one under "
+        f"{', '.join(map(repr, _WRAPPERS))}; save the model's state_dict() alone"
+    )
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(one, torch.Tensor) for one in value.values())
