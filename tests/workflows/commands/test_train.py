@@ -349,7 +349,7 @@ def test_weights_from_a_file(tmp_path: Path, store: Path, capfd: pytest.CaptureF
         said = capfd.readouterr().out
         assert "missing (1): conv2.weight" in said
         assert "unexpected (1): extra.weight" in said
-        assert "reshaped (2): fc.bias, fc.weight" in said
+        assert "reshaped (2): fc.weight, fc.bias" in said
         assert torch.allclose(weights_of(folder, 1)["conv1.weight"], given["conv1.weight"], atol=1e-6)
     (tmp_path / "bad.pth").write_bytes(b"cos\nsystem\n(S'touch /tmp/never'\ntR.")
     assert "bad.pth" in refused(capfd, tmp_path, config, f"model.weights={tmp_path / 'bad.pth'}")
