@@ -24,6 +24,8 @@ FLAG_MEANINGS = {
     "dark ground, as of fluorescence",
     "mpp_replaced": "the file's own microns per pixel were replaced by those given by the user",
     "mpp_changed": "predicted at another resolution than the model was trained with",
+    "trained_on": "the model was trained on this slide, or on another one of its case: the prediction does not show "
+    "how it does on new slides",
     "truncated": "the file is truncated, but the level that was read is complete",
     "tissue_given": "the tissue outline was given by the user, not detected",
     "upsampled": "the scan is slightly coarser than the model's resolution and was upsampled",

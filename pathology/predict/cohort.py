@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from data.samples.dataset import SlideDataset, SlideRef
+from data.samples.trained_slides import TrainedSlides, source_sha256
 from data.samples.view import View
 from data.store.manifest import SlideRecord
 from data.store.slide_store import SlideStore, slide_path
@@ -151,6 +152,7 @@ class _Run:
         self._comm, self._scratch, self._flags = comm, scratch, flags
         self._ingest_options = _ingest_options(members, spec, options)
         self._min_coverage = max(member.min_coverage for member in members)
+        self._trained = TrainedSlides.union(TrainedSlides.of_json(one.config.get("trained_on")) for one in members)
 
     def predict_all(
         self,
@@ -184,6 +186,8 @@ class _Run:
                 known = replace(known, flags=_merged(flags, self._flags, ("tissue_given",) * (given is not None)))
                 dataset = together(self._comm, lambda: self._dataset(store, one))
                 known = known if one.stored else replace(known, source_mpp=_source_mpp(dataset))
+                if self._trained.has(one.slide_id, one.case_id, source_sha256(dataset, 0)):
+                    known = replace(known, flags=_merged(known.flags, ("trained_on",)))
                 view = together(self._comm, lambda: dataset.view(0))
                 if not view.pieces:
                     flags = _merged(known.flags, view.flags)

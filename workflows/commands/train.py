@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher, made_current
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hyfi_core.runtime.engine import Engine
     from workflows.launch.owner import FolderOwner
     from workflows.launch.stop import StopFlag
-    from workflows.training.checks.data_record import DataRecord, SlideTables
+    from workflows.training.checks.data_record import SlideTables
     from workflows.training.job import TrainingJob
     from workflows.training.loop import TrainingLoop
     from workflows.training.start import Roles, SavedRun
@@ -143,7 +143,9 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     coverage = agree(world, lambda: check_images(job) if world.rank == 0 else None)
     roles = Roles.of(world, config, job.task.outputs)
     saved = agree(world, lambda: SavedRun.load(job, start, roles.trainers) if roles.trainers is not None else None)
-    data = agree(world, lambda: _checked_data(job, saved, resumption) if roles.world.rank == 0 else None)
+    tables = agree(
+        world, lambda: _slide_tables(job, saved, resumption, coverage) if roles.world.rank == 0 else SlideTables()
+    )
     job = agree(world, lambda: with_shares(job, roles))
     device = device_of(config.run.device, roles)
     forecast = agree(world, lambda: check_memory(job, roles, device))
@@ -151,7 +153,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
         say(line)
     remember_advice(world.broadcast_object(advice_of(job, forecast)))
     make_body = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
-    body = agree(world, lambda: make_body(job, roles, saved, SlideTables(coverage, data), stop, device))
+    body = agree(world, lambda: make_body(job, roles, saved, tables, stop, device))
     if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
     owner = _own_shared(world, lambda: own_run(config, resumption, start), config.run.dir)
@@ -182,16 +184,20 @@ def _run_owned(roles: Roles, config: Config, owner: FolderOwner | None, body: Ca
             owner.release()
 
 
-def _checked_data(job: TrainingJob, saved: SavedRun | None, resumption: Resumption) -> DataRecord:
-    """Return the record of the run's data; of a resumed run they are compared with those of its checkpoint."""
-    from workflows.training.checks.data_record import check_data, data_record
+def _slide_tables(
+    job: TrainingJob, saved: SavedRun | None, resumption: Resumption, coverage: Sequence[Mapping[str, Any]] | None
+) -> SlideTables:
+    """Return what is known of the run's slides; of a resumed run they are compared with those of its checkpoint."""
+    from data.samples.trained_slides import TrainedSlides
+    from workflows.training.checks.data_record import SlideTables, check_data, data_record
 
-    record = data_record(job)
+    record, trained = data_record(job), TrainedSlides.of(job.train)
     if saved is not None:
         note = check_data(job, saved.training.state, record, resumption.accepts_changes)
         if note is not None:
             say(note)
-    return record
+        trained = TrainedSlides.union((trained, TrainedSlides.of_json(saved.checkpoint.model.get("trained_on"))))
+    return SlideTables(coverage, record, trained)
 
 
 def _agreed_start(world: Communicator, config: Config, resumption: Resumption) -> int:

@@ -216,6 +216,7 @@ def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], task: Task, r
         counts=_counts(slides),
         evaluation=section,
         labelled=len(labelled),
+        trained_on=sum("trained_on" in slide.flags for slide in labelled),
         cases=len({slide.case_id or slide.slide_id for slide in labelled}),
         worst=[_worst(labelled[index], readout) for index in worst],
         made_at=f"{datetime.now(UTC):%d %B %Y, %H:%M} UTC".lstrip("0"),

@@ -56,6 +56,7 @@ class Recorder:
         best: The step to which ``best`` points.
         last: The step with which early stopping ends the run (see :mod:`workflows.training.best`), or None.
         data: What the run is trained on, for its checkpoints.
+        trained_slides: The training slides, by which predictions find them again.
         loading: What all loaders have read and sent, at the end; None before, and without loaders.
     """
 
@@ -75,7 +76,7 @@ class Recorder:
         self.folder.begin(config, {**plan.to_json(), **roles})
         remove_leftovers(self.folder.checkpoints)
         write_coverage(config.run.dir / "coverage.csv", slides.coverage or ())
-        self.data = slides.data
+        self.data, self.trained_slides = slides.data, slides.trained
         if start:
             self.folder.rewind(start)
         self._log = MetricsLog(config.run.dir / "metrics.jsonl", start)

@@ -12,6 +12,7 @@ import torch
 
 from data.errors import StoreError
 from data.samples.dataset import SlideDataset, SlideRef
+from data.samples.trained_slides import TrainedSlides
 from data.samples.view import View
 from hyfi_core.arithmetic import set_arithmetic
 from hyfi_core.cells import pager, paging
@@ -104,6 +105,30 @@ def test_a_file_gives_the_models_answer_and_all_files(slide: Path, store: Path, 
     assert finite[:, 4, 3].all() and finite[:, 8, 25].all()
     seen_glass = finite[2] & ~finite[0]
     assert seen_glass.any() and not finite[0, :, 10:20].any()
+
+
+def test_slides_of_the_training_set_are_flagged_by_their_file_under_any_name(
+    slide: Path, store: Path, tmp_path: Path
+) -> None:
+    trained = TrainedSlides.of(SlideDataset(store, [SlideRef("one", "C-1")], size_px=(512, 576), mpp=1.0)).to_json()
+    other = write_slide(tmp_path / "other.tiff", draw_slide(seed=1))
+    renamed = tmp_path / "renamed.tiff"
+    renamed.write_bytes(slide.read_bytes())
+    named_alike = tmp_path / "elsewhere" / "one.tiff"
+    named_alike.parent.mkdir()
+    named_alike.write_bytes(other.read_bytes())
+    member = member_of(Darkness(), trained_on=trained)
+    flagged = (
+        predict(tmp_path / "out", [renamed, other], member).done + predict(tmp_path / "b", [named_alike], member).done
+    )
+    assert [(one.slide_id, "trained_on" in one.flags) for one in flagged] == [
+        ("renamed", True),
+        ("other", False),
+        ("one", False),
+    ]
+    (row,) = (row for row in table(tmp_path / "out") if row["slide_id"] == "renamed")
+    assert "trained_on" in row["flags"].split(";")
+    assert "was trained on this slide" in (tmp_path / "out" / "renamed" / "report.html").read_text()
 
 
 def test_heatmap_and_regions_are_in_register_with_the_slide(slide: Path, tmp_path: Path) -> None:

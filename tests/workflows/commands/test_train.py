@@ -19,6 +19,7 @@ import yaml
 from safetensors.torch import save_file
 
 from data.csv_table import read_table
+from data.samples.trained_slides import TrainedSlides
 from hyfi_core.errors import RequestError
 from hyfi_core.models.by_name import build_model
 from hyfi_core.runtime.checkpoint import load_checkpoint
@@ -564,3 +565,13 @@ def test_a_pipeline_of_stages_trains_from_its_yaml(tmp_path: Path, store: Path) 
     assert found.keys() == reference.keys()
     for name, tensor in reference.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_a_checkpoint_knows_which_slides_it_was_trained_on(tmp_path: Path, store: Path) -> None:
+    """Also after a resume; the slides of validation and of the test are not among them."""
+    config = make_config(tmp_path, store)
+    assert run_here(config, "run.steps=1") == run_here(config, "run.steps=2", resume=True) == 0
+    saved = json.loads((tmp_path / "run" / "checkpoints" / "latest" / "model.json").read_text())["trained_on"]
+    known = TrainedSlides.of_json(saved)
+    assert [known.has(f"slide-{n:02d}", f"case-{n:02d}", "") for n in range(12)] == [True] * 6 + [False] * 6
+    assert "slide-00" not in json.dumps(saved)

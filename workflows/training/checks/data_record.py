@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from data.samples.dataset import SlideDataset
+from data.samples.trained_slides import TrainedSlides
 from hyfi_core.errors import RequestError
 from workflows.training.job import TrainingJob
 
@@ -40,7 +41,7 @@ class RecordedSlide:
 
     def __str__(self) -> str:
         """Return one line, with the label last because it may have any character."""
-        return "\t".join(getattr(self, field.name) for field in fields(self))
+        return "\t".join(getattr(self, one.name) for one in fields(self))
 
     @classmethod
     def of(cls, line: str) -> RecordedSlide:
@@ -54,15 +55,17 @@ DataRecord = dict[str, str]
 
 @dataclass(frozen=True)
 class SlideTables:
-    """What is known of a run's slides before it starts; on rank 0 only.
+    """What is known of a run's slides before it starts; empty on ranks other than 0.
 
     Attributes:
         coverage: Rows of ``coverage.csv``.
-        data: Their record; None on other ranks.
+        data: Their record.
+        trained: The training slides as checkpoints name them.
     """
 
-    coverage: Sequence[Mapping[str, Any]] | None
-    data: DataRecord | None
+    coverage: Sequence[Mapping[str, Any]] | None = None
+    data: DataRecord | None = None
+    trained: TrainedSlides = field(default_factory=TrainedSlides)
 
 
 def data_record(job: TrainingJob) -> DataRecord:

@@ -68,7 +68,8 @@ class RunCheckpoints:
             return False
         part = CheckpointPart(owned, self._engine.owned_optimizer(), averaged, self._engine.owned_buffers())
         folder = step_folder(self._job.config.run.dir / "checkpoints", step)
-        model = {**self._job.model_json(), "step": step}
+        trained = {} if self._recorder is None else {"trained_on": self._recorder.trained_slides.to_json()}
+        model = {**self._job.model_json(), **trained, "step": step}
         self._writer.begin(folder, part, step=step, model=model, state=state)
         return True
 

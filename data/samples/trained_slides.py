@@ -1,0 +1,81 @@
+"""The slides that a model was trained on, as digests in its checkpoint, so that predictions of them are recognised."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from data.samples.dataset import SlideDataset
+
+_DIGITS = 16
+"""Hexadecimal digits of a digest: two of a million slides are alike with a chance of 1 in 30 million."""
+
+
+@dataclass(frozen=True)
+class TrainedSlides:
+    """Digests of names, cases and files. Names of patients do not leave a site with its checkpoints.
+
+    Attributes:
+        slides: Of the slides' names, with the digest of the file behind a colon; empty behind it if that is unknown.
+        cases: Of the names of their cases.
+    """
+
+    slides: frozenset[str] = frozenset()
+    cases: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, dataset: SlideDataset) -> Self:
+        """Return the slides of a dataset; opens each, and reads no pixels."""
+        samples = dataset.samples
+        contents = [source_sha256(dataset, index) for index in range(len(samples))]
+        slides = (_entry(one.slide_id, content) for one, content in zip(samples, contents, strict=True))
+        return cls(frozenset(slides), frozenset(_digest(one.case_id) for one in samples if one.case_id))
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Sequence[str]] | None) -> Self:
+        """Return the slides of a ``model.json``'s ``trained_on``; None: unknown, as of older checkpoints."""
+        return cls() if value is None else cls(frozenset(value["slides"]), frozenset(value["cases"]))
+
+    @classmethod
+    def union(cls, models: Iterable[TrainedSlides]) -> Self:
+        """Return the slides of any of several models."""
+        models = list(models)
+        slides = frozenset(entry for one in models for entry in one.slides)
+        return cls(slides, frozenset(case for one in models for case in one.cases))
+
+    def to_json(self) -> dict[str, list[str]]:
+        """Return what ``of_json`` takes."""
+        return {"slides": sorted(self.slides), "cases": sorted(self.cases)}
+
+    def has(self, slide_id: str, case_id: str, sha256: str) -> bool:
+        """Whether the model was trained on a slide: on its file, on another of its case, or on one of its name.
+
+        The name alone counts only if one of the files is unknown: many archives have a slide ``1``.
+
+        Args:
+            slide_id: Its name.
+            case_id: Its case; empty if unknown.
+            sha256: Digest of the file; empty if unknown.
+        """
+        if case_id and _digest(case_id) in self.cases:
+            return True
+        name, content = _entry(slide_id, sha256).split(":")
+        known = [entry.split(":") for entry in self.slides]
+        if content and any(content == other for _, other in known):
+            return True
+        return any(name == other and not (content and file) for other, file in known)
+
+
+def source_sha256(dataset: SlideDataset, index: int) -> str:
+    """Return the digest of the file that a slide of a dataset was ingested from; empty if unknown."""
+    return str(getattr(dataset.slide(index), "attributes", {}).get("sha256") or "")
+
+
+def _entry(slide_id: str, sha256: str) -> str:
+    return f"{_digest(slide_id)}:{sha256[:_DIGITS]}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:_DIGITS]
