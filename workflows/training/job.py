@@ -127,13 +127,16 @@ class TrainingJob:
         return [self.train.samples[self.stream.at(number)[1]].slide_id for number in numbers]
 
     def warnings(self) -> list[str]:
-        """Return warnings about slides and sampling, for the user."""
+        """Return warnings about slides, sampling and frozen parts, for the user."""
         train, val = ([_label(sample) for sample in dataset.samples] for dataset in (self.train, self.val))
         warnings = self.task.warnings(train, val)
         if self.config.data.sampling == "balanced" and self.config.data.class_weights == "balanced":
             warnings.append("sampling and class_weights are both balanced: rare classes are weighted twice")
         if self.draw_weights is not None and 0 in self.draw_weights:
             warnings.append(f"{self.draw_weights.count(0)} training slides have weight 0 and are never drawn")
+        model = self.config.model
+        if model.freeze and model.built_in and model.weights is None:
+            warnings.append("model.freeze without model.weights: what is frozen keeps random values")
         if not len(self.val):
             warnings.append(
                 f"no slide in {self.config.validation.split!r}: there is no validation, and best is the "

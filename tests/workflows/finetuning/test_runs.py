@@ -128,3 +128,11 @@ def test_a_run_with_decay_for_all_resumes_with_it_and_says_so_without(
     assert run_here(config, *adamw, "run.steps=4", resume=True) == 2
     assert "7 in 1 saved, 7 in 2 now" in (said := capfd.readouterr().err) and "optimizer.decay_norms=true" in said
     assert run_here(config, *adamw, "optimizer.decay_norms=true", "run.steps=4", resume=True) == 0
+
+
+def test_random_weights_that_are_frozen_are_warned_of(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = {"name": "resnet6", "options": {"width": 8}, "freeze": ["conv1"]}
+    assert run_here(make_config(tmp_path, store, model=model, run={"steps": 1})) == 0
+    assert "model.freeze without model.weights: what is frozen keeps random values" in capfd.readouterr().err
