@@ -26,6 +26,7 @@ from workflows.cli_options import (
     AcceptDataChanges,
     AllowPartial,
     Cache,
+    Calibrate,
     CellMemory,
     Cells,
     Config,
@@ -57,6 +58,10 @@ from workflows.cli_options import (
     Scene,
     SlideMpp,
     Spill,
+    SplitColumn,
+    SplitName,
+    StoreOrSlide,
+    TargetColumn,
     Tissue,
     TissueOut,
     TissueSet,
@@ -231,9 +236,7 @@ def export(
 
 @app.command()
 def inspect(
-    path: Annotated[
-        Path, typer.Argument(metavar="STORE_OR_SLIDE", help="A store, a slide of a store, or a slide file.")
-    ],
+    path: StoreOrSlide,
     png: Annotated[Path | None, typer.Option("--png", help="Write a thumbnail with the tissue outline.")] = None,
     tissue: TissueOut = None,
     slide_mpp: SlideMpp = None,
@@ -276,10 +279,9 @@ def validate(
     store: Annotated[Path, typer.Option("--store", help="The store with the slides.")],
     labels: Annotated[Path | None, typer.Option("--labels", help="Labels; default: the store's manifest.")] = None,
     splits: Annotated[Path | None, typer.Option("--splits", help="Splits; default: a column of the labels.")] = None,
-    split_name: Annotated[str, typer.Option("--split", help="Which split to evaluate on.")] = "test",
-    split_column: Annotated[
-        str | None, typer.Option("--split-column", help="The column of splits; default: the one used in training.")
-    ] = None,
+    target: TargetColumn = None,
+    split_name: SplitName = "test",
+    split_column: SplitColumn = None,
     ranks: Ranks = None,
     cells: Cells = None,
     memory: CellMemory = None,
@@ -287,9 +289,7 @@ def validate(
     image: Image = "whole",
     out: Annotated[Path | None, typer.Option("--out", help="Folder for an HTML page and a CSV of all slides.")] = None,
     device: Device = "auto",
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Fit the temperature of the probabilities and store it in CHECKPOINT.")
-    ] = False,
+    calibrate: Calibrate = False,
     merge_alike: MergeAlike = False,
     resume: Resume = False,
     as_json: Json = False,
@@ -299,7 +299,7 @@ def validate(
 
     where = (checkpoint, store, labels, splits, split_name, split_column)
     request = validate.EvaluationRequest(
-        *where, cells, memory, spill, image, out, as_json, calibrate, device, merge_alike
+        *where, cells, memory, spill, image, out, as_json, calibrate, device, merge_alike, target
     )
     _exit(partial(validate.run, request, ranks), writes=out, as_ranks=True)
 

@@ -183,3 +183,16 @@ Ensemble = Annotated[
 PredictMpp = Annotated[
     float | None, typer.Option("--mpp", min=0.01, help="Microns per pixel to predict at; default: the checkpoint's.")
 ]
+TargetColumn = Annotated[
+    str | None, typer.Option("--target", help="The column of the labels; default: the one used in training.")
+]
+SplitName = Annotated[str, typer.Option("--split", help="Which split to evaluate on; all: every labelled slide.")]
+SplitColumn = Annotated[
+    str | None, typer.Option("--split-column", help="The column of splits; default: the one used in training.")
+]
+Calibrate = Annotated[
+    bool, typer.Option("--calibrate", help="Fit the temperature of the probabilities and store it in CHECKPOINT.")
+]
+StoreOrSlide = Annotated[
+    Path, typer.Argument(metavar="STORE_OR_SLIDE", help="A store, a slide of a store, or a slide file.")
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,11 @@ from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE, STOPPED
 from workflows.option_values import Cells, parse_cells
 from workflows.paths import require_local
+
+ALL = "all"
+"""As ``--split``: every labelled slide."""
+_NAMED = 5
+"""Slides named in a warning."""
 
 if TYPE_CHECKING:
     from data.samples.dataset import SlideDataset
@@ -34,7 +39,7 @@ class EvaluationRequest:
         store: The store with the slides.
         labels: A CSV with the checkpoint's target column; None: the store's manifest.
         splits: A CSV of splits; None: a column of the labels.
-        split: train, val or test.
+        split: train, val or test; all: every labelled slide, whatever its split, as of an external test set.
         split_column: The column of splits; None: the one used in training.
         cells: "R,C": rows and columns of cells that a process computes one after the other; auto: as many as
             ``memory`` requires; None: whole images.
@@ -46,6 +51,7 @@ class EvaluationRequest:
         calibrate: Fit the temperature on these slides and store it in the checkpoint.
         device: ``auto``, ``cpu`` or ``cuda``.
         merge_alike: Whether names that are written in several ways are joined; otherwise as in training.
+        target: The column of the labels; None: the one used in training.
     """
 
     checkpoint: Path
@@ -63,6 +69,7 @@ class EvaluationRequest:
     calibrate: bool = False
     device: str = "auto"
     merge_alike: bool = False
+    target: str | None = None
 
     def arguments(self) -> list[str]:
         """Return the command line of the same request, for the ranks."""
@@ -76,6 +83,7 @@ class EvaluationRequest:
         arguments += ["--out", str(self.out)] if self.out else []
         arguments += ["--calibrate"] * self.calibrate + ["--device", self.device]
         arguments += ["--merge-alike"] * self.merge_alike
+        arguments += ["--target", self.target] if self.target else []
         return [*arguments, "--image", self.image, *["--json"] * self.as_json]
 
 
@@ -250,17 +258,21 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     from workflows.tasks.by_name import task_of
 
     store, split = location(request.store), request.split
-    if split not in SPLITS:
-        raise RequestError(f"--split: given {split!r}; allowed: {', '.join(SPLITS)}")
+    if split not in (*SPLITS, ALL):
+        raise RequestError(f"--split: given {split!r}; allowed: {', '.join((*SPLITS, ALL))}")
     merge = request.merge_alike or bool(model.get("merge_alike", False))
     missing = MISSING if model.get("missing") is None else tuple(model["missing"])
     rows = cases_in_one_way(load_manifest(store), str(store / "manifest.csv"), merge=merge, missing=missing)
     path = location(request.labels or store / "manifest.csv")
-    known = task_of(model).read_again(path, rows, merge, missing)
+    task = task_of(model)
+    task = task if request.target is None else replace(task, columns=(request.target,))
+    known = task.read_again(path, rows, merge, missing)
     rows = with_cases(rows, known)
     column = request.split_column or model.get("split_column", "split")
-    path_of_splits = location(request.splits or path)
-    splits = load_splits(path_of_splits, rows, column=column, merge_alike=merge, missing=missing)
+    if split == ALL:
+        splits = {row["slide_id"]: ALL for row in rows}
+    else:
+        splits = load_splits(location(request.splits or path), rows, column=column, merge_alike=merge, missing=missing)
     match = match_labels(rows, known, splits)
     match.check(str(path), allow_unmatched=True)
     if own_rank() == 0:
@@ -270,7 +282,27 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
         raise RequestError(f"--split {split}: no slide of {store} is done, labelled in {path} and in {split!r}")
     dataset = dataset_of(model, store, slides)
     dataset.check_files()
+    if own_rank() == 0 and split != "train":
+        _warn_of_trained(model, dataset)
     return dataset
+
+
+def _warn_of_trained(model: Mapping[str, Any], dataset: SlideDataset) -> None:
+    """Warn of slides that the model was trained on."""
+    from data.samples.trained_slides import TrainedSlides, source_sha256
+
+    trained = TrainedSlides.of_json(model.get("trained_on"))
+    names = [
+        sample.slide_id
+        for index, sample in enumerate(dataset.samples)
+        if trained.has(sample.slide_id, sample.case_id, source_sha256(dataset, index))
+    ]
+    if names:
+        shown = ", ".join(names[:_NAMED]) + (" …" if len(names) > _NAMED else "")
+        warn(
+            f"the model was trained on {len(names)} of these {len(dataset)} slides, or on others of their cases: "
+            f"{shown}; the metrics are not those of new slides"
+        )
 
 
 def _report(

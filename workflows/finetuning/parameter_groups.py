@@ -64,9 +64,9 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, batch: int) -> t
         lr = config.scaled_lr(batch, None if group is None else group.lr)
         if config.layer_decay is not None:
             lr *= config.layer_decay ** (last - depth[name])
-        decay = config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
-        if parameter.ndim <= 1 and not config.decays_norms and (group is None or group.weight_decay is None):
-            decay = 0.0
+        decay = None if group is None else group.weight_decay
+        if decay is None:
+            decay = config.weight_decay if parameter.ndim > 1 or config.decays_norms else 0.0
         members.setdefault((chosen.get(name, -1), lr, decay), []).append(name)
     return tuple(ParameterGroup(tuple(names), lr, decay) for (_, lr, decay), names in members.items())
 

@@ -41,6 +41,7 @@ SMALL = {
     "snapshot": ["--size", "64", "--every", "1", "--validations", "2"],
     "spatial": ["--size", "128", "--rounds", "1", "--steps", "1"],
     "store": ["SLIDE", "--runs", "1"],
+    "tiles": ["--tiles", "4", "--width", "64", "--depth", "1", "--side", "32", "--counts", "16", "--room-mb", "400"],
     "tissue": ["--mpp", "1", "2", "--drawn", "1024", "--slides", "1"],
     "view": ["SLIDE", "--tiles", "24", "--gigapixel", "3000"],
 }

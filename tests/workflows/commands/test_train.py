@@ -542,6 +542,24 @@ def test_validate_judges_by_the_column_of_splits_that_was_trained_by(
         validate.validate_rank(replace(request, split_column="split_7"))
 
 
+def test_an_external_test_set_has_its_own_table_column_and_no_splits(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Slides that the model was trained on are named: a store that is not external at all."""
+    assert run_here(make_config(tmp_path, store, run={"steps": 1})) == 0
+    table = tmp_path / "external.csv"
+    rows = [f"slide-{n:02d},{('benign', 'malignant')[n % 2] if n < 9 else ''}" for n in range(12)]
+    table.write_text("\n".join(["slide_id,diagnosis", *rows]))
+    request = validate.EvaluationRequest(tmp_path / "run" / "checkpoints" / "latest", store, labels=table, as_json=True)
+    capfd.readouterr()
+    assert validate.run(replace(request, target="diagnosis", split="all"), None) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["slides"] == 9
+    assert "trained on 6 of these 9 slides, or on others of their cases: slide-00, slide-01" in said.err
+    with pytest.raises(RequestError, match="diagnosis"):
+        validate.validate_rank(replace(request, split="all"))  # the column of training is not in this table
+
+
 def test_what_is_written_is_yaml_that_loads(tmp_path: Path, store: Path) -> None:
     config = make_config(tmp_path, store, run={"steps": 1})
     assert run_here(config) == 0

@@ -1,0 +1,1 @@
+"""Benchmark of tile encoders that are trained end to end."""

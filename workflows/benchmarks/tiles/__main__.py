@@ -1,0 +1,188 @@
+"""Tile encoders end to end against plain PyTorch with one graph over all tiles: seconds, memory, and memory by tiles.
+
+Each way runs in a process of its own, so that one's memory is not another's. Memory is what a step adds to the process.
+
+    python -m workflows.benchmarks.tiles [--tiles 32] [--width 384] [--depth 12] [--side 224] [--counts 256,1024,4096]
+        [--room-mb MB]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import hyfi_core
+from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_what_is_freed
+
+PATCH_PX = 16
+SMALL = {"width": 64, "depth": 2, "side": 64}
+"""The encoder whose memory is measured for many tiles."""
+
+
+@dataclass(frozen=True)
+class TilesRun:
+    """One way to compute steps.
+
+    Attributes:
+        way: ``plain``, ``kept`` or ``recomputed``.
+        tiles: Tiles of the slide.
+        width: Width of the encoder.
+        depth: Its blocks.
+        side: Pixels of a tile.
+        rounds: Timed steps, of which the fastest counts.
+        room_bytes: Memory that a step may add; None: no limit.
+    """
+
+    way: str
+    tiles: int
+    width: int
+    depth: int
+    side: int
+    rounds: int
+    room_bytes: int | None = None
+
+
+class PatchEncoder(nn.Module):
+    """A vision transformer without a class token: (n, 3, T, T) to (n, width)."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, PATCH_PX, PATCH_PX)
+        blocks = [
+            nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(depth)
+        ]
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+        """Return the mean over patches."""
+        vectors: torch.Tensor = self.blocks(self.patches(tiles).flatten(2).transpose(1, 2)).mean(1)
+        return vectors
+
+
+class AttentionHead(nn.Module):
+    """Attention pooling: (N, width) to (2,)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.score, self.classes = nn.Linear(width, 1), nn.Linear(width, 2)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        logits: torch.Tensor = self.classes((self.score(vectors).softmax(0) * vectors).sum(0))
+        return logits
+
+
+class DrawnTiles:
+    """Tiles of one colour each, made when they are read."""
+
+    coords = None
+
+    def __init__(self, count: int, side: int) -> None:
+        self._count, self._side = count, side
+
+    def __len__(self) -> int:
+        """Return their number."""
+        return self._count
+
+    def read(self, indices: Sequence[int]) -> torch.Tensor:
+        """Return (n, 3, T, T) uint8."""
+        colours = torch.as_tensor([index % 256 for index in indices], dtype=torch.uint8)
+        return colours[:, None, None, None].expand(-1, 3, self._side, self._side).contiguous()
+
+
+def step_of(run: TilesRun) -> Callable[[], object]:
+    """Return the function that computes loss and gradients of one slide."""
+    torch.manual_seed(0)
+    encoder, head = PatchEncoder(run.width, run.depth), AttentionHead(run.width)
+    slide, label = DrawnTiles(run.tiles, run.side), torch.tensor([1])
+    if run.way == "plain":
+
+        def plain() -> None:
+            encoder.zero_grad()
+            head.zero_grad()
+            tiles = slide.read(range(run.tiles)).float() / 255
+            nn.functional.cross_entropy(head(encoder(tiles))[None], label).backward()
+
+        return plain
+    limit = None if run.room_bytes is None else resident_bytes() + run.room_bytes
+    engine = hyfi_core.parallelize_tiles(
+        encoder, head, hyfi_core.ParallelPlan(tiles=1, memory_bytes=limit), hyfi_core.init(), chunk=min(8, run.tiles)
+    )
+
+    def step() -> None:
+        encoder.zero_grad()
+        head.zero_grad()
+        engine.accumulate([slide], label)
+
+    return step
+
+
+def measure(run: TilesRun) -> dict[str, float]:
+    """Return the seconds of the fastest step and the bytes that steps add, in this process."""
+    return_what_is_freed()
+    step = step_of(run)
+    before = resident_bytes()
+    forget_peak()
+    step()
+    seconds = []
+    for _ in range(run.rounds):
+        start_s = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start_s)
+    return {"seconds": min(seconds), "bytes": peak_bytes() - before}
+
+
+def measured(run: TilesRun) -> dict[str, float]:
+    """Return `measure` of a process of its own."""
+    command = [sys.executable, "-m", "workflows.benchmarks.tiles", "--run", json.dumps(asdict(run))]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    values: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return values
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("tiles", 32), ("width", 384), ("depth", 12), ("side", 224), ("rounds", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--counts", default="256,1024,4096")
+    parser.add_argument(
+        "--room-mb", type=int, help="memory of the recomputed steps; default: a quarter of the plain one"
+    )
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.run is not None:
+        print(json.dumps(measure(TilesRun(**json.loads(given.run)))))
+        return
+    shape: dict[str, Any] = {name: getattr(given, name) for name in ("width", "depth", "side", "rounds")}
+    plain = measured(TilesRun("plain", given.tiles, **shape))
+    room = int(plain["bytes"] / 4) if given.room_mb is None else given.room_mb * 1_000_000
+    ways = {
+        "plain, one graph": plain,
+        "all kept": measured(TilesRun("kept", given.tiles, **shape)),
+        f"at most {room / 1e6:.0f} MB": measured(TilesRun("recomputed", given.tiles, **shape, room_bytes=room)),
+    }
+    print(f"{given.tiles} tiles of {given.side} px, width {given.width}, {given.depth} blocks, one rank")
+    for name, found in ways.items():
+        ratios = f"{found['seconds'] / plain['seconds']:.2f} of the seconds, {found['bytes'] / plain['bytes']:.2f} of"
+        print(f"  {name:<26}{found['seconds']:8.2f} s {found['bytes'] / 1e6:8.0f} MB   {ratios} the memory")
+    print(f"memory by tiles, {SMALL['side']} px, width {SMALL['width']}, {SMALL['depth']} blocks, at most 200 MB")
+    first = None
+    for count in map(int, given.counts.split(",")):
+        found = measured(TilesRun("recomputed", count, **SMALL, rounds=1, room_bytes=200_000_000))
+        first = first or found["bytes"]
+        print(f"  {count:>6} tiles {found['bytes'] / 1e6:8.0f} MB   {found['bytes'] / first:.2f} of the first")
+
+
+if __name__ == "__main__":
+    main()
