@@ -26,6 +26,7 @@ from hyfi_core.tiles.encoder_facts import EncoderFacts
 from hyfi_core.tiles.features import SlideFeatures
 from hyfi_core.tiles.gradients import TileGradients
 from hyfi_core.tiles.keyed_draws import DrawKey, NoDrawsInBackward
+from hyfi_core.tiles.memory_budget import KeepingRoom
 from hyfi_core.tiles.reading import read_ahead
 from hyfi_core.tiles.source import TileSource, as_input
 
@@ -58,18 +59,21 @@ class EncoderPass:
     like: tuple[tuple[int, ...], torch.dtype]
     trains: bool
 
-    def forward(self, kept: int) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def forward(
+        self, kept: int, room: KeepingRoom | None = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Return the features of all slides, and for each chunk its own with a graph if it is kept.
 
         Args:
             kept: number of chunks that are kept, the last ones.
+            room: asked before each of them, which is not kept without room; None: there is.
         """
         width, dtype, device = self.facts.features, self.facts.dtype, self.call.device
         slides = range(len(self.slides))
         features = [SlideFeatures(self.parts, slide, self.comm, width, dtype, device) for slide in slides]
         graphs: list[torch.Tensor | None] = []
         for chunk, tiles in read_ahead(self.slides, self.chunks, self.like):
-            keeps = len(graphs) >= len(self.chunks) - kept
+            keeps = len(graphs) >= len(self.chunks) - kept and (room is None or room.fits_another())
             encoded = self._encoded(chunk, tiles, keeps)
             del tiles
             features[chunk.slide].put(chunk.start, encoded)

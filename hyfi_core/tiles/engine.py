@@ -37,7 +37,7 @@ from hyfi_core.tiles.encoder_pass import EncoderPass
 from hyfi_core.tiles.gradients import TileGradients
 from hyfi_core.tiles.head import Head
 from hyfi_core.tiles.keyed_draws import DrawKey
-from hyfi_core.tiles.memory_budget import MemoryNeeds, chunk_size, chunks_kept, new_bytes
+from hyfi_core.tiles.memory_budget import KeepingRoom, MemoryNeeds, chunk_size, chunks_kept, new_bytes
 from hyfi_core.tiles.model import TileModel
 from hyfi_core.tiles.source import TileSource, check_slides, read_tiles
 
@@ -180,7 +180,8 @@ class TilesEngine(EngineState):
         hooks = ParameterHooks(dict(self._model.named_parameters()), 1)
         head = Head(known.call, self._model, self._loss, self._groups, [len(batch) for batch in batches])
         with self._watch.changing(noticed=True), hooks, torch.inference_mode(False), torch.enable_grad():
-            loss = self._step(encoding, head, labels, kept, hooks)
+            room = None if self._keeps_all(known.facts) else self._room(known, encoding)
+            loss = self._step(encoding, head, labels, (kept, room), hooks)
             self._take_buffers()
         ACTIVITY.action = None
         self.random.step += 1
@@ -217,12 +218,18 @@ class TilesEngine(EngineState):
         raise RequestError("an engine cannot be copied or pickled, with its rank's connections; copy the modules")
 
     def _step(
-        self, encoding: EncoderPass, head: Head, labels: torch.Tensor, kept: int, hooks: ParameterHooks
+        self,
+        encoding: EncoderPass,
+        head: Head,
+        labels: torch.Tensor,
+        keeping: tuple[int, KeepingRoom | None],
+        hooks: ParameterHooks,
     ) -> torch.Tensor:
-        wanted = bool(encoding.facts.trained)
+        wanted, (kept, room) = bool(encoding.facts.trained), keeping
         with self._call.norms():
             ACTIVITY.action = "encoding tiles"
-            features, graphs = encoding.forward(kept if wanted else 0)
+            features, graphs = encoding.forward(kept if wanted else 0, room)
+            self.kept = (sum(graph is not None for graph in graphs), len(graphs))
             ACTIVITY.action = "aggregating features"
             first = DrawKey(self.random.seed, self.random.step, encoding.parts.first_slide)
             found = head(features, encoding.slides, labels, first, wanted)
@@ -261,15 +268,10 @@ class TilesEngine(EngineState):
         Raises:
             RequestError: the plan's memory is too little.
         """
-        largest = max((len(chunk) for chunk in encoding.chunks), default=0)
-        facts, comm = known.facts, self._groups.all
-        tile = torch.Size(known.like[0]).numel() * (known.like[1].itemsize + self._call.dtype.itemsize)
-        lasting = known.lasting(encoding.parts.tiles) + new_bytes(self._model, self._optimizer, comm.size > 1)
-        work = facts.peak if facts.trained else facts.forward
-        needs = MemoryNeeds(lasting, work.of(largest) + 2 * tile * largest, facts.kept.of(largest))
+        facts, room = known.facts, self._room(known, encoding)
         chunks = len(encoding.chunks)
-        kept = chunks_kept(needs, self.plan.memory_bytes, self.device, self._groups.sharers(), chunks)
-        if self._call.exact and self._call.live_norms and facts.trained:
+        kept = chunks_kept(room.needs, self.plan.memory_bytes, self.device, self._groups.sharers(), chunks)
+        if self._keeps_all(facts):
             if kept < chunks and self.plan.memory_bytes is not None:
                 raise RequestError(
                     f"batch_norm is 'exact', so that the activations of all tiles of a slide are kept, but only "
@@ -277,8 +279,21 @@ class TilesEngine(EngineState):
                     f"(plan.tiles), or batch_norm='frozen'"
                 )
             kept = chunks
-        self.kept = (kept if facts.trained else 0, chunks)
         return kept
+
+    def _keeps_all(self, facts: EncoderFacts) -> bool:
+        """Whether norms wait for the sums of all chunks, which are all kept."""
+        return bool(self._call.exact and self._call.live_norms and facts.trained)
+
+    def _room(self, known: _Known, encoding: EncoderPass) -> KeepingRoom:
+        """Return what a step needs, and whether another chunk may be kept."""
+        largest = max((len(chunk) for chunk in encoding.chunks), default=0)
+        facts, comm = known.facts, self._groups.all
+        tile = torch.Size(known.like[0]).numel() * (known.like[1].itemsize + self._call.dtype.itemsize)
+        lasting = known.lasting(encoding.parts.tiles) + new_bytes(self._model, self._optimizer, comm.size > 1)
+        work = facts.peak if facts.trained else facts.forward
+        needs = MemoryNeeds(lasting, work.of(largest) + 2 * tile * largest, facts.kept.of(largest))
+        return KeepingRoom(needs, self.plan.memory_bytes, self.device)
 
     def _lengths(self, comm: Communicator, slides: list[TileSource]) -> list[tuple[int, ...]]:
         """Return the numbers of tiles of each replica's slides; of this replica's if ``comm`` is its group.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hyfi_core.errors import RequestError
-from hyfi_core.process_memory import available_bytes, resident_bytes
+from hyfi_core.process_memory import available_bytes, resident_bytes, return_freed_now
 from hyfi_core.tiles.encoder_facts import EncoderFacts
 
 LARGEST_CHUNK = 32
@@ -21,6 +21,8 @@ LARGEST_CHUNK = 32
 _CHUNK_BYTES = 2**31
 _SLACK = 1.15
 """Workspaces of operators, and the allocator's own."""
+_HEAP_BYTES = 8 << 20
+"""Small blocks that glibc keeps, see `return_what_is_freed`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,28 @@ class MemoryNeeds:
     lasting: int
     working: int
     kept: int
+
+
+@dataclass(frozen=True)
+class KeepingRoom:
+    """Whether one more chunk may keep its activations, asked before each: the allocator holds more than tensors.
+
+    Attributes:
+        needs: of the step.
+        memory_bytes: limit of this process, or of the GPU's memory; None: no limit.
+        device: where the encoder runs.
+    """
+
+    needs: MemoryNeeds
+    memory_bytes: int | None
+    device: torch.device
+
+    def fits_another(self) -> bool:
+        """Whether what is in use leaves memory for a chunk and the rest of the step."""
+        if self.memory_bytes is None:
+            return True
+        rest = self.needs.lasting + int(max(self.needs.working, self.needs.kept) * _SLACK) + _HEAP_BYTES
+        return _used_bytes(self.device) + rest <= self.memory_bytes
 
 
 def chunk_size(facts: EncoderFacts, memory_bytes: int | None, wanted: int | None) -> int:
@@ -67,6 +91,8 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
     Raises:
         RequestError: not even one chunk at a time fits.
     """
+    if memory_bytes is not None and device.type == "cpu":
+        return_freed_now()  # what earlier steps have freed is not in use
     used = _used_bytes(device)
     limit = memory_bytes if memory_bytes is not None else used + _free_bytes(device) // (2 * sharers)
     free = limit - used - needs.lasting - int(needs.working * _SLACK)
