@@ -31,6 +31,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return names as text, not more than ``most``: ``a, b and 3 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def plain_number(value: float, digits: int) -> str:
     """Return a number with about ``digits`` digits; large ones have no exponent: ``0.17``, ``1.4``, ``137``."""
     return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"

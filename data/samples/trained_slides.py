@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from data.samples.dataset import SlideDataset
@@ -62,10 +63,26 @@ class TrainedSlides:
         if case_id and _digest(case_id) in self.cases:
             return True
         name, content = _entry(slide_id, sha256).split(":")
-        known = [entry.split(":") for entry in self.slides]
-        if content and any(content == other for _, other in known):
+        if content in self._files:
             return True
-        return any(name == other and not (content and file) for other, file in known)
+        return name in self._unread if content else name in self._names
+
+    @cached_property
+    def _entries(self) -> list[list[str]]:
+        return [entry.split(":") for entry in self.slides]
+
+    @cached_property
+    def _files(self) -> frozenset[str]:
+        return frozenset(file for _, file in self._entries if file)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self._entries)
+
+    @cached_property
+    def _unread(self) -> frozenset[str]:
+        """Names of slides whose file is unknown."""
+        return frozenset(name for name, file in self._entries if not file)
 
 
 def source_sha256(dataset: SlideDataset, index: int) -> str:

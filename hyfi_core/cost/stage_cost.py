@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyfi_core.capture.program import Operator, Program, Ref
 from hyfi_core.capture.stages import Stage, active_values
@@ -100,6 +100,17 @@ class _Clock:
     gradients: list[tuple[float, int]] = field(default_factory=list)
 
 
+class _LoweredStage(NamedTuple):
+    """A stage as ``PartlyLowered.stage`` returns it, with its number, the dtype of autocast, and what has gradients."""
+
+    number: int
+    piece: Stage
+    divided: DividedStage
+    operators: Sequence[Operator]
+    dtype: str | None
+    active: frozenset[str]
+
+
 class StageCosts:
     """The modelled costs of all stages of a plan on a machine. Creation lowers every stage.
 
@@ -145,7 +156,9 @@ class StageCosts:
         counted = spills if plan.spill is not None and only is None else None
         self._spilled: tuple[SpilledMaps, ...] = () if counted is None else counted(program, plan, known)
         numbers = range(plan.stages * plan.interleave) if only is None else (only,)
-        self.stages = tuple(self._stage(number, *lowered.stage(number), dtype, lowered.active) for number in numbers)
+        self.stages = tuple(
+            self._stage(_LoweredStage(number, *lowered.stage(number), dtype, lowered.active)) for number in numbers
+        )
         carried = lowered.whole().carried if only is None else {}
         self.edges = {edge: self._turn_s + self._links.edge_s(edge, incoming) for edge, incoming in carried.items()}
         self.edge_bytes = {
@@ -153,17 +166,10 @@ class StageCosts:
             for edge, incoming in carried.items()
         }
 
-    def _stage(
-        self,
-        index: int,
-        piece: Stage,
-        divided: DividedStage,
-        operators: Sequence[Operator],
-        dtype: str | None,
-        active: frozenset[str],
-    ) -> StageCost:
-        way = dtype, self._cells, self._crowded  # all but the stage that its clock depends on
-        clock = self._known.derived(divided, way, lambda: self._clock(index, piece, divided, operators, dtype, active))
+    def _stage(self, stage: _LoweredStage) -> StageCost:
+        index, divided = stage.number, stage.divided
+        way = stage.dtype, self._cells, self._crowded  # all but the stage that its clock depends on
+        clock = self._known.derived(divided, way, lambda: self._clock(stage))
         waits = max((self._waits(plane, clock.each_s, index) for plane in divided.planes), key=lambda w: w.total_s)
         waits.branch_s = self._branch_s(divided)
         recompute_s = clock.forward_s if recomputes(self._plan, index) else 0.0
@@ -183,20 +189,13 @@ class StageCosts:
             branch_s=2 * waits.branch_s,
             halo_bytes=waits.halo_bytes,
             reduce_s=group.exposed_s(gradients, clock.backward_s, self.machine),
-            update_s=update_s(piece.program, self.machine),
+            update_s=update_s(stage.piece.program, self.machine),
             spilled=spilled,
         )
 
-    def _clock(
-        self,
-        index: int,
-        piece: Stage,
-        divided: DividedStage,
-        operators: Sequence[Operator],
-        dtype: str | None,
-        active: frozenset[str],
-    ) -> _Clock:
+    def _clock(self, stage: _LoweredStage) -> _Clock:
         """Return the computation of a stage, with the gradients that it makes."""
+        index, piece, divided, operators, dtype, active = stage
         ranks = prod(self._plan.grids[index % len(self._plan.grids)])
         program = divided.planes[0].program
         # Gradients enter a stage at the values that it sends, and leave it at the values that it receives.

@@ -35,7 +35,7 @@ from hyfi_core.tiles.encoder_call import EncoderCall, Output
 from hyfi_core.tiles.encoder_facts import EncoderFacts, tried
 from hyfi_core.tiles.encoder_pass import EncoderPass
 from hyfi_core.tiles.gradients import TileGradients
-from hyfi_core.tiles.head import Head
+from hyfi_core.tiles.head import BagHead
 from hyfi_core.tiles.keyed_draws import DrawKey
 from hyfi_core.tiles.memory_budget import KeepingRoom, MemoryNeeds, chunk_size, chunks_kept, new_bytes
 from hyfi_core.tiles.model import TileModel
@@ -176,12 +176,13 @@ class TilesEngine(EngineState):
         self._consensus.check_training((len(slides), sum(parts.tiles), 0, 0), "tiles", labels, self._optimizer)
         known = agree(everyone, lambda: self._tried(slides, train=True))
         encoding = self._pass(known, slides, parts, train=True)
-        kept = agree(everyone, lambda: self._chunks_kept(known, encoding))
+        room = self._room(known, encoding)
+        kept = agree(everyone, lambda: self._chunks_kept(known, encoding, room.needs))
         hooks = ParameterHooks(dict(self._model.named_parameters()), 1)
-        head = Head(known.call, self._model, self._loss, self._groups, [len(batch) for batch in batches])
+        head = BagHead(known.call, self._model, self._loss, self._groups, [len(batch) for batch in batches])
         with self._watch.changing(noticed=True), hooks, torch.inference_mode(False), torch.enable_grad():
-            room = None if self._keeps_all(known.facts) else self._room(known, encoding)
-            loss = self._step(encoding, head, labels, (kept, room), hooks)
+            asked = None if self._keeps_all(known.facts) else room
+            loss = self._step(encoding, head, labels, (kept, asked), hooks)
             self._take_buffers()
         ACTIVITY.action = None
         self.random.step += 1
@@ -220,7 +221,7 @@ class TilesEngine(EngineState):
     def _step(
         self,
         encoding: EncoderPass,
-        head: Head,
+        head: BagHead,
         labels: torch.Tensor,
         keeping: tuple[int, KeepingRoom | None],
         hooks: ParameterHooks,
@@ -262,15 +263,14 @@ class TilesEngine(EngineState):
         key = self.random.seed, self.random.step if train else 0
         return EncoderPass(self._call, known.facts, slides, parts, chunks, comm, *key, known.like, train)
 
-    def _chunks_kept(self, known: _Known, encoding: EncoderPass) -> int:
+    def _chunks_kept(self, known: _Known, encoding: EncoderPass, needs: MemoryNeeds) -> int:
         """Return how many chunks of this rank are kept.
 
         Raises:
             RequestError: the plan's memory is too little.
         """
-        facts, room = known.facts, self._room(known, encoding)
-        chunks = len(encoding.chunks)
-        kept = chunks_kept(room.needs, self.plan.memory_bytes, self.device, self._groups.sharers(), chunks)
+        facts, chunks = known.facts, len(encoding.chunks)
+        kept = chunks_kept(needs, self.plan.memory_bytes, self.device, self._groups.sharers(), chunks)
         if self._keeps_all(facts):
             if kept < chunks and self.plan.memory_bytes is not None:
                 raise RequestError(

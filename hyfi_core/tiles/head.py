@@ -39,7 +39,7 @@ class HeadGradients:
 
 
 @dataclass(frozen=True)
-class Head:
+class BagHead:
     """The aggregator and the loss of a step.
 
     Attributes:

@@ -91,11 +91,13 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
     Raises:
         RequestError: not even one chunk at a time fits.
     """
-    if memory_bytes is not None and device.type == "cpu":
-        return_freed_now()  # what earlier steps have freed is not in use
+    each, rest = max(1, int(needs.kept * _SLACK)), needs.lasting + int(needs.working * _SLACK)
     used = _used_bytes(device)
+    if memory_bytes is not None and device.type == "cpu" and memory_bytes - used - rest < chunks * each:
+        return_freed_now()  # what earlier steps have freed is not in use
+        used = _used_bytes(device)
     limit = memory_bytes if memory_bytes is not None else used + _free_bytes(device) // (2 * sharers)
-    free = limit - used - needs.lasting - int(needs.working * _SLACK)
+    free = limit - used - rest
     if free < 0:
         if memory_bytes is None:
             return 0  # nothing was promised
@@ -104,7 +106,7 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
             f"{needs.lasting:,} for features, aggregator and gradients, {int(needs.working * _SLACK):,} for one chunk; "
             f"set it to at least {limit - free:,}, or use smaller chunks (chunk=)"
         )
-    return min(chunks, int(free // max(1, needs.kept * _SLACK)))
+    return min(chunks, free // each)
 
 
 def new_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, reduces: bool) -> int:

@@ -18,9 +18,6 @@ from workflows.launch.launch import inside_launcher, launch, own_rank, run_as_ra
 from workflows.option_values import parse_cells, parse_part
 from workflows.paths import require_local, require_writable
 
-_NAMED = 5
-"""Slides named in a warning."""
-
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
     from pathology.predict.cohort import PredictionReport
@@ -270,8 +267,7 @@ def _report(report: PredictionReport, request: PredictionRequest, page: Path, re
     if trained:
         console.warn(
             f"{console.counted(len(trained), 'slide')} of the model's training set, or of a case in it (flag "
-            f"trained_on): {', '.join(trained[:_NAMED])}{' …' if len(trained) > _NAMED else ''}; these predictions do "
-            f"not show how the model does on new slides"
+            f"trained_on): {console.listed(trained)}; these predictions do not show how the model does on new slides"
         )
     skipped = f", {len(report.skipped)} finished before" if report.skipped else ""
     stopped = "; stopped on request, run the same command to continue" if report.stopped else ""

@@ -13,15 +13,13 @@ from hyfi_core.plan.device import device_request
 from hyfi_core.runtime.launch import inside_launcher
 from pathology.memory import parse_bytes
 from workflows import signals
-from workflows.console import emit_json, say, warn
+from workflows.console import emit_json, listed, say, warn
 from workflows.exit_codes import DONE, STOPPED
 from workflows.option_values import Cells, parse_cells
 from workflows.paths import require_local
 
 ALL = "all"
 """As ``--split``: every labelled slide."""
-_NAMED = 5
-"""Slides named in a warning."""
 
 if TYPE_CHECKING:
     from data.samples.dataset import SlideDataset
@@ -298,10 +296,9 @@ def _warn_of_trained(model: Mapping[str, Any], dataset: SlideDataset) -> None:
         if trained.has(sample.slide_id, sample.case_id, source_sha256(dataset, index))
     ]
     if names:
-        shown = ", ".join(names[:_NAMED]) + (" …" if len(names) > _NAMED else "")
         warn(
             f"the model was trained on {len(names)} of these {len(dataset)} slides, or on others of their cases: "
-            f"{shown}; the metrics are not those of new slides"
+            f"{listed(names)}; the metrics are not those of new slides"
         )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from workflows.config.data import ModelConfig
+from workflows.console import listed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 """Dtype of weights and images for each ``run.precision``; with bfloat16, autocast computes in that dtype."""
@@ -42,7 +43,7 @@ def set_training(model: nn.Module) -> str | None:
             "(to keep modules in evaluation mode, let the factory return the others in training mode)"
         )
     outermost = [name for name in evaluated if name.rpartition(".")[0] not in evaluated or not name]
-    shown = ", ".join(outermost[:_NAMED]) + (f" and {len(outermost) - _NAMED} more" if outermost[_NAMED:] else "")
+    shown = listed(outermost, _NAMED)
     count = f"{len(evaluated)} module{'s' * (len(evaluated) > 1)}"
     return (
         f"{count} of the model {'stay' if len(evaluated) > 1 else 'stays'} in evaluation mode, as the factory returned "

@@ -56,7 +56,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, batch: int) -> t
     """
     named = dict(model.named_parameters())
     chosen = _chosen(config, list(named))
-    depth = layer_depths(model)
+    depth = {} if config.layer_decay is None else layer_depths(model)
     last = max(depth.values(), default=0)
     members: dict[tuple[int, float, float], list[str]] = {}
     for name, parameter in named.items():

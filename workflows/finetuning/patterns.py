@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from hyfi_core.errors import RequestError
+from workflows.console import listed
 
 _SHOWN = 12
 """Modules named in a message."""
@@ -48,11 +49,10 @@ def check_matches(key: str, patterns: Sequence[str], names: Iterable[str]) -> No
             continue
         alike = difflib.get_close_matches(pattern, [*modules, *names], n=3, cutoff=0.5)
         top = [module for module in modules if "." not in module]
-        shown = ", ".join(top[:_SHOWN]) + (f" and {len(top) - _SHOWN} more" if len(top) > _SHOWN else "")
         advice = f"did you mean {' or '.join(alike)}? " if alike else ""
         raise RequestError(
-            f"{key}: {pattern!r} matches no parameter of the model; {advice}its modules are {shown} (patterns such as "
-            f"layer1, encoder.blocks.0 or *.bias)"
+            f"{key}: {pattern!r} matches no parameter of the model; {advice}its modules are "
+            f"{listed(top, _SHOWN)} (patterns such as layer1, encoder.blocks.0 or *.bias)"
         )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hyfi_core.errors import RequestError
+from workflows.console import listed
 from workflows.finetuning.weights_file import read_weights
 
 _NAMED = 8
@@ -49,8 +50,7 @@ class WeightsReport:
         lines = [f"{len(self.loaded)} of {total} tensors loaded{self.source}", *self._parts()]
         for kind, names in (("missing", self.missing), ("unexpected", self.unexpected), ("reshaped", self.reshaped)):
             if names:
-                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-                lines.append(f"{kind} ({len(names)}): {', '.join(names[:_NAMED])}{more}")
+                lines.append(f"{kind} ({len(names)}): {listed(names, _NAMED)}")
         return "\n".join(lines)
 
     def _parts(self) -> list[str]:

@@ -136,7 +136,8 @@ class Multiclass(Task):
     def warnings(self, train: Sequence[Target], val: Sequence[Target]) -> list[str]:
         """Return warnings about classes without slides, and validation slides of one class."""
         warnings = []
-        absent = [name for index, name in enumerate(self.classes) if index not in set(train)]
+        trained = set(train)
+        absent = [name for index, name in enumerate(self.classes) if index not in trained]
         if absent:
             warnings.append(f"no training slide has class {' or '.join(absent)}: the model cannot learn it")
         if len(set(val)) == 1:

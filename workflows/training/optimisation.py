@@ -47,12 +47,20 @@ def optimizer_factory(
 
 
 def describe_updates(config: OptimizerConfig, batch: int) -> str:
-    """Return the effective batch and the learning rate as one line of text; ``batch``: slides of one update."""
+    """Return effective batch, learning rates and weight decay as one line of text; ``batch``: slides of one update."""
     parts = f" ({batch // config.accumulate} × {config.accumulate} accumulated)" if config.accumulate > 1 else ""
     text = f"effective batch {batch}{parts}, learning rate {config.scaled_lr(batch):g}"
-    if config.lr_scaling == "none":
-        return text
-    return f"{text}: {config.lr:g} for {config.lr_batch}, scaled {config.lr_scaling}"
+    if config.lr_scaling != "none":
+        text += f": {config.lr:g} for {config.lr_batch}, scaled {config.lr_scaling}"
+    if config.weight_decay:
+        text += f"; weight decay {config.weight_decay:g}{'' if config.decays_norms else ', not of norms and biases'}"
+    if config.layer_decay is not None:
+        text += f"; each layer learns {config.layer_decay:g} times as fast as the next"
+    for group in config.groups:
+        lr = [] if group.lr is None else [f"learning rate {config.scaled_lr(batch, group.lr):g}"]
+        decay = [] if group.weight_decay is None else [f"weight decay {group.weight_decay:g}"]
+        text += f"; {', '.join(group.match)}: {', '.join(lr + decay)}"
+    return text
 
 
 def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:

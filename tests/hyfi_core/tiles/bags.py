@@ -208,7 +208,7 @@ class Case:
             )  # fmt: skip
             if keep is not None:
                 decide = engine._chunks_kept
-                engine._chunks_kept = lambda known, work: min(keep, decide(known, work))  # type: ignore[method-assign]
+                engine._chunks_kept = lambda *given: min(keep, decide(*given))  # type: ignore[method-assign]
             replica = comm.rank // plan.ranks_per_replica
             share = _block(len(self.slides), replica, plan.replicas)
             slides, labels = [self.slides[n] for n in share], self.labels[list(share)]

@@ -15,6 +15,7 @@ from typing import Any
 from data.samples.dataset import SlideDataset
 from data.samples.trained_slides import TrainedSlides
 from hyfi_core.errors import RequestError
+from workflows.console import listed
 from workflows.training.job import TrainingJob
 
 KEY = "data"
@@ -133,8 +134,4 @@ def changes_of(before: DataRecord, now: DataRecord) -> list[str]:
         kinds["in another order in the store's manifest"] = [
             slide for slide, old in zip(now, before, strict=True) if slide != old
         ]
-    return [f"{kind} ({len(slides)}): {_named(slides)}" for kind, slides in kinds.items()]
-
-
-def _named(slides: list[str]) -> str:
-    return ", ".join(slides[:_NAMED]) + (f" and {len(slides) - _NAMED} more" if slides[_NAMED:] else "")
+    return [f"{kind} ({len(slides)}): {listed(slides, _NAMED)}" for kind, slides in kinds.items()]

@@ -22,6 +22,7 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.runtime.engine import Engine
 from workflows.config.run import OnNonfinite
+from workflows.console import listed
 from workflows.training.job import TrainingJob
 
 Kind = Literal["loss", "gradient"]
@@ -98,10 +99,10 @@ class FiniteSteps:
         turns = [turn for turn, loss in enumerate(losses) if not math.isfinite(loss)] or [*range(len(losses))]
         what = f"the loss is {sum(losses)}" if numbers.wrong == "loss" else "the loss is finite, but not its gradient"
         text = (
-            f"step {step} (epoch {job.epoch_of(step)}): {what}, for slides {_named(job.step_slides(step, turns), 8)}, "
+            f"step {step} (epoch {job.epoch_of(step)}): {what}, for slides {listed(job.step_slides(step, turns), 8)}, "
             f"with learning rate {lr:.3g}"
         )
-        return f"{text}; gradients that are not finite: {_named(where, 3)}" if where else text
+        return f"{text}; gradients that are not finite: {listed(where, 3)}" if where else text
 
     def _gradients(self) -> list[str]:
         """Return the parameters of all trainers whose gradient is there and not finite (collective)."""
@@ -119,10 +120,6 @@ class FiniteSteps:
 
     def _held(self) -> list[torch.Tensor]:
         return [buffer for buffer in self._model.buffers() if not buffer.is_meta]
-
-
-def _named(names: Sequence[str], most: int) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def finite_everywhere(tensors: Iterable[torch.Tensor], trainers: Communicator, like: torch.Tensor) -> torch.Tensor:
