@@ -95,6 +95,9 @@ def test_any_plan_goes_on_where_any_plan_has_saved(first: str, then: str, undist
         extra = engine.load(str(folder))
         schedule.load_state_dict(extra["schedule"])
         losses = train(engine, schedule, range(extra["step"], 5))
+        # Ranks are threads here, and a capture by one tells the optimizers of all that they are being compiled: AdamW
+        # would then compute with its counters in float32. So no rank predicts before all have updated.
+        comm.barrier()
         return losses, engine.gather_state_dict(), engine.predict(torch.ones(SHAPE).double())
 
     losses, state, logits = undisturbed
