@@ -1,0 +1,60 @@
+"""A call of a function that makes a module, with the arguments that it accepts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from hyfi_core.errors import RequestError
+from hyfi_core.user_code import load_user_code
+
+
+def construct(
+    key: str,
+    name: str,
+    path: str,
+    needed: Mapping[str, Any],
+    options: Mapping[str, Any],
+    accepted_only: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Call a factory and return its module.
+
+    Args:
+        key: The section of the configuration, for messages: ``model``; it has ``name`` and ``options``.
+        name: What the user calls it.
+        path: ``module:function``.
+        needed: Arguments that every factory is called with.
+        options: Arguments of the user.
+        accepted_only: Arguments that it is called with if it has such parameters.
+
+    Raises:
+        RequestError: There is no such function, it does not accept these arguments, or it returns no module.
+    """
+    factory = load_user_code(f"{key}.name", path, f"a function that makes a {key.rpartition('.')[2]}")
+    accepted = _parameters(factory)
+    arguments = dict(needed)
+    arguments |= {k: v for k, v in (accepted_only or {}).items() if accepted is None or k in accepted}
+    wrong = [] if accepted is None else sorted(set(options) - accepted)
+    if wrong:
+        raise RequestError(
+            f"{key}.options.{wrong[0]}: {name} does not take it; it takes {', '.join(sorted(accepted or ()))}"
+        )
+    arguments |= options
+    try:
+        module = factory(**arguments)
+    except TypeError as error:
+        raise RequestError(f"{key} {name} cannot be built from {arguments}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise RequestError(f"{key} {name} returned {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def _parameters(factory: Callable[..., Any]) -> set[str] | None:
+    """Return the parameter names of ``factory``, None if it takes any."""
+    parameters = inspect.signature(factory).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters}
