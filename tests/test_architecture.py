@@ -37,6 +37,7 @@ ARROWS = {
         "store": set(),
         "samples": {"store"},
         "loading": {"samples", "store"},
+        "tiles": {"samples", "store"},
     },
     "pathology": {
         "readers": set(),

@@ -1,0 +1,70 @@
+"""Chunks of one level of a slide, as they were decoded last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.location import ahead
+from data.store.slide_store import SlideStore
+from hyfi_core.plan.box import Box
+
+ChunkPlace = tuple[int, int]
+"""Row and column of a chunk in its level."""
+
+
+class DecodedChunks:
+    """Reads the chunks of one level; those that were used last stay in memory. May be pickled; not thread-safe.
+
+    Args:
+        slide: The open slide.
+        level: Index of the level.
+        cache_bytes: Decoded chunks that stay in memory.
+    """
+
+    def __init__(self, slide: SlideStore, level: int, cache_bytes: int) -> None:
+        size = slide.levels[level]
+        self._slide, self._level = slide, level
+        self._px = slide.images[size.path].layout.chunk_px
+        self.bounds = Box.of_size(size.height_px, size.width_px)
+        self._most = cache_bytes // (3 * self._px[0] * self._px[1])
+        self._recent: OrderedDict[ChunkPlace, NDArray[np.uint8]] = OrderedDict()
+
+    def places(self, box: Box) -> list[ChunkPlace]:
+        """Return where the chunks are that hold a box."""
+        inside = box.intersect(self.bounds)
+        if inside.empty:
+            return []
+        (height, width), (y0, y1, x0, x1) = self._px, (inside.y0, inside.y1, inside.x0, inside.x1)
+        rows, columns = range(y0 // height, -(-y1 // height)), range(x0 // width, -(-x1 // width))
+        return [(row, column) for row in rows for column in columns]
+
+    def box(self, place: ChunkPlace) -> Box:
+        """Return the part of the level that a chunk has."""
+        (height, width), (row, column) = self._px, place
+        return Box(row * height, (row + 1) * height, column * width, (column + 1) * width).intersect(self.bounds)
+
+    def read(self, places: Sequence[ChunkPlace]) -> Iterator[tuple[ChunkPlace, NDArray[np.uint8]]]:
+        """Yield chunks ``(3, h, w)`` uint8, each once, not to be changed: first those in memory, then the others.
+
+        Over a network many are requested at a time.
+
+        Raises:
+            StoreError: A file of the store is missing or damaged.
+        """
+        missing = [place for place in places if place not in self._recent]
+        for place in places:
+            if place in self._recent:
+                self._recent.move_to_end(place)
+                yield place, self._recent[place]
+        for place, chunk in zip(missing, ahead(self._decode, missing, self._slide.path), strict=True):
+            self._recent[place] = chunk
+            while len(self._recent) > self._most:
+                self._recent.popitem(last=False)
+            yield place, chunk
+
+    def _decode(self, place: ChunkPlace) -> NDArray[np.uint8]:
+        return self._slide.read(self.box(place), self._level)
