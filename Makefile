@@ -51,9 +51,11 @@ clean:
 	@$(INSTALL) -e ".[local]"
 	@touch $@
 
+# timm without torchvision, whose wheels on PyPI do not fit a PyTorch for CPUs; the tests have a stand-in for it.
 .venv/.installed-test: pyproject.toml | .venv/bin/python
 	@echo "installing into .venv (a minute or two) …"
 	@$(INSTALL) -e ".[local,test,bench]"
+	@$(INSTALL) --no-deps "timm>=1.0.15"
 	@touch $@ .venv/.installed
 
 .venv/.installed-dev: pyproject.toml | .venv/bin/python

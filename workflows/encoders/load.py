@@ -1,0 +1,124 @@
+"""Loading of encoders by name, from local files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.loading.normalise import Normalisation
+from hyfi_core.errors import RequestError
+from hyfi_core.models.construct import construct
+from workflows.console import listed
+from workflows.encoders.tile_encoder import Output, TileEncoder
+from workflows.encoders.timm_encoder import normalisation_of, timm_module
+from workflows.encoders.transformers_encoder import normalisation_in, pooled, transformers_module
+from workflows.finetuning.weights import load_weights
+
+_SAMPLE_TILES = 2
+
+
+def load_encoder(
+    name: str,
+    weights: Path | None = None,
+    *,
+    size_px: int = 224,
+    options: Mapping[str, Any] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    allow_download: bool = False,
+) -> TileEncoder:
+    """Return an encoder of tiles in evaluation mode, on the CPU, in float32.
+
+    Args:
+        name: ``timm:NAME`` or ``timm:FOLDER``, ``transformers:FOLDER``, or ``package.module:factory``.
+        weights: A local ``.safetensors`` or ``.pth`` file. Default: those of the folder, or of the user's factory.
+        size_px: Height and width of tiles, with which it is tried.
+        options: Arguments of the model.
+        mean: Of red, green and blue in 0 … 1; default: as the encoder's own configuration states, or ImageNet's.
+        std: Standard deviations, likewise.
+        allow_download: Whether timm and transformers may download; never without it.
+
+    Raises:
+        RequestError: There is no such encoder, its files are not those of this encoder, or it does not take tiles of
+            this size or does not return a vector for each.
+    """
+    kind, _, rest = name.partition(":")
+    if not kind or not rest:
+        raise RequestError(
+            f"encoder {name!r}: use timm:NAME or timm:FOLDER, transformers:FOLDER, or package.module:factory"
+        )
+    output: Output | None = None
+    untrained: tuple[str, ...] = ()
+    if kind == "timm":
+        module, source = timm_module(rest, options or {}, weights is None, allow_download)
+    elif kind == "transformers":
+        module, source, untrained = transformers_module(rest, options or {}, weights is None, allow_download)
+        output = pooled
+    else:
+        module, source = construct("encoder", name, name, {}, options or {}), "as its factory returns them"
+    if weights is not None:
+        source, untrained = _load(name, module, weights)
+    elif not source:
+        source, untrained = "random", tuple(module.state_dict())
+    normalisation, origin = _normalisation(kind, rest, module, mean, std)
+    module.float().eval()
+    encoder = TileEncoder(name, module, output, 0, normalisation, origin, source, untrained)
+    return replace(encoder, features=_features(encoder, size_px))
+
+
+def _load(name: str, module: nn.Module, weights: Path) -> tuple[str, tuple[str, ...]]:
+    """Load a file into a module; return where the weights are from, and the tensors that the file does not have."""
+    try:
+        report = load_weights(module, weights)
+    except RequestError as error:
+        raise RequestError(f"encoder {name}: {str(error).removeprefix('model.')}") from error
+    rest = f", not used: {listed(report.unexpected)}" if report.unexpected else ""
+    return f"{weights} ({len(report.loaded)} tensors{report.source}{rest})", (*report.missing, *report.reshaped)
+
+
+def _normalisation(
+    kind: str, rest: str, module: nn.Module, mean: Sequence[float] | None, std: Sequence[float] | None
+) -> tuple[Normalisation, str]:
+    """Return the normalisation, and where it is from."""
+    if (mean is None) != (std is None):
+        raise RequestError("mean and std of the encoder: give both, or none")
+    if mean is not None and std is not None:
+        if len(mean) != 3 or len(std) != 3 or not all(0 <= m <= 1 for m in mean) or not all(s > 0 for s in std):
+            raise RequestError(
+                f"mean {list(mean)} and std {list(std)} of the encoder: give three numbers each, means from 0 to 1 and "
+                f"standard deviations above 0"
+            )
+        return Normalisation.from_json({"mean": mean, "std": std}), "as asked for"
+    stated = normalisation_in(rest) if kind == "transformers" else normalisation_of(module)
+    if stated is not None:
+        return stated, "preprocessor_config.json" if kind == "transformers" else "timm's configuration"
+    return Normalisation(), "ImageNet's: the encoder states none"
+
+
+def _features(encoder: TileEncoder, size_px: int) -> int:
+    """Return the length of a vector, tried with tiles of the size.
+
+    Raises:
+        RequestError: The encoder does not take them, or does not return one vector for each.
+    """
+    try:
+        vectors = encoder.encode(torch.zeros(_SAMPLE_TILES, 3, size_px, size_px, dtype=torch.uint8))
+    except RequestError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RequestError(
+            f"encoder {encoder.name}: it does not take tiles of {size_px} × {size_px} px ({reason}); use the size that "
+            f"it was trained with, or, of timm, the option dynamic_img_size: true"
+        ) from error
+    if len(vectors) != _SAMPLE_TILES:
+        raise RequestError(
+            f"encoder {encoder.name}: it returned {tuple(vectors.shape)} for {_SAMPLE_TILES} tiles; it must return one "
+            f"vector for each"
+        )
+    return int(vectors.shape[1])

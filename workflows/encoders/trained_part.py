@@ -1,0 +1,77 @@
+"""Which part of an encoder is trained: all of it, nothing, its last blocks, its norms."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from hyfi_core.errors import RequestError
+from workflows.finetuning.parameter_groups import layer_depths
+
+_LAST = re.compile(r"last:(\d+)")
+_ALLOWED = "all, none, norms, or last:N for the last N blocks"
+
+
+def frozen_patterns(encoder: nn.Module, train: str) -> tuple[str, ...]:
+    """Return what is frozen in an encoder, as patterns for ``model.freeze``, without the prefix that it has in a model.
+
+    Args:
+        encoder: The encoder; its values are not read.
+        train: ``all``, ``none``, ``norms`` or ``last:N``.
+
+    Returns:
+        Names of modules with all of theirs, and of parameters; empty if all is trained, ``("*",)`` if nothing is.
+
+    Raises:
+        RequestError: ``train`` is something else, or the encoder has no norm.
+    """
+    names = [name for name, _ in encoder.named_parameters()]
+    last = _LAST.fullmatch(train)
+    if train == "all":
+        return ()
+    if train == "none" or (last is not None and int(last[1]) == 0):
+        return ("*",)
+    if train == "norms":
+        trained = _of_norms(encoder)
+        if not trained:
+            raise RequestError("train: norms: the encoder has no norm with parameters; use all, none or last:N")
+    elif last is not None:
+        trained = _of_last(encoder, int(last[1]))
+    else:
+        raise RequestError(f"train: given {train!r}; allowed: {_ALLOWED}")
+    return _as_modules(names, {name for name in names if name not in trained})
+
+
+def _of_norms(encoder: nn.Module) -> set[str]:
+    """Return the parameters of layer, batch, group and instance norms, and of those that call themselves a norm."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in encoder.named_modules()
+        if "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+        for name, _ in module.named_parameters(recurse=False)
+    }
+
+
+def _of_last(encoder: nn.Module, count: int) -> set[str]:
+    """Return the parameters of the last blocks, and of what comes after them."""
+    depths = layer_depths(encoder)
+    blocks = sorted({depth for name, depth in depths.items() if re.search(r"\.\d+\.", name)})
+    if not blocks:
+        blocks = sorted(set(depths.values()))
+    if count > len(blocks):
+        raise RequestError(f"train: last:{count}: the encoder has {len(blocks)} blocks; use all, or a smaller number")
+    return {name for name, depth in depths.items() if depth >= blocks[-count]}
+
+
+def _as_modules(names: list[str], frozen: set[str]) -> tuple[str, ...]:
+    """Return the outermost modules all of whose parameters are frozen, and the other frozen parameters."""
+    patterns: list[str] = []
+    for name in names:
+        if name not in frozen or any(name == one or name.startswith(f"{one}.") for one in patterns):
+            continue
+        parts = name.split(".")
+        prefixes = [".".join(parts[:end]) for end in range(1, len(parts))]
+        whole = (p for p in prefixes if all(other in frozen for other in names if other.startswith(f"{p}.")))
+        patterns.append(next(whole, name))
+    return tuple(patterns)
