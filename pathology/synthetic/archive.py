@@ -19,16 +19,27 @@ from pathology.synthetic.tiff import write_slide
 
 NEGATIVE, POSITIVE = "benign", "malignant"
 SMALLEST_PX, LARGEST_PX = 512, 200_000
-COLUMNS = ("path", "slide_id", "case_id", "label", "split", "source_mpp")
+COLUMNS = ("path", "slide_id", "case_id", "label", "split", "source_mpp", "months", "died")
 _SPLIT_FRACTIONS = (("test", 0.4), ("val", 0.1))  # fractions of the slides of each label; the others are for training
+_MEAN_MONTHS = (60.0, 12.0)  # to the death of cases that are benign, malignant
+_FOLLOWED_MONTHS = (12.0, 72.0)  # shortest and longest time that a case is followed
 
 
 @dataclass(frozen=True)
 class ArchiveSlide:
-    """One slide of an archive, with its row of the manifest."""
+    """One slide of an archive, with its row of the manifest.
+
+    Attributes:
+        spec: What is drawn.
+        split: ``train``, ``val`` or ``test``.
+        months: Time that the case was followed; malignant cases die earlier.
+        died: Whether it ended with death.
+    """
 
     spec: SlideSpec
     split: str
+    months: float = 0.0
+    died: bool = False
 
     @property
     def slide_id(self) -> str:
@@ -45,6 +56,8 @@ class ArchiveSlide:
             "label": POSITIVE if self.spec.positive else NEGATIVE,
             "split": self.split,
             "source_mpp": f"{self.spec.mpp_um:g}",
+            "months": f"{self.months:.1f}",
+            "died": f"{int(self.died)}",
         }
 
 
@@ -53,7 +66,8 @@ def plan_archive(
 ) -> list[ArchiveSlide]:
     """Return the slides of an archive; the same arguments give the same archive.
 
-    Cases have one to three slides and one label; labels are balanced over slides. About 40 % of the slides of each
+    Cases have one to three slides, one label, and one time, which ends with death five times earlier if it is
+    malignant, or is censored; labels are balanced over slides. About 40 % of the slides of each
     label are for testing and 10 % for validation; a case is in one split only.
 
     Args:
@@ -76,11 +90,12 @@ def plan_archive(
     rng = np.random.default_rng([seed, 77])
     cases = _cases(rng, slides)
     splits = _splits(rng, cases)
+    times = _survival(np.random.default_rng([seed, 78]), cases)
     planned: list[ArchiveSlide] = []
     for case, (count, positive) in enumerate(cases):
         for _ in range(count):
             spec = SlideSpec(seed, len(planned), case, size_px, positive, mpp_um, pen, blur)
-            planned.append(ArchiveSlide(spec, splits[case]))
+            planned.append(ArchiveSlide(spec, splits[case], *times[case]))
     return planned
 
 
@@ -94,6 +109,14 @@ def _cases(rng: np.random.Generator, slides: int) -> list[tuple[int, bool]]:
         counts[positive] += count
         cases.append((count, positive))
     return cases
+
+
+def _survival(rng: np.random.Generator, cases: list[tuple[int, bool]]) -> list[tuple[float, bool]]:
+    """Return (months, died) of each case."""
+    means = np.array([_MEAN_MONTHS[positive] for _, positive in cases])
+    death, end = rng.exponential(means), rng.uniform(*_FOLLOWED_MONTHS, len(cases))
+    months = np.maximum(np.minimum(death, end), 0.1)
+    return list(zip(months.round(1).tolist(), (death <= end).tolist(), strict=True))
 
 
 def _splits(rng: np.random.Generator, cases: list[tuple[int, bool]]) -> list[str]:

@@ -229,7 +229,8 @@ def _write_page(out: Path, members: Sequence[Member]) -> Path:
 
     if not (out / FILE_NAME).exists():
         return out / PAGE_FILE  # nothing predicted yet: this --part has no slides
-    task, readout = task_of(members[0].config), members[0].readout
+    readouts = [member.readout for member in members]
+    task, readout = task_of(members[0].config), readouts[0].joined(readouts)
     try:
         slides = predicted_slides(out, task, readout.columns)
         title = f"Predictions of {console.counted(len(slides), 'slide')}: {out.absolute()}"

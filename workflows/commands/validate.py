@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -263,7 +263,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     rows = cases_in_one_way(load_manifest(store), str(store / "manifest.csv"), merge=merge, missing=missing)
     path = location(request.labels or store / "manifest.csv")
     task = task_of(model)
-    task = task if request.target is None else replace(task, columns=(request.target,))
+    task = task if request.target is None else task.with_target(request.target)
     known = task.read_again(path, rows, merge, missing)
     rows = with_cases(rows, known)
     column = request.split_column or model.get("split_column", "split")

@@ -80,10 +80,15 @@ class DataConfig(Section):
         description="a list of words: cells of labels and splits that count as empty; default: NA, nan, None, unknown, "
         "- and others (docs/tables.md)",
     )
-    task: Literal["multiclass", "regression"] = Field(
+    task: Literal["multiclass", "regression", "survival"] = Field(
         "multiclass", description=f"{', '.join(TASKS)}: what is predicted; {'; '.join(_about())}"
     )
     loss: str | None = Field(None, description=f"{'; '.join(_losses())}: the loss; default: the first of the task")
+    time_bins: Annotated[int, Field(ge=2)] | None = Field(
+        None,
+        description="a whole number ≥ 2: intervals of time of loss hazards, which end at quantiles of the event times "
+        "of training; default: 4",
+    )
     splits: UserPath | None = Field(
         None, description="a CSV file: what `hyfi split` wrote; default: the split_column of the labels"
     )
@@ -197,6 +202,8 @@ class DataConfig(Section):
             raise ValueError(f"target: given {list(self.columns)}; each column only once")
         if self.loss is not None and self.loss not in facts.losses:
             raise ValueError(f"loss: given {self.loss!r}; allowed for task {self.task}: {', '.join(facts.losses)}")
+        if self.time_bins is not None and self.loss != "hazards":
+            raise ValueError(f"time_bins: given {self.time_bins}; only task survival with loss hazards has intervals")
         for key in () if facts.weights_classes else ("class_weights", "sampling"):
             if getattr(self, key) == "balanced":
                 raise ValueError(f"{key}: given balanced; task {self.task} has no classes to balance")

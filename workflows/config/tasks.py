@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LOWER_IS_BETTER = frozenset({"loss", "calibration_error", "mae", "rmse"})
+LOWER_IS_BETTER = frozenset({"loss", "calibration_error", "mae", "rmse", "brier"})
 """Metrics that are better if lower, of all tasks."""
 
 
@@ -52,5 +52,13 @@ _REGRESSION = TaskFacts(
     ("mae", "rmse", "r2", "spearman"),
     outputs=1,
 )
-TASKS = {facts.name: facts for facts in (_MULTICLASS, _REGRESSION)}
+_SURVIVAL = TaskFacts(
+    "survival",
+    "each slide has a time, and whether it ended with an event or was censored: target is [time, event]",
+    ("cox", "hazards"),
+    ("concordance", "uno_concordance", "time_auroc", "loss"),
+    ("concordance", "uno_concordance", "time_auroc", "brier"),
+    columns=(2, 2),
+)
+TASKS = {facts.name: facts for facts in (_MULTICLASS, _REGRESSION, _SURVIVAL)}
 """The tasks by name."""

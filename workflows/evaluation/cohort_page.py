@@ -198,7 +198,7 @@ def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], task: Task, r
         OSError: The file cannot be written.
     """
     labelled = [slide for slide in slides if slide.label and slide.prediction]
-    section = _section(labelled, task) if labelled else None
+    section = _section(labelled, task, readout) if labelled else None
     worst = sorted(section.errors, key=lambda index: -section.errors[index])[:MAX_WORST] if section else []
     content = {
         "columns": [
@@ -231,7 +231,7 @@ def _css(channel: int) -> str:
     return "rgb({}, {}, {})".format(*class_color(channel))
 
 
-def _section(labelled: Sequence[CohortSlide], task: Task) -> PageSection:
+def _section(labelled: Sequence[CohortSlide], task: Task, readout: Readout) -> PageSection:
     """Return plots and tables of the labelled slides."""
     from workflows.tasks.bootstrap import draw_cases
     from workflows.tasks.cases import case_indices
@@ -243,7 +243,7 @@ def _section(labelled: Sequence[CohortSlide], task: Task) -> PageSection:
     before = None
     if any(slide.uncalibrated for slide in labelled):
         before = np.array([slide.uncalibrated or slide.values for slide in labelled], dtype=np.float64)
-    return task.page(values, targets, draws, before)
+    return task.page(values, targets, draws, readout, before)
 
 
 def _draws(slides: int) -> int:

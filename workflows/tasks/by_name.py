@@ -10,9 +10,10 @@ from pathology.predict.readout import Readout
 from workflows.config.tasks import TASKS
 from workflows.tasks.multiclass import Multiclass
 from workflows.tasks.regression import Regression
+from workflows.tasks.survival.task import Survival
 from workflows.tasks.task import Task
 
-_CLASSES: dict[str, type[Task]] = {kind.facts.name: kind for kind in (Multiclass, Regression)}
+_CLASSES: dict[str, type[Task]] = {kind.facts.name: kind for kind in (Multiclass, Regression, Survival)}
 assert _CLASSES.keys() == TASKS.keys()
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from data.samples.labels import Labels, Target, class_weights, load_labels
 from hyfi_core.errors import RequestError
-from pathology.predict.readout import ClassReadout
+from pathology.predict.readout import ClassReadout, Readout
 from workflows.config.data import DataConfig
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.bootstrap import Intervals, drawn_metrics, intervals
@@ -166,6 +166,7 @@ class Multiclass(Task):
         values: NDArray[Any],
         targets: Sequence[Target],
         draws: NDArray[Any],
+        readout: Readout,
         before: NDArray[Any] | None = None,
     ) -> PageSection:
         """Return curves, confusion, reliability and thresholds."""

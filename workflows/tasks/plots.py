@@ -122,6 +122,47 @@ def scatter_plot(true: Array, values: Array, name: str) -> Plot:
     return Plot("Predicted and true", _svg(figure), f"On the diagonal, both are equal.{intervals}")
 
 
+@dataclass(frozen=True, eq=False)
+class GroupCurve:
+    """A step curve of a group with its band; ``marks``: where to put ticks."""
+
+    label: str
+    x: Array
+    y: Array
+    low: Array
+    high: Array
+    marks: Array
+
+
+def group_curves_plot(title: str, x_name: str, y_name: str, curves: Sequence[GroupCurve], caption: str) -> Plot:
+    """Return step curves of groups, each of which holds from its x on."""
+    figure, axes = _figure(x_name, y_name, limits=False)
+    for number, curve in enumerate(curves):
+        color = tuple(part / 255 for part in class_color(number))
+        axes.step(curve.x, curve.y, where="post", color=color, linewidth=1.8, label=curve.label)
+        axes.fill_between(curve.x, curve.low, curve.high, step="post", color=color, alpha=0.16, linewidth=0)
+        at = curve.y[np.searchsorted(curve.x, curve.marks, side="right") - 1]
+        axes.plot(curve.marks, at, "|", color=color, markersize=7)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlim(left=0)
+    axes.legend(loc="best", frameon=False, fontsize=9)
+    return Plot(title, _svg(figure), caption)
+
+
+def time_plot(
+    title: str, x_name: str, y_name: str, rows: Sequence[tuple[float, float, Sequence[float]]], caption: str
+) -> Plot:
+    """Return values over time; ``rows``: time, value, and its interval (NaN: none)."""
+    figure, axes = _figure(x_name, y_name, limits=False)
+    if rows:
+        x, y, bounds = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
+        axes.fill_between(x, bounds[:, 0], bounds[:, 1], color="#ab1f4d", alpha=0.16, linewidth=0)
+        axes.plot(x, y, color="#ab1f4d", linewidth=1.8, marker="o", markersize=4.5)
+    axes.axhline(0.5, color="#b9bec7", linewidth=0.8, linestyle="--")
+    axes.set_ylim(0, 1.02)
+    return Plot(title, _svg(figure), caption)
+
+
 def _figure(x_name: str, y_name: str, limits: bool = True) -> tuple[Any, Any]:
     """Return a figure that needs no display, and its axes."""
     from matplotlib.figure import Figure

@@ -165,6 +165,7 @@ class Regression(Task):
         values: NDArray[np.float64],
         targets: Sequence[Target],
         draws: NDArray[np.float64],
+        readout: Readout,
         before: NDArray[np.float64] | None = None,
     ) -> PageSection:
         """Return predicted against true values; the largest errors are those to look at."""

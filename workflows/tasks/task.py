@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -110,6 +110,19 @@ class Task(ABC):
         """
         return self.read_labels(LabelSource(path, self.columns, self.names, rows, merge_alike, missing))
 
+    def with_target(self, text: str) -> Self:
+        """Return the task for other columns: one, or several with commas between them where the task has several.
+
+        Raises:
+            RequestError: There are not as many as the task has.
+        """
+        several = len(self.columns) > 1
+        columns = tuple(part.strip() for part in text.split(",")) if several else (text,)
+        if len(columns) != len(self.columns) or not all(columns):
+            names = ",".join(self.columns)
+            raise RequestError(f"--target {text}: the model has {len(self.columns)} columns: {names}; name as many")
+        return replace(self, columns=columns)
+
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
@@ -202,6 +215,10 @@ class Task(ABC):
             RequestError: It does not.
         """
 
+    def batch_warnings(self, batch: int) -> list[str]:
+        """Return warnings about batches of ``batch`` slides for the user."""
+        return []
+
     def check_resumed(self, model: Mapping[str, Any]) -> None:
         """Check that a run with the ``model.json`` of its checkpoint may go on with this task.
 
@@ -229,6 +246,7 @@ class Task(ABC):
         values: NDArray[np.float64],
         targets: Sequence[Target],
         draws: NDArray[np.float64],
+        readout: Readout,
         before: NDArray[np.float64] | None = None,
     ) -> PageSection:
         """Return what a cohort page shows of N labelled slides.
@@ -237,6 +255,7 @@ class Task(ABC):
             values: (N, columns of the readout).
             targets: Their labels.
             draws: (draws, N) how often each bootstrap draw has each slide.
+            readout: How the values were read; of an ensemble, all members together.
             before: The same values without calibration, if there is one.
         """
 

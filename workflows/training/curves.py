@@ -17,7 +17,8 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 200, 64, 24, 8
 _MAX_POINTS = 1000
 _COLOURS = ("#1f6feb", "#d1662b", "#2f8f4e", "#8957e5", "#b3366b", "#6e7781")
 _LOSS, _SPEED = "loss", "images_per_second"
-_AT_MOST_1 = ("auroc", "balanced accuracy", "accuracy", "f1", "quadratic kappa", "calibration error")
+_SHARES = ("auroc", "balanced accuracy", "accuracy", "f1", "quadratic kappa", "calibration error")
+_AT_MOST_1 = {*_SHARES, "concordance", "uno concordance", "time auroc", "brier"}
 _NO_METRIC = {"kind", "step", "epoch", "slides", "cases", "loss"}
 
 _PAGE = """<!doctype html>

@@ -129,7 +129,7 @@ class TrainingJob:
     def warnings(self) -> list[str]:
         """Return warnings about slides, sampling and frozen parts, for the user."""
         train, val = ([_label(sample) for sample in dataset.samples] for dataset in (self.train, self.val))
-        warnings = self.task.warnings(train, val)
+        warnings = [*self.task.warnings(train, val), *self.task.batch_warnings(self.config.data.batch_size)]
         if self.config.data.sampling == "balanced" and self.config.data.class_weights == "balanced":
             warnings.append("sampling and class_weights are both balanced: rare classes are weighted twice")
         if self.draw_weights is not None and 0 in self.draw_weights:

@@ -1,0 +1,129 @@
+"""Survival as labels: the time of each slide or case, and whether it ended with the event or was censored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+
+from data.csv_table import Table, read_table
+from data.missing import MISSING
+from data.samples.labels import Labels, Target, cases_of
+from data.samples.names import with_one_name_each, without_missing
+from data.samples.numbers import numbers_by_key
+from data.spelling import canonical, shown
+from hyfi_core.errors import RequestError
+
+_EVENT = ("1", "true", "yes", "event", "dead", "deceased", "died", "1:deceased", "1:dead", "1:event")
+_CENSORED = ("0", "false", "no", "censored", "alive", "living", "0:living", "0:alive", "0:censored")
+_NAMED = 3
+
+
+def load_survival(
+    csv: Path,
+    time: str,
+    event: str,
+    *,
+    rows: Iterable[Mapping[str, str]] = (),
+    merge_alike: bool = False,
+    missing: Iterable[str] = MISSING,
+) -> Labels:
+    """Read (time, event) of each slide or case from two columns of a CSV; event is 1.0, or 0.0 if it was censored.
+
+    A slide or case without one of the two is unlabelled, and a note says so.
+
+    Args:
+        csv: The file.
+        time: The column of times, numbers ≥ 0.
+        event: The column of events: 1, true, yes, dead, deceased; 0, false, no, alive, living, censored.
+        rows: Rows of the store's manifest, whose names of slides and cases hold.
+        merge_alike: Whether several spellings of one slide or case are joined.
+        missing: Words of which a value is missing.
+
+    Raises:
+        RequestError: The file or a column is missing, a value is impossible, a slide has two, nobody has an event, or
+            all times are equal; the message names the lines.
+    """
+    table = read_table(csv, "labels")
+    table.require(time, "the time of each slide: the first of data.target")
+    table.require(event, "whether the time ended with the event: the second of data.target")
+    words = tuple(missing)
+    named = with_one_name_each(table, rows, merge=merge_alike, missing=words)
+    for column in (time, event):
+        named = without_missing(named, column, words)
+    events, table = _events_by_key(named.table, event), named.table
+    times = numbers_by_key(table, time)
+    _refuse_negative(table, time)
+    both = {item: (at, events.get(item)) for item, at in times.items()}
+    labelled = {item: (at, ended) for item, (at, ended) in both.items() if at is not None and ended is not None}
+    if not labelled:
+        raise RequestError(f"{table.name}: no slide has both {time!r} and {event!r}")
+    count, ended = len(labelled), [at for at, event in labelled.values() if event]
+    if not ended:
+        raise RequestError(f"{table.name}: {event!r} is 0 for all {count} rows: nobody has the event")
+    if len({at for at, _ in labelled.values()}) < 2:
+        raise RequestError(f"{table.name}: {time!r} is the same for every slide: there is nothing to learn")
+    note = f"{time}, {event}: {len(ended)} events of {count}, at times up to {max(ended):g}, median {median(ended):g}"
+    halves = [line for line, row in zip(table.lines, table.rows, strict=True) if bool(row[time]) != bool(row[event])]
+    notes = [f"{table.name}: {_rows_of(halves)} only one of {time} and {event}: not used"] if halves else []
+    indices: dict[str, Target | None] = {item: labelled.get(item) for item in times}
+    return Labels(f"{time}, {event}", table.key, (), indices, cases_of(table), table.rows, (*named.notes, *notes, note))
+
+
+def event_of(text: str) -> float | None:
+    """Return 1.0 if a text says that there was an event, 0.0 if it says that there was none; None: neither."""
+    word = canonical(text).replace(" ", "")
+    word = word.removesuffix(".0") if word in ("0.0", "1.0") else word
+    return 1.0 if word in _EVENT else 0.0 if word in _CENSORED else None
+
+
+def _events_by_key(table: Table, column: str) -> dict[str, float | None]:
+    """Return slide or case to its event; None: empty.
+
+    Raises:
+        RequestError: A value is neither, or a slide or case has two.
+    """
+    values = [(line, row[table.key], row[column]) for line, row in zip(table.lines, table.rows, strict=True)]
+    wrong = [(line, text) for line, _, text in values if text and event_of(text) is None]
+    if wrong:
+        lines = ", ".join(f"{shown(text)} (line {line})" for line, text in wrong[:_NAMED])
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise RequestError(
+            f"{table.name}: {column}: {lines}{more}: write 1 for an event (also true, yes, dead) and 0 for a censored "
+            f"time (also false, no, alive){_hint({text for _, _, text in values if text})}"
+        )
+    events: dict[str, float | None] = {}
+    lines_of: dict[str, int] = {}
+    for line, item, text in values:
+        ended = event_of(text) if text else None
+        if item in events and events[item] != ended:
+            both = f"{events[item]} on line {lines_of[item]} and {ended} on line {line}"
+            raise RequestError(f"{table.name}: {table.key} {item} has two values of {column}: {both}")
+        events.setdefault(item, ended)
+        lines_of.setdefault(item, line)
+    return events
+
+
+def _hint(values: set[str]) -> str:
+    """Return what the values of a wrong column probably are."""
+    if values <= {"1", "2", "1.0", "2.0"}:
+        return "; 1 and 2, as some programs write them, are not told apart: recode them"
+    if len(values) > 2 and all(value.replace(".", "", 1).isdigit() for value in values):
+        return "; these are numbers: data.target is [time, event], in this order"
+    return ""
+
+
+def _refuse_negative(table: Table, time: str) -> None:
+    rows = zip(table.lines, table.rows, strict=True)
+    negative = [(line, row[time]) for line, row in rows if row[time] and float(row[time]) < 0]
+    if negative:
+        lines = ", ".join(f"{text} (line {line})" for line, text in negative[:_NAMED])
+        more = f" and {len(negative) - _NAMED} more" if len(negative) > _NAMED else ""
+        raise RequestError(
+            f"{table.name}: {time}: {lines}{more}: a time is not negative; leave the cell empty if it is unknown"
+        )
+
+
+def _rows_of(lines: list[int]) -> str:
+    listed = ", ".join(map(str, lines[:_NAMED])) + (" …" if len(lines) > _NAMED else "")
+    return f"{len(lines)} row{'s have' if len(lines) > 1 else ' has'} (line {listed})"

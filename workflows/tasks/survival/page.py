@@ -1,0 +1,158 @@
+"""What a cohort page shows of survival: Kaplan–Meier curves of the predicted groups, AUROC over time, metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from workflows.tasks.bootstrap import resampled
+from workflows.tasks.page_section import PageSection, PageTable, shown_metric
+from workflows.tasks.plots import GroupCurve, Plot, group_curves_plot, time_plot
+from workflows.tasks.survival.metrics import (
+    censoring_survival,
+    kaplan_meier,
+    life_table,
+    log_rank,
+    survival_metrics,
+    time_areas,
+)
+from workflows.tasks.survival.readout import HIGH, LOW
+
+Array = NDArray[np.float64]
+_Z = 1.959964
+
+
+def survival_section(
+    values: Array,
+    targets: torch.Tensor,
+    draws: Array,
+    times: tuple[float, ...],
+    cutoff: float | None,
+    columns: Sequence[str],
+    metrics: Sequence[str],
+) -> PageSection:
+    """Return plots and tables of N labelled slides.
+
+    Args:
+        values: (N, 1 + times) risk and probability to survive each time, NaN: unknown.
+        targets: (N, 2) time, event.
+        draws: (draws, N) how often each bootstrap draw has each slide.
+        times: At which the probabilities are.
+        cutoff: Between low and high risk; None: the median of these slides.
+        columns: Names of the two columns of the target.
+        metrics: Names of the metrics.
+    """
+    risks, counts = torch.from_numpy(np.ascontiguousarray(values[:, 0])), torch.from_numpy(draws)
+    survival = torch.from_numpy(np.ascontiguousarray(values[:, 1:]))
+    known = survival if bool(survival.isfinite().all()) else None
+
+    def draw(part: torch.Tensor) -> dict[str, torch.Tensor]:
+        return survival_metrics(risks, known, targets, times, part)
+
+    once = {name: float(value) for name, value in draw(torch.ones(1, len(risks), dtype=torch.float64)).items()}
+    bounds = resampled(draw, metrics, counts)
+    shown = [shown_metric(n, v if math.isfinite(v) else None, bounds[n]) for n, v in once.items()]
+    case_risks, case_targets = _by_case(risks, targets, draws)
+    middle = float(case_risks.median()) if cutoff is None else cutoff
+    high = case_risks > middle
+    p = log_rank(case_targets[:, 0], case_targets[:, 1], high)
+    shown.append(("log-rank p of the risk groups, by case", "not defined" if p is None else f"{p:.2g}"))
+    plots = [_curves(case_targets, high, p, columns[0], cutoff is None)]
+    return PageSection(
+        shown,
+        [*plots, _areas(risks, targets, times, counts, columns[0])],
+        [_groups_table(case_targets, high), _horizon_table(risks, targets, times, known)],
+    )
+
+
+def _by_case(risks: torch.Tensor, targets: torch.Tensor, draws: Array) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean risk and the target of each case: slides of one case are in each draw equally often."""
+    of_case = np.unique(draws, axis=1, return_inverse=True)[1].reshape(-1)
+    members = [np.flatnonzero(of_case == case) for case in range(int(of_case.max()) + 1)]
+    latest = [int(one[int(targets[one, 0].argmax())]) for one in members]
+    return torch.stack([risks[one].mean() for one in members]), targets[latest]
+
+
+def _curves(targets: torch.Tensor, high: torch.Tensor, p: float | None, name: str, own: bool) -> Plot:
+    curves = []
+    for label, members in ((LOW, ~high), (HIGH, high)):
+        if bool(members.any()):
+            curves.append(_curve(targets[members], f"{label} ({int(members.sum())})"))
+    how = "the median of these cases" if own else "the median of the validation slides"
+    text = "" if p is None else f" Log-rank: p = {p:.2g}."
+    caption = f"Groups by the predicted risk, divided at {how}. Bands: 95 %.{text} Ticks: censored."
+    return group_curves_plot("Kaplan–Meier by predicted risk", name, "probability of survival", curves, caption)
+
+
+def _curve(targets: torch.Tensor, label: str) -> GroupCurve:
+    """Return a Kaplan–Meier curve with Greenwood's intervals of log(−log S), which stay within 0 and 1."""
+    times, events = targets.unbind(1)
+    once = torch.ones(1, len(times), dtype=torch.float64)
+    distinct, curve = kaplan_meier(times, events, once)
+    _, deaths, censored, at_risk = (part.squeeze(0) for part in life_table(times, events, once))
+    value = curve[0].clamp(1e-12, 1 - 1e-12)
+    variance = (deaths / (at_risk * (at_risk - deaths)).clamp(min=1e-12)).cumsum(0) / value.log() ** 2
+    half = _Z * variance.sqrt()
+    low, high = (value ** (sign * half).exp() for sign in (1, -1))
+    flat = (curve[0] >= 1) | (curve[0] <= 0)
+    low, high = torch.where(flat, curve[0], low), torch.where(flat, curve[0], high)
+    x, y, under, over = (
+        torch.cat([torch.tensor([start], dtype=torch.float64), part]).numpy()
+        for start, part in ((0.0, distinct), (1.0, curve[0]), (1.0, low), (1.0, high))
+    )
+    return GroupCurve(label, x, y, under, over, distinct[censored > 0].numpy())
+
+
+def _areas(
+    risks: torch.Tensor, targets: torch.Tensor, times: tuple[float, ...], counts: torch.Tensor, name: str
+) -> Plot:
+    """Return the plot of the AUROC at each time with its band."""
+
+    def draw(part: torch.Tensor) -> dict[str, torch.Tensor]:
+        at, events = targets.unbind(1)
+        weights = torch.where(part > 0, 1 / censoring_survival(at, events, part), 0.0)
+        areas, _ = time_areas(risks, at, events, part * weights, times, part)
+        return {f"{time}": areas[:, k] for k, time in enumerate(times)}
+
+    once = draw(torch.ones(1, len(risks), dtype=torch.float64))
+    bounds = resampled(draw, list(once), counts)
+    rows = [(time, float(once[f"{time}"]), bounds[f"{time}"]) for time in times]
+    known = [(time, area, bound or [math.nan, math.nan]) for time, area, bound in rows if math.isfinite(area)]
+    caption = "Slides with the event up to each time against those that survive it. Bands: 95 %, bootstrap over cases."
+    return time_plot("AUROC over time", name, "AUROC", known, caption)
+
+
+def _groups_table(targets: torch.Tensor, high: torch.Tensor) -> PageTable:
+    rows = []
+    for label, members in ((LOW, ~high), (HIGH, high)):
+        times, events = targets[members].unbind(1)
+        median = "–"
+        if len(times):
+            distinct, curve = kaplan_meier(times, events, torch.ones(1, len(times), dtype=torch.float64))
+            below = distinct[curve[0] <= 0.5]
+            median = f"{float(below[0]):.6g}" if len(below) else "not reached"
+        rows.append((label, f"{len(times)}", f"{int(events.sum())}", median))
+    return PageTable("Risk groups, by case", ("group", "cases", "events", "median survival"), tuple(rows))
+
+
+def _horizon_table(
+    risks: torch.Tensor, targets: torch.Tensor, times: tuple[float, ...], survival: torch.Tensor | None
+) -> PageTable:
+    """Return predicted and observed survival at each time."""
+    at, events = targets.unbind(1)
+    once = torch.ones(1, len(risks), dtype=torch.float64)
+    weights = 1 / censoring_survival(at, events, once)
+    areas, falls = time_areas(risks, at, events, once * weights, times, once)
+    observed = 1 - falls[0].cumsum(0)
+    rows = []
+    for k, time in enumerate(times):
+        area, alive = float(areas[0, k]), int((at > time).sum())
+        mean = "–" if survival is None else f"{float(survival[:, k].mean()):.3f}"
+        shown = f"{area:.3f}" if math.isfinite(area) else "not defined"
+        rows.append((f"{time:.6g}", f"{alive}", mean, f"{float(observed[k]):.3f}", shown))
+    head = ("time", "slides after it", "predicted survival", "observed", "AUROC")
+    return PageTable("Survival at some times", head, tuple(rows))

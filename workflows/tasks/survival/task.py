@@ -1,0 +1,290 @@
+"""The time of each slide to an event, which may be censored: Cox's partial likelihood, or hazards of intervals."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data.missing import is_missing
+from data.samples.labels import Labels, Target
+from data.samples.survival_times import event_of, load_survival
+from hyfi_core.errors import RequestError
+from pathology.predict.readout import Readout
+from workflows.config.data import DataConfig
+from workflows.config.tasks import TASKS, TaskFacts
+from workflows.tasks.page_section import PageSection
+from workflows.tasks.survival.losses import cox_loss, drawn_cox_losses, hazard_losses, hazard_survival
+from workflows.tasks.survival.metrics import breslow, integrated_brier, kaplan_meier, log_rank, survival_metrics
+from workflows.tasks.survival.metrics import censoring_survival as free_of_censoring
+from workflows.tasks.survival.page import survival_section
+from workflows.tasks.survival.readout import SurvivalReadout
+from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
+
+COX = "cox"
+HORIZONS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Quantiles of the event times of training at which survival is stated and evaluated."""
+TIME_BINS = 4
+"""Default of ``data.time_bins``."""
+_MOST_EMPTY, _MANY_EMPTY = 0.5, 0.05
+"""Fractions of batches without an event that are refused, and warned of."""
+
+
+@dataclass(frozen=True)
+class Survival(Task):
+    """Times to an event. A target is (time, event), event 1.0 or 0.0: censored.
+
+    Attributes:
+        kind: ``cox`` or ``hazards``.
+        times: At which survival is stated and evaluated.
+        edges: Ends of the intervals of ``hazards``.
+        slides, events: Numbers of training slides and of those with an event.
+    """
+
+    facts: ClassVar[TaskFacts] = TASKS["survival"]
+    kind: str = COX
+    times: tuple[float, ...] = ()
+    edges: tuple[float, ...] = ()
+    slides: int = 0
+    events: int = 0
+
+    @classmethod
+    def read_labels(cls, source: LabelSource) -> Labels:
+        """Return time and event of each slide; see ``Task`` and `data.samples.survival_times.load_survival`."""
+        time, event = source.columns
+        merge = source.merge_alike
+        return load_survival(source.path, time, event, rows=source.rows, merge_alike=merge, missing=source.missing)
+
+    @classmethod
+    def fitted(cls, data: DataConfig, labels: Labels, train: Sequence[Target]) -> Self:
+        """Return the task with quantiles of the event times of the training slides."""
+        pairs = [_pair(target) for target in train]
+        ended = np.array([time for time, event in pairs if event and time > 0])
+        if not len(ended):
+            raise RequestError(
+                f"data.target: none of {len(pairs)} training slides has an event ({labels.target}) after time 0: there "
+                "is nothing to learn; check the splits"
+            )
+        if len({time for time, _ in pairs}) < 2:
+            raise RequestError(f"data.target: all {len(pairs)} training slides have the time {pairs[0][0]:g}")
+        kind, bins = data.loss or cls.facts.losses[0], data.time_bins or TIME_BINS
+        edges = () if kind == COX else _quantiles(ended, [k / bins for k in range(1, bins + 1)])
+        events = sum(event > 0 for _, event in pairs)
+        return cls(data.columns, kind, _quantiles(ended, HORIZONS), edges, len(pairs), events)
+
+    @classmethod
+    def of_json(cls, model: Mapping[str, Any]) -> Self:
+        """Return the task of a ``model.json``."""
+        found = model["survival"]
+        times, edges = (tuple(map(float, found[name])) for name in ("times", "edges"))
+        columns = target_columns(model)
+        return cls(columns, str(found["loss"]), times, edges, int(found["slides"]), int(found["events"]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the names of the outputs, and ``survival``: ``loss``, ``times``, ``edges``, ``slides``, ``events``."""
+        found = {"loss": self.kind, "times": list(self.times), "edges": list(self.edges)}
+        counts = {"slides": self.slides, "events": self.events}
+        return {"class_names": list(self.names), "survival": {**found, **counts}}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``risk``, or the intervals: ``event 0 to 12``."""
+        starts = (0.0, *self.edges[:-1])
+        pairs = zip(starts, self.edges, strict=True) if self.edges else ()
+        return tuple(f"event {start:.6g} to {end:.6g}" for start, end in pairs) or ("risk",)
+
+    @property
+    def outputs(self) -> int:
+        """One, or one for each interval."""
+        return len(self.edges) or 1
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Without ``brier`` of Cox, whose probabilities need the baseline of `calibration`."""
+        return tuple(name for name in super().metric_names if self.kind != COX or name != "brier")
+
+    @property
+    def loss_over(self) -> Literal["batch", "microbatch"]:
+        """Cox compares the slides of a batch."""
+        return "batch" if self.kind == COX else "microbatch"
+
+    def tensor(self, targets: Iterable[Target]) -> torch.Tensor:
+        """Return times and events (N, 2) float64."""
+        return torch.tensor([_pair(target) for target in targets], dtype=torch.float64).reshape(-1, 2)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the negative log partial likelihood for each event of the batch, or the mean loss of hazards."""
+        times, events = targets.unbind(1)
+        if self.kind == COX:
+            return cox_loss(wide(outputs)[:, 0], times, events)
+        return hazard_losses(wide(outputs), times, events, self.edges).mean()
+
+    def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the metrics of `workflows.tasks.survival.metrics`; ``brier`` only of hazards."""
+        times, events = targets.unbind(1)
+        if self.kind == COX:
+            risks, survival = outputs[:, 0].double(), None
+            losses = drawn_cox_losses(risks, times, events, counts)
+        else:
+            survival = hazard_survival(outputs.double(), self.edges, self.times)
+            risks = 1 - survival.mean(1)
+            losses = counts @ hazard_losses(outputs.double(), times, events, self.edges) / counts.sum(1)
+        return {"loss": losses, **survival_metrics(risks, survival, targets, self.times, counts)}
+
+    def by_case(
+        self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean outputs of each case, or those of the slide of highest risk, and its latest target."""
+        merged, latest, risks = [], [], self._risks(outputs)
+        for case in range(int(of_case.max()) + 1 if len(of_case) else 0):
+            members = (of_case == case).nonzero()[:, 0]
+            highest = members[risks[members].argmax()]
+            merged.append(outputs[members].mean(0) if how == "mean" else outputs[highest])
+            latest.append(targets[members[targets[members, 0].argmax()]])
+        return torch.stack(merged), torch.stack(latest)
+
+    def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
+        """Return the median risk, and of Cox mean and spread of the outputs and Breslow's cumulative hazard."""
+        if not bool(outputs.isfinite().all()):
+            return None
+        cases, _ = self.by_case(outputs, targets, of_case, "mean")
+        found: dict[str, Any] = {"slides": len(targets), "cases": len(cases)}
+        if self.kind != COX:
+            return {**found, "cutoff": float(np.median(self._risks(cases).numpy()))}
+        risks, centre = outputs[:, 0].double(), float(outputs[:, 0].double().mean())
+        spread = float(risks.std(correction=0))
+        baseline = breslow(risks - centre, targets[:, 0], targets[:, 1], self.times)
+        cutoff = float(np.median((cases[:, 0].double() - centre).numpy()))
+        return {**found, "cutoff": cutoff, "centre": centre, "spread": spread or 1.0, "baseline": list(baseline)}
+
+    def describe_calibration(
+        self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Return the Brier score of the probabilities of survival, and how the risk groups differ."""
+        if "cutoff" not in fitted:
+            return None
+        readout, (times, events) = self.readout(fitted), targets.unbind(1)
+        values = torch.from_numpy(np.stack([readout.values(one) for one in outputs.double().numpy()]))
+        once = torch.ones(1, len(times), dtype=torch.float64)
+        free = free_of_censoring(times, events, once)
+        distinct, curve = kaplan_meier(times, events, once)
+        steps = torch.cat([torch.ones(1, dtype=torch.float64), curve[0]])
+        same = steps[torch.searchsorted(distinct, torch.tensor(self.times, dtype=torch.float64), right=True)]
+        scores = [
+            float(integrated_brier(one, times, events, free, self.times, once))
+            for one in (values[:, 1:], same.expand(len(times), -1))
+        ]
+        p = log_rank(times, events, values[:, 0] > float(fitted["cutoff"]))
+        brier = [score if math.isfinite(score) else None for score in scores]
+        shown = ["undefined" if score is None else f"{score:.3f}" for score in brier]
+        text = f"integrated Brier score {shown[0]} (one curve for all: {shown[1]}), log-rank p of the risk groups "
+        found = {"brier": brier[0], "brier_one_curve": brier[1], "log_rank_p": p, "slides": len(times)}
+        return text + ("undefined" if p is None else f"{p:.2g}"), {**fitted, **found}
+
+    def describe(self) -> str:
+        """Return the columns, and the number of events."""
+        how = "Cox" if self.kind == COX else f"hazards of {len(self.edges)} intervals up to {self.edges[-1]:.6g}"
+        return f"{', '.join(self.columns)} ({self.events} events of {self.slides}; {how})"
+
+    def text(self, target: Target) -> str:
+        """Return ``12 (event)`` or ``12 (censored)``."""
+        time, event = _pair(target)
+        return f"{time:.12g} ({'event' if event else 'censored'})"
+
+    def target_of(self, text: str) -> Target | None:
+        """Return the target of ``12 (event)``, or of the cells of both columns, ``12;1``."""
+        found = re.fullmatch(r"(.*?)[;(](.*?)\)?", text.strip())
+        if found is None or is_missing(found[1].strip()) or is_missing(found[2].strip()):
+            return None
+        try:
+            time, event = float(found[1]), event_of(found[2].strip())
+        except ValueError:
+            return None
+        return None if event is None or not math.isfinite(time) or time < 0 else (time, event)
+
+    def warnings(self, train: Sequence[Target], val: Sequence[Target]) -> list[str]:
+        """Return warnings about validation slides without events."""
+        events = sum(_pair(target)[1] > 0 for target in val)
+        if val and events < 2:
+            return [f"{events} of {len(val)} validation slides have an event: concordance is undefined or says nothing"]
+        return []
+
+    def check_batch(self, batch: int) -> None:
+        """Check that most batches of Cox have an event, without which there is nothing to learn from them."""
+        if self.kind != COX:
+            return
+        empty = _no_event(self.slides, self.events, batch)
+        if batch > 1 and empty <= _MOST_EMPTY:
+            return
+        sizes = range(2, self.slides + 1)
+        enough = next((size for size in sizes if _no_event(self.slides, self.events, size) <= _MANY_EMPTY), self.slides)
+        why = f"{empty:.0%} of the batches have no event" if batch > 1 else "a batch of one slide compares nothing"
+        raise RequestError(
+            f"data.batch_size: given {batch}; the Cox loss compares the slides of a batch ({self.events} events of "
+            f"{self.slides} training slides): {why}; use {max(2, enough)} or more (with as many plan.microbatches they "
+            "take the memory of one slide), or data.loss=hazards, which takes any"
+        )
+
+    def batch_warnings(self, batch: int) -> list[str]:
+        """Return a warning if several batches of Cox have no event."""
+        empty = _no_event(self.slides, self.events, batch) if self.kind == COX else 0.0
+        if empty <= _MANY_EMPTY:
+            return []
+        return [
+            f"{empty:.0%} of the batches have no event and teach nothing; a larger data.batch_size has fewer of them"
+        ]
+
+    def readout(self, calibration: Mapping[str, Any] | None) -> SurvivalReadout:
+        """Return risk, survival and risk group."""
+        fitted = calibration or {}
+        cutoff, baseline = fitted.get("cutoff"), fitted.get("baseline")
+        return SurvivalReadout(
+            self.names,
+            self.times,
+            self.edges,
+            float(fitted.get("centre", 0.0)),
+            float(fitted.get("spread", 1.0)),
+            None if baseline is None else tuple(map(float, baseline)),
+            None if cutoff is None else float(cutoff),
+        )
+
+    def page(
+        self,
+        values: NDArray[np.float64],
+        targets: Sequence[Target],
+        draws: NDArray[np.float64],
+        readout: Readout,
+        before: NDArray[np.float64] | None = None,
+    ) -> PageSection:
+        """Return Kaplan–Meier curves of the risk groups, AUROC over time, and metrics."""
+        true, metrics = self.tensor(targets), self.facts.metrics
+        assert isinstance(readout, SurvivalReadout)
+        return survival_section(values, true, draws, self.times, readout.cutoff, self.columns, metrics)
+
+    def _risks(self, outputs: torch.Tensor) -> torch.Tensor:
+        if self.kind == COX:
+            return outputs[:, 0].double()
+        return 1 - hazard_survival(outputs.double(), self.edges, self.times).mean(1)
+
+
+def _quantiles(values: NDArray[np.float64], shares: Sequence[float]) -> tuple[float, ...]:
+    """Return quantiles that are values themselves, ascending, each once."""
+    return tuple(float(f"{value:.12g}") for value in np.unique(np.quantile(values, shares, method="inverted_cdf")))
+
+
+def _no_event(slides: int, events: int, batch: int) -> float:
+    """Return the probability that ``batch`` different slides have no event."""
+    censored = slides - events
+    return math.comb(censored, batch) / math.comb(slides, batch) if batch <= censored else 0.0
+
+
+def _pair(target: Target) -> tuple[float, float]:
+    assert isinstance(target, tuple)
+    time, event = target
+    return time, event
