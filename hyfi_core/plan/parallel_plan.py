@@ -329,6 +329,9 @@ def _draw(plan: ParallelPlan) -> str:
     """Return stages, grids, directions and ranks as text for people."""
     placement = Placement.of(plan)
     replicas = f"{_count(plan.replicas, 'replica')} of {_count(plan.ranks_per_replica, 'rank')}"
+    if plan.tiles:
+        shared = f"; the {plan.tiles} ranks of a replica share the tiles of each slide" if plan.tiles > 1 else ""
+        return f"{_count(plan.ranks, 'trainer')}: {replicas}{shared}"
     parts = f"{replicas}, {_count(plan.stages, 'stage')}, {_count(plan.microbatches, 'micro-batch')}"
     lines = [f"{_count(plan.ranks, 'trainer')}: {parts}, schedule {plan.schedule}"]
     if plan.shares:
@@ -346,8 +349,6 @@ def _draw(plan: ParallelPlan) -> str:
         )
     if plan.branches > 1:
         lines.append(f"parallel branches are divided among the {plan.branches} planes of a replica")
-    if plan.tiles:
-        return "\n".join([*lines[:1], f"{_count(plan.tiles, 'rank')} of a replica share the tiles of each slide"])
     width = len(str(plan.ranks - 1))
     for number in _shown(list(range(plan.replicas * plan.branches))):
         if number is None:

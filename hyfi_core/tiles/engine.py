@@ -34,12 +34,14 @@ from hyfi_core.tiles.chunks import SlideParts, first_slides
 from hyfi_core.tiles.encoder_call import EncoderCall, Output
 from hyfi_core.tiles.encoder_facts import EncoderFacts, tried
 from hyfi_core.tiles.encoder_pass import EncoderPass
+from hyfi_core.tiles.explanation import TileExplanation, explained
 from hyfi_core.tiles.gradients import TileGradients
 from hyfi_core.tiles.head import BagHead
 from hyfi_core.tiles.keyed_draws import DrawKey
 from hyfi_core.tiles.memory_budget import KeepingRoom, MemoryNeeds, chunk_size, chunks_kept, new_bytes
-from hyfi_core.tiles.model import TileModel
+from hyfi_core.tiles.model import OneStage, TileModel
 from hyfi_core.tiles.source import TileSource, check_slides, read_tiles
+from hyfi_core.tiles.spread import AttentionSpread
 
 BatchNormMode = Literal["frozen", "exact"]
 _FACTS_KEPT = 16
@@ -85,6 +87,9 @@ class TilesEngine(EngineState):
         random: the key of random numbers, the same on all ranks.
     """
 
+    segments = None
+    """Encoders are not compiled."""
+
     def __init__(
         self,
         model: TileModel,
@@ -103,9 +108,9 @@ class TilesEngine(EngineState):
         self.random = RandomKey(int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1))))
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(tensor.data)
-        self.kept = (0, 0)
+        self.kept, self._attention = (0, 0), list[torch.Tensor]()
         self.unsaved = {name for name, _ in model.named_buffers()} - set(model.state_dict())
-        self._names = _OneStage(model)
+        self._names = OneStage(model)
         self._ownership = ParameterOwnership(model, self._names, self._groups, self.device)
         self._mirrors = Mirrors(model, self._groups, used=False)
         self._watch = WeightWatch(model, self._mirrors.arriving)
@@ -132,8 +137,22 @@ class TilesEngine(EngineState):
         Returns:
             Attention is as the aggregator returns it, without a dim for the batch; None if it returns none.
         """
+        known, _, found = self._evaluated(agree(self._groups.replica, lambda: check_slides(tiles, None)))
+        attention = [a.squeeze(0) if known.call.batched and a.dim() > 1 else a for _, a in found if a is not None]
+        return torch.stack([logits for logits, _ in found]), attention or None
+
+    def explain(self, tiles: TileSource) -> TileExplanation:
+        """Return what each tile of a slide says, in evaluation mode; the same on every rank of a replica."""
+        (slide,) = agree(self._groups.replica, lambda: check_slides([tiles], None))
+        known, features, found = self._evaluated([slide])
+        with evaluating(self._model, self.device):
+            return explained(known.call, features[0], slide.coords, found[0], self._groups.replica.of("stage"))
+
+    def _evaluated(
+        self, slides: list[TileSource]
+    ) -> tuple[_Known, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor | None]]]:
+        """Return what is known of the model, and features and (logits, attention) of slides in evaluation mode."""
         comm = self._groups.replica
-        slides = agree(comm, lambda: check_slides(tiles, None))
         self._groups.reset_traffic()
         parts = SlideParts(self._lengths(comm, slides)[0], comm.size)
         self._consensus.check_evaluation("predict", (len(slides), sum(parts.tiles), 0, 0), "tiles")
@@ -143,8 +162,7 @@ class TilesEngine(EngineState):
             features = encoding.forward(0)[0]
             key = DrawKey(self.random.seed, 0, 0)
             found = [known.call(bag, slide.coords, key) for bag, slide in zip(features, slides, strict=True)]
-        attention = [a.squeeze(0) if known.call.batched and a.dim() > 1 else a for _, a in found if a is not None]
-        return torch.stack([logits for logits, _ in found]), attention or None
+        return known, features, found
 
     def accumulate(self, tiles: Sequence[TileSource], labels: torch.Tensor) -> float:
         """Run both passes; this call's gradient is reduced and added to earlier ones.
@@ -206,6 +224,32 @@ class TilesEngine(EngineState):
         """Append (kind, begin, end) of each time spent on messages to ``spans`` from now on; None: no longer."""
         self._groups.record_spans(spans)
 
+    @property
+    def encoder(self) -> torch.nn.Module:
+        """The encoder, with this rank's weights."""
+        return self._model.encoder
+
+    @property
+    def spread(self) -> AttentionSpread | None:
+        """The attention of this replica's slides in the last step; None if the aggregator returns none."""
+        return AttentionSpread.of(self._attention)
+
+    def reserve(self, tiles: Sequence[TileSource]) -> None:
+        """Try encoder and aggregator as in training, and check that a step for these slides fits ``memory_bytes``.
+
+        Args:
+            tiles: a source for each slide of this replica's batch, the longest ones.
+
+        Raises:
+            RequestError: on every rank, as ``accumulate``.
+        """
+        everyone = self._groups.all
+        slides = agree(everyone, lambda: check_slides(tiles, None))
+        parts = SlideParts(self._lengths(everyone, slides)[self._groups.index], self._groups.replica.size)
+        known = agree(everyone, lambda: self._tried(slides, train=True))
+        encoding = self._pass(known, slides, parts, train=True)
+        agree(everyone, lambda: self._chunks_kept(known, encoding, self._room(known, encoding).needs))
+
     def describe(self) -> str:
         """Return the plan as text, and what the last step kept."""
         kept = f"{self.kept[0]} of {self.kept[1]} chunks kept their activations in the last step of this rank"
@@ -235,6 +279,7 @@ class TilesEngine(EngineState):
             first = DrawKey(self.random.seed, self.random.step, encoding.parts.first_slide)
             found = head(features, encoding.slides, labels, first, wanted)
             del features
+            self._attention = found.attention
             of_encoder = (f"encoder.{name}" for name in encoding.facts.trained)
             ordered = {name: n for n, (name, _) in enumerate(self._model.named_parameters())}
             trained = tuple(sorted({*found.trained, *of_encoder}, key=lambda name: ordered[name]))
@@ -339,12 +384,3 @@ class TilesEngine(EngineState):
         return _Known(
             facts, call, like, lambda tiles: sum(2 * n * each + (measured(n) if measured else 0) for n in tiles)
         )
-
-
-class _OneStage:
-    """All parameters and buffers of a model as one stage (``runtime.compiled.StageNames``)."""
-
-    def __init__(self, model: TileModel) -> None:
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        self.names: list[list[str]] = [[name for name, _ in named]]
-        self.trained: tuple[str, ...] = ()

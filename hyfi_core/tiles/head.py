@@ -30,12 +30,14 @@ class HeadGradients:
         features: cotangents of the features of this replica's slides, None where there are none.
         trained: names of the parameters that got gradients, the same on all ranks.
         counted: the gradients that this rank counts.
+        attention: of each slide of this replica, as the aggregator returns it; empty if it returns none.
     """
 
     loss: torch.Tensor
     features: list[torch.Tensor | None]
     trained: tuple[str, ...]
     counted: Mapping[nn.Parameter, torch.Tensor]
+    attention: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ class BagHead:
         """
         bags: list[torch.Tensor] = [of.requires_grad_(wanted and of.is_floating_point()) for of in features]
         keys = [DrawKey(key.seed, key.step, key.slide + number) for number in range(len(bags))]
-        logits = [self.call(bag, slide.coords, k)[0] for bag, slide, k in zip(bags, slides, keys, strict=True)]
-        own = torch.stack(logits)
+        aggregated = [self.call(bag, slide.coords, k) for bag, slide, k in zip(bags, slides, keys, strict=True)]
+        own = torch.stack([logits for logits, _ in aggregated])
+        attention = [one.detach() for _, one in aggregated if one is not None]
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not own.requires_grad:
             raise RequestError("neither encoder nor aggregator has a parameter to train; set requires_grad of some")
@@ -97,7 +100,7 @@ class BagHead:
             gradients = [share for share in shares if share is not None]
             if gradients:
                 counted[named[name]] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
-        return HeadGradients(value, of_bags, trained, counted)
+        return HeadGradients(value, of_bags, trained, counted, attention)
 
     def _lossy(
         self, own: torch.Tensor, labels: torch.Tensor, parameters: list[nn.Parameter]

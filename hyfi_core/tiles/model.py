@@ -24,3 +24,12 @@ class TileModel(nn.Module):
     def forward(self, tiles: torch.Tensor) -> Any:
         """Return what the aggregator returns for all tiles of a slide, in one graph; for small slides."""
         return self.aggregator(self.encoder(tiles))
+
+
+class OneStage:
+    """All parameters and buffers of a model as one stage (``runtime.compiled.StageNames``)."""
+
+    def __init__(self, model: TileModel) -> None:
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self.names: list[list[str]] = [[name for name, _ in named]]
+        self.trained: tuple[str, ...] = ()

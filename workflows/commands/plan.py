@@ -19,6 +19,7 @@ from workflows.commands.simulate import (
     plan_text,
 )
 from workflows.config.load import Config, load_config
+from workflows.config.run import refuse_tiles
 from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE
 from workflows.run_machine import default_machine, machine_of
@@ -64,6 +65,7 @@ def run(
     if config.is_dir():
         raise RequestError(f"{config} is a folder; give the YAML of a run, or --for predict with a checkpoint")
     settings = load_config(config, overrides, ignore_plan=True)
+    refuse_tiles(settings, "hyfi plan")
     model = machine_of(settings, machine)
     images = settings.data.batch_size if batch is None else batch
     if write and images != settings.data.batch_size:
@@ -115,7 +117,8 @@ def _plan_predictions(
         model, kind = EvaluatedModel.of_checkpoint(config, overrides), load_machine(machine or "cpu")
     else:
         settings = load_config(config, overrides, ignore_plan=True)
-        fields, size = model_fields(settings.model, outputs_of(settings)), settings.data.size_px
+        refuse_tiles(settings, "hyfi plan")
+        fields, size = model_fields(settings.model, outputs_of(settings)), settings.data.image_px
         precision, tf32 = settings.run.precision, settings.run.rounds_to_tf32
         model = EvaluatedModel(config, fields, (size[0], size[1]), precision, tf32)
         kind = load_machine(machine or default_machine(settings))
@@ -180,6 +183,7 @@ def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: b
         RequestError: No plan fits, or the roles leave no rank to train.
     """
     settings = load_config(config, overrides, ignore_plan=True)
+    refuse_tiles(settings, "plan: auto")
     saved = settings.run.dir / "config.yaml"
     if resume and saved.is_file():
         return _as_overrides(load_config(saved).plan.build())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows.config.load import Config, load_config
+from workflows.config.run import refuse_tiles
 from workflows.console import counted, emit_json, say
 from workflows.exit_codes import DONE
 from workflows.run_machine import machine_of
@@ -44,6 +45,7 @@ def run(
     from workflows.training.memory import PROCESS_BYTES
 
     settings = load_config(config, overrides)
+    refuse_tiles(settings, "hyfi simulate")
     model = machine_of(settings, machine)
     if trace is not None:
         require_writable(trace)
@@ -142,7 +144,7 @@ def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[
 
 def input_bytes_per_s(forecast: StepForecast, batch: int, config: Config) -> float:
     """Return the bytes of pixels that all trainers take in a second."""
-    height, width = config.data.size_px
+    height, width = config.data.image_px
     return 3 * height * width * forecast.images_per_s(batch)
 
 

@@ -14,20 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
-from hyfi_core.runtime.launch import inside_launcher, made_current
+from hyfi_core.runtime.launch import inside_launcher
 from workflows.config.load import Config, asks_for_plan, load_config
 from workflows.console import progress, say, warn
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 from workflows.launch.resumption import Resumption
 
 if TYPE_CHECKING:
-    import torch
-
     from hyfi_core.comm.base import Communicator
-    from hyfi_core.runtime.engine import Engine
     from workflows.launch.owner import FolderOwner
     from workflows.launch.stop import StopFlag
     from workflows.training.checks.data_record import SlideTables
+    from workflows.training.inputs.run_inputs import RunInputs
     from workflows.training.job import TrainingJob
     from workflows.training.loop import TrainingLoop
     from workflows.training.start import Roles, SavedRun
@@ -125,10 +123,11 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     from workflows.out_of_memory import remember_advice
     from workflows.training.checks.data_record import SlideTables
     from workflows.training.feeding import share_chunks
+    from workflows.training.inputs.of_job import inputs_of
     from workflows.training.job import prepare
-    from workflows.training.memory import advice_of, check_memory
+    from workflows.training.memory import check_memory
     from workflows.training.pace import with_shares
-    from workflows.training.start import Roles, SavedRun, check_images, device_of
+    from workflows.training.start import Roles, SavedRun, device_of
 
     agree(world, lambda: check_ranks(config, world.size))
     if stop.requested_on_any(
@@ -140,20 +139,21 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     job = agree_everywhere(world, lambda: prepare(config))
     if world.rank == 0:
         say(job.labels.describe())
-    coverage = agree(world, lambda: check_images(job) if world.rank == 0 else None)
-    roles = Roles.of(world, config, job.task.outputs)
+    inputs = inputs_of(job)
+    coverage = agree(world, lambda: inputs.check() if world.rank == 0 else None)
+    roles = Roles.of(world, config, inputs.outputs_to_place)
     saved = agree(world, lambda: SavedRun.load(job, start, roles.trainers) if roles.trainers is not None else None)
     tables = agree(
         world, lambda: _slide_tables(job, saved, resumption, coverage) if roles.world.rank == 0 else SlideTables()
     )
-    job = agree(world, lambda: with_shares(job, roles))
+    inputs.job = job = agree(world, lambda: with_shares(job, roles))
     device = device_of(config.run.device, roles)
     forecast = agree(world, lambda: check_memory(job, roles, device))
     for line in forecast:
         say(line)
-    remember_advice(world.broadcast_object(advice_of(job, forecast)))
+    remember_advice(world.broadcast_object(inputs.advice(forecast)))
     make_body = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
-    body = agree(world, lambda: make_body(job, roles, saved, tables, stop, device))
+    body = agree(world, lambda: make_body(inputs, roles, saved, tables, stop, device))
     if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
     owner = _own_shared(world, lambda: own_run(config, resumption, start), config.run.dir)
@@ -246,45 +246,30 @@ def _stopped_at_start(world: Communicator, config: Config) -> int:
 
 
 def _trainer(
-    job: TrainingJob, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
+    inputs: RunInputs, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
 ) -> RankBody:
     """Build the engine and return the function that trains with it."""
-    import torch
-
     from hyfi_core.comm.agree import agree
-    from workflows.training.feeding import BatchImages
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.run_report import describe_start, report
     from workflows.training.saving.run_folder import RunFolder
-    from workflows.training.start import drawn_by_stage, make_engine, make_model
-    from workflows.training.throughput import Throughput, peak_flops_per_s
+    from workflows.training.throughput import peak_flops_per_s
 
     assert roles.trainers is not None
+    job = inputs.job
     first = roles.world.rank == 0
     # One rank reads the file of run.machine, and all are refused together.
     peak = agree(roles.trainers, lambda: peak_flops_per_s(job.config, job.plan.ranks, device) if first else None)
-    drawn = drawn_by_stage(job, device)
     # One of them reads the file of weights.
     tell = say if first else lambda line: None
-    model, freezing = agree(
-        roles.trainers, lambda: make_model(job, loads=first and saved is None, drawn=drawn, tell=tell)
-    )
-    where = made_current(device)
-    if drawn is None:
-        model = model.to(where)
-    replica = roles.trainers.rank // job.plan.ranks_per_replica
-    engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica), drawn)
+    model, freezing = agree(roles.trainers, lambda: inputs.make_model(device, first and saved is None, tell))
+    engine = inputs.make_engine(model, roles)
     if saved is not None:
         agree(roles.trainers, lambda: saved.check_groups(engine, model))
-    engine.reserve(pixels=BatchImages.pixel_dtype)  # refused before anything is written
-    if len(job.val) and not roles.validator_ranks:
-        _reserve_validation(job, engine, model)
-    change = saved.describe_norm_change(job.config) if saved is not None and engine.normalises_batches else None
-    throughput = None
-    if first:
-        height, width = job.config.data.size_px
-        throughput = Throughput(height * width, engine.flops_per_image(), peak, torch.device(device))
+    inputs.reserve(engine, model, roles)  # refused before anything is written
+    change = None if saved is None else inputs.describe_change(saved, engine)
+    throughput = inputs.throughput(engine, peak, device) if first else None
 
     def body(as_json: bool) -> int:
         start = saved.training.state["step"] if saved is not None else 0
@@ -292,9 +277,9 @@ def _trainer(
         if first:
             say(describe_start(job, engine, start))
             RunFolder(job.config.run.dir).write_state("running", job.steps)
-            for warning in [*job.warnings(), *([] if change is None else [change])]:
+            for warning in [*inputs.warnings(), *([] if change is None else [change])]:
                 warn(f"hyfi: {warning}")
-        loop = TrainingLoop(job, roles, engine, model, freezing, recorder, saved, stop)
+        loop = TrainingLoop(inputs, roles, engine, model, freezing, recorder, saved, stop)
         if recorder is None:
             return _code(loop, loop.run(lambda: None))
         with progress(job.steps, "train", done=start) as bar:
@@ -310,39 +295,24 @@ def _code(loop: TrainingLoop, stopped: bool) -> int:
     return SOME_FAILED if loop.failure is not None else STOPPED if stopped else DONE
 
 
-def _reserve_validation(job: TrainingJob, engine: Engine, model: torch.nn.Module) -> None:
-    """Reserve memory and disk for a validation by the trainers.
-
-    Raises:
-        RequestError: There is too little of either.
-    """
-    from hyfi_core.runtime.executor import evaluating
-
-    try:
-        with evaluating(model, engine.device):
-            engine.reserve((1, 3, *job.config.data.size_px), trains=False)
-    except RequestError as error:
-        raise RequestError(f"validation between training steps (roles.validators=0): {error}") from error
-
-
 def _loader(
-    job: TrainingJob, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
+    inputs: RunInputs, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
 ) -> RankBody:
     """Build the loader service and return the function that runs it."""
     from workflows.training.feeding import make_loader
 
-    service = make_loader(job, roles, watch=lambda: stop.forward(roles.world))
+    service = make_loader(inputs.job, roles, watch=lambda: stop.forward(roles.world))
     return lambda _: STOPPED if service.serve() else DONE
 
 
 def _validator(
-    job: TrainingJob, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
+    inputs: RunInputs, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
 ) -> RankBody:
     """Start the validation service and return the function that runs it."""
     from workflows.evaluation.validation_child import start_child, validation_plan
     from workflows.evaluation.validator import ValidationService
 
-    group = roles.validators
+    job, group = inputs.job, roles.validators
     assert group is not None
     plan = validation_plan(job.config, job.plan, group.size)
     start = partial(start_child, job.model_json(), job.config, job.val.samples, plan, device=device)

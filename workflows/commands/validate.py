@@ -15,14 +15,18 @@ from pathology.memory import parse_bytes
 from workflows import signals
 from workflows.console import emit_json, listed, say, warn
 from workflows.exit_codes import DONE, STOPPED
-from workflows.option_values import Cells, parse_cells
+from workflows.option_values import Cells
 from workflows.paths import require_local
 
 ALL = "all"
 """As ``--split``: every labelled slide."""
 
 if TYPE_CHECKING:
+    import torch
+
     from data.samples.dataset import SlideDataset
+    from data.tiles.bags import TileBags
+    from hyfi_core.comm.base import Communicator
     from workflows.evaluation.evaluate import Logits
     from workflows.evaluation.evaluator import Evaluator
     from workflows.evaluation.whole import WholeSlides
@@ -120,34 +124,26 @@ def validate_rank(request: EvaluationRequest) -> int:
     """Evaluate as one rank, or alone; return the exit code."""
     from hyfi_core.arithmetic import set_arithmetic
     from hyfi_core.comm.agree import agree
-    from hyfi_core.plan.parallel_plan import ParallelPlan
     from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint
     from hyfi_core.runtime.launch import own_device
     from hyfi_core.runtime.saving.engine_folder import check_names
     from hyfi_core.stored_state import fill_buffers
     from pathology.predict.members import MIN_COVERAGE, check_complete
     from workflows.evaluation.evaluate import Interrupted
-    from workflows.evaluation.evaluator import Evaluator
+    from workflows.evaluation.tile_models import is_tile_model
     from workflows.launch.peer_watch import join
     from workflows.launch.stop import StopFlag
     from workflows.launch.threads import set_threads
 
-    stop, whole = StopFlag(signals.requested), request.image == "whole"
-    world, cells = join(), _cells_of(request)
+    stop, world = StopFlag(signals.requested), join()
     set_threads(world)
     loaded = agree(world, lambda: load_checkpoint(request.checkpoint))
     check_complete(loaded.model, request.checkpoint)
     set_arithmetic(loaded.model.get("tf32", False))  # as in training, so that metrics are the same
     dataset = agree(world, lambda: _dataset(loaded.model, request))
-    if cells is None:
-        plan = ParallelPlan(grids=((1, world.size),))
-    else:
-        memory_bytes = None if request.memory is None else parse_bytes(request.memory)
-        plan = ParallelPlan(((1, 1),), replicas=world.size, cells=cells, memory_bytes=memory_bytes, spill=request.spill)
     device = own_device(device_request(request.device), world)
-    evaluator = agree(
-        world, lambda: Evaluator.of(loaded.model, dataset, plan, world, cells, whole=whole, device=device)
-    )
+    bags = agree(world, lambda: _bags(loaded.model, dataset)) if is_tile_model(loaded.model) else None
+    evaluator = agree(world, lambda: _evaluator(request, loaded.model, dataset, bags, world, device))
     check_names(request.checkpoint, loaded.inference_weights, evaluator.module.state_dict())
     fill_buffers(evaluator.module, loaded.buffers or {})
     logits: Logits = {}
@@ -158,7 +154,8 @@ def validate_rank(request: EvaluationRequest) -> int:
     if metrics is None:
         return DONE
     least = float(loaded.model.get("min_coverage", MIN_COVERAGE))
-    low = [dataset.samples[i].slide_id for i in range(len(dataset)) if dataset.view(i).coverage < least]
+    shown = range(len(dataset) if bags is None else 0)
+    low = [dataset.samples[i].slide_id for i in shown if dataset.view(i).coverage < least]
     if evaluator.whole is not None:
         _print_enlarged(evaluator.whole, loaded.model, len(dataset))
     elif low:
@@ -169,16 +166,51 @@ def validate_rank(request: EvaluationRequest) -> int:
         amend_model_json(request.checkpoint, {"calibration": loaded.model["calibration"]})
     metrics["calibration"] = _calibration(loaded.model, evaluator, logits)
     weights = "weights" if loaded.averaged is None else "moving average of the weights (EMA)"
-    page = None if request.out is None else _write_page(request.out, request, loaded.model, evaluator, dataset, logits)
+    page = None
+    if request.out is not None:
+        page = _write_page(request.out, request, loaded.model, evaluator, dataset, logits, bags)
     _report(request, loaded.model, weights, metrics, page)
     return DONE
 
 
 def _cells_of(request: EvaluationRequest) -> Cells:
     """Return the cells of a request, after all that limits their memory has been checked."""
+    from workflows.evaluation.tile_evaluator import cells_of
+
     if request.memory is not None:
         parse_bytes(request.memory)
-    return parse_cells(request.cells, request.memory, request.spill)
+    return cells_of([request.checkpoint], request.cells, request.memory, request.spill, request.image)
+
+
+def _bags(model: Mapping[str, Any], dataset: SlideDataset) -> TileBags:
+    """Return the slides as bags of tiles."""
+    from workflows.evaluation.tile_evaluator import tile_bags_of
+
+    return tile_bags_of(model, dataset)
+
+
+def _evaluator(
+    request: EvaluationRequest,
+    model: Mapping[str, Any],
+    dataset: SlideDataset,
+    bags: TileBags | None,
+    world: Communicator,
+    device: torch.device,
+) -> Evaluator:
+    """Return what evaluates the checkpoint's weights (collective)."""
+    from hyfi_core.plan.parallel_plan import ParallelPlan
+    from workflows.evaluation.evaluator import Evaluator
+    from workflows.evaluation.tile_evaluator import tile_evaluator
+
+    memory_bytes = None if request.memory is None else parse_bytes(request.memory)
+    if bags is not None:
+        return tile_evaluator(model, bags, world, memory_bytes, device)
+    cells = _cells_of(request)
+    if cells is None:
+        plan = ParallelPlan(grids=((1, world.size),))
+    else:
+        plan = ParallelPlan(((1, 1),), replicas=world.size, cells=cells, memory_bytes=memory_bytes, spill=request.spill)
+    return Evaluator.of(model, dataset, plan, world, cells, whole=request.image == "whole", device=device)
 
 
 def _calibration(model: Mapping[str, Any], evaluator: Evaluator, logits: Logits) -> dict[str, Any] | None:
@@ -203,6 +235,7 @@ def _write_page(
     evaluator: Evaluator,
     dataset: SlideDataset,
     logits: Logits,
+    bags: TileBags | None,
 ) -> Path:
     """Write ``predictions.csv`` and ``index.html`` of the slides that were evaluated.
 
@@ -215,7 +248,8 @@ def _write_page(
     task = evaluator.evaluation_set.task
     readout = task.readout(model.get("calibration"))
     least = float(model.get("min_coverage", MIN_COVERAGE))
-    slides = evaluated_slides(dataset, logits, task, readout, least, whole=evaluator.whole is not None)
+    whole = evaluator.whole is not None
+    slides = evaluated_slides(dataset, logits, task, readout, least, whole=whole, bags=bags)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_predictions(out, slides, readout.columns, request.store)

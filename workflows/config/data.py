@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from data.missing import MISSING
 from workflows.config.section import AboveZero, Count, Positive, Section, Share, Size, UserPath
 from workflows.config.tasks import TASKS, TaskFacts
+from workflows.config.tiles import AggregatorConfig, EncoderConfig, TilesConfig
 
 if TYPE_CHECKING:
     from data.samples.augment import Augment
@@ -97,7 +98,16 @@ class DataConfig(Section):
         min_length=1,
         description="a column of the splits: train, val or test (split_2, for instance, after `hyfi split --folds`)",
     )
-    size_px: Size = Field(description="a whole number of pixels, or [height, width]: size of one training image")
+    tiles: TilesConfig | None = Field(
+        None,
+        description="the keys below: slides are bags of tiles, for model.encoder and model.aggregator; default: each "
+        "slide is one image",
+    )
+    size_px: Size | None = Field(
+        None,
+        description="a whole number of pixels, or [height, width]: size of one training image; needed without "
+        "data.tiles",
+    )
     mpp: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["native"] = Field(
         1.0,
         description="a number > 0, or native: microns per pixel of the training images, those of a level of the "
@@ -172,6 +182,24 @@ class DataConfig(Section):
         description="a folder on a disk of each node, or /dev/shm: node_cache_bytes are in its hyfi-chunks-<uid>; "
         "default: the system's temporary folder",
     )
+
+    @field_validator("size_px")
+    @classmethod
+    def _size_is_given(cls, value: Size | None, info: ValidationInfo) -> Size | None:
+        if value is None and info.data.get("tiles", ...) is None:
+            raise ValueError(
+                "missing; needed: a whole number of pixels, or [height, width], for images of whole slides; or "
+                "data.tiles for an encoder of tiles"
+            )
+        return value
+
+    @property
+    def image_px(self) -> tuple[int, int]:
+        """Height and width of what the network reads: an image, or a tile."""
+        if self.tiles is not None:
+            return self.tiles.size_px, self.tiles.size_px
+        assert self.size_px is not None, "checked with the configuration"
+        return self.size_px
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -273,6 +301,13 @@ class ModelConfig(Section):
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the model: as in {width: 16}"
+    )
+
+    encoder: EncoderConfig | None = Field(
+        None, description="the keys below: an encoder of tiles (data.tiles) in place of model.name; default: none"
+    )
+    aggregator: AggregatorConfig | None = Field(
+        None, description="the keys below: from the features of tiles to outputs; default with data.tiles: its defaults"
     )
 
     @model_validator(mode="after")

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from hyfi_core.errors import RequestError
 from workflows.config.run import Config
+from workflows.config.section import section_of
+from workflows.config.tiles import INSTEAD
 
 __all__ = ["MAY_CHANGE_ON_RESUME", "Config", "changed_keys", "dump_resolved", "load_config", "refuse_changes"]
 
@@ -49,6 +51,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "plan.schedule",
         "plan.sync_batch_norm",
         "plan.fused_halo",
+        "plan.tiles",
         "plan.gather_bytes",
         "plan.branches",
         "plan.cells",
@@ -134,8 +137,11 @@ def _read_with_overrides(path: Path, overrides: Sequence[str]) -> dict[str, Any]
 
 
 def dump_resolved(config: Config) -> str:
-    """Return YAML with every key, defaults included; ``load_config`` of it gives ``config`` again."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, default_flow_style=None)
+    """Return YAML with all keys that have a meaning, defaults too; ``load_config`` of it gives ``config`` again."""
+    tree = config.model_dump(mode="json")
+    for section, _, key in (name.partition(".") for name in INSTEAD if config.data.tiles is not None):
+        del tree[section][key]
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
 def changed_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
@@ -246,8 +252,7 @@ def _locate(loc: Sequence[int | str]) -> tuple[type[BaseModel], list[str]]:
 
 def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     field = model.model_fields.get(name)
-    kind = field.annotation if field is not None else None
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    return None if field is None else section_of(field)
 
 
 def _allowed(model: type[BaseModel], names: Sequence[str]) -> str:
@@ -263,9 +268,9 @@ def _names(model: type[BaseModel]) -> list[str]:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (section.key, value) of all keys; lists and ``model.options`` are one value."""
+    """Yield (section.key, value) of all keys; lists and ``options`` are one value."""
     for name, value in tree.items():
-        if isinstance(value, Mapping) and not (prefix == "model." and name == "options"):
+        if isinstance(value, Mapping) and name != "options":
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from workflows.config.run import Config
+from workflows.config.section import section_of
 
 HEAD = """\
 # Configuration of a run
@@ -69,7 +70,7 @@ def page() -> str:
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield (name, model) of each section of the file."""
     for name, field in Config.model_fields.items():
-        model = _model_of(field)
+        model = section_of(field)
         assert model is not None, f"{name} is not a section"
         yield name, model
 
@@ -78,7 +79,7 @@ def settings(model: type[BaseModel], prefix: str) -> Iterator[ConfigKey]:
     """Yield the keys of a section, each followed by its nested keys; ``prefix``: the section's name and a dot."""
     for name, field in model.model_fields.items():
         yield ConfigKey.from_field(f"{prefix}{name}", field)
-        inner = _model_of(field)
+        inner = section_of(field)
         if inner is not None:
             yield from settings(inner, f"{prefix}{name}.")
 
@@ -94,11 +95,6 @@ def _section(name: str, model: type[BaseModel]) -> str:
     intro = (inspect.getdoc(model) or "").replace("``", "`")
     rows = "\n".join(setting.row() for setting in settings(model, f"{name}."))
     return f"## {name}\n\n{intro}\n\n| key | may be | default | meaning |\n|---|---|---|---|\n{rows}\n"
-
-
-def _model_of(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 if __name__ == "__main__":

@@ -94,6 +94,12 @@ class PlanConfig(Section):
         "computes some of the model's parallel branches (Inception modules, cells of AmoebaNet)",
     )
 
+    tiles: Positive | None = Field(
+        None,
+        description="null, or a whole number ≥ 1: ranks that share the tiles of each slide (data.tiles); default with "
+        "data.tiles: 1",
+    )
+
     @model_validator(mode="after")
     def _is_a_plan(self) -> PlanConfig:
         self.build()
@@ -101,7 +107,7 @@ class PlanConfig(Section):
 
     def build(self) -> ParallelPlan:
         """Return the ``ParallelPlan`` of these fields."""
-        return ParallelPlan(**self.model_dump())
+        return ParallelPlan(**self.model_dump(exclude={"grids"} if self.tiles is not None else None))
 
     @property
     def ranks(self) -> int:

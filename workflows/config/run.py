@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from hyfi_core.errors import RequestError
 from workflows.config.data import DataConfig, ModelConfig
 from workflows.config.learning import LrScheduleConfig, OptimizerConfig, ValidationConfig
 from workflows.config.ranks import PlanConfig, RolesConfig, with_design
 from workflows.config.section import Count, Positive, Section, Switch, UserPath
+from workflows.config.tiles import INSTEAD, AggregatorConfig
 
 OnNonfinite = Literal["stop", "skip", "continue"]
 
@@ -154,6 +156,17 @@ class Config(Section):
         return self.plan.ranks + (spare or self.plan.ranks // self.plan.replicas)
 
     @model_validator(mode="after")
+    def _is_of_one_kind(self) -> Config:
+        _check_kind(self)
+        if self.data.tiles is not None:  # resolved here, so that the file of the run has them
+            if self.plan.tiles is None:
+                object.__setattr__(self, "plan", self.plan.model_copy(update={"tiles": 1}))
+            if self.model.aggregator is None:
+                chosen = self.model.model_copy(update={"aggregator": AggregatorConfig()})
+                object.__setattr__(self, "model", chosen)
+        return self
+
+    @model_validator(mode="after")
     def _metric_fits_task(self) -> Config:
         task, metric = self.data.facts, self.validation.metric
         if not metric:
@@ -213,3 +226,42 @@ def _check_sharing(config: Config) -> None:
             f"roles.shares: given {list(shares)}; allowed: a multiple of plan.microbatches = {rounds} for each of "
             f"{replicas if known else 'the'} replicas, together data.batch_size = {batch}"
         )
+
+
+def _check_kind(config: Config) -> None:
+    """Check that the keys of a run belong to its kind: whole images, or tiles.
+
+    Raises:
+        ValueError: Some do not; the message has each of them, and what to use instead.
+    """
+    if config.data.tiles is None:
+        model = config.model
+        given = {"model.encoder": model.encoder, "model.aggregator": model.aggregator, "plan.tiles": config.plan.tiles}
+        wrong = [key for key, value in given.items() if value is not None]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)}: given without data.tiles; give data.tiles, as in {{size_px: 224}}")
+        return
+    wrong = [key for key in INSTEAD if _is_given(config, key)]
+    if wrong:
+        lines = [f"{key}: has no meaning with data.tiles; leave it out ({INSTEAD[key]})" for key in wrong]
+        raise ValueError("\n  ".join(lines))
+    if config.model.encoder is None:
+        raise ValueError("model.encoder: missing; data.tiles needs it, as in {name: timm:vit_small_patch16_224}")
+
+
+def refuse_tiles(config: Config, command: str) -> None:
+    """Refuse a run of tiles in a command that knows whole images only.
+
+    Raises:
+        RequestError: It is one.
+    """
+    if config.data.tiles is not None:
+        raise RequestError(
+            f"{command} works for whole images, not with data.tiles; give plan.tiles (ranks that share a slide) and "
+            f"plan.replicas"
+        )
+
+
+def _is_given(config: Config, key: str) -> bool:
+    section, _, name = key.partition(".")
+    return name in getattr(config, section).model_fields_set

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from data.location import location
 
@@ -38,3 +40,10 @@ class Section(BaseModel):
     """A section of the file: immutable; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that a field holds, which may be optional; None if it holds a value."""
+    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType] or [field.annotation]
+    kind = kinds[0]
+    return kind if len(kinds) == 1 and isinstance(kind, type) and issubclass(kind, BaseModel) else None

@@ -23,6 +23,7 @@ from data.files import write_atomically
 from data.samples.dataset import SlideDataset
 from data.samples.labels import Target
 from data.store.slide_store import SlideStore, slide_path
+from data.tiles.bags import TileBags
 from pathology.ingest.thumbnail import thumbnail_of_store
 from pathology.pages import FLAG_MEANINGS, jpeg_uri, render
 from pathology.predict.colors import class_color
@@ -116,6 +117,13 @@ def _uncalibrated(details: Mapping[str, Any]) -> tuple[float, ...]:
     return tuple(details["probabilities_uncalibrated"]) if fitted else ()
 
 
+def _seen_of(dataset: SlideDataset, index: int, whole: bool) -> tuple[float, tuple[str, ...]]:
+    """Return coverage and flags of a slide's image; ``whole``: all tissue was shown, even if it does not fit."""
+    view = dataset.view(index)
+    flags = tuple(flag for flag in view.flags if not (whole and flag == "cropped"))
+    return (1.0 if whole and view.pieces else view.coverage), flags
+
+
 def evaluated_slides(
     dataset: SlideDataset,
     logits: Mapping[int, Sequence[float]],
@@ -124,6 +132,7 @@ def evaluated_slides(
     least: float,
     *,
     whole: bool,
+    bags: TileBags | None = None,
 ) -> list[CohortSlide]:
     """Return the slides of a dataset with their predictions, and thumbnails from the store.
 
@@ -134,13 +143,12 @@ def evaluated_slides(
         readout: How logits are read.
         least: Smallest coverage; slides with less are ``incomplete``.
         whole: Whether all tissue was shown, even if it does not fit the dataset's images.
+        bags: The slides as tiles, if the model has an encoder of tiles.
     """
     found = []
     for index, sample in enumerate(dataset.samples):
         outputs = np.asarray(logits[index], dtype=np.float64)
-        view = dataset.view(index)
-        coverage = 1.0 if whole and view.pieces else view.coverage
-        flags = tuple(flag for flag in view.flags if not (whole and flag == "cropped"))
+        coverage, flags = _seen_of(dataset, index, whole) if bags is None else (bags.coverage(index), ())
         slide = dataset.slide(index)
         assert isinstance(slide, SlideStore)
         values, before = readout.values(outputs), readout.uncalibrated(outputs)

@@ -99,21 +99,21 @@ class EvaluationSet:
     """Slides on which weights are evaluated.
 
     Attributes:
-        images: The slides' images.
+        images: The engine's input for each slide.
         targets: The slides' labels.
         cases: The slides' cases.
         task: What is predicted.
         aggregate: How the predictions of a case's slides are combined.
     """
 
-    images: DatasetImages
+    images: SlideImages
     targets: tuple[Target, ...]
     cases: tuple[str, ...]
     task: Task
     aggregate: Aggregate = "mean"
 
     @classmethod
-    def of(cls, images: DatasetImages, slides: Sequence[SlideRef], task: Task, aggregate: Aggregate) -> EvaluationSet:
+    def of(cls, images: SlideImages, slides: Sequence[SlideRef], task: Task, aggregate: Aggregate) -> EvaluationSet:
         """Return the evaluation set of labelled slides; a slide without a case is a case of its own."""
         targets = tuple(slide.label for slide in slides if slide.label is not None)
         if len(targets) != len(slides):

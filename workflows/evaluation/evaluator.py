@@ -44,15 +44,21 @@ def dataset_of(model: Mapping[str, Any], store: Path, slides: Sequence[SlideRef]
     )
 
 
-def evaluation_set_of(model: Mapping[str, Any], dataset: SlideDataset) -> EvaluationSet:
-    """Return the evaluation set of a dataset for the model of a ``model.json``; all slides must be labelled."""
-    images = DatasetImages(
+def dataset_images_of(model: Mapping[str, Any], dataset: SlideDataset) -> DatasetImages:
+    """Return the images of a dataset as the model of a ``model.json`` takes them."""
+    return DatasetImages(
         dataset,
         Normalisation.from_json(model["normalisation"]),
         DTYPES[model.get("precision", "float32")],
         FORMATS[model.get("memory_format", "channels_last")],
     )
-    return EvaluationSet.of(images, dataset.samples, task_of(model), model.get("case_aggregate", "mean"))
+
+
+def evaluation_set_of(model: Mapping[str, Any], dataset: SlideDataset) -> EvaluationSet:
+    """Return the evaluation set of a dataset for the model of a ``model.json``; all slides must be labelled."""
+    return EvaluationSet.of(
+        dataset_images_of(model, dataset), dataset.samples, task_of(model), model.get("case_aggregate", "mean")
+    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,8 @@ class Evaluator:
             spill=plan.spill if cells is not None else None,
         )
         pooling: Pooling = "max" if model["model"].get("pool") == "max" else "mean"
-        return cls(slides, engine, module, plan, group, WholeSlides(dataset, slides.images, engines, replica, pooling))
+        images = dataset_images_of(model, dataset)
+        return cls(slides, engine, module, plan, group, WholeSlides(dataset, images, engines, replica, pooling))
 
     def evaluate(
         self,

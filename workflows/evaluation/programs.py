@@ -53,7 +53,7 @@ class ModelPrograms:
             RequestError: It cannot be captured, or does not return one logit for each class.
         """
         if images not in self._programs:
-            shape = (images, 3, *self._config.data.size_px)
+            shape = (images, 3, *self._config.data.image_px)
             program = capture(self._model, shape, DTYPES[self._config.run.precision])
             _check_output(program, images, self._classes, self._config.model.name)
             autocast = self.autocast_dtype

@@ -115,6 +115,7 @@ class RunSetup:
         policy: ``all`` or ``latest``.
         spare_train: Whether spare ranks train, so that none is left to load or validate.
         planes: Of each replica.
+        tiles: Whether slides are bags of tiles, which trainers read and validate themselves.
     """
 
     ranks: int
@@ -123,6 +124,7 @@ class RunSetup:
     policy: str
     spare_train: bool = False
     planes: int = 1
+    tiles: bool = False
 
 
 def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -196,7 +198,18 @@ def _slowest(spent: Sequence[Mapping[str, float]], kind: str) -> int:
     return parts.index(max(parts))
 
 
+_TILE_ADVICE = {
+    "compute": ("compute-bound", "more ranks (plan.tiles, plan.replicas) make it faster"),
+    "validation": ("validation-bound", "validate less often (validation.every_steps)"),
+    "stage": ("bound by features of other ranks", "use fewer ranks for a slide (plan.tiles) and more plan.replicas"),
+    "imbalance": ("bound by the slowest rank", "use ranks of equal speed, or more of them for a slide (plan.tiles)"),
+}
+
+
 def _verdict(kind: str, share: float, spends: str, setup: RunSetup) -> str:
+    if setup.tiles and kind in _TILE_ADVICE:
+        named, advice = _TILE_ADVICE[kind]
+        return f"{named}: {spends}; {advice}"
     named, advice = {
         "compute": ("compute-bound", "more ranks (plan.grids, plan.replicas) make it faster"),
         "wait": ("loader-bound", _loaders(share, setup)),

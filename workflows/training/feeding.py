@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -149,12 +149,12 @@ def _lack_of_room(size_bytes: int) -> str | None:
     return None
 
 
-def loading_report(trainers: Communicator, feed: Feed) -> dict[str, Any] | None:
+def loading_report(trainers: Communicator, reports: Mapping[int, Any]) -> dict[str, Any] | None:
     """Return statistics of the loaders and the bytes sent to each trainer, on trainer 0 (collective).
 
     None on other trainers, and if there are no loaders.
     """
-    mine = [[rank, report] for rank, report in feed.reports.items()]
+    mine = [[rank, report] for rank, report in reports.items()]
     gathered = trainers.gather_objects(mine)
     if gathered is None or not any(gathered):
         return None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -156,7 +156,7 @@ class TrainingJob:
             "missing": None if data.missing is None else list(data.missing),
             "task": data.task,
             "mpp": self.train.mpp,
-            "size_px": list(data.size_px),
+            "size_px": list(data.image_px),
             "view": data.view,
             "align_px": data.align_px,
             "min_coverage": data.min_coverage,
@@ -212,7 +212,7 @@ def dataset_of(config: Config, slides: tuple[SlideRef, ...], augment: Augment | 
     return SlideDataset(
         data.store,
         slides,
-        size_px=data.size_px,
+        size_px=data.image_px,
         mpp=mpp_of(config),
         view=data.view,
         align_px=data.align_px,
@@ -227,15 +227,17 @@ def mpp_of(config: Config) -> float:
     Raises:
         RequestError: ``data.mpp`` is native, and the slides of the store differ in mpp.
     """
-    mpp = config.data.mpp
+    tiles = config.data.tiles
+    mpp: float | Literal["native"] = config.data.mpp if tiles is None else tiles.mpp or "native"
     if mpp != "native":
         return mpp
     found = {row["slide_id"]: float(row["store_mpp"]) for row in load_manifest(config.data.store) if row["store_mpp"]}
     finest, coarsest = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
     middle = (found[finest] * found[coarsest]) ** 0.5
     if found[coarsest] > (1 + MPP_TOLERANCE) * middle:
+        given = "data.mpp: given native" if tiles is None else "data.tiles.mpp: not given"
         raise RequestError(
-            f"data.mpp: given native; the slides of {config.data.store} differ, from {found[finest]:g} ({finest}) to "
+            f"{given}; the slides of {config.data.store} differ, from {found[finest]:g} ({finest}) to "
             f"{found[coarsest]:g} ({coarsest}); ingest them with one --mpp, {found[coarsest]:g} or more"
         )
     return float(f"{middle:.6g}")

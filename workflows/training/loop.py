@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.activity import ACTIVITY
-from hyfi_core.runtime.engine import Engine
 from workflows.console import say, warn
 from workflows.finetuning.freezing import Freezing
 from workflows.launch.stop import StopFlag
@@ -18,8 +17,8 @@ from workflows.training.bound_by import RunSetup, StepTime, bound_by
 from workflows.training.checks.data_record import KEY
 from workflows.training.checks.finite import FiniteSteps, StepNumbers
 from workflows.training.ema import MovingAverage
-from workflows.training.feeding import BatchImages, loading_report, make_feed, preparation
-from workflows.training.job import TrainingJob
+from workflows.training.feeding import loading_report
+from workflows.training.inputs.run_inputs import RunInputs, TrainingEngine
 from workflows.training.optimisation import LearningRate
 from workflows.training.recorder import Recorder
 from workflows.training.saving.run_checkpoints import RunCheckpoints
@@ -45,7 +44,7 @@ class TrainingLoop:
     """The training loop of one trainer; all trainers call ``run`` together.
 
     Args:
-        job: The run.
+        inputs: The kind of the run.
         roles: Roles of all ranks.
         engine: The trainers' engine.
         model: The module that the engine trains.
@@ -60,9 +59,9 @@ class TrainingLoop:
 
     def __init__(
         self,
-        job: TrainingJob,
+        inputs: RunInputs,
         roles: Roles,
-        engine: Engine,
+        engine: TrainingEngine,
         model: torch.nn.Module,
         freezing: Freezing | None,
         recorder: Recorder | None,
@@ -70,7 +69,8 @@ class TrainingLoop:
         stop: StopFlag,
     ) -> None:
         assert roles.trainers is not None
-        self._job, self._world, self._trainers = job, roles.world, roles.trainers
+        job = self._job = inputs.job
+        self._inputs, self._world, self._trainers = inputs, roles.world, roles.trainers
         self._engine, self._model, self._recorder, self._stop = engine, model, recorder, stop
         self._replica = roles.trainers.rank // job.plan.ranks_per_replica
         lr = job.config.optimizer.scaled_lr(job.step_samples)
@@ -88,9 +88,9 @@ class TrainingLoop:
             saved.close()
         self.failure: str | None = None
         self._finite = FiniteSteps(job.config.run.on_nonfinite, roles.trainers, engine, model)
-        self._checkpoints = RunCheckpoints(job, roles.trainers, engine, self._average, recorder)
-        self._validating = Validating(job, roles, engine, model, self._average, recorder, stop, self._checkpoints)
-        self._feed = make_feed(job, roles, engine, self._start, engine.device)
+        self._checkpoints = RunCheckpoints(inputs, roles.trainers, engine, self._average, recorder)
+        self._validating = Validating(inputs, roles, engine, model, self._average, recorder, stop, self._checkpoints)
+        self._batches = inputs.batches(roles, engine, self._start)
         self._time, self._late_s, self._compared_s, self._compile_s = StepTime(), 0.0, 0.0, 0.0
         self._fullest: dict[str, Any] | None = None
         self._places = gather_places(roles.trainers, roles.launched)
@@ -98,8 +98,14 @@ class TrainingLoop:
         self._trace = StepTrace(job.config.run.dir / "trace.json", engine, roles.trainers, steps)
         others = len(roles.loader_ranks), len(roles.validator_ranks)
         spare_train = job.config.roles.design == "offload_naive"
-        self._setup = RunSetup(job.plan.ranks, *others, job.config.validation.policy, spare_train, job.plan.branches)
-        self._prepare = preparation(job)
+        self._setup = RunSetup(
+            job.plan.ranks,
+            *others,
+            job.config.validation.policy,
+            spare_train,
+            job.plan.branches,
+            job.plan.tiles is not None,
+        )
 
     def run(self, progress: Callable[[], None]) -> bool:
         """Train to the end or until a stop is requested.
@@ -150,7 +156,7 @@ class TrainingLoop:
         self._freezing = None
 
     def _step(self, step: int) -> None:
-        start_s, waited_s = time.perf_counter(), self._feed.wait_s
+        start_s, waited_s = time.perf_counter(), self._batches.wait_s
         accumulate = self._job.config.optimizer.accumulate
         losses, first = [], (step - 1) * accumulate
         self._finite.begin()
@@ -158,10 +164,10 @@ class TrainingLoop:
             if turn > first:
                 self._time.add(self._engine.seconds())  # each call resets the counts
             with self._trace.span("data", "images"):
-                pixels = self._feed.batch(turn)
+                batch = self._batches.batch(turn)
             labels = self._job.batch_labels(turn, self._replica)
             ACTIVITY.step = step - 1  # the engine counts on, and counts every accumulated batch
-            losses.append(self._engine.accumulate_unread(BatchImages(pixels, self._prepare), labels))
+            losses.append(self._engine.accumulate_unread(batch, labels))
             self._trace.accumulated()
         lr = self._rate.set(step)
         numbers = self._finite.check(losses)
@@ -169,7 +175,7 @@ class TrainingLoop:
         if not skipped:
             self._update(step)
         loss = sum(numbers.losses)  # only now: on a GPU this waits for all of the step
-        waited_s = self._feed.wait_s - waited_s
+        waited_s = self._batches.wait_s - waited_s
         self._time.add({**self._engine.seconds(), "wait": waited_s, "validation": self._validating.new_seconds()})
         self._time.add({"reduce": self._late_s, "compile": self._compiled_s()})
         seconds = time.perf_counter() - start_s + self._late_s
@@ -183,7 +189,8 @@ class TrainingLoop:
         if self._recorder is not None:
             split = {f"{kind}_seconds": spent[kind] for kind in spent if kind != "wait"}
             wrong = {} if numbers.wrong is None else {"nonfinite": numbers.wrong, "skipped": skipped}
-            self._recorder.trained(step, loss, lr, seconds, waited_s, {**split, **late, **wrong})
+            kind = self._inputs.step_record(self._engine)
+            self._recorder.trained(step, loss, lr, seconds, waited_s, {**split, **kind, **late, **wrong})
         if numbers.wrong is not None:
             self._report_nonfinite(step, numbers, lr)
 
@@ -249,8 +256,8 @@ class TrainingLoop:
             say(f"epoch {self._job.epoch_of(step)}: {text}")
 
     def _close_feed(self, stopped: bool) -> None:
-        self._feed.close(stopped)
-        report = loading_report(self._trainers, self._feed)
+        self._batches.close(stopped)
+        report = loading_report(self._trainers, self._batches.reports)
         if report is not None:
             say(describe_loading(report))
         if self._recorder is not None:

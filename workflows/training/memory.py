@@ -152,8 +152,8 @@ def check_memory(job: TrainingJob, roles: Roles, device: str) -> list[str]:
     ranks = [RankPlace(**place) for place in places]
     hosts, gpus = hosts_of(ranks), gpus_of(ranks)
     slow = [*crowded(hosts), *short_of_cores(threads)]
-    if job.plan.cells is not None:
-        return slow  # the forecast does not apply: cells limit memory
+    if job.plan.cells is not None or job.plan.tiles is not None:
+        return slow  # the forecast does not apply: cells, and chunks of tiles, limit memory
     memories = [host.memory for host in hosts]
     forecast = _Forecaster(job, on_gpus=bool(gpus))
     pools = gpus or memories

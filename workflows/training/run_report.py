@@ -7,16 +7,18 @@ from pathlib import Path
 from hyfi_core.runtime.engine import Engine
 from workflows.console import counted, emit_json, say, warn
 from workflows.run_machine import machine_of
+from workflows.training.inputs.run_inputs import TrainingEngine
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import describe_updates
 from workflows.training.pace import describe_pace
 from workflows.training.recorder import Recorder
 
 
-def describe_start(job: TrainingJob, engine: Engine, start: int) -> str:
+def describe_start(job: TrainingJob, engine: TrainingEngine, start: int) -> str:
     """Return what rank 0 prints when training starts, or continues after step ``start``."""
     chosen = job.config.run.machine or ("h100" if engine.device.type == "cuda" else "cpu")
     machine = machine_of(job.config, chosen) if engine.plan.spill is not None else None
+    plan = engine.describe(machine) if isinstance(engine, Engine) else engine.describe()
     action = f"continues after step {start}" if start else "starts"
     compiling = "\nthe first step compiles segments of the model; run.compile=off omits it" if engine.segments else ""
     return (
@@ -24,7 +26,7 @@ def describe_start(job: TrainingJob, engine: Engine, start: int) -> str:
         f"validate on, {job.task.describe()}, {counted(job.steps, 'step')} of "
         f"{counted(job.step_samples, 'slide')}\n"
         f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
-        f"{describe_pace(job)}{engine.describe(machine)}{compiling}"
+        f"{describe_pace(job)}{plan}{compiling}"
     )
 
 

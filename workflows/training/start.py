@@ -21,6 +21,7 @@ from hyfi_core.models.by_name import build_model
 from hyfi_core.plan.device import DeviceRequest, assign_devices, spare_devices
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of, with_spare
+from hyfi_core.runtime.calls.engine_state import EngineState
 from hyfi_core.runtime.checkpoint import (
     Checkpoint,
     TrainingState,
@@ -247,7 +248,7 @@ def make_engine(
         drawn: What draws the model's weights if it is on the meta device.
     """
     optimizer = job.config.optimizer
-    height, width = job.config.data.size_px
+    height, width = job.config.data.image_px
     return parallelize(
         model,
         (batch, 3, height, width),
@@ -306,7 +307,7 @@ class SavedRun:
         job.task.check_resumed(saved.checkpoint.model)
         return saved
 
-    def check_groups(self, engine: Engine, model: torch.nn.Module) -> None:
+    def check_groups(self, engine: EngineState, model: torch.nn.Module) -> None:
         """Check the optimizer's groups, before anything is written.
 
         Raises:
@@ -318,7 +319,7 @@ class SavedRun:
             advice = "a run in which weight decay applied to norms and biases needs optimizer.decay_norms=true"
             raise RequestError(f"{error}; {advice}") from error
 
-    def restore(self, engine: Engine, model: torch.nn.Module) -> None:
+    def restore(self, engine: EngineState, model: torch.nn.Module) -> None:
         """Restore weights, optimizer and random state."""
         engine.load_state_dict(self.checkpoint.weights)
         engine.load_buffers(self.checkpoint.buffers or {})

@@ -20,6 +20,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import Span
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.schedule.trace import TraceEvent, to_json
+from workflows.training.inputs.run_inputs import TrainingEngine
 
 
 def traced_steps(done: int, last: int, count: int) -> range:
@@ -44,7 +45,7 @@ class StepTrace:
         steps: Steps to trace; may be empty.
     """
 
-    def __init__(self, path: Path, engine: Engine, trainers: Communicator, steps: range) -> None:
+    def __init__(self, path: Path, engine: TrainingEngine, trainers: Communicator, steps: range) -> None:
         self._path, self._engine, self._trainers, self._steps = path, engine, trainers, steps
         self._origin_s: float | None = None
         self._spans: list[Span] = []
@@ -67,7 +68,7 @@ class StepTrace:
 
     def accumulated(self) -> None:
         """Record the actions of the engine's last call of ``accumulate``."""
-        if self._origin_s is not None:
+        if self._origin_s is not None and isinstance(self._engine, Engine):
             self._named += [(str(action), str(action.verb), begin, end) for action, begin, end in self._engine.events]
 
     def end(self, step: int) -> None:

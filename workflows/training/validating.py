@@ -10,17 +10,16 @@ import torch
 
 from hyfi_core.runtime.calls.local_use import local_state
 from hyfi_core.runtime.checkpoint import load_checkpoint
-from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 from workflows.console import say
 from workflows.evaluation.evaluate import Interrupted, gather_logits, predict_slides
 from workflows.evaluation.validation_client import ValidationClient
 from workflows.launch.stop import StopFlag
 from workflows.training.ema import MovingAverage
-from workflows.training.job import TrainingJob
+from workflows.training.inputs.run_inputs import RunInputs, TrainingEngine
 from workflows.training.recorder import Metrics, Recorder
 from workflows.training.saving.run_checkpoints import RunCheckpoints
-from workflows.training.start import Roles, make_evaluation_set
+from workflows.training.start import Roles
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -29,7 +28,7 @@ class Validating:
     """Validation of a run on one trainer; all trainers call its methods together, at the same steps.
 
     Args:
-        job: The run.
+        inputs: The kind of the run.
         roles: Roles of all ranks.
         engine: The trainers' engine.
         model: The module that the engine trains.
@@ -45,9 +44,9 @@ class Validating:
 
     def __init__(
         self,
-        job: TrainingJob,
+        inputs: RunInputs,
         roles: Roles,
-        engine: Engine,
+        engine: TrainingEngine,
         model: torch.nn.Module,
         average: MovingAverage | None,
         recorder: Recorder | None,
@@ -58,15 +57,16 @@ class Validating:
         self.last: int | None = None
         self.voted_s = self._seconds = 0.0
         self._unvalidated: list[int] = []
-        self._job, self._world, self._trainers = job, roles.world, roles.trainers
+        self._job, self._world, self._trainers = inputs.job, roles.world, roles.trainers
         self._engine, self._model, self._average = engine, model, average
         self._recorder, self._stop, self._checkpoints = recorder, stop, checkpoints
         self._results: list[tuple[int, Metrics]] = []
-        self._evaluation_set = make_evaluation_set(job)
+        self._evaluation_set, self._inference = inputs.evaluation_set(), inputs.inference(engine)
         self._remote = bool(roles.validator_ranks)
         self._client: ValidationClient | None = None
         if self._remote and roles.world.rank == 0:
-            self._client = ValidationClient(roles.world, roles.validator_ranks[0], job.config.validation.policy)
+            policy = inputs.job.config.validation.policy
+            self._client = ValidationClient(roles.world, roles.validator_ranks[0], policy)
 
     def new_seconds(self) -> float:
         """Return the seconds spent on validation since the last call."""
@@ -172,7 +172,7 @@ class Validating:
         plan, images, slides = self._job.plan, self._evaluation_set.images, len(self._job.val)
         share = (replica, plan.replicas)
         try:
-            mine = predict_slides(self._engine, images, slides, share, self._interrupted, plan.shares)
+            mine = predict_slides(self._inference, images, slides, share, self._interrupted, plan.shares)
         except Interrupted:
             return
         logits = gather_logits(self._trainers, mine if place == 0 else None)

@@ -125,7 +125,7 @@ def test_plans_and_settings() -> None:
             Plan(**fields)
     plan = Plan(tiles=4, replicas=2)
     assert plan.ranks == 8 and Plan.from_json(plan.to_json()) == plan
-    assert "4 ranks of a replica share the tiles of each slide" in plan.describe()
+    assert "the 4 ranks of a replica share the tiles of each slide" in plan.describe()
     with pytest.raises(hyfi_core.RequestError, match="parallelize_tiles"):
         run_ranks(1, lambda comm: hyfi_core.parallelize(small_cnn(), (1, 3, 8, 8), Plan(tiles=1), comm))
 

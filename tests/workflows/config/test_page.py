@@ -11,10 +11,12 @@ from hyfi_core.models.by_name import BUILT_IN
 from workflows.config.load import load_config
 from workflows.config.page import ConfigKey, page, sections, settings
 from workflows.config.run import Config
+from workflows.config.section import section_of
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "config.md"
 GIVEN = {"data.store": "archive", "data.size_px": "2048", "run.dir": "runs/a", "run.epochs": "3"}
+OF_TILES = {"data.tiles": "{size_px: 224}", "model.encoder": "{name: timm:vit_small_patch16_224}"}
 
 EVERY = [setting for name, model in sections() for setting in settings(model, f"{name}.")]
 
@@ -29,10 +31,11 @@ def choices(kind: Any) -> Iterator[str]:
 
 
 def annotation(key: str) -> Any:
-    kind: Any = Config
-    for name in key.split("."):
-        kind = kind.model_fields[name].annotation
-    return kind
+    section: Any = Config
+    *sections_of_it, name = key.split(".")
+    for outer in sections_of_it:
+        section = section_of(section.model_fields[outer])
+    return section.model_fields[name].annotation
 
 
 def test_the_page_is_current() -> None:
@@ -48,8 +51,10 @@ def test_every_key_of_a_resolved_run_is_there(tmp_path: Path) -> None:
 
     file = tmp_path / "run.yaml"
     file.write_text("")
-    resolved = load_config(file, [f"{key}={value}" for key, value in GIVEN.items()]).model_dump()
-    assert {setting.key for setting in EVERY} == set(leaves(resolved, "")) - set(resolved)
+    tiles = {key: value for key, value in GIVEN.items() if key != "data.size_px"} | OF_TILES
+    resolved = [load_config(file, [f"{k}={v}" for k, v in given.items()]).model_dump() for given in (GIVEN, tiles)]
+    found = {key for tree in resolved for key in leaves(tree, "")} - set(resolved[0])
+    assert {setting.key for setting in EVERY} == found
 
 
 @pytest.mark.parametrize("setting", EVERY, ids=lambda setting: setting.key)
@@ -73,9 +78,15 @@ def test_defaults_are_those_of_a_run_and_yaml(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("")
     given = [f"{key}={value}" for key, value in GIVEN.items()]
-    shown = [f"{s.key}={s.default}" for s in EVERY if s.default is not None and s.key not in GIVEN]
-    assert load_config(file, [*shown, *given]) == load_config(file, given)
-    assert {setting.key for setting in EVERY if setting.default is None} == GIVEN.keys() - {"run.epochs"}
+    shown = [s for s in EVERY if s.default is not None and s.key not in GIVEN]
+    of_tiles = [s for s in shown if s.key.startswith(("data.tiles.", "model.encoder.", "model.aggregator."))]
+    assert load_config(file, [*(f"{s.key}={s.default}" for s in shown if s not in of_tiles), *given]) == load_config(
+        file, given
+    )
+    tiles = [f"{k}={v}" for k, v in (GIVEN | OF_TILES).items() if k != "data.size_px"]
+    assert load_config(file, [*tiles, *(f"{s.key}={s.default}" for s in of_tiles)]) == load_config(file, tiles)
+    needed = {setting.key for setting in EVERY if setting.default is None}
+    assert needed == {"data.store", "run.dir", "model.encoder.name"}
 
 
 def test_rows_have_four_cells_whatever_the_words() -> None:

@@ -20,9 +20,9 @@ from typing import Literal
 import torch
 
 from hyfi_core.comm.base import Communicator
-from hyfi_core.runtime.engine import Engine
 from workflows.config.run import OnNonfinite
 from workflows.console import listed
+from workflows.training.inputs.run_inputs import TrainingEngine
 from workflows.training.job import TrainingJob
 
 Kind = Literal["loss", "gradient"]
@@ -69,7 +69,9 @@ class FiniteSteps:
         model: The module that the engine trains.
     """
 
-    def __init__(self, policy: OnNonfinite, trainers: Communicator, engine: Engine, model: torch.nn.Module) -> None:
+    def __init__(
+        self, policy: OnNonfinite, trainers: Communicator, engine: TrainingEngine, model: torch.nn.Module
+    ) -> None:
         self._trainers, self._engine, self._model, self._policy = trainers, engine, model, policy
         self._reads_first = policy == "skip" or (policy == "stop" and engine.device.type == "cpu")
         self._buffers: list[torch.Tensor] = []

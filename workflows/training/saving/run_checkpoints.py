@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator
-from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 from workflows.launch import at_failure
 from workflows.training.checks.finite import finite_everywhere
 from workflows.training.ema import MovingAverage
-from workflows.training.job import TrainingJob
+from workflows.training.inputs.run_inputs import RunInputs, TrainingEngine
 from workflows.training.recorder import Recorder
 
 
@@ -22,7 +21,7 @@ class RunCheckpoints:
     """Writes a run's checkpoints on one trainer. All trainers create it together and call its methods alike.
 
     Args:
-        job: The run.
+        inputs: The kind of the run.
         trainers: The group of trainers.
         engine: The trainers' engine.
         average: Moving average of the weights, saved with them; None if not kept.
@@ -31,13 +30,13 @@ class RunCheckpoints:
 
     def __init__(
         self,
-        job: TrainingJob,
+        inputs: RunInputs,
         trainers: Communicator,
-        engine: Engine,
+        engine: TrainingEngine,
         average: MovingAverage | None,
         recorder: Recorder | None,
     ) -> None:
-        self._job, self._engine, self._average, self._recorder = job, engine, average, recorder
+        self._inputs, self._engine, self._average, self._recorder = inputs, engine, average, recorder
         self._trainers = trainers
         self._writer = CheckpointWriter(trainers, bool(engine.owned_state()))
         at_failure.add(self._writer.discard)
@@ -67,9 +66,9 @@ class RunCheckpoints:
         if not bool(finite_everywhere(given, self._trainers, torch.empty(0, device=self._engine.device))):
             return False
         part = CheckpointPart(owned, self._engine.owned_optimizer(), averaged, self._engine.owned_buffers())
-        folder = step_folder(self._job.config.run.dir / "checkpoints", step)
+        folder = step_folder(self._inputs.job.config.run.dir / "checkpoints", step)
         trained = {} if self._recorder is None else {"trained_on": self._recorder.trained_slides.to_json()}
-        model = {**self._job.model_json(), **trained, "step": step}
+        model = {**self._inputs.model_json(), **trained, "step": step}
         self._writer.begin(folder, part, step=step, model=model, state=state)
         return True
 

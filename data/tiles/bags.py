@@ -1,0 +1,146 @@
+"""Slides of a dataset as bags of tiles."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from data.samples.augment import Augment
+from data.samples.coverage import MAX_LISTED
+from data.samples.dataset import SlideDataset
+from data.store.slide_store import SlideStore
+from data.tiles.reader import StoreTiles
+from data.tiles.tiling import Tiling
+from data.tiles.tissue_tiles import NoTilesError, TissueTiles, tissue_tiles
+from hyfi_core.errors import RequestError
+
+_GRID_BYTES = 2**26
+"""Positions of tiles that stay in memory."""
+
+
+class TileBags:
+    """The tiles of each slide of a dataset. Nothing is read before it is asked for.
+
+    Args:
+        dataset: The slides.
+        tiling: What tiles to take of them.
+        most: Tiles of a slide in an epoch, drawn by (seed, epoch, slide); None: all.
+        augment: Ranges of the augmentation of each tile; None: none.
+    """
+
+    def __init__(
+        self, dataset: SlideDataset, tiling: Tiling, most: int | None = None, augment: Augment | None = None
+    ) -> None:
+        self.dataset, self.tiling = dataset, tiling
+        self._most, self._augment = most, augment
+        self._grids: OrderedDict[int, TissueTiles] = OrderedDict()
+        self._held_bytes = 0
+
+    def __len__(self) -> int:
+        """Return the number of slides."""
+        return len(self.dataset)
+
+    def slide(self, index: int) -> SlideStore:
+        """Return the open slide."""
+        slide = self.dataset.slide(index)
+        assert isinstance(slide, SlideStore), "tiles are read from stores"
+        return slide
+
+    def grid(self, index: int) -> TissueTiles:
+        """Return all tissue tiles of a slide.
+
+        Raises:
+            RequestError: It is coarser than the tiles, or has no tile with enough tissue.
+        """
+        if index not in self._grids:
+            self._grids[index] = made = tissue_tiles(self.slide(index), self.tiling)
+            self._held_bytes += _bytes_of(made)
+        self._grids.move_to_end(index)
+        grid = self._grids[index]
+        while self._held_bytes > _GRID_BYTES and len(self._grids) > 1:
+            self._held_bytes -= _bytes_of(self._grids.popitem(last=False)[1])
+        return grid
+
+    def count(self, index: int) -> int:
+        """Return the number of tiles of a slide in an epoch of training."""
+        count = len(self.grid(index))
+        return count if self._most is None else min(self._most, count)
+
+    def coverage(self, index: int) -> float:
+        """Return the share of a slide's tissue that is in its tiles."""
+        return tissue_in(self.slide(index), self.grid(index))
+
+    def of(self, index: int, epoch: int | None = None) -> StoreTiles:
+        """Return the tiles of a slide.
+
+        Args:
+            index: Index of the slide.
+            epoch: Of training: key of the augmentation and of the tiles that are drawn; None: all tiles, as they are.
+        """
+        slide, grid = self.slide(index), self.grid(index)
+        if epoch is None:
+            return StoreTiles(slide, grid)
+        seed = self.dataset.seed
+        return StoreTiles(slide, grid.drawn(self._most, seed, epoch), augment=self._augment, seed=seed, epoch=epoch)
+
+    def check(self) -> list[dict[str, Any]]:
+        """Return a row for each slide (keys: ``COVERAGE_COLUMNS``): the tissue in its tiles, and their number.
+
+        Raises:
+            RequestError: Slides have no tile with enough tissue; the message names them, and what would work.
+        """
+        rows, empty = [], []
+        for index, sample in enumerate(self.dataset.samples):
+            try:
+                grid = self.grid(index)
+            except NoTilesError as error:
+                empty.append(str(error))
+                continue
+            rows.append(self._row(sample.slide_id, sample.case_id, index, grid))
+        if empty:
+            raise RequestError(_describe(empty))
+        return rows
+
+    def _row(self, slide_id: str, case_id: str, index: int, grid: TissueTiles) -> dict[str, Any]:
+        mask, mask_mpp = self.slide(index).tissue()
+        tissue_um2 = float(mask.sum()) * float(np.prod(mask_mpp))
+        return {
+            "slide_id": slide_id,
+            "case_id": case_id,
+            "coverage": self.coverage(index),
+            "tissue_px": round(tissue_um2 / float(np.prod(grid.plane.mpp))),
+            "flags": "",
+            "pieces": len(grid),
+            "fits_size_px": None,
+            "fits_mpp": None,
+        }
+
+
+def tissue_in(slide: SlideStore, tiles: TissueTiles) -> float:
+    """Return the share of a slide's tissue that is in some tiles of it, by the pixels of the tissue mask."""
+    mask, mask_mpp = slide.tissue()
+    scale = [mpp / coarse for mpp, coarse in zip(tiles.plane.mpp, mask_mpp, strict=True)]
+    starts = np.floor(tiles.corners * scale + 0.5).astype(int)
+    ends = np.floor((tiles.corners + tiles.size_px) * scale + 0.5).astype(int)
+    covered = np.zeros(mask.shape, bool)
+    for (y0, x0), (y1, x1) in zip(starts.tolist(), ends.tolist(), strict=True):
+        covered[y0:y1, x0:x1] = True
+    total = int(mask.sum())
+    return int((mask & covered).sum()) / total if total else 0.0
+
+
+def _describe(empty: Sequence[str]) -> str:
+    lines = [f"  {line}" for line in empty[:MAX_LISTED]]
+    lines += [f"  … and {len(empty) - MAX_LISTED} more"] if len(empty) > MAX_LISTED else []
+    return (
+        f"data.tiles: {len(empty)} slide{'s have' if len(empty) > 1 else ' has'} no tile with enough tissue:\n"
+        + "\n".join(lines)
+        + "\nUse a smaller data.tiles.min_tissue or size_px, or leave these slides out of the splits"
+    )
+
+
+def _bytes_of(grid: TissueTiles) -> int:
+    return grid.corners.nbytes + grid.tissue.nbytes

@@ -1,0 +1,87 @@
+"""What each tile says of its slide: the aggregator's logits for the tile alone, and its contribution to the slide's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.tiles.aggregator_call import AggregatorCall
+from hyfi_core.tiles.spread import attention_of_tiles
+
+_TOGETHER = 1024
+"""Tiles that are aggregated at a time, each alone."""
+
+
+@dataclass(frozen=True)
+class TileExplanation:
+    """What the tiles of one slide say; float32 or wider, on the engine's device, the same on every rank.
+
+    Attributes:
+        logits: ``(K,)`` of the slide.
+        attention: ``(N,)``, with sum 1; None if the aggregator returns none.
+        alone: ``(N, K)`` the logits of a slide that has this tile only.
+        contributions: ``(N, K)``: attention × ``alone``. Their sum is the logits if the aggregator is a linear
+            classifier of averaged vectors (mean, gated attention). Without attention: vectors × gradients of logits.
+    """
+
+    logits: torch.Tensor
+    attention: torch.Tensor | None
+    alone: torch.Tensor
+    contributions: torch.Tensor
+
+
+def explained(
+    call: AggregatorCall,
+    bag: torch.Tensor,
+    coords: Any,
+    result: tuple[torch.Tensor, torch.Tensor | None],
+    comm: Communicator,
+) -> TileExplanation:
+    """Return what the tiles of a slide say (collective).
+
+    Args:
+        call: of the aggregator, in evaluation mode.
+        bag: features of all tiles ``(N, D)``, on every rank.
+        coords: ``(N, 2)``, None if unknown.
+        result: (logits, attention) of the slide.
+        comm: ranks that divide the tiles among them.
+    """
+    logits, count = result[0].detach(), len(bag)
+    own = slice(count * comm.rank // comm.size, count * (comm.rank + 1) // comm.size)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    alone = torch.zeros((count, len(logits)), dtype=wide, device=bag.device)
+    if own.stop > own.start:
+        alone[own] = _alone(call, bag[own], None if coords is None else torch.as_tensor(coords)[own]).to(wide)
+    if comm.size > 1:
+        comm.all_reduce(alone)
+    if result[1] is None:
+        return TileExplanation(logits.to(wide), None, alone, _gradients(call, bag, coords).to(wide))
+    attention = attention_of_tiles(result[1]).to(wide)
+    return TileExplanation(logits.to(wide), attention, alone, attention[:, None] * alone)
+
+
+def _alone(call: AggregatorCall, bag: torch.Tensor, coords: torch.Tensor | None) -> torch.Tensor:
+    """Return the logits ``(n, K)`` of tiles, each as a slide of its own."""
+    given = (bag,) if coords is None else (bag, coords)
+
+    def logits(tile: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
+        return call(tile[None], None if place is None else place[None], None)[0]
+
+    with torch.no_grad():
+        try:
+            together = torch.vmap(logits, chunk_size=_TOGETHER)
+            return together(*given)
+        except Exception:  # whatever an aggregator does that vmap does not take, one after the other works
+            return torch.stack([logits(*one) for one in zip(*given, strict=True)])
+
+
+def _gradients(call: AggregatorCall, bag: torch.Tensor, coords: Any) -> torch.Tensor:
+    """Return ``(N, K)``: the products of vectors and the gradients of each logit."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = bag.detach().clone().requires_grad_()
+        logits = call(leaf, coords, None)[0]
+        found = [torch.autograd.grad(one, leaf, retain_graph=True)[0] for one in logits]
+    return torch.stack([(gradient * bag).sum(1) for gradient in found], 1)

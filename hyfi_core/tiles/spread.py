@@ -1,0 +1,45 @@
+"""How attention is spread over tiles: training an encoder collapses where it stays on few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionSpread:
+    """Attention of some slides, each summing to 1 over its N tiles.
+
+    Attributes:
+        peak: mean over slides of the largest attention × N: 1 if all tiles weigh the same, N if one has all.
+        effective_tiles: mean over slides of 1 / Σ a²: the number of tiles that would weigh as much if they weighed the
+            same, from 1 to N.
+    """
+
+    peak: float
+    effective_tiles: float
+
+    @classmethod
+    def of(cls, attention: Sequence[torch.Tensor]) -> AttentionSpread | None:
+        """Return the spread of slides' attention, whatever its sum; None without slides.
+
+        Args:
+            attention: one tensor a slide; heads or classes, in other dims than the longest, are averaged.
+        """
+        found = [attention_of_tiles(one) for one in attention]
+        if not found:
+            return None
+        peaks = [one.max() * len(one) for one in found]
+        effective = [1.0 / one.square().sum() for one in found]
+        peak, tiles = torch.stack([torch.stack(peaks).mean(), torch.stack(effective).mean()]).tolist()
+        return cls(peak, tiles)
+
+
+def attention_of_tiles(attention: torch.Tensor) -> torch.Tensor:
+    """Return attention ``(N,)`` that sums to 1, float32 or float64; heads or classes in shorter dims are averaged."""
+    wide = attention.detach().to(torch.promote_types(attention.dtype, torch.float32))
+    tiles = wide.dim() and max(range(wide.dim()), key=lambda dim: wide.shape[dim])
+    flat = wide.reshape(-1) if wide.dim() < 2 else wide.movedim(tiles, 0).flatten(1).mean(1)
+    return flat / flat.sum().clamp(min=torch.finfo(flat.dtype).tiny)

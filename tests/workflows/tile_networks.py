@@ -1,0 +1,13 @@
+"""Encoders of tiles for tests."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def small_cnn(width: int = 8, dropout: float = 0.0) -> nn.Module:
+    """Two convolutions and a mean: (n, 3, T, T) to (n, width)."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 5, 4), nn.ReLU(), nn.Dropout(dropout), nn.Conv2d(width, width, 3, 2), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip

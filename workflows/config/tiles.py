@@ -1,0 +1,118 @@
+"""The keys of a run that trains an encoder of tiles: ``data.tiles``, ``model.encoder``, ``model.aggregator``.
+
+Keys of whole images have no meaning in such a run, and are refused by name where they are given.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from workflows.config.section import Positive, Section, Share, UserPath
+
+if TYPE_CHECKING:
+    from data.tiles.tiling import Tiling
+
+
+class TilesConfig(Section):
+    """How slides are divided into tiles."""
+
+    size_px: Positive = Field(224, description="a whole number ≥ 1: height and width of a tile, in pixels")
+    stride_px: Positive | None = Field(
+        None, description="a whole number ≥ 1: distance between neighbouring tiles, in pixels; default: size_px"
+    )
+    mpp: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="a number > 0: microns per pixel of tiles; default: those of the store's finest level",
+    )
+    min_tissue: Share = Field(
+        0.25, description="a number from 0 to 1: share of a tile that must be tissue; tiles with less are left out"
+    )
+    most: Positive | None = Field(
+        None,
+        description="a whole number ≥ 1: tiles of a slide in a step, drawn anew in each epoch; default: all tiles. "
+        "Validation and prediction always use all tiles",
+    )
+
+    def build(self, mpp: float | None = None) -> Tiling:
+        """Return the tiling; ``mpp``: microns per pixel where the key says none."""
+        from data.tiles.tiling import Tiling
+
+        return Tiling(self.size_px, self.stride_px, self.mpp if self.mpp is not None else mpp, self.min_tissue)
+
+
+class EncoderConfig(Section):
+    """The encoder of tiles."""
+
+    name: str = Field(
+        min_length=1,
+        description="timm:NAME, transformers:FOLDER or package.module:factory: a network of timm, a model saved by "
+        "transformers, or a function of your own that returns a module, (n, 3, T, T) to (n, D)",
+    )
+    weights: UserPath | None = Field(
+        None, description="a .safetensors or .pth file: weights of the encoder; nothing is downloaded; default: random"
+    )
+    train: Annotated[str, Field(pattern=r"^(all|none|norms|last:[1-9]\d*)$")] = Field(
+        "all",
+        description="all, none, norms or last:N: what of the encoder is trained: all of it, nothing, its "
+        "normalisations, or its last N blocks and what follows them",
+    )
+    batch_norm: Literal["frozen", "exact"] = Field(
+        "frozen",
+        description="frozen or exact: statistics of batch norm in training: its running ones, or those of all tiles "
+        "of a slide, whose activations then stay in memory",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the encoder's constructor: as in {drop_path_rate: 0.1}"
+    )
+
+
+class AggregatorConfig(Section):
+    """The aggregator, from the features of all tiles to the slide's outputs."""
+
+    name: str = Field(
+        "gated_attention",
+        min_length=1,
+        description="mean, max, gated_attention, abmilx, clam_sb, dsmil, transmil, or package.module:factory: the "
+        "aggregator; a function of your own is called with features and classes",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the aggregator: as in {hidden: 256, dropout: 0.25}"
+    )
+
+
+INSTEAD = {
+    "data.size_px": "use data.tiles.size_px",
+    "data.mpp": "use data.tiles.mpp",
+    "data.view": "all tissue tiles are used",
+    "data.align_px": "use data.tiles.stride_px",
+    "data.min_coverage": "use data.tiles.min_tissue",
+    "data.prefetch": "every trainer reads its own tiles, one chunk ahead",
+    "data.workers": "every trainer reads its own tiles",
+    "data.cache_bytes": "use data.node_cache_bytes",
+    "model.name": "use model.encoder.name and model.aggregator.name",
+    "model.weights": "use model.encoder.weights",
+    "model.norm": "it belongs to the built-in networks for whole images",
+    "model.pool": "use model.aggregator.name",
+    "model.options": "use model.encoder.options and model.aggregator.options",
+    **dict.fromkeys(
+        (f"plan.{key}" for key in ("grids", "cuts", "schedule", "fused_halo", "interleave", "mirror", "branches")),
+        "use plan.tiles, the ranks that share the tiles of a slide",
+    ),
+    "plan.microbatches": "use optimizer.accumulate; memory does not depend on the batch",
+    "plan.sync_batch_norm": "use model.encoder.batch_norm",
+    **dict.fromkeys(
+        (f"plan.{key}" for key in ("recompute", "gather_bytes", "cells", "spill")),
+        "an encoder is computed chunk by chunk within plan.memory_bytes",
+    ),
+    **dict.fromkeys(
+        (f"roles.{key}" for key in ("loaders", "validators", "design", "spare", "shares")),
+        "every trainer reads its own tiles, and trainers validate",
+    ),
+    **dict.fromkeys((f"validation.{key}" for key in ("policy", "grids", "cells")), "trainers validate"),
+    "run.compile": "encoders run as they are",
+    "run.compile_cache": "encoders run as they are",
+    "run.trace": "steps of tile encoders are not traced",
+}
+"""Keys that have no meaning with ``data.tiles``, and what to do instead."""

@@ -1,0 +1,87 @@
+"""Encoder and aggregator of a run with ``data.tiles``, as its ``model.json`` describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.loading.normalise import Normalisation
+from hyfi_core.models.aggregators.by_name import build_aggregator
+from hyfi_core.tiles.model import TileModel
+from workflows.config.data import ModelConfig
+from workflows.encoders.load import load_encoder
+from workflows.encoders.tile_encoder import TileEncoder
+
+
+class NormalisedTiles:
+    """Hook of an encoder that normalises the tiles of each call: names and weights stay those of the module.
+
+    Args:
+        normalisation: Means and standard deviations, of values from 0 to 1.
+    """
+
+    def __init__(self, normalisation: Normalisation) -> None:
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float64).view(3, 1, 1)
+            for values in (normalisation.mean, normalisation.std)
+        )
+
+    def __call__(self, encoder: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Return the arguments with normalised tiles."""
+        tiles, *others = args
+        mean, std = (of.to(tiles.device, tiles.dtype) for of in (self._mean, self._std))
+        return ((tiles - mean) / std, *others)
+
+
+def tile_model_fields(config: ModelConfig, outputs: int) -> dict[str, Any]:
+    """Return the ``model`` of a ``model.json``, from the section ``model`` of a configuration with tiles."""
+    encoder, aggregator = config.encoder, config.aggregator
+    assert encoder is not None, "checked with the configuration"
+    assert aggregator is not None, "resolved with the configuration"
+    return {
+        "name": f"{encoder.name}, {aggregator.name}",
+        "classes": outputs,
+        "encoder": {"name": encoder.name, "options": encoder.options},
+        "aggregator": {"name": aggregator.name, "options": aggregator.options},
+    }
+
+
+def is_tile_model(model: Mapping[str, Any]) -> bool:
+    """Whether a ``model.json`` is of an encoder of tiles."""
+    return bool(model.get("tiles"))
+
+
+def build_tile_model(
+    fields: Mapping[str, Any], tile_px: int, weights: Path | None = None, normalisation: Normalisation | None = None
+) -> tuple[TileModel, TileEncoder]:
+    """Return the module that the ``model`` of a ``model.json`` with tiles describes, and its encoder as it was loaded.
+
+    The encoder of the module takes tiles of 0 to 1, which it normalises, and returns vectors.
+
+    Args:
+        fields: From `tile_model_fields`.
+        tile_px: Height and width of a tile.
+        weights: File of the encoder's weights; None: those of its folder or factory, or random ones.
+        normalisation: Of tiles; None: that of the encoder.
+
+    Raises:
+        RequestError: Encoder or aggregator cannot be built.
+    """
+    encoder, aggregator = fields["encoder"], fields["aggregator"]
+    mean, std = (None, None) if normalisation is None else (normalisation.mean, normalisation.std)
+    options = encoder["options"]
+    loaded = load_encoder(encoder["name"], weights, size_px=tile_px, options=options, mean=mean, std=std)
+    head = build_aggregator(aggregator["name"], loaded.features, int(fields["classes"]), aggregator["options"])
+    loaded.module.register_forward_pre_hook(NormalisedTiles(loaded.normalisation))
+    if loaded.output is not None:
+        loaded.module.register_forward_hook(_picked(loaded))
+    return TileModel(loaded.module, head), loaded
+
+
+def _picked(encoder: TileEncoder) -> Callable[[nn.Module, Any, Any], torch.Tensor]:
+    """Return a hook that picks the vectors out of what the encoder returns."""
+    return lambda module, args, returned: encoder.vectors(returned)

@@ -1,0 +1,122 @@
+"""Runs of whole images: each slide is one image, which ranks divide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.loading.feed import Feed
+from hyfi_core.errors import RequestError
+from hyfi_core.initial_weights import InitialWeights
+from hyfi_core.runtime.engine import Engine
+from hyfi_core.runtime.executor import evaluating
+from hyfi_core.runtime.launch import made_current
+from workflows.evaluation.evaluate import EvaluationSet, InferenceEngine
+from workflows.finetuning.freezing import Freezing
+from workflows.training import start as starting
+from workflows.training.feeding import BatchImages, make_feed, preparation
+from workflows.training.inputs.run_inputs import Batches, RunInputs, Tell, TrainingEngine
+from workflows.training.job import TrainingJob
+from workflows.training.start import Roles, SavedRun
+from workflows.training.throughput import Throughput
+
+
+class ImageBatches:
+    """The batches of a feed, normalised where the engine reads them.
+
+    Args:
+        feed: Of this trainer.
+        job: The run.
+    """
+
+    def __init__(self, feed: Feed, job: TrainingJob) -> None:
+        self._feed, self._prepare = feed, preparation(job)
+
+    @property
+    def wait_s(self) -> float:
+        """The seconds for which ``batch`` has waited so far."""
+        return self._feed.wait_s
+
+    @property
+    def reports(self) -> Mapping[int, Mapping[str, Any]]:
+        """What each loader rank has read and sent."""
+        return self._feed.reports
+
+    def batch(self, turn: int) -> BatchImages:
+        """Return the images of a turn."""
+        return BatchImages(self._feed.batch(turn), self._prepare)
+
+    def close(self, stopped: bool) -> None:
+        """Release the loaders."""
+        self._feed.close(stopped)
+
+
+class ImageInputs(RunInputs):
+    """A run of whole images on one rank."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        super().__init__(job)
+        self._drawn: InitialWeights | None = None
+
+    @property
+    def outputs_to_place(self) -> int | None:
+        """The model's outputs."""
+        return self.job.task.outputs
+
+    def check(self) -> list[dict[str, Any]]:
+        """Return the rows of ``coverage.csv``, see `check_images`."""
+        return starting.check_images(self.job)
+
+    def make_model(self, device: str, loads: bool, tell: Tell) -> tuple[nn.Module, Freezing | None]:
+        """Return the initial model; on the meta device if the engine draws the weights of each stage."""
+        self._drawn = starting.drawn_by_stage(self.job, device)
+        model, freezing = starting.make_model(self.job, loads=loads, drawn=self._drawn, tell=tell)
+        where = made_current(device)
+        return (model if self._drawn is not None else model.to(where)), freezing
+
+    def make_engine(self, model: nn.Module, roles: Roles) -> Engine:
+        """Return the engine of ``parallelize``."""
+        assert roles.trainers is not None
+        replica = roles.trainers.rank // self.job.plan.ranks_per_replica
+        batch = self.job.layout.batch_of(replica)
+        return starting.make_engine(self.job, model, self.job.plan, roles.trainers, batch, self._drawn)
+
+    def reserve(self, engine: TrainingEngine, model: nn.Module, roles: Roles) -> None:
+        """Reserve memory and disk for a step, and for a validation by the trainers."""
+        assert isinstance(engine, Engine)
+        engine.reserve(pixels=BatchImages.pixel_dtype)
+        if not len(self.job.val) or roles.validator_ranks:
+            return
+        try:
+            with evaluating(model, engine.device):
+                engine.reserve((1, 3, *self.job.config.data.image_px), trains=False)
+        except RequestError as error:
+            raise RequestError(f"validation between training steps (roles.validators=0): {error}") from error
+
+    def describe_change(self, saved: SavedRun, engine: TrainingEngine) -> str | None:
+        """Return how batch norm changes with another plan."""
+        assert isinstance(engine, Engine)
+        return saved.describe_norm_change(self.job.config) if engine.normalises_batches else None
+
+    def throughput(self, engine: TrainingEngine, peak: float | None, device: str) -> Throughput:
+        """Return what converts images per second."""
+        assert isinstance(engine, Engine)
+        height, width = self.job.config.data.image_px
+        return Throughput(height * width, engine.flops_per_image(), peak, torch.device(device))
+
+    def batches(self, roles: Roles, engine: TrainingEngine, start: int) -> Batches:
+        """Return the batches of this trainer's feed."""
+        assert isinstance(engine, Engine)
+        return ImageBatches(make_feed(self.job, roles, engine, start, engine.device), self.job)
+
+    def evaluation_set(self) -> EvaluationSet:
+        """Return the validation slides as one image each."""
+        return starting.make_evaluation_set(self.job)
+
+    def inference(self, engine: TrainingEngine) -> InferenceEngine:
+        """Return the engine itself."""
+        assert isinstance(engine, Engine)
+        return engine
