@@ -72,9 +72,8 @@ def _refuse_other_values(named: NamedTable, column: str) -> None:
     where, several = f"{named.table.name}: {column}", _with_several_classes(list(values))
     if several:
         raise RequestError(
-            f"{where}: {shown(several)} has several classes; slides with more than one class (multi-label) are not "
-            "supported by this version: write one class for each slide, or a column of yes and no for each class, one "
-            "of which is data.target; or list the values as model.classes if each of them is one class"
+            f"{where}: {shown(several)} has several classes: predict all of them with data.task: multilabel; or write "
+            "one class for each slide, or list the values as model.classes if each of them is one class"
         )
     many = len(values) > sum(values.values()) / 2
     fractions = all(map(_is_number, values)) and not all(map(_INTEGER.fullmatch, values))

@@ -24,7 +24,8 @@ class Labels:
     Attributes:
         target: The column that has the label; several, joined by commas.
         key: The key column, ``slide_id`` or ``case_id``.
-        classes: Class names in the order of their indices; empty if labels are numbers.
+        classes: Names of the classes in the order of their indices, or of the labels of which a slide may have several;
+            empty if labels are numbers.
         indices: Slide or case (as ``key`` says) to its label, such as the index of its class; None: in the CSV, but
             unlabelled.
         cases: Slide to case, if the CSV has both columns.
@@ -45,8 +46,12 @@ class Labels:
         return self.indices.get(slide_id if self.key == "slide_id" else (case_id or ""))
 
     def text(self, target: Target) -> str:
-        """Return a label as text: the name of a class, or numbers with ``;`` between them."""
-        return self.classes[target] if isinstance(target, int) else ";".join(f"{number:g}" for number in target)
+        """Return a label as text: the name of a class, names of several, or numbers, with ``;`` between them."""
+        if isinstance(target, int):
+            return self.classes[target]
+        if self.classes:
+            return ";".join(name for name, value in zip(self.classes, target, strict=True) if value == 1) or "none"
+        return ";".join(f"{number:g}" for number in target)
 
     def case_of(self, slide_id: str, default: str = "") -> str:
         """Return the case of a slide if the CSV has it, else ``default``."""

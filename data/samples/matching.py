@@ -62,7 +62,9 @@ class LabelMatch:
             rows.append(("labelled slides without a case", len(self.without_case), own))
         if self.without_split:
             rows.append(("labelled slides in no split", len(self.without_split), _some(self.without_split)))
-        counts = Counter(self.slides.values())
+        known = set(self.classes)
+        named = ([text] if text in known else text.split(";") for text in self.slides.values())
+        counts = Counter(name for names in named for name in names)
         rows += [(f"class {name}", counts[name], "") for name in self.classes]
         width = max(len(what) for what, _, _ in rows)
         lines = [f"  {what:<{width}}  {n:>6}  {names}".rstrip() for what, n, names in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,18 @@ SIZE_PX = 250  # odd parts: 125 columns for each of two ranks
 SPLITS = ("train",) * 6 + ("val",) * 4 + ("test",) * 2
 
 
-def make_store(folder: Path, size_px: int = SIZE_PX) -> Path:
-    """Write twelve slides of two classes: pink noise, with dark dots in those that are malignant."""
+def make_store(
+    folder: Path, size_px: int = SIZE_PX, dots: Sequence[int] = (4, 60) * 6, striped: Collection[int] = ()
+) -> Path:
+    """Write twelve slides of two classes: pink noise, with dark dots in those that are malignant.
+
+    ``dots``: number of each slide's dots; ``striped``: slides that have stripes.
+    """
     store = folder / "store"
     store.mkdir(parents=True)
     for number, split in enumerate(SPLITS):
         label = ("benign", "malignant")[number % 2]
-        _write_slide(store, f"slide-{number:02d}", number, label == "malignant", size_px)
+        _write_slide(store, f"slide-{number:02d}", number, dots[number], number in striped, size_px)
         extra = {"label": label, "case_id": f"case-{number:02d}", "split": split}
         SlideRecord(
             slide_id=f"slide-{number:02d}",
@@ -40,11 +46,13 @@ def make_store(folder: Path, size_px: int = SIZE_PX) -> Path:
     return store
 
 
-def _write_slide(store: Path, slide_id: str, seed: int, malignant: bool, size_px: int) -> None:
+def _write_slide(store: Path, slide_id: str, seed: int, dots: int, striped: bool, size_px: int) -> None:
     rng = np.random.default_rng(seed)
     base = np.array([225, 160, 200], np.float64)[:, None, None]
     pixels = base + rng.normal(0, 12, (3, size_px, size_px))
-    for y, x in rng.integers(0, size_px - 8, (60 if malignant else 4, 2)):
+    if striped:
+        pixels[:, np.arange(size_px) % 16 < 8] -= np.array([20, 90, 10])[:, None, None]
+    for y, x in rng.integers(0, size_px - 8, (dots, 2)):
         pixels[:, y : y + 8, x : x + 8] -= np.array([120, 110, 60])[:, None, None]
     image = np.clip(pixels, 0, 255).astype(np.uint8)
     with SlideWriter(store, slide_id, pyramid_levels([LevelSize(size_px, size_px)], 1.0)) as writer:

@@ -81,7 +81,7 @@ class DataConfig(Section):
         description="a list of words: cells of labels and splits that count as empty; default: NA, nan, None, unknown, "
         "- and others (docs/tables.md)",
     )
-    task: Literal["multiclass", "regression", "survival"] = Field(
+    task: Literal["multiclass", "multilabel", "regression", "survival"] = Field(
         "multiclass", description=f"{', '.join(TASKS)}: what is predicted; {'; '.join(_about())}"
     )
     loss: str | None = Field(None, description=f"{'; '.join(_losses())}: the loss; default: the first of the task")
@@ -232,8 +232,8 @@ class DataConfig(Section):
             raise ValueError(f"loss: given {self.loss!r}; allowed for task {self.task}: {', '.join(facts.losses)}")
         if self.time_bins is not None and self.loss != "hazards":
             raise ValueError(f"time_bins: given {self.time_bins}; only task survival with loss hazards has intervals")
-        for key in () if facts.weights_classes else ("class_weights", "sampling"):
-            if getattr(self, key) == "balanced":
+        for key, balances in (("class_weights", facts.weights_classes), ("sampling", facts.samples_classes)):
+            if getattr(self, key) == "balanced" and not balances:
                 raise ValueError(f"{key}: given balanced; task {self.task} has no classes to balance")
         return self
 

@@ -20,6 +20,7 @@ class TaskFacts:
         metrics: All metrics, in the order in which they are shown, without ``loss``.
         columns: How many columns ``data.target`` may name: the fewest, and the most.
         weights_classes: Whether ``data.class_weights: balanced`` has a meaning.
+        samples_classes: Whether each slide has one class, so that ``data.sampling: balanced`` has a meaning.
         outputs: Number of the model's outputs, if it is always the same.
         outputs_fewer: By how many the outputs are fewer than ``model.classes``, if they follow from these.
     """
@@ -31,6 +32,7 @@ class TaskFacts:
     metrics: tuple[str, ...]
     columns: tuple[int, int] = (1, 1)
     weights_classes: bool = False
+    samples_classes: bool = False
     outputs: int | None = None
     outputs_fewer: int | None = None
 
@@ -41,6 +43,18 @@ _MULTICLASS = TaskFacts(
     ("cross_entropy",),
     ("auroc", "balanced_accuracy", "f1", "quadratic_kappa", "calibration_error", "loss"),
     ("auroc", "balanced_accuracy", "accuracy", "f1", "quadratic_kappa", "calibration_error"),
+    weights_classes=True,
+    samples_classes=True,
+    outputs_fewer=0,
+)
+_MULTILABEL = TaskFacts(
+    "multilabel",
+    "each slide has any number of labels: target is a list of columns of yes and no, or one column of names with ; "
+    "between them",
+    ("bce",),
+    ("auroc", "average_precision", "balanced_accuracy", "f1", "loss"),
+    ("auroc", "average_precision", "balanced_accuracy", "f1"),
+    columns=(1, 1000),
     weights_classes=True,
     outputs_fewer=0,
 )
@@ -60,5 +74,5 @@ _SURVIVAL = TaskFacts(
     ("concordance", "uno_concordance", "time_auroc", "brier"),
     columns=(2, 2),
 )
-TASKS = {facts.name: facts for facts in (_MULTICLASS, _REGRESSION, _SURVIVAL)}
+TASKS = {facts.name: facts for facts in (_MULTICLASS, _MULTILABEL, _REGRESSION, _SURVIVAL)}
 """The tasks by name."""

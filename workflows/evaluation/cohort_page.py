@@ -213,7 +213,7 @@ def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], task: Task, r
             {"name": one.name, "color": "" if one.channel is None else _css(one.channel)}
             for one in readout.page_columns()
         ],
-        "predictions": list(task.names) if task.facts.weights_classes else [],
+        "predictions": list(task.names) if task.facts.samples_classes else [],
         "flags": {name: FLAG_MEANINGS.get(name, "") for slide in slides for name in slide.flags},
         "slides": [_row(slide) for slide in slides],
     }

@@ -37,10 +37,34 @@ class Plot:
     caption: str
 
 
+@dataclass(frozen=True, eq=False)
+class ScoredClass:
+    """A class whose curves are drawn.
+
+    Attributes:
+        name: The class.
+        color: Index of its colour.
+        score: (N,) by which it ranks the slides.
+        positive: (N,) whether each slide is of the class.
+        draws: (draws, N) how often each bootstrap draw has each slide.
+    """
+
+    name: str
+    color: int
+    score: Array
+    positive: NDArray[np.bool_]
+    draws: Array
+
+
 def curve_plots(
     probabilities: Array, targets: NDArray[np.int64], draws: Array, class_names: Sequence[str], shown: Sequence[int]
-) -> tuple[Plot, Plot]:
+) -> list[Plot]:
     """Return the ROC and the precision-recall plot of the classes ``shown``, each against the rest, with bands."""
+    return rate_plots([ScoredClass(class_names[k], k, probabilities[:, k], targets == k, draws) for k in shown])
+
+
+def rate_plots(classes: Sequence[ScoredClass]) -> list[Plot]:
+    """Return the ROC and the precision-recall plot of classes, with bands."""
     found = []
     kinds = (
         ("ROC", roc_curve, "false positive rate", "true positive rate", "area under the curve"),
@@ -48,17 +72,17 @@ def curve_plots(
     )
     for title, make, x_name, y_name, area_name in kinds:
         figure, axes = _figure(x_name, y_name)
-        for index in shown:
-            curve = make(probabilities[:, index], targets == index, draws)
+        for one in classes:
+            curve = make(one.score, one.positive, one.draws)
             if curve is not None:
-                _draw_curve(axes, curve, class_names[index], class_color(index))
+                _draw_curve(axes, curve, one.name, class_color(one.color))
         if title == "ROC":
             axes.plot([0, 1], [0, 1], color="#b9bec7", linewidth=0.8, linestyle="--")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower right" if title == "ROC" else "lower left", frameon=False, fontsize=9)
         caption = f"In brackets: {area_name}. Bands: 95 % intervals, bootstrap over cases."
         found.append(Plot(title, _svg(figure), caption))
-    return found[0], found[1]
+    return found
 
 
 def _draw_curve(axes: Axes, curve: RateCurve, name: str, rgb: tuple[int, int, int]) -> None:

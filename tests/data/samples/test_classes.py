@@ -66,8 +66,8 @@ def test_a_whole_number_is_one_class_however_many_zeros_follow_its_point(tmp_pat
         ([f"{k * 1.7:.2f}" for k in range(8)], "8 different values for 8 rows.*data.task: regression.*bin them"),
         ([str(30 + k) for k in range(40)], "numbers, not classes"),
         ([f"slide {k}" for k in range(40)], "names, not classes; name the column"),
-        (["TP53;KRAS", "TP53", "KRAS"], "'TP53;KRAS' has several classes.*multi-label.*a column of yes and no"),
-        (["a|b", "b|c", "c|a"], "multi-label"),
+        (["TP53;KRAS", "TP53", "KRAS"], "'TP53;KRAS' has several classes.*data.task: multilabel"),
+        (["a|b", "b|c", "c|a"], "multilabel"),
     ],
 )
 def test_values_that_are_no_classes_are_refused(tmp_path: Path, values: list[str], words: str) -> None:

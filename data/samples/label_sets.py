@@ -1,0 +1,189 @@
+"""Several labels of each slide: a column of yes and no for each label, or one column with all labels of a slide."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from data.csv_table import Table, natural_key, read_table
+from data.missing import MISSING
+from data.samples.labels import Labels, Target, cases_of
+from data.samples.names import with_one_name_each, without_missing
+from data.spelling import canonical, joined_note, one_spelling, shown
+from hyfi_core.errors import RequestError
+
+YES, NO, UNKNOWN = 1.0, 0.0, -1.0
+"""Values of a label in a target."""
+_YES = ("1", "true", "yes", "y", "positive", "pos", "+", "present", "mut", "mutated", "mutant")
+_NO = ("0", "false", "no", "n", "negative", "neg", "absent", "wt", "wild type", "wildtype", "wild-type")
+_NAMED = 3
+
+Named = tuple[Table, tuple[str, ...]]
+
+
+def load_label_sets(
+    csv: Path,
+    columns: Sequence[str],
+    *,
+    classes: Sequence[str] | None = None,
+    rows: Iterable[Mapping[str, str]] = (),
+    merge_alike: bool = False,
+    missing: Iterable[str] = MISSING,
+) -> Labels:
+    """Read the labels of each slide or case; the target of each is a tuple with `YES`, `NO` or `UNKNOWN` per label.
+
+    Args:
+        csv: The file.
+        columns: Several: each has yes or no for one label, and an empty cell means unknown. One: its cells name all
+            labels of a slide, with ``;`` or ``|`` between them; ``;`` alone means none of them, and an empty cell that
+            the slide is unlabelled.
+        classes: The labels in order, if they are known; then one may be the same for every slide.
+        rows: Rows of the store's manifest, whose names of slides and cases hold.
+        merge_alike: Whether several spellings of one slide, case or label are joined.
+        missing: Words of which a value is missing.
+
+    Raises:
+        RequestError: The file or a column is missing, a cell has something else, a slide has two different labels, or
+            a label is the same for every slide; the message names lines.
+    """
+    table, words = read_table(csv, "labels"), tuple(missing)
+    for column in columns:
+        table.require(column, "a label of each slide: data.target")
+    named = with_one_name_each(table, rows, merge=merge_alike, missing=words)
+    for column in columns:
+        named = without_missing(named, column, words)
+    table, notes = named.table, list(named.notes)
+    if len(columns) > 1:
+        names = tuple(columns)
+        if classes is not None and set(classes) != set(names):
+            raise RequestError(f"{table.name}: the columns are {', '.join(names)}; the labels {', '.join(classes)}")
+        found = _of_columns(table, names)
+    else:
+        names, found, note = _of_cells(table, columns[0], classes, merge_alike)
+        notes += [note] if note else []
+    wrong = [name for name in names if ";" in name or "|" in name]
+    if wrong:
+        raise RequestError(f"{table.name}: a label has no ; or | in its name: {shown(wrong[0])}")
+    indices = _one_of_each(table, found, names)
+    known = [target for target in indices.values() if isinstance(target, tuple)]
+    if not known:
+        raise RequestError(f"{table.name}: {', '.join(columns)}: no slide has a label")
+    if classes is None:
+        _refuse_constant(table, names, known)
+    unknown = sum(value == UNKNOWN for target in known for value in target)
+    if unknown:
+        notes.append(f"{unknown} of {len(known) * len(names)} labels are unknown and do not count")
+    return Labels(", ".join(columns), table.key, names, indices, cases_of(table), table.rows, tuple(notes))
+
+
+def state_of(text: str) -> float | None:
+    """Return `YES` or `NO` if a text says so; None: neither."""
+    word = canonical(text)
+    word = word.removesuffix(".0") if word in ("0.0", "1.0") else word
+    return YES if word in _YES else NO if word in _NO else None
+
+
+def _of_columns(table: Table, columns: tuple[str, ...]) -> list[Target | None]:
+    """Return the target of each row.
+
+    Raises:
+        RequestError: A cell is neither yes nor no.
+    """
+    for column in columns:
+        cells = [(line, row[column]) for line, row in zip(table.lines, table.rows, strict=True) if row[column]]
+        wrong = [(line, text) for line, text in cells if state_of(text) is None]
+        if wrong:
+            lines = ", ".join(f"{shown(text)} (line {line})" for line, text in wrong[:_NAMED])
+            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            raise RequestError(
+                f"{table.name}: {column}: {lines}{more}: write 1 or 0 (also yes and no, true and false, positive and "
+                "negative), and nothing where it is unknown; words that mean missing belong into data.missing"
+            )
+    found: list[Target | None] = []
+    for row in table.rows:
+        states = [state_of(row[column]) if row[column] else UNKNOWN for column in columns]
+        target = tuple(UNKNOWN if state is None else state for state in states)
+        found.append(target if any(state != UNKNOWN for state in target) else None)
+    return found
+
+
+def _of_cells(
+    table: Table, column: str, classes: Sequence[str] | None, merge: bool
+) -> tuple[tuple[str, ...], list[Target | None], str]:
+    """Return the labels, the target of each row, and a note.
+
+    Raises:
+        RequestError: No cell has several labels, or one is written in several ways or is not among ``classes``.
+    """
+    cells = [[part.strip() for part in re.split(r"[;|]", row[column]) if part.strip()] for row in table.rows]
+    if classes is None and not any(len(parts) > 1 for parts in cells):
+        values = list(Counter(part for parts in cells for part in parts))
+        both = len(values) <= 2 and all(state_of(value) is not None for value in values)
+        raise RequestError(
+            f"{table.name}: {column}: no cell has several labels with ; or | between them, such as "
+            f"{', '.join(map(shown, values[:2]))}; "
+            + (
+                "name all columns of yes and no as data.target"
+                if both
+                else "one class a slide is data.task: multiclass"
+            )
+        )
+    parts = [(line, part) for line, cell in zip(table.lines, cells, strict=True) for part in cell]
+    texts, lines, where = [part for _, part in parts], [line for line, _ in parts], f"{table.name}: {column}"
+    spelled = one_spelling(texts, "class", where, merge=merge, lines=lines, known=classes or (), knows="the model")
+    names = tuple(classes) if classes is not None else tuple(sorted(set(spelled.spelling.values()), key=natural_key))
+    unknown = [(line, part) for line, part in parts if spelled.spelling[part] not in names]
+    if unknown:
+        line, part = unknown[0]
+        raise RequestError(f"{where}: unknown label {shown(part)} (line {line}); known: {', '.join(names)}")
+    sets = [{spelled.spelling[part] for part in cell} for cell in cells]
+    found: list[Target | None] = [
+        tuple(YES if name in one else NO for name in names) if row[column] else None
+        for one, row in zip(sets, table.rows, strict=True)
+    ]
+    return names, found, joined_note(where, spelled.joined) if spelled.joined else ""
+
+
+def _one_of_each(table: Table, found: Sequence[Target | None], names: tuple[str, ...]) -> dict[str, Target | None]:
+    """Return slide or case to its target.
+
+    Raises:
+        RequestError: Two rows of one differ, or a row has labels but no key.
+    """
+    indices: dict[str, Target | None] = {}
+    lines: dict[str, int] = {}
+    for line, row, target in zip(table.lines, table.rows, found, strict=True):
+        item = row[table.key]
+        if not item:
+            if target is not None:
+                raise RequestError(f"{table.name}, line {line}: labels, but no {table.key}")
+            continue
+        if item in indices and indices[item] != target:
+            raise RequestError(
+                f"{table.name}: {table.key} {item} has two labels: {_text(indices[item], names)} on line {lines[item]} "
+                f"and {_text(target, names)} on line {line}"
+            )
+        indices.setdefault(item, target)
+        lines.setdefault(item, line)
+    return indices
+
+
+def _refuse_constant(table: Table, names: tuple[str, ...], known: Sequence[tuple[float, ...]]) -> None:
+    states = [{target[k] for target in known} - {UNKNOWN} for k in range(len(names))]
+    same = [name for name, found in zip(names, states, strict=True) if len(found) < 2]
+    if same:
+        raise RequestError(
+            f"{table.name}: {', '.join(same)}: the same for every slide: there is nothing to learn; leave it out"
+        )
+
+
+def _text(target: Target | None, names: tuple[str, ...]) -> str:
+    return "none" if not isinstance(target, tuple) else label_set_text(target, names)
+
+
+def label_set_text(target: tuple[float, ...], names: Sequence[str]) -> str:
+    """Return the labels of a target with ``;`` between them, unknown ones with a question mark: ``TP53;KRAS?``."""
+    parts = [f"{name}?" if value == UNKNOWN else name for name, value in zip(names, target, strict=True) if value != NO]
+    return ";".join(parts) or "none"

@@ -1,0 +1,1 @@
+"""Multilabel: each slide has any number of several labels."""

@@ -1,0 +1,86 @@
+"""Metrics of several labels, of many draws from the samples at once; samples whose label is unknown do not count."""
+
+from __future__ import annotations
+
+import torch
+
+from data.samples.label_sets import NO, UNKNOWN, YES
+
+MEANS = ("auroc", "average_precision", "balanced_accuracy", "f1")
+"""Metrics that are means over the labels in which they are defined."""
+
+
+def label_metrics(
+    scores: torch.Tensor, called: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return each of `MEANS` for each label, (draws, labels); NaN if undefined: a draw lacks slides with or without it.
+
+    ``auroc``: fraction of the pairs (with, without the label) in right order, ties one half. ``average_precision``:
+    mean of the precision at each slide with the label, in the order of scores. ``balanced_accuracy``: mean of
+    sensitivity and specificity. ``f1``: harmonic mean of precision and sensitivity.
+
+    Args:
+        scores: (N, labels) float64 by which slides are ranked.
+        called: (N, labels) whether each label is predicted.
+        targets: (N, labels), see `data.samples.label_sets`.
+        counts: (draws, N) float64, how often each draw has each sample.
+    """
+    columns = []
+    for k in range(scores.shape[1]):
+        known = (targets[:, k] != UNKNOWN).nonzero()[:, 0]
+        columns.append(_of_label(scores[known, k], called[known, k], targets[known, k], counts[:, known]))
+    return {name: torch.stack([column[name] for column in columns], 1) for name in MEANS}
+
+
+def macro(values: torch.Tensor) -> torch.Tensor:
+    """Return the mean (draws,) over the labels (draws, labels) in which a metric is defined; NaN if it is in none."""
+    known = values.isfinite()
+    return torch.where(known, values, 0.0).sum(1) / known.sum(1)
+
+
+def _of_label(
+    scores: torch.Tensor, called: torch.Tensor, target: torch.Tensor, counts: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    yes, no = counts * (target == YES), counts * (target == NO)
+    total_yes, total_no = yes.sum(1), no.sum(1)
+    defined = (total_yes > 0) & (total_no > 0)
+    distinct, rank = torch.unique(-scores, return_inverse=True)  # the highest score first
+    shape = (len(counts), len(distinct))
+    hits, others = (torch.zeros(shape, dtype=torch.float64).index_add_(1, rank, part) for part in (yes, no))
+    above, false = hits.cumsum(1), others.cumsum(1)
+    area = (hits * (total_no[:, None] - false + others / 2)).sum(1) / (total_yes * total_no)
+    precision = torch.where(above + false > 0, above / (above + false), 0.0)
+    found, wrong = (yes * called).sum(1), (no * called).sum(1)
+    values = {
+        "auroc": area,
+        "average_precision": (hits * precision).sum(1) / total_yes,
+        "balanced_accuracy": (found / total_yes + 1 - wrong / total_no) / 2,
+        "f1": 2 * found / (total_yes + found + wrong),
+    }
+    return {name: torch.where(defined, value, torch.nan) for name, value in values.items()}
+
+
+def best_thresholds(probabilities: torch.Tensor, targets: torch.Tensor) -> list[float | None]:
+    """Return the threshold of each label with the highest balanced accuracy; None: all slides are alike.
+
+    It lies halfway between two neighbouring probabilities; of equals, nearest to one half.
+
+    Args:
+        probabilities: (N, labels) float64.
+        targets: (N, labels).
+    """
+    found: list[float | None] = []
+    for k in range(probabilities.shape[1]):
+        yes, no = (probabilities[targets[:, k] == value, k] for value in (YES, NO))
+        if not len(yes) or not len(no):
+            found.append(None)
+            continue
+        values = torch.unique(torch.cat([yes, no]))
+        between = (values[1:] + values[:-1]) / 2
+        if not len(between):
+            found.append(None)
+            continue
+        merit = (yes[None] >= between[:, None]).double().mean(1) + (no[None] < between[:, None]).double().mean(1)
+        best = between[merit >= merit.max() - 1e-12]
+        found.append(float(best[(best - 0.5).abs().argmin()]))
+    return found

@@ -1,0 +1,85 @@
+"""What a cohort page shows of several labels: their curves, and how each is recognised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data.samples.label_sets import NO, UNKNOWN, YES
+from workflows.tasks.bootstrap import resampled
+from workflows.tasks.multilabel.metrics import MEANS, label_metrics, macro
+from workflows.tasks.page_section import PageSection, PageTable, shown_metric
+from workflows.tasks.plots import ScoredClass, rate_plots
+
+Array = NDArray[np.float64]
+MAX_CURVES = 8
+"""Most labels whose curves are drawn: those with most slides."""
+
+
+def labels_section(
+    values: Array, targets: torch.Tensor, draws: Array, names: Sequence[str], thresholds: Sequence[float]
+) -> PageSection:
+    """Return plots and tables of N labelled slides.
+
+    Args:
+        values: (N, labels) probabilities.
+        targets: (N, labels), see `data.samples.label_sets`.
+        draws: (draws, N) how often each bootstrap draw has each slide.
+        names: The labels.
+        thresholds: On the probability of each.
+    """
+    scores = torch.from_numpy(np.ascontiguousarray(values))
+    called = scores >= torch.tensor(thresholds, dtype=torch.float64)
+
+    def draw(counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        of_labels = label_metrics(scores, called, targets, counts)
+        means = {name: macro(of_labels[name]) for name in MEANS}
+        each = of_labels["auroc"]
+        return means | {f"auroc_{name}": each[:, k] for k, name in enumerate(names)}
+
+    once = {name: float(value) for name, value in draw(torch.ones(1, len(scores), dtype=torch.float64)).items()}
+    bounds = resampled(draw, list(once), torch.from_numpy(draws))
+    texts = {name: shown_metric(name, v if math.isfinite(v) else None, bounds[name])[1] for name, v in once.items()}
+    shown = [(f"{name.replace('_', ' ')}, mean of the labels", texts[name]) for name in MEANS]
+    wrong = ((called != (targets == YES)) & (targets != UNKNOWN)).double()
+    sizes = (wrong * (scores - targets).abs()).sum(1)
+    return PageSection(
+        shown,
+        rate_plots(_curves(values, targets.numpy(), draws, names)),
+        [_table(scores, called, targets, names, thresholds, texts)],
+        {k: float(sizes[k]) for k in wrong.any(1).nonzero()[:, 0].tolist()},
+    )
+
+
+def _curves(values: Array, targets: Array, draws: Array, names: Sequence[str]) -> list[ScoredClass]:
+    """Return the labels whose curves are drawn, each of the slides on which it is known."""
+    most = sorted(range(len(names)), key=lambda k: -int((targets[:, k] == YES).sum()))[:MAX_CURVES]
+    curves = []
+    for k in sorted(most):
+        known = targets[:, k] != UNKNOWN
+        curves.append(ScoredClass(names[k], k, values[known, k], targets[known, k] == YES, draws[:, known]))
+    return curves
+
+
+def _table(
+    scores: torch.Tensor,
+    called: torch.Tensor,
+    targets: torch.Tensor,
+    names: Sequence[str],
+    thresholds: Sequence[float],
+    texts: dict[str, str],
+) -> PageTable:
+    """Return how each label is recognised at its threshold."""
+    rows = []
+    for k, name in enumerate(names):
+        yes, no = targets[:, k] == YES, targets[:, k] == NO
+        hit, rejected = (float(part.double().mean()) for part in (called[yes, k], ~called[no, k]))
+        rates = ("–" if math.isnan(rate) else f"{rate:.3f}" for rate in (hit, rejected))
+        counts = (f"{int(yes.sum())}", f"{int(no.sum())}", f"{int((targets[:, k] == UNKNOWN).sum())}")
+        rows.append((name, *counts, texts[f"auroc_{name}"], f"{thresholds[k]:.3f}", *rates))
+    head = ("label", "with", "without", "unknown", "AUROC", "threshold", "sensitivity", "specificity")
+    return PageTable("Labels", head, tuple(rows))

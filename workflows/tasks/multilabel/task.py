@@ -1,0 +1,244 @@
+"""Several labels of each slide, each of which it has or not: a sigmoid and binary cross-entropy for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from numpy.typing import NDArray
+
+from data.missing import is_missing
+from data.samples.label_sets import NO, UNKNOWN, YES, label_set_text, load_label_sets, state_of
+from data.samples.labels import Labels, Target
+from hyfi_core.errors import RequestError
+from pathology.predict.readout import Readout
+from workflows.config.data import DataConfig
+from workflows.config.tasks import TASKS, TaskFacts
+from workflows.tasks.multilabel.metrics import MEANS, best_thresholds, label_metrics, macro
+from workflows.tasks.multilabel.page import labels_section
+from workflows.tasks.multilabel.readout import HALF, NONE, LabelsReadout
+from workflows.tasks.page_section import PageSection
+from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
+
+
+@dataclass(frozen=True)
+class Multilabel(Task):
+    """Labels. A target has `YES`, `NO` or `UNKNOWN` for each; unknown ones count nowhere.
+
+    Attributes:
+        labels: Their names, in the order of the logits.
+        weights: Weights of (slides with, slides without) each label in the loss; empty: all 1.
+    """
+
+    facts: ClassVar[TaskFacts] = TASKS["multilabel"]
+    labels: tuple[str, ...] = ()
+    weights: tuple[tuple[float, float], ...] = ()
+
+    @classmethod
+    def read_labels(cls, source: LabelSource) -> Labels:
+        """Return the labels of each slide; see ``Task`` and `data.samples.label_sets.load_label_sets`."""
+        return load_label_sets(
+            source.path,
+            source.columns,
+            classes=source.classes,
+            rows=source.rows,
+            merge_alike=source.merge_alike,
+            missing=source.missing,
+        )
+
+    @classmethod
+    def fitted(cls, data: DataConfig, labels: Labels, train: Sequence[Target]) -> Self:
+        """Return the labels, with weights if they are to be balanced."""
+        task = cls(data.columns, labels.classes)
+        if data.class_weights == "none":
+            return task
+        targets = task.tensor(train)
+        yes, no = ((targets == value).sum(0).double() for value in (YES, NO))
+        absent = [
+            name for name, least in zip(labels.classes, torch.minimum(yes, no).tolist(), strict=True) if not least
+        ]
+        if absent:
+            raise RequestError(
+                f"data.class_weights: all training slides are alike in {', '.join(absent)}, which cannot be balanced"
+            )
+        weights = torch.stack([(yes + no) / (2 * yes), (yes + no) / (2 * no)], 1)
+        return replace(task, weights=tuple((one, other) for one, other in weights.tolist()))
+
+    @classmethod
+    def of_json(cls, model: Mapping[str, Any]) -> Self:
+        """Return the task of a ``model.json``."""
+        weights = tuple((float(one), float(other)) for one, other in model["label_weights"])
+        return cls(target_columns(model), tuple(map(str, model["class_names"])), weights)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return names and weights."""
+        return {"class_names": list(self.labels), "label_weights": [list(pair) for pair in self.weights]}
+
+    def read_again(
+        self, path: Path, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
+    ) -> Labels:
+        """Return labels for a model that was trained before; several columns are those of its labels, in order."""
+        known = self.labels if len(self.columns) == 1 else self.columns
+        labels = self.read_labels(LabelSource(path, self.columns, known, rows, merge_alike, missing))
+        return replace(labels, classes=self.labels)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The labels."""
+        return self.labels
+
+    @property
+    def outputs(self) -> int:
+        """Number of labels."""
+        return len(self.labels)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Means over the labels, then the AUROC of each."""
+        return (*super().metric_names, *(f"auroc_{name}" for name in self.labels))
+
+    def tensor(self, targets: Iterable[Target]) -> torch.Tensor:
+        """Return (N, labels) float64."""
+        return torch.tensor([_states(target) for target in targets], dtype=torch.float64).reshape(-1, self.outputs)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean over samples of the sum over known labels, divided by the number of labels.
+
+        So every known label of a batch counts the same, however the batch is divided.
+        """
+        return self._losses(outputs, targets).mean()
+
+    def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the metrics of `workflows.tasks.multilabel.metrics`, with thresholds of one half."""
+        found = label_metrics(outputs.double(), outputs >= 0, targets, counts)
+        each = {f"auroc_{name}": found["auroc"][:, k] for k, name in enumerate(self.labels)}
+        loss = counts @ self._losses(outputs.double(), targets) / counts.sum(1)
+        return {"loss": loss, **{name: macro(found[name]) for name in MEANS}, **each}
+
+    def by_case(
+        self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of the mean or highest probability of each label; a case has the labels of any slide."""
+        merged, of_any = [], []
+        yes, no = (torch.nn.functional.logsigmoid(sign * outputs.double()) for sign in (1, -1))
+        for case in range(int(of_case.max()) + 1 if len(of_case) else 0):
+            members = of_case == case
+            mean = yes[members].logsumexp(0) - no[members].logsumexp(0)  # exact where probabilities round to 1
+            merged.append(mean if how == "mean" else outputs[members].double().amax(0))
+            of_any.append(targets[members].amax(0))
+        return torch.stack(merged), torch.stack(of_any)
+
+    def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
+        """Return the threshold of each label with the highest balanced accuracy; one half where slides are alike."""
+        if not bool(outputs.isfinite().all()):
+            return None
+        chosen = best_thresholds(outputs.double().sigmoid(), targets)
+        thresholds = {name: HALF if one is None else one for name, one in zip(self.labels, chosen, strict=True)}
+        kept = [name for name, one in zip(self.labels, chosen, strict=True) if one is None]
+        return {"thresholds": thresholds, "not_chosen": kept, "slides": len(targets)}
+
+    def describe_calibration(
+        self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Return sensitivity and specificity at the thresholds."""
+        if "thresholds" not in fitted:
+            return None
+        readout = self.readout(fitted)
+        scores = outputs.double().sigmoid()
+        called = scores >= torch.tensor(readout.thresholds, dtype=torch.float64)
+        once = torch.ones(1, len(scores), dtype=torch.float64)
+        found = {name: float(macro(value)) for name, value in label_metrics(scores, called, targets, once).items()}
+        shown = {name: value if value == value else None for name, value in found.items() if name in MEANS[2:]}
+        texts = [f"{name.replace('_', ' ')} " + ("undefined" if v is None else f"{v:.3f}") for name, v in shown.items()]
+        return f"with thresholds of the labels, mean {', '.join(texts)}", {**fitted, **shown, "slides": len(scores)}
+
+    def describe(self) -> str:
+        """Return the labels."""
+        return f"labels {', '.join(self.labels)}"
+
+    def text(self, target: Target) -> str:
+        """Return the labels with ``;`` between them, ``none`` if there are none; unknown ones have a question mark."""
+        return label_set_text(_states(target), self.labels)
+
+    def target_of(self, text: str) -> Target | None:
+        """Return the target of such a text, or of the cells of all columns with ``;`` between them: ``1;0;1``."""
+        parts = [part.strip() for part in text.replace("|", ";").split(";")]
+        if len(self.columns) > 1 and len(parts) == len(self.labels) and all(map(_is_cell, parts)):
+            states = [UNKNOWN if (state := state_of(part)) is None else state for part in parts]
+            return tuple(states) if any(state != UNKNOWN for state in states) else None
+        named = set(parts) - {"", NONE}
+        if not text.strip() or named - {form for name in self.labels for form in (name, f"{name}?")}:
+            return None
+        return tuple(YES if name in named else UNKNOWN if f"{name}?" in named else NO for name in self.labels)
+
+    def warnings(self, train: Sequence[Target], val: Sequence[Target]) -> list[str]:
+        """Return warnings about labels that all slides of a split have, or none."""
+        warnings = []
+        for slides, name, effect in (
+            (train, "training", "cannot be learnt"),
+            (val, "validation", "have no metrics and a threshold of 0.5"),
+        ):
+            targets = self.tensor(slides)
+            alike = [
+                label
+                for k, label in enumerate(self.labels)
+                if len(targets) and not bool((targets[:, k] == YES).any() and (targets[:, k] == NO).any())
+            ]
+            if alike:
+                warnings.append(f"all {name} slides are alike in {', '.join(alike)}, which {effect}")
+        return warnings
+
+    def check_resumed(self, model: Mapping[str, Any]) -> None:
+        """Check that the labels are the same; their weights may change with the data."""
+        names = tuple(model["class_names"])
+        if names != self.labels:
+            raise RequestError(
+                f"data.target: the labels are {', '.join(self.labels)}; those of the run {', '.join(names)}"
+            )
+
+    def readout(self, calibration: Mapping[str, Any] | None) -> LabelsReadout:
+        """Return probabilities and thresholds."""
+        chosen = (calibration or {}).get("thresholds")
+        return LabelsReadout(
+            self.labels, tuple(float((chosen or {}).get(name, HALF)) for name in self.labels), chosen is not None
+        )
+
+    def is_wrong(self, prediction: str, target: Target) -> bool:
+        """Whether a known label is predicted that the slide does not have, or the reverse."""
+        called = set(prediction.split(";"))
+        states = zip(self.labels, _states(target), strict=True)
+        return any((name in called) != (state == YES) for name, state in states if state != UNKNOWN)
+
+    def page(
+        self,
+        values: NDArray[Any],
+        targets: Sequence[Target],
+        draws: NDArray[Any],
+        readout: Readout,
+        before: NDArray[Any] | None = None,
+    ) -> PageSection:
+        """Return the curves of the labels, and how each is recognised."""
+        assert isinstance(readout, LabelsReadout)
+        return labels_section(values, self.tensor(targets), draws, self.labels, readout.thresholds)
+
+    def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each sample, (N,)."""
+        logits = wide(outputs)
+        known, yes = (targets != UNKNOWN).to(logits.dtype), (targets == YES).to(logits.dtype)
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, yes, reduction="none") * known
+        if self.weights:
+            pairs = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
+            losses = losses * torch.where(yes > 0, pairs[:, 0], pairs[:, 1])
+        return losses.sum(1) / len(self.labels)
+
+
+def _is_cell(text: str) -> bool:
+    return state_of(text) is not None or is_missing(text)
+
+
+def _states(target: Target) -> tuple[float, ...]:
+    assert isinstance(target, tuple)
+    return target
