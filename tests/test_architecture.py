@@ -52,15 +52,27 @@ ARROWS = {
         "launch": {"config"},
         "finetuning": {"config"},
         "encoders": {"finetuning", "config"},
+        "features": {"encoders", "finetuning", "config"},
         "tasks": {"config"},
-        "evaluation": {"encoders", "finetuning", "tasks", "launch", "config"},
-        "training": {"encoders", "finetuning", "evaluation", "tasks", "launch", "config"},
-        "commands": {"training", "encoders", "finetuning", "evaluation", "tasks", "launch", "config"},
-        "benchmarks": {"commands", "training", "encoders", "finetuning", "evaluation", "tasks", "launch", "config"},
+        "evaluation": {"features", "encoders", "finetuning", "tasks", "launch", "config"},
+        "training": {"features", "encoders", "finetuning", "evaluation", "tasks", "launch", "config"},
+        "commands": {"training", "features", "encoders", "finetuning", "evaluation", "tasks", "launch", "config"},
+        "benchmarks": {
+            "commands",
+            "training",
+            "features",
+            "encoders",
+            "finetuning",
+            "evaluation",
+            "tasks",
+            "launch",
+            "config",
+        },
         "gpu_check": {
             "benchmarks",
             "commands",
             "training",
+            "features",
             "encoders",
             "finetuning",
             "evaluation",
@@ -294,7 +306,7 @@ HELP = "import contextlib, workflows.cli\nwith contextlib.suppress(SystemExit):\
 @pytest.mark.parametrize(
     "code",
     ["import hyfi_core.plan", "import hyfi_core.schedule", "import hyfi_core.errors", HELP.format(words=["--help"])]
-    + [HELP.format(words=[name, "--help"]) for name in ("train", "ingest", "predict", "view")],
+    + [HELP.format(words=[name, "--help"]) for name in ("train", "ingest", "predict", "view", "features")],
 )
 def test_light_things_stay_light(code: str) -> None:
     heavy = {"torch", "numpy", "zarr", "skimage", "tifffile", "openslide", "mpi4py", "starlette", "uvicorn"}

@@ -1,7 +1,4 @@
-"""The command line: declares every command and passes its options to the module that implements it.
-
-Nothing large is imported here; commands import what they need when they run, so that ``--help`` is fast.
-"""
+"""The command line: declares every command; they import what they need when they run, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ import typer
 
 from data.location import is_address
 from hyfi_core.runtime.launch import inside_launcher
+from workflows.cli_features import features
 from workflows.cli_launch import launch
 from workflows.cli_options import (
     AcceptDataChanges,
@@ -370,7 +368,7 @@ def status(
     _exit(partial(command.run, run, as_json))
 
 
-for command in (view, plan, simulate):
+for command in (view, plan, simulate, features):
     app.command()(command)
 app.add_typer(launch)
 

@@ -112,7 +112,7 @@ class ShardedArray:
             for run in runs:
                 self._read_run(run, box, out)
         else:
-            for _ in _pool(threads).map(lambda run: self._read_run(run, box, out), runs):
+            for _ in thread_pool(threads).map(lambda run: self._read_run(run, box, out), runs):
                 pass
 
     def _read_far(self, runs: list[_ChunkRun], box: Box, out: Pixels, threads: int) -> None:
@@ -314,7 +314,7 @@ def _slices(data: bytes | memoryview, index: Index, group: list[int]) -> Iterato
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
+def thread_pool(threads: int) -> ThreadPoolExecutor:
     """Return this process's thread pool; threads do not survive a fork, so a forked child makes its own."""
     key = (os.getpid(), threads)
     pool = _pools.get(key)

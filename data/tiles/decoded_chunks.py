@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.location import ahead
+from data.location import ahead, is_far
+from data.store.sharded_array import thread_pool
 from data.store.slide_store import SlideStore
 from hyfi_core.plan.box import Box
 
@@ -23,11 +25,12 @@ class DecodedChunks:
         slide: The open slide.
         level: Index of the level.
         cache_bytes: Decoded chunks that stay in memory.
+        threads: Chunks decoded at a time.
     """
 
-    def __init__(self, slide: SlideStore, level: int, cache_bytes: int) -> None:
+    def __init__(self, slide: SlideStore, level: int, cache_bytes: int, threads: int = 1) -> None:
         size = slide.levels[level]
-        self._slide, self._level = slide, level
+        self._slide, self._level, self._threads = slide, level, threads
         self._px = slide.images[size.path].layout.chunk_px
         self.bounds = Box.of_size(size.height_px, size.width_px)
         self._most = cache_bytes // (3 * self._px[0] * self._px[1])
@@ -60,11 +63,23 @@ class DecodedChunks:
             if place in self._recent:
                 self._recent.move_to_end(place)
                 yield place, self._recent[place]
-        for place, chunk in zip(missing, ahead(self._decode, missing, self._slide.path), strict=True):
+        for place, chunk in zip(missing, self._decoded(missing), strict=True):
             self._recent[place] = chunk
             while len(self._recent) > self._most:
                 self._recent.popitem(last=False)
             yield place, chunk
+
+    def _decoded(self, places: Sequence[ChunkPlace]) -> Iterator[NDArray[np.uint8]]:
+        """Yield chunks in order; two for each thread are under way or waiting."""
+        if self._threads <= 1 or is_far(self._slide.path):
+            yield from ahead(self._decode, places, self._slide.path)
+            return
+        pool, rest = thread_pool(self._threads), iter(places)
+        under_way = deque(pool.submit(self._decode, place) for place in islice(rest, 2 * self._threads))
+        while under_way:
+            chunk = under_way.popleft().result()
+            under_way.extend(pool.submit(self._decode, place) for place in islice(rest, 1))
+            yield chunk
 
     def _decode(self, place: ChunkPlace) -> NDArray[np.uint8]:
         return self._slide.read(self.box(place), self._level)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from data.samples.augment import Augment
 from data.store.layout import BACKGROUND
+from data.store.sharded_array import thread_pool
 from data.store.slide_store import SlideStore
 from data.tiles.decoded_chunks import ChunkPlace, DecodedChunks
 from data.tiles.resample import reduced
@@ -32,6 +33,7 @@ class StoreTiles:
         augment: Ranges of the augmentation of each tile; None: none.
         seed, epoch: Keys of the augmentation, together with slide and corner of a tile.
         cache_bytes: Decoded chunks that stay in memory between calls.
+        threads: Chunks decoded, and tiles reduced, at a time.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class StoreTiles:
         seed: int = 0,
         epoch: int = 0,
         cache_bytes: int = CACHE_BYTES,
+        threads: int = 1,
     ) -> None:
         self.name, self.tiles = slide.slide_id, tiles
         self._augment, self._key = augment, (seed, epoch)
-        self._chunks = DecodedChunks(slide, tiles.plane.level, cache_bytes)
+        self._threads = threads
+        self._chunks = DecodedChunks(slide, tiles.plane.level, cache_bytes, threads)
 
     def __len__(self) -> int:
         """Return the number of tiles."""
@@ -69,14 +73,28 @@ class StoreTiles:
     def read_array(self, indices: Sequence[int]) -> NDArray[np.uint8]:
         """Return the same as :meth:`read`, as an array of NumPy's."""
         corners = self.tiles.corners[np.asarray(indices, dtype=np.intp)]
-        plane, size = self.tiles.plane, (self.tiles.size_px, self.tiles.size_px)
         pixels = self._level_pixels([self.tiles.level_box(corner) for corner in corners])
-        result = np.empty((len(corners), 3, *size), np.uint8)
-        for tile, (y, x), level in zip(result, corners.tolist(), pixels, strict=True):
-            tile[...] = level if plane.is_level else reduced(level, (y, x), size, plane.step)
-            if self._augment is not None:
-                tile[...] = self._augment.draw(*self._key, f"{self.name}@{y},{x}", size).apply(tile)
+        result = np.empty((len(corners), 3, self.tiles.size_px, self.tiles.size_px), np.uint8)
+
+        def finish(index: int) -> None:
+            y, x = corners[index].tolist()
+            result[index] = self._finished(y, x, pixels[index])
+
+        plain = self.tiles.plane.is_level and self._augment is None
+        if self._threads > 1 and not plain:
+            list(thread_pool(self._threads).map(finish, range(len(corners))))
+        else:
+            for index in range(len(corners)):
+                finish(index)
         return result
+
+    def _finished(self, y: int, x: int, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return a tile, given its corner in the plane and the level's pixels around it."""
+        plane, size = self.tiles.plane, (self.tiles.size_px, self.tiles.size_px)
+        tile = pixels if plane.is_level else reduced(pixels, (y, x), size, plane.step)
+        if self._augment is None:
+            return tile
+        return self._augment.draw(*self._key, f"{self.name}@{y},{x}", size).apply(tile)
 
     def _level_pixels(self, boxes: Sequence[Box]) -> list[NDArray[np.uint8]]:
         """Return the pixels of boxes of the level."""

@@ -70,7 +70,15 @@ class TissueTiles:
 
         These are the pixels that OpenSlide's ``read_region`` counts. Formats of other tools have them as (x, y).
         """
-        corners: Corners = self._source_corners().min(axis=1).round().astype(np.int64)
+        coords: Corners = self.source_corners.round().astype(np.int64)
+        return coords
+
+    @property
+    def source_corners(self) -> NDArray[np.float64]:
+        """``(N, 2)`` float64: `coords` before they are rounded to whole pixels."""
+        matrix = np.array(self.to_source)
+        ends = np.stack([self.corners, self.corners + self.size_px], axis=1).astype(np.float64)
+        corners: NDArray[np.float64] = (ends @ matrix[:, :2].T + matrix[:, 2]).min(axis=1)
         return corners
 
     @property
@@ -109,13 +117,6 @@ class TissueTiles:
         summed = hashlib.sha256(repr(what).encode())
         summed.update(np.ascontiguousarray(self.corners, dtype="<i8").tobytes())
         return summed.hexdigest()
-
-    def _source_corners(self) -> NDArray[np.float64]:
-        """Return ``(N, 2, 2)``: two opposite corners of each tile in the slide that was ingested."""
-        matrix = np.array(self.to_source)
-        ends = np.stack([self.corners, self.corners + self.size_px], axis=1).astype(np.float64)
-        mapped: NDArray[np.float64] = ends @ matrix[:, :2].T + matrix[:, 2]
-        return mapped
 
 
 def tissue_tiles(slide: SlideStore, tiling: Tiling) -> TissueTiles:

@@ -32,6 +32,7 @@ COMMANDS = [
     "view",
     "plan",
     "simulate",
+    "features",
 ]
 
 

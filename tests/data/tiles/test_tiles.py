@@ -14,9 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.samples.augment import Augment
-from data.store.layout import LevelSize, pyramid_levels
-from data.store.slide_store import SlideStore, slide_path
-from data.store.writer import SlideWriter
+from data.store.slide_store import SlideStore
 from data.tiles.reader import StoreTiles
 from data.tiles.resample import covered, reduced
 from data.tiles.tiling import Tiling
@@ -24,22 +22,7 @@ from data.tiles.tissue_tiles import NoTilesError, tissue_tiles
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from hyfi_core.tiles.source import TileSource, read_tiles
-
-SIZES = [LevelSize(1101, 4301), LevelSize(551, 2151), LevelSize(276, 1076)]
-AFFINE = [[2.5, 0.0, 40.0], [0.0, 2.5, 7.0]]
-
-
-def write_slide(store: Path, slide_id: str, mask: np.ndarray) -> SlideStore:
-    """Write a slide of noise in two files, with a mask of 8 µm per pixel."""
-    rng = np.random.default_rng(7)
-    with SlideWriter(store, slide_id, pyramid_levels(SIZES, 1.0)) as writer:
-        for k, size in enumerate(SIZES):
-            pixels = rng.integers(0, 256, (3, size.height_px, size.width_px), dtype=np.uint8)
-            for x in range(0, pixels.shape[2], 4096):
-                writer.write(k, 0, x, pixels[:, :, x : x + 4096])
-        writer.write_tissue(mask, 8.0)
-        writer.publish({"kind": "resampled", "affine": AFFINE})
-    return SlideStore.open(slide_path(store, slide_id))
+from tests.data.tiles.stored import AFFINE, write_slide
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +92,7 @@ def test_a_level_of_this_mpp_is_cut_as_it_is(slide: SlideStore, mpp: float) -> N
 @pytest.mark.parametrize(("mpp", "level"), [(1.25, 0), (1.7, 0), (3.0, 1), (17.0, 2)])
 def test_between_levels_tiles_are_cut_from_the_reduced_slide(slide: SlideStore, mpp: float, level: int) -> None:
     size = 96 if mpp < 10 else 16
-    tiles = StoreTiles(slide, tissue_tiles(slide, Tiling(size, mpp=mpp)))
+    tiles = StoreTiles(slide, tissue_tiles(slide, Tiling(size, mpp=mpp)), threads=1 + level)
     plane = tiles.tiles.plane
     assert plane.level == level and not plane.is_level
     height, width = (int(n) + size for n in plane.size_px)
@@ -154,11 +137,11 @@ def test_coords_of_a_turned_slide_are_its_upper_left_corner(slide: SlideStore) -
     )
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 2**20, 2**26])
+@pytest.mark.parametrize(("cache_bytes", "threads"), [(0, 1), (0, 3), (2**20, 2), (2**26, 1)])
 def test_each_chunk_is_decoded_once_for_a_call(
-    slide: SlideStore, cache_bytes: int, monkeypatch: pytest.MonkeyPatch
+    slide: SlideStore, cache_bytes: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiles = StoreTiles(slide, tissue_tiles(slide, Tiling(96)), cache_bytes=cache_bytes)
+    tiles = StoreTiles(slide, tissue_tiles(slide, Tiling(96)), cache_bytes=cache_bytes, threads=threads)
     decoded: Counter[Box] = Counter()
     read = SlideStore.read
 

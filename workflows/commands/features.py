@@ -1,0 +1,173 @@
+"""``hyfi features``: features of every tissue tile, as other tools read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyfi_core.errors import RequestError
+from workflows import console
+from workflows.exit_codes import DONE, SOME_FAILED
+from workflows.features.request import FeatureRequest
+from workflows.paths import require_writable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from data.store.slide_store import StoreLevel
+    from workflows.encoders.tile_encoder import TileEncoder
+    from workflows.features.compute import FeatureReport
+
+_SETTINGS_VERSION = 1
+_LARGEST_DIFFERENCE = 0.02
+
+
+def run(request: FeatureRequest, as_json: bool) -> int:
+    """Write the features of the slides of a store.
+
+    Returns:
+        0 if all slides are done, also before; 1 if some failed (each is named on standard error and in
+        ``DIR/features.csv``).
+
+    Raises:
+        RequestError: The store, the encoder or the folder cannot be used; nothing was written.
+        KeyboardInterrupt: Stopped on request; the same command continues.
+    """
+    from data.location import location
+    from workflows.features.compute import EncodingRun, FeatureReport, encode_slides
+    from workflows.features.feature_folder import FeatureFolder
+    from workflows.launch.owner import FolderOwner
+
+    store = location(request.store)
+    slides = _slides(store, request)
+    encoder = _encoder(request)
+    folder = FeatureFolder(request.out, request.form, _settings(request, encoder))
+    folder.check(slides, request.overwrite)
+    require_writable(request.out)
+    console.say(str(encoder))
+    if request.weights is None and encoder.untrained:
+        console.warn("the encoder's weights are random (--random-weights): its features mean nothing")
+    number, parts = request.part
+    advice = "choose another --out, or give each its own --part"
+    owner = FolderOwner(request.out, advice, f"{number}-of-{parts}" if parts > 1 else "")
+    folder.begin()
+    task = EncodingRun(store, encoder, folder, request.tiling, request.precision, request.batch, request.workers)
+    report = FeatureReport()
+    try:
+        with console.progress(len(slides), "features") as bar:
+            encode_slides(task, slides, report, bar.advance, console.warn)
+    finally:
+        table = folder.write_table()
+        owner.release()
+    _report(report, table, request, encoder, as_json)
+    return SOME_FAILED if report.failed else DONE
+
+
+def _slides(store: Path, request: FeatureRequest) -> list[str]:
+    """Return the slides of this part.
+
+    Raises:
+        RequestError: There is no store, it has no finished slides, or its slides are not of the tiles' resolution.
+    """
+    from data import slide_ids
+    from data.errors import StoreError
+    from data.location import each, is_remote
+    from data.store.slide_store import SlideStore, slide_path
+    from data.tiles.tiling import plane_of
+    from pathology.ingest.discover import part_of_names
+
+    if not is_remote(store) and not store.is_dir():
+        raise RequestError(f"{store}: no such folder; give a store, the --out of `hyfi ingest`")
+    try:
+        names = slide_ids(store)
+    except StoreError as error:
+        raise RequestError(f"{store}: {error}") from error
+    if not names:
+        raise RequestError(f"{store}: no slide of this store is done; run `hyfi ingest` first")
+
+    def levels_of(name: str) -> Sequence[StoreLevel]:
+        try:
+            return SlideStore.open(slide_path(store, name), check_files=False).levels
+        except StoreError:
+            return ()  # named when it is its turn
+
+    known = {name: levels for name, levels in zip(names, each(levels_of, names, store), strict=True) if levels}
+    for name, levels in known.items():
+        plane_of(levels, request.tiling.mpp, name)
+    if request.tiling.mpp is None and known:
+        finest = {name: sum(levels[0].mpp) / 2 for name, levels in known.items()}
+        least, most = min(finest, key=finest.__getitem__), max(finest, key=finest.__getitem__)
+        if finest[most] / finest[least] - 1 > _LARGEST_DIFFERENCE:
+            raise RequestError(
+                f"{store}: its slides have different resolutions ({least}: {finest[least]:g} µm/px, {most}: "
+                f"{finest[most]:g} µm/px); give that of the tiles, as in --mpp {finest[most]:g}"
+            )
+    return sorted(part_of_names(names, *request.part))
+
+
+def _encoder(request: FeatureRequest) -> TileEncoder:
+    """Return the encoder on its device.
+
+    Raises:
+        RequestError: It cannot be loaded, its weights are random, or there is no such device.
+    """
+    import torch
+
+    from workflows.encoders.load import load_encoder
+
+    if request.device == "cuda" and not torch.cuda.is_available():
+        raise RequestError("--device cuda: PyTorch finds no GPU; use --device cpu or auto")
+    encoder = load_encoder(
+        request.encoder,
+        request.weights,
+        size_px=request.tiling.size_px,
+        options=request.options,
+        mean=request.mean,
+        std=request.std,
+        allow_download=request.allow_download,
+    )
+    if not request.random_weights:
+        encoder.check_trained("give all of them with --weights FILE, or accept random ones with --random-weights")
+    on_gpu = request.device != "cpu" and torch.cuda.is_available()
+    encoder.module.to("cuda" if on_gpu else "cpu")
+    return encoder
+
+
+def _settings(request: FeatureRequest, encoder: TileEncoder) -> dict[str, Any]:
+    """Return all that features depend on beside the slide."""
+    return {
+        "version": _SETTINGS_VERSION,
+        "encoder": request.encoder,
+        "weights_sha256": encoder.digest(),
+        "options": dict(request.options),
+        "features": encoder.features,
+        "normalisation": encoder.normalisation.to_json(),
+        "size_px": request.tiling.size_px,
+        "stride_px": request.tiling.step_px,
+        "mpp": request.tiling.mpp,
+        "min_tissue": request.tiling.min_tissue,
+        "precision": request.precision,
+        "format": request.form,
+    }
+
+
+def _report(report: FeatureReport, table: Path, request: FeatureRequest, encoder: TileEncoder, as_json: bool) -> None:
+    for slide_id, reason in report.failed:
+        console.warn(f"failed: {slide_id}: {reason}")
+    console.say(
+        f"{len(report.done)} done ({console.counted(report.tiles, 'tile')}), {len(report.failed)} failed, "
+        f"{len(report.skipped)} finished before: {table}"
+    )
+    if as_json:
+        console.emit_json(
+            {
+                "out": str(request.out),
+                "table": str(table),
+                "format": request.form,
+                "features": encoder.features,
+                "tiles": report.tiles,
+                "done": report.done,
+                "skipped": report.skipped,
+                "failed": [{"slide_id": slide_id, "reason": reason} for slide_id, reason in report.failed],
+            }
+        )

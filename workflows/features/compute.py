@@ -1,0 +1,144 @@
+"""Features of the slides of a store: tiles are read ahead, encoded and written. A slide that fails stops no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.errors import StoreError
+from data.store.slide_store import SlideStore, slide_path
+from data.tiles.reader import StoreTiles
+from data.tiles.tiling import Tiling
+from data.tiles.tissue_tiles import NoTilesError, TissueTiles, tissue_tiles
+from workflows.encoders.tile_encoder import TileEncoder
+from workflows.features.errors import FeatureError
+from workflows.features.feature_file import FeatureFile
+from workflows.features.feature_folder import FeatureFolder
+from workflows.features.tiled_slide import TiledSlide
+
+_AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EncodingRun:
+    """How the slides of a store are encoded.
+
+    Attributes:
+        store: The store.
+        encoder: The encoder, on its device.
+        folder: Where features go.
+        tiling: The tiles.
+        precision: ``float32`` or ``bfloat16``.
+        batch: Tiles encoded at a time.
+        workers: Threads that decode.
+    """
+
+    store: Path
+    encoder: TileEncoder
+    folder: FeatureFolder
+    tiling: Tiling
+    precision: str
+    batch: int
+    workers: int
+
+
+@dataclass
+class FeatureReport:
+    """What became of the slides.
+
+    Attributes:
+        done: Slides that were encoded now.
+        skipped: Those that were finished before.
+        failed: Slide and reason.
+        tiles: Tiles that were encoded now.
+    """
+
+    done: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    tiles: int = 0
+
+
+def encode_slides(
+    run: EncodingRun, slide_ids: Sequence[str], report: FeatureReport, advance: Callable[[float, str], None], warn: Say
+) -> None:
+    """Write the features of slides; those that are finished are skipped.
+
+    Args:
+        run: How.
+        slide_ids: The slides.
+        report: Filled as slides are finished, also if an error ends this.
+        advance: Called with shares of a slide, and its name.
+        warn: Called with a line about a damaged or outdated slide.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    for slide_id in slide_ids:
+        try:
+            slide = SlideStore.open(slide_path(run.store, slide_id))
+            tiles = tissue_tiles(slide, run.tiling)
+            lack = run.folder.lack(slide_id, tiles.digest())
+            if lack is None:
+                report.skipped.append(slide_id)
+                advance(1.0, slide_id)
+                continue
+            if lack != "new":
+                warn(f"{slide_id}: {lack}; it is computed again")
+            _encode_slide(run, slide, tiles, advance)
+        except (StoreError, NoTilesError, FeatureError) as error:
+            run.folder.note_failed(slide_id, str(error))
+            report.failed.append((slide_id, str(error)))
+            continue
+        report.done.append(slide_id)
+        report.tiles += len(tiles)
+
+
+def _encode_slide(
+    run: EncodingRun, slide: SlideStore, tiles: TissueTiles, advance: Callable[[float, str], None]
+) -> None:
+    """Write the features of one slide. Memory: three batches of tiles, and decoded chunks of the reader."""
+    facts = TiledSlide.of(slide, tiles, run.encoder.name)
+    reader = StoreTiles(slide, tiles, threads=run.workers)
+    autocast = _AUTOCAST[run.precision]
+    with FeatureFile(run.folder.path, facts, run.encoder.features, run.folder.form) as file:
+        for start, pixels in _read_ahead(reader, run.batch):
+            vectors = run.encoder.encode(pixels, autocast).cpu().numpy()
+            _check_finite(vectors, tiles, start)
+            file.write(start, vectors)
+            advance(len(vectors) / len(tiles), slide.slide_id)
+        file.publish()
+    run.folder.note_done(slide.slide_id, tiles.digest(), len(tiles))
+
+
+def _read_ahead(reader: StoreTiles, batch: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield batches of tiles in order; the next is read by another thread meanwhile."""
+    starts = range(0, len(reader), batch)
+
+    def read(start: int) -> torch.Tensor:
+        return reader.read(range(start, min(start + batch, len(reader))))
+
+    with ThreadPoolExecutor(1, thread_name_prefix="hyfi-tiles") as pool:
+        ahead = pool.submit(read, 0)
+        for start in starts:
+            pixels = ahead.result()
+            if start + batch < len(reader):
+                ahead = pool.submit(read, start + batch)
+            yield start, pixels
+
+
+def _check_finite(vectors: np.ndarray, tiles: TissueTiles, start: int) -> None:
+    finite = np.isfinite(vectors).all(axis=1)
+    if not finite.all():
+        y, x = tiles.coords[start + int(np.argmin(finite))].tolist()
+        raise FeatureError(
+            f"the encoder's vector of the tile at (y, x) = ({y}, {x}) is not finite; use --precision float32, or check "
+            f"its weights"
+        )

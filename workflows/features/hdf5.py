@@ -1,0 +1,122 @@
+"""Features in HDF5, as TRIDENT, CLAM and STAMP write them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyfi_core.errors import RequestError
+from workflows.features.errors import FeatureError
+from workflows.features.tiled_slide import TiledSlide
+
+STAMP_VERSION = "2.1.0"
+"""The version whose attributes files have; STAMP refuses files of a version newer than itself."""
+_CHUNK_BYTES = 2**19
+"""Below HDF5's cache of 1 MiB, in which a chunk that is written in parts must stay."""
+
+
+def import_h5py() -> ModuleType:
+    """Return the module ``h5py``.
+
+    Raises:
+        RequestError: It is not installed.
+    """
+    try:
+        return import_module("h5py")
+    except ImportError as error:
+        raise RequestError(
+            f"h5py cannot be imported ({error}), which writes HDF5; install it with `pip install 'hyfi[encoders]'`, or "
+            f"use --format zarr"
+        ) from error
+
+
+class Hdf5Features:
+    """A file of features that is being written; each chunk has a checksum (Fletcher 32), which HDF5 checks itself.
+
+    Args:
+        path: The file.
+        facts: Of the slide and its tiles.
+        features: Length of a vector.
+        stamp: Whether STAMP reads it, otherwise TRIDENT and CLAM.
+    """
+
+    def __init__(self, path: Path, facts: TiledSlide, features: int, stamp: bool) -> None:
+        self._file = import_h5py().File(path, "w")
+        self._facts, self._dtype = facts, np.dtype(np.float16 if stamp else np.float32)
+        name, coords = ("feats", _stamp_coords(facts)) if stamp else ("features", _corners(facts))
+        count = len(facts)
+        rows = max(1, min(count, _CHUNK_BYTES // (features * self._dtype.itemsize)))
+        self._vectors = self._file.create_dataset(
+            name, (count, features), self._dtype, chunks=(rows, features), fletcher32=True
+        )
+        stored = self._file.create_dataset("coords", data=coords, chunks=(count, 2), fletcher32=True)
+        if stamp:
+            self._file.attrs.update(_stamp_attributes(facts))
+        else:
+            stored.attrs.update(trident_attributes(facts))
+            self._vectors.attrs.update({"name": facts.slide_id, "encoder": facts.encoder})
+
+    def write(self, start: int, vectors: NDArray[np.float32]) -> None:
+        """Write the vectors ``(n, D)`` of tiles ``start`` and following.
+
+        Raises:
+            FeatureError: A value is too large for the file's type.
+        """
+        with np.errstate(over="ignore"):
+            cast = vectors.astype(self._dtype, copy=False)
+        if not np.isfinite(cast).all():
+            raise FeatureError(
+                f"features up to {np.abs(vectors).max():g} do not fit into float16, which STAMP reads; use another "
+                f"--format"
+            )
+        self._vectors[start : start + len(cast)] = cast
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def trident_attributes(facts: TiledSlide) -> dict[str, Any]:
+    """Return the attributes of ``coords`` by which TRIDENT finds tiles in the slide."""
+    return {
+        "patch_size": facts.size_px,
+        "patch_size_level0": round(sum(facts.tile_source_px) / 2),
+        "level0_magnification": _number(facts.magnification),
+        "target_magnification": _number(facts.tile_magnification),
+        "overlap": max(0, facts.size_px - facts.stride_px),
+        "name": facts.slide_id,
+        "level0_width": facts.source_size_px[1],
+        "level0_height": facts.source_size_px[0],
+    }
+
+
+def _corners(facts: TiledSlide) -> NDArray[np.int64]:
+    """Return ``(N, 2)``: (x, y) of the upper left corners in level-0 pixels."""
+    return np.ascontiguousarray(facts.coords[:, ::-1])
+
+
+def _stamp_coords(facts: TiledSlide) -> NDArray[np.float32]:
+    """Return ``(N, 2)``: (x, y) of the upper left corners in micrometres."""
+    coords: NDArray[np.float32] = (facts.corners[:, ::-1] * np.array(facts.source_mpp_um[::-1])).astype(np.float32)
+    return coords
+
+
+def _stamp_attributes(facts: TiledSlide) -> dict[str, Any]:
+    return {
+        "stamp_version": STAMP_VERSION,
+        "extractor": facts.encoder,
+        "unit": "um",
+        "tile_size_um": facts.size_px * facts.mpp_um,
+        "tile_size_px": facts.size_px,
+        "code_hash": "hyfi",
+        "feat_type": "tile",
+    }
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value.is_integer() else value

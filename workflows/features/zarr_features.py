@@ -1,0 +1,86 @@
+"""Features in zarr 3: this project's own format.
+
+::
+
+    <slide_id>.zarr/   attributes `hyfi_features`: slide, encoder, size of tiles …
+        features       (N, D) float32
+        coords         (N, 2) int64: (y, x) of each tile's upper left corner in level-0 pixels of the slide
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+from zarr.codecs import Crc32cCodec
+
+from workflows.features.tiled_slide import TiledSlide
+
+FORMAT = 1
+"""Version of the attributes."""
+_CHUNK_BYTES = 2**22
+
+
+class ZarrFeatures:
+    """A group of features that is being written; each chunk has a checksum (CRC-32C).
+
+    Memory: a chunk of 4 MB.
+
+    Args:
+        path: The group's folder.
+        facts: Of the slide and its tiles.
+        features: Length of a vector.
+    """
+
+    def __init__(self, path: Path, facts: TiledSlide, features: int) -> None:
+        count = len(facts)
+        self._rows = max(1, min(count, _CHUNK_BYTES // (4 * features)))
+        group = zarr.open_group(path, mode="w", zarr_format=3, attributes={"hyfi_features": _attributes(facts)})
+        checksum = Crc32cCodec()
+        shape, chunks = (count, features), (self._rows, features)
+        self._vectors = group.create_array(
+            "features", shape=shape, chunks=chunks, dtype="float32", compressors=[checksum]
+        )
+        coords = group.create_array(
+            "coords", shape=(count, 2), chunks=(count, 2), dtype="int64", compressors=[checksum]
+        )
+        coords[:] = facts.coords
+        self._buffer, self._first, self._used = np.empty(chunks, np.float32), 0, 0
+
+    def write(self, start: int, vectors: NDArray[np.float32]) -> None:
+        """Write the vectors ``(n, D)`` of tiles ``start`` and following, which must be the next ones."""
+        if start != self._first + self._used:
+            raise ValueError(f"expected tile {self._first + self._used}, given {start}")
+        while len(vectors):
+            some = vectors[: self._rows - self._used]
+            self._buffer[self._used : self._used + len(some)] = some
+            self._used, vectors = self._used + len(some), vectors[len(some) :]
+            if self._used == self._rows:
+                self._flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._used:
+            self._vectors[self._first : self._first + self._used] = self._buffer[: self._used]
+            self._first, self._used = self._first + self._used, 0
+
+
+def _attributes(facts: TiledSlide) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "slide_id": facts.slide_id,
+        "encoder": facts.encoder,
+        "coords": "(y, x) of the upper left corner, in level-0 pixels of the slide",
+        "size_px": facts.size_px,
+        "stride_px": facts.stride_px,
+        "mpp": facts.mpp_um,
+        "source_size_px": list(facts.source_size_px),
+        "source_mpp": list(facts.source_mpp_um),
+        "tile_source_px": list(facts.tile_source_px),
+    }
