@@ -105,10 +105,10 @@ def _encode_slide(
     run: EncodingRun, slide: SlideStore, tiles: TissueTiles, advance: Callable[[float, str], None]
 ) -> None:
     """Write the features of one slide. Memory: three batches of tiles, and decoded chunks of the reader."""
-    facts = TiledSlide.of(slide, tiles, run.encoder.name)
+    tiled = TiledSlide.of(slide, tiles, run.encoder.name)
     reader = StoreTiles(slide, tiles, threads=run.workers)
     autocast = _AUTOCAST[run.precision]
-    with FeatureFile(run.folder.path, facts, run.encoder.features, run.folder.form) as file:
+    with FeatureFile(run.folder.path, tiled, run.encoder.features, run.folder.form) as file:
         for start, pixels in _read_ahead(reader, run.batch):
             vectors = run.encoder.encode(pixels, autocast).cpu().numpy()
             _check_finite(vectors, tiles, start)

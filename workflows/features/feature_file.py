@@ -59,13 +59,13 @@ class FeatureFile:
 
     Args:
         folder: The folder of features, which must exist.
-        facts: Of the slide and its tiles.
+        slide: Of the slide and its tiles.
         features: Length of a vector.
         form: The format.
     """
 
-    def __init__(self, folder: Path, facts: TiledSlide, features: int, form: FeatureFormat) -> None:
-        self._paths = [folder / name for name in files_of(facts.slide_id, form)]
+    def __init__(self, folder: Path, slide: TiledSlide, features: int, form: FeatureFormat) -> None:
+        self._paths = [folder / name for name in files_of(slide.slide_id, form)]
         for path in self._paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(path)
@@ -73,9 +73,9 @@ class FeatureFile:
         self._open = True
         self._writer: FeatureWriter
         if form == "zarr":
-            self._writer = ZarrFeatures(self._beside[0], facts, features)
+            self._writer = ZarrFeatures(self._beside[0], slide, features)
         else:
-            self._writer = Hdf5Features(self._beside[0], facts, features, stamp=form == "stamp")
+            self._writer = Hdf5Features(self._beside[0], slide, features, stamp=form == "stamp")
 
     def __enter__(self) -> Self:
         return self

@@ -40,26 +40,26 @@ class Hdf5Features:
 
     Args:
         path: The file.
-        facts: Of the slide and its tiles.
+        slide: Of the slide and its tiles.
         features: Length of a vector.
         stamp: Whether STAMP reads it, otherwise TRIDENT and CLAM.
     """
 
-    def __init__(self, path: Path, facts: TiledSlide, features: int, stamp: bool) -> None:
+    def __init__(self, path: Path, slide: TiledSlide, features: int, stamp: bool) -> None:
         self._file = import_h5py().File(path, "w")
-        self._facts, self._dtype = facts, np.dtype(np.float16 if stamp else np.float32)
-        name, coords = ("feats", _stamp_coords(facts)) if stamp else ("features", _corners(facts))
-        count = len(facts)
+        self._slide, self._dtype = slide, np.dtype(np.float16 if stamp else np.float32)
+        name, coords = ("feats", _stamp_coords(slide)) if stamp else ("features", _corners(slide))
+        count = len(slide)
         rows = max(1, min(count, _CHUNK_BYTES // (features * self._dtype.itemsize)))
         self._vectors = self._file.create_dataset(
             name, (count, features), self._dtype, chunks=(rows, features), fletcher32=True
         )
         stored = self._file.create_dataset("coords", data=coords, chunks=(count, 2), fletcher32=True)
         if stamp:
-            self._file.attrs.update(_stamp_attributes(facts))
+            self._file.attrs.update(_stamp_attributes(slide))
         else:
-            stored.attrs.update(trident_attributes(facts))
-            self._vectors.attrs.update({"name": facts.slide_id, "encoder": facts.encoder})
+            stored.attrs.update(trident_attributes(slide))
+            self._vectors.attrs.update({"name": slide.slide_id, "encoder": slide.encoder})
 
     def write(self, start: int, vectors: NDArray[np.float32]) -> None:
         """Write the vectors ``(n, D)`` of tiles ``start`` and following.
@@ -81,38 +81,38 @@ class Hdf5Features:
         self._file.close()
 
 
-def trident_attributes(facts: TiledSlide) -> dict[str, Any]:
+def trident_attributes(slide: TiledSlide) -> dict[str, Any]:
     """Return the attributes of ``coords`` by which TRIDENT finds tiles in the slide."""
     return {
-        "patch_size": facts.size_px,
-        "patch_size_level0": round(sum(facts.tile_source_px) / 2),
-        "level0_magnification": _number(facts.magnification),
-        "target_magnification": _number(facts.tile_magnification),
-        "overlap": max(0, facts.size_px - facts.stride_px),
-        "name": facts.slide_id,
-        "level0_width": facts.source_size_px[1],
-        "level0_height": facts.source_size_px[0],
+        "patch_size": slide.size_px,
+        "patch_size_level0": round(sum(slide.tile_source_px) / 2),
+        "level0_magnification": _number(slide.magnification),
+        "target_magnification": _number(slide.tile_magnification),
+        "overlap": max(0, slide.size_px - slide.stride_px),
+        "name": slide.slide_id,
+        "level0_width": slide.source_size_px[1],
+        "level0_height": slide.source_size_px[0],
     }
 
 
-def _corners(facts: TiledSlide) -> NDArray[np.int64]:
+def _corners(slide: TiledSlide) -> NDArray[np.int64]:
     """Return ``(N, 2)``: (x, y) of the upper left corners in level-0 pixels."""
-    return np.ascontiguousarray(facts.coords[:, ::-1])
+    return np.ascontiguousarray(slide.coords[:, ::-1])
 
 
-def _stamp_coords(facts: TiledSlide) -> NDArray[np.float32]:
+def _stamp_coords(slide: TiledSlide) -> NDArray[np.float32]:
     """Return ``(N, 2)``: (x, y) of the upper left corners in micrometres."""
-    coords: NDArray[np.float32] = (facts.corners[:, ::-1] * np.array(facts.source_mpp_um[::-1])).astype(np.float32)
+    coords: NDArray[np.float32] = (slide.corners[:, ::-1] * np.array(slide.source_mpp_um[::-1])).astype(np.float32)
     return coords
 
 
-def _stamp_attributes(facts: TiledSlide) -> dict[str, Any]:
+def _stamp_attributes(slide: TiledSlide) -> dict[str, Any]:
     return {
         "stamp_version": STAMP_VERSION,
-        "extractor": facts.encoder,
+        "extractor": slide.encoder,
         "unit": "um",
-        "tile_size_um": facts.size_px * facts.mpp_um,
-        "tile_size_px": facts.size_px,
+        "tile_size_um": slide.size_px * slide.mpp_um,
+        "tile_size_px": slide.size_px,
         "code_hash": "hyfi",
         "feat_type": "tile",
     }

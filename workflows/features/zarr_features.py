@@ -31,14 +31,14 @@ class ZarrFeatures:
 
     Args:
         path: The group's folder.
-        facts: Of the slide and its tiles.
+        slide: Of the slide and its tiles.
         features: Length of a vector.
     """
 
-    def __init__(self, path: Path, facts: TiledSlide, features: int) -> None:
-        count = len(facts)
+    def __init__(self, path: Path, slide: TiledSlide, features: int) -> None:
+        count = len(slide)
         self._rows = max(1, min(count, _CHUNK_BYTES // (4 * features)))
-        group = zarr.open_group(path, mode="w", zarr_format=3, attributes={"hyfi_features": _attributes(facts)})
+        group = zarr.open_group(path, mode="w", zarr_format=3, attributes={"hyfi_features": _attributes(slide)})
         checksum = Crc32cCodec()
         shape, chunks = (count, features), (self._rows, features)
         self._vectors = group.create_array(
@@ -47,7 +47,7 @@ class ZarrFeatures:
         coords = group.create_array(
             "coords", shape=(count, 2), chunks=(count, 2), dtype="int64", compressors=[checksum]
         )
-        coords[:] = facts.coords
+        coords[:] = slide.coords
         self._buffer, self._first, self._used = np.empty(chunks, np.float32), 0, 0
 
     def write(self, start: int, vectors: NDArray[np.float32]) -> None:
@@ -71,16 +71,16 @@ class ZarrFeatures:
             self._first, self._used = self._first + self._used, 0
 
 
-def _attributes(facts: TiledSlide) -> dict[str, Any]:
+def _attributes(slide: TiledSlide) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "slide_id": facts.slide_id,
-        "encoder": facts.encoder,
+        "slide_id": slide.slide_id,
+        "encoder": slide.encoder,
         "coords": "(y, x) of the upper left corner, in level-0 pixels of the slide",
-        "size_px": facts.size_px,
-        "stride_px": facts.stride_px,
-        "mpp": facts.mpp_um,
-        "source_size_px": list(facts.source_size_px),
-        "source_mpp": list(facts.source_mpp_um),
-        "tile_source_px": list(facts.tile_source_px),
+        "size_px": slide.size_px,
+        "stride_px": slide.stride_px,
+        "mpp": slide.mpp_um,
+        "source_size_px": list(slide.source_size_px),
+        "source_mpp": list(slide.source_mpp_um),
+        "tile_source_px": list(slide.tile_source_px),
     }
