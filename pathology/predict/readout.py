@@ -82,6 +82,11 @@ class Readout(ABC):
     def bars(self, values: Values) -> Sequence[ReadBar]:
         """Return the lines of a slide's report."""
 
+    def main_bar(self, values: Values) -> int:
+        """Return the index of the bar that is emphasised: that of the channel whose regions are shown."""
+        channel = self.channel(values)
+        return next((k for k, bar in enumerate(self.bars(values)) if bar.channel == channel), 0)
+
     @abstractmethod
     def verdict(self, values: Values) -> str:
         """Return what stands beside the prediction in a report, such as its probability; may be empty."""

@@ -68,7 +68,7 @@ def fill_report(
         withheld=result.withheld,
         partial=bool(not result.withheld and "incomplete" in result.flags),
         coverage=result.coverage,
-        first=next((k for k, bar in enumerate(bars) if bar.channel == channel), 0),
+        first=readout.main_bar(result.mean),
         bars=[
             ReportBar(bar.name, bar.share, bar.text, _spread(result, k), _css(bar.channel))
             for k, bar in enumerate(bars)

@@ -81,7 +81,7 @@ class DataConfig(Section):
         description="a list of words: cells of labels and splits that count as empty; default: NA, nan, None, unknown, "
         "- and others (docs/tables.md)",
     )
-    task: Literal["multiclass", "multilabel", "regression", "survival"] = Field(
+    task: Literal["multiclass", "multilabel", "ordinal", "regression", "survival"] = Field(
         "multiclass", description=f"{', '.join(TASKS)}: what is predicted; {'; '.join(_about())}"
     )
     loss: str | None = Field(None, description=f"{'; '.join(_losses())}: the loss; default: the first of the task")

@@ -58,6 +58,16 @@ _MULTILABEL = TaskFacts(
     weights_classes=True,
     outputs_fewer=0,
 )
+_ORDINAL = TaskFacts(
+    "ordinal",
+    "each slide has one of several grades with an order: that of their numbers, or of model.classes",
+    ("corn",),
+    ("quadratic_kappa", "mae", "balanced_accuracy", "loss"),
+    ("quadratic_kappa", "mae", "balanced_accuracy", "accuracy"),
+    weights_classes=True,
+    samples_classes=True,
+    outputs_fewer=1,
+)
 _REGRESSION = TaskFacts(
     "regression",
     "each slide has a number",
@@ -74,5 +84,5 @@ _SURVIVAL = TaskFacts(
     ("concordance", "uno_concordance", "time_auroc", "brier"),
     columns=(2, 2),
 )
-TASKS = {facts.name: facts for facts in (_MULTICLASS, _MULTILABEL, _REGRESSION, _SURVIVAL)}
+TASKS = {facts.name: facts for facts in (_MULTICLASS, _MULTILABEL, _ORDINAL, _REGRESSION, _SURVIVAL)}
 """The tasks by name."""

@@ -48,10 +48,14 @@ def intervals(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor,
     if len(targets) == 0 or not bool(logits.isfinite().all()):
         return dict.fromkeys(names)
     found = resampled(lambda part: drawn_metrics(logits, targets, losses, part), names, counts)
-    cases = len({tuple(column) for column in counts.T.tolist()}) if len(targets) <= FEW else 0
-    if found["accuracy"] is not None or cases > 1:
-        right = float((logits.argmax(1) == targets).double().mean())
-        found["accuracy"] = wilson(right, cases) if cases else found["accuracy"]
+    return share_interval(found, float((logits.argmax(1) == targets).double().mean()), counts)
+
+
+def share_interval(found: Intervals, accuracy: float, counts: torch.Tensor) -> Intervals:
+    """Return intervals with that of ``accuracy``, of up to `FEW` slides, by Wilson, if there are two cases or more."""
+    cases = len({tuple(column) for column in counts.T.tolist()}) if counts.shape[1] <= FEW else 0
+    if cases and (found["accuracy"] is not None or cases > 1):
+        return {**found, "accuracy": wilson(accuracy, cases)}
     return found
 
 

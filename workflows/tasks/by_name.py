@@ -10,11 +10,14 @@ from pathology.predict.readout import Readout
 from workflows.config.tasks import TASKS
 from workflows.tasks.multiclass import Multiclass
 from workflows.tasks.multilabel.task import Multilabel
+from workflows.tasks.ordinal.task import Ordinal
 from workflows.tasks.regression import Regression
 from workflows.tasks.survival.task import Survival
 from workflows.tasks.task import Task
 
-_CLASSES: dict[str, type[Task]] = {kind.facts.name: kind for kind in (Multiclass, Multilabel, Regression, Survival)}
+_CLASSES: dict[str, type[Task]] = {
+    kind.facts.name: kind for kind in (Multiclass, Multilabel, Ordinal, Regression, Survival)
+}
 assert _CLASSES.keys() == TASKS.keys()
 
 

@@ -100,16 +100,16 @@ def weighted_metrics(
     """
     classes = outputs.shape[1]
     predicted = outputs.argmax(1)
-    confusion = _summed(counts, targets * classes + predicted, classes**2).view(-1, classes, classes)
+    confusion = confusion_of(predicted, targets, classes, counts)
     # (draws, classes): samples of each class, samples predicted as it, and both.
     true, predicted_as, hit = confusion.sum(2), confusion.sum(1), confusion.diagonal(dim1=1, dim2=2)
     several_classes = (true > 0).sum(1) > 1
     f1 = 2 * hit / (true + predicted_as)
     found = {
         "auroc": _areas(scores, targets, counts, true),
-        "balanced_accuracy": _mean_present(hit / true, true),
-        "f1": f1[:, 1] if classes == 2 else _mean_present(f1, true),
-        "quadratic_kappa": _kappa(confusion),
+        "balanced_accuracy": mean_present(hit / true, true),
+        "f1": f1[:, 1] if classes == 2 else mean_present(f1, true),
+        "quadratic_kappa": quadratic_kappa(confusion),
     }
     found = {name: torch.where(several_classes, value, torch.nan) for name, value in found.items()}
     return found | {
@@ -118,12 +118,17 @@ def weighted_metrics(
     }
 
 
+def confusion_of(predicted: torch.Tensor, targets: torch.Tensor, classes: int, counts: torch.Tensor) -> torch.Tensor:
+    """Return the confusion matrix of each draw, (draws, true class, predicted class)."""
+    return _summed(counts, targets * classes + predicted, classes**2).view(-1, classes, classes)
+
+
 def _summed(counts: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
     """Return (draws, groups): the sum of ``counts`` (draws, N) over the samples of each group; ``group``: (N,)."""
     return torch.zeros(len(counts), groups, dtype=torch.float64).index_add_(1, group, counts)
 
 
-def _mean_present(values: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+def mean_present(values: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
     """Return the mean of (draws, classes) over the classes that are present in a draw."""
     present = true > 0
     return torch.where(present, values, 0.0).sum(1) / present.sum(1)
@@ -139,10 +144,10 @@ def _areas(scores: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, tr
         negative = _summed(counts * (targets != c), rank, int(rank.max()) + 1)
         below = negative.cumsum(1) - negative / 2
         areas.append((positive * below).sum(1) / (positive.sum(1) * negative.sum(1)))
-    return areas[0] if classes == 2 else _mean_present(torch.stack(areas, 1), true)
+    return areas[0] if classes == 2 else mean_present(torch.stack(areas, 1), true)
 
 
-def _kappa(confusion: torch.Tensor) -> torch.Tensor:
+def quadratic_kappa(confusion: torch.Tensor) -> torch.Tensor:
     """Return Cohen's kappa with quadratic weights (draws,) of confusion matrices (draws, K, K)."""
     place = torch.arange(confusion.shape[1], dtype=torch.float64)
     weights = (place[:, None] - place) ** 2

@@ -43,7 +43,7 @@ def class_section(
         [
             roc,
             precision_recall,
-            confusion_plot(probabilities, targets, names),
+            confusion_plot(predicted, targets, names),
             *reliability_plots(probabilities, targets, before),
         ],
         [

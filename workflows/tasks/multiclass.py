@@ -153,7 +153,7 @@ class Multiclass(Task):
                 "words such as unknown are classes, list what is missing as data.missing"
             )
 
-    def readout(self, calibration: Mapping[str, Any] | None) -> ClassReadout:
+    def readout(self, calibration: Mapping[str, Any] | None) -> Readout:
         """Return probabilities by softmax, with the temperature if there is one."""
         return ClassReadout(self.classes, float((calibration or {}).get("temperature", 1.0)))
 

@@ -92,9 +92,9 @@ def _draw_curve(axes: Axes, curve: RateCurve, name: str, rgb: tuple[int, int, in
         axes.fill_between(GRID, curve.low, curve.high, color=color, alpha=0.16, linewidth=0)
 
 
-def confusion_plot(probabilities: Array, targets: NDArray[np.int64], class_names: Sequence[str]) -> Plot:
+def confusion_plot(predicted: NDArray[np.int64], targets: NDArray[np.int64], class_names: Sequence[str]) -> Plot:
     """Return the confusion matrix: counts, shaded by their fraction of the true class."""
-    counts = confusion(targets, probabilities.argmax(axis=1), len(class_names))
+    counts = confusion(targets, predicted, len(class_names))
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     figure, axes = _figure("predicted", "true", limits=False)
     axes.imshow(share, cmap="Blues", vmin=0, vmax=1)

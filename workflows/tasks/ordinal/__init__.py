@@ -1,0 +1,1 @@
+"""Ordinal: each slide has one of several grades, which have an order."""

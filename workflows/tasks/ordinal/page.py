@@ -1,0 +1,59 @@
+"""What a cohort page shows of grades: confusion, curves of each step, metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from workflows.tasks.bootstrap import resampled, share_interval
+from workflows.tasks.ordinal.corn import grade_metrics, predicted_grades
+from workflows.tasks.page_section import PageSection, PageTable, shown_metric
+from workflows.tasks.plots import ScoredClass, confusion_plot, rate_plots
+
+Array = NDArray[np.float64]
+
+
+def grades_section(values: Array, grades: torch.Tensor, draws: Array, names: Sequence[str]) -> PageSection:
+    """Return plots and tables of N labelled slides.
+
+    Args:
+        values: (N, grades) probabilities.
+        grades: (N,) true ones.
+        draws: (draws, N) how often each bootstrap draw has each slide.
+        names: The grades.
+    """
+    probabilities, counts = torch.from_numpy(np.ascontiguousarray(values)), torch.from_numpy(draws)
+    predicted, steps = predicted_grades(probabilities), len(names)
+
+    def draw(part: torch.Tensor) -> dict[str, torch.Tensor]:
+        return grade_metrics(predicted, grades, steps, part)
+
+    once = {name: float(value) for name, value in draw(torch.ones(1, len(grades), dtype=torch.float64)).items()}
+    bounds = share_interval(resampled(draw, list(once), counts), once["accuracy"], counts)
+    shown = [shown_metric(name, v if math.isfinite(v) else None, bounds[name]) for name, v in once.items()]
+    shown = [("mean error in grades" if name == "mae" else name, text) for name, text in shown]
+    true, higher = grades.numpy(), 1 - probabilities.cumsum(1)
+    curves = [ScoredClass(f"above {names[k]}", k, higher[:, k].numpy(), true > k, draws) for k in range(steps - 1)]
+    off = (predicted - grades).abs()
+    sure = (probabilities.cumsum(1) - (torch.arange(steps) >= grades[:, None]).double()).square().sum(1)
+    wrong = off.nonzero()[:, 0].tolist()
+    return PageSection(
+        shown,
+        [*rate_plots(curves), confusion_plot(predicted.numpy(), true, names)],
+        [_table(predicted, grades, names)],
+        {k: float(off[k] + sure[k] / steps) for k in wrong},
+    )
+
+
+def _table(predicted: torch.Tensor, grades: torch.Tensor, names: Sequence[str]) -> PageTable:
+    """Return how far the prediction of each grade is off."""
+    rows = []
+    for k, name in enumerate(names):
+        off = (predicted - grades)[grades == k].abs()
+        shares = [f"{float((off <= most).double().mean()):.3f}" if len(off) else "–" for most in (0, 1)]
+        rows.append((name, f"{len(off)}", *shares, f"{float(off.double().mean()):.3f}" if len(off) else "–"))
+    return PageTable("Grades", ("grade", "slides", "right", "off by at most one", "mean error"), tuple(rows))

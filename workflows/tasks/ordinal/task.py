@@ -1,0 +1,137 @@
+"""Grades, one for each slide, with an order: conditional probabilities of higher grades."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from numpy.typing import NDArray
+
+from data.samples.grades import load_grades
+from data.samples.labels import Labels, Target
+from hyfi_core.errors import RequestError
+from pathology.predict.readout import Readout
+from workflows.config.tasks import TASKS, TaskFacts
+from workflows.tasks.bootstrap import Intervals, share_interval
+from workflows.tasks.multiclass import Multiclass
+from workflows.tasks.ordinal.corn import (
+    above,
+    corn_losses,
+    grade_metrics,
+    grade_probabilities,
+    outputs_of,
+    predicted_grades,
+)
+from workflows.tasks.ordinal.page import grades_section
+from workflows.tasks.ordinal.readout import GradeReadout
+from workflows.tasks.page_section import PageSection
+from workflows.tasks.task import Aggregation, LabelSource, Task, wide
+
+
+@dataclass(frozen=True)
+class Ordinal(Multiclass):
+    """Grades, which are classes with an order. A target is the index of a grade; there is an output for each step."""
+
+    facts: ClassVar[TaskFacts] = TASKS["ordinal"]
+
+    @classmethod
+    def read_labels(cls, source: LabelSource) -> Labels:
+        """Return the grade of each slide; see ``Task`` and `data.samples.grades.load_grades`."""
+        (column,) = source.columns
+        labels = load_grades(
+            source.path,
+            column,
+            classes=source.classes,
+            rows=source.rows,
+            merge_alike=source.merge_alike,
+            missing=source.missing,
+        )
+        if len(labels.classes) < 2:
+            raise RequestError(f"{source.path}: {column!r} has 1 grade; at least two are needed")
+        return labels
+
+    @property
+    def outputs(self) -> int:
+        """Number of grades but one."""
+        return len(self.classes) - 1
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean of w_y · ℓ over samples; ℓ is the negative log-likelihood of the grade."""
+        return self._losses(outputs, targets).mean()
+
+    def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the metrics of `workflows.tasks.ordinal.corn`."""
+        loss = counts @ self._losses(outputs.double(), targets) / counts.sum(1)
+        return {"loss": loss, **grade_metrics(self._predicted(outputs), targets, len(self.classes), counts)}
+
+    def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
+        """Return intervals by bootstrap, of ``accuracy`` by Wilson."""
+        found = Task.intervals(self, outputs, targets, counts)
+        if not len(targets) or not bool(outputs.isfinite().all()):
+            return found
+        return share_interval(found, float((self._predicted(outputs) == targets).double().mean()), counts)
+
+    def by_case(
+        self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs of the mean probabilities of a case, or of its slide with the highest mean grade.
+
+        The target of a case is the highest of its slides.
+        """
+        rows, highest = [], []
+        higher = above(outputs.double())
+        for case in range(int(of_case.max()) + 1 if len(of_case) else 0):
+            members = (of_case == case).nonzero()[:, 0]
+            count = torch.tensor(len(members), dtype=torch.float64)
+            mean = outputs_of(higher[members].logsumexp(0) - count.log())
+            most = outputs[members[higher[members].exp().sum(1).argmax()]].double()
+            rows.append(mean if how == "mean" and len(members) > 1 else most)
+            highest.append(targets[members].max())
+        return torch.stack(rows), torch.stack(highest)
+
+    def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
+        """Return nothing."""
+        return None
+
+    def describe_calibration(
+        self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Return nothing."""
+        return None
+
+    def describe(self) -> str:
+        """Return the grades in their order."""
+        return f"grades {' < '.join(self.classes)}"
+
+    def warnings(self, train: Sequence[Target], val: Sequence[Target]) -> list[str]:
+        """Return warnings about grades without slides, and validation slides of one grade."""
+        absent = [name for index, name in enumerate(self.classes) if index not in set(train)]
+        warnings = [f"no training slide has grade {' or '.join(absent)}: the model cannot learn it"] if absent else []
+        if len(set(val)) == 1:
+            warnings.append("all validation slides are of one grade: quadratic_kappa is undefined")
+        return warnings
+
+    def readout(self, calibration: Mapping[str, Any] | None) -> GradeReadout:
+        """Return probabilities and the median grade."""
+        return GradeReadout(self.classes)
+
+    def page(
+        self,
+        values: NDArray[Any],
+        targets: Sequence[Target],
+        draws: NDArray[Any],
+        readout: Readout,
+        before: NDArray[Any] | None = None,
+    ) -> PageSection:
+        """Return confusion, the curves of each step, and metrics."""
+        return grades_section(values, self.tensor(targets), draws, self.classes)
+
+    def _predicted(self, outputs: torch.Tensor) -> torch.Tensor:
+        return predicted_grades(grade_probabilities(outputs.double()))
+
+    def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = wide(outputs)
+        weights = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
+        return corn_losses(logits, targets) * weights[targets]
