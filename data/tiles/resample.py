@@ -5,8 +5,8 @@
     step 5/2     |  0  |  1  |  2  |  3  |  4  |      pixels, in units of 1/2
     new          |     0      |     1      |          0 covers 2, 2 and 1 units of pixels 0, 1 and 2
 
-Weights are whole numbers, and so are all sums, which float64 (float32 where they are small) adds without rounding: a new
-pixel does not depend on the box that it is computed in.
+Weights are whole numbers, and so are all sums, which float64 (float32 where they are small) adds without rounding: a
+new pixel does not depend on the box that it is computed in.
 """
 
 from __future__ import annotations
