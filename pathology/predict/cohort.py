@@ -22,7 +22,6 @@ import numpy as np
 
 from data.samples.dataset import SlideDataset, SlideRef
 from data.samples.trained_slides import TrainedSlides, source_sha256
-from data.samples.view import View
 from data.store.manifest import SlideRecord
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.arithmetic import set_arithmetic
@@ -32,15 +31,16 @@ from hyfi_core.runtime.launch import own_device
 from pathology.dealing import SlideQueue, gathered, group_size, on_first_rank, own_group, shared_folder
 from pathology.errors import SlideError
 from pathology.ingest.options import IngestOptions
-from pathology.predict.ensemble import Attribution, Ensemble, together
-from pathology.predict.heatmap import average, place
+from pathology.predict.ensemble import Ensemble, Sight, together
+from pathology.predict.heatmap import Heatmap, average
 from pathology.predict.inputs import SlideInput
 from pathology.predict.members import InputSpec, Member, common_input_spec
 from pathology.predict.options import PredictOptions
 from pathology.predict.out_folder import OutFolder
 from pathology.predict.readout import percent
-from pathology.predict.slide_result import SlideResult, coverage_of
+from pathology.predict.slide_result import SlideResult
 from pathology.predict.table import DONE, FAILED, INCOMPLETE, Prediction
+from pathology.predict.tiles.tile_ensemble import TileEnsemble
 from pathology.predict.whole_tissue import combination_text
 from pathology.tissue.tissue import TissueParameters
 
@@ -117,7 +117,8 @@ def predict_slides(
     group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(chosen)))
     for member in members:
         member.model.to(device)
-    ensemble = Ensemble(members, spec, group, options) if any(not inputs[k].reason for k in chosen) else None
+    kind = Ensemble if spec.tiles is None else TileEnsemble
+    ensemble = kind(members, spec, group, options) if any(not inputs[k].reason for k in chosen) else None
     with _scratch(folder, comm, bool(chosen)) as scratch:
         if group.rank == 0 and comm.rank != 0:
             folder.open(inputs)
@@ -158,7 +159,7 @@ class _Run:
         self,
         queue: SlideQueue,
         inputs: Sequence[SlideInput],
-        ensemble: Ensemble | None,
+        ensemble: Ensemble | TileEnsemble | None,
         progress: Callable[[int, str], None],
         stop_wanted: Callable[[], bool],
     ) -> tuple[dict[int, Prediction], bool]:
@@ -175,7 +176,7 @@ class _Run:
                 progress(len(queue.newly_finished()), f"{one.slide_id}: {one.prediction or one.status}")
         return found, stopped
 
-    def predict(self, one: SlideInput, ensemble: Ensemble | None) -> Prediction:
+    def predict(self, one: SlideInput, ensemble: Ensemble | TileEnsemble | None) -> Prediction:
         """Predict a slide and write its results. Collective."""
         known = Prediction(one.slide_id, one.case_id, str(one.path), FAILED)
         if one.reason or ensemble is None:
@@ -188,14 +189,12 @@ class _Run:
                 known = known if one.stored else replace(known, source_mpp=_source_mpp(dataset))
                 if self._trained.has(one.slide_id, one.case_id, source_sha256(dataset, 0)):
                     known = replace(known, flags=_merged(known.flags, ("trained_on",)))
-                view = together(self._comm, lambda: dataset.view(0))
-                if not view.pieces:
-                    flags = _merged(known.flags, view.flags)
+                sight = ensemble.look(dataset, whole=self._options.image == "whole")
+                if not sight.views:
+                    flags = _merged(known.flags, sight.flags)
                     return replace(known, coverage=0.0, flags=flags, reason="no tissue was found on this slide")
-                whole = self._options.image == "whole"
-                views = ensemble.views(dataset, 0) if whole else (view,)
-                known = self._with_coverage(known, views)
-                result = self._result(one, known, dataset, views, ensemble.attribute(dataset, 0, views))
+                known = self._with_coverage(known, sight)
+                result = self._result(one, known, dataset, sight, ensemble.heatmaps(dataset, sight))
                 self._on_rank_0(lambda: self._folder.write(one, result))
         except SlideError as error:
             return replace(known, status=FAILED, reason=str(error))
@@ -209,10 +208,9 @@ class _Run:
             flags=result.flags,
         )
 
-    def _with_coverage(self, known: Prediction, views: Sequence[View]) -> Prediction:
-        """Return the prediction with coverage, flags and status from the images."""
-        coverage = coverage_of(views)
-        flags = _merged(known.flags, *(view.flags for view in views), ("several_images",) * (len(views) > 1))
+    def _with_coverage(self, known: Prediction, sight: Sight) -> Prediction:
+        """Return the prediction with coverage, flags and status from what was seen."""
+        coverage, flags = sight.coverage, _merged(known.flags, sight.flags)
         if coverage >= self._min_coverage:
             return replace(known, status=DONE, coverage=coverage, flags=flags)
         reason = (
@@ -258,7 +256,7 @@ class _Run:
             align_px=spec.align_px,
             opener=self._options.opened,
         )
-        dataset.level(0)
+        dataset.slide(0)  # opened here, where a failure is this slide's
         return dataset
 
     def _result(
@@ -266,38 +264,24 @@ class _Run:
         one: SlideInput,
         known: Prediction,
         dataset: SlideDataset,
-        views: Sequence[View],
-        attributions: Sequence[Attribution],
+        sight: Sight,
+        heatmaps: Sequence[Heatmap],
     ) -> SlideResult:
-        slide, level = dataset.slide(0), dataset.level(0)
+        slide = dataset.slide(0)
         assert isinstance(slide, SlideStore)
-        size = slide.levels[level]
         readouts = [member.readout for member in self._members]
         readout = readouts[0].joined(readouts)
-        logits = [attribution.logits for attribution in attributions]
-        heatmaps = [
-            place(
-                attribution.contributions,
-                attribution.scores,
-                attribution.logits.tolist(),
-                views,
-                align_px=self._spec.align_px,
-                slide_size_px=(size.height_px, size.width_px),
-                mpp=size.mpp,
-                class_names=readout.channels,
-            )
-            for attribution in attributions
-        ]
-        heatmaps = [replace(one, exclusive=readout.exclusive) for one in heatmaps]
+        logits = [np.array(heatmap.logits, np.float64) for heatmap in heatmaps]
         heatmap = average(heatmaps) if len(heatmaps) > 1 else heatmaps[0]
         return SlideResult(
             slide_id=one.slide_id,
             case_id=one.case_id,
             path=str(one.path),
             slide=slide,
-            level=level,
-            views=tuple(views),
-            combined=combination_text(views, self._members[0].pooling),
+            level=sight.level,
+            views=sight.views,
+            tiles=sight.tiles,
+            combined=combination_text(sight.views, self._members[0].pooling),
             label=label_of(one.row, self._members[0].config),
             withheld=known.reason if known.status == INCOMPLETE and not self._options.allow_partial else "",
             heatmap=heatmap,

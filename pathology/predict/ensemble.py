@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -12,15 +12,18 @@ from numpy.typing import NDArray
 
 from data.samples.dataset import SlideDataset
 from data.samples.view import View
+from data.tiles.tissue_tiles import TissueTiles
 from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.attribution import Explanation
 from pathology.errors import SlideError
+from pathology.predict.heatmap import Heatmap, place
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.options import PredictOptions
 from pathology.predict.readout import Readout
+from pathology.predict.slide_result import coverage_of
 from pathology.predict.whole_tissue import SizedEngines, image_weights, views_of
 
 T = TypeVar("T")
@@ -55,6 +58,25 @@ class Attribution:
     scores: tuple[NDArray[np.float32], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """What the models see of a slide.
+
+    Attributes:
+        views: The images; of tiles one without pieces; empty: no tissue was found.
+        coverage: Share of the slide's tissue that they show, 0 to 1.
+        flags: Warnings about them.
+        level: Index of the store's level that is read.
+        tiles: The tiles, for models with an encoder of tiles.
+    """
+
+    views: tuple[View, ...]
+    coverage: float
+    flags: tuple[str, ...]
+    level: int
+    tiles: TissueTiles | None = None
+
+
 class Ensemble:
     """The members' engines on all ranks of a group. Every method is collective.
 
@@ -75,7 +97,7 @@ class Ensemble:
         self, members: Sequence[Member], spec: InputSpec, comm: Communicator, options: PredictOptions | None = None
     ) -> None:
         options = options or PredictOptions()
-        self._comm, self._members = comm, tuple(members)
+        self._comm, self._members, self._spec = comm, tuple(members), spec
         self._engines = [
             SizedEngines(
                 member.model,
@@ -88,6 +110,44 @@ class Ensemble:
                 spill=options.spill,
             )
             for member in members
+        ]
+
+    def look(self, dataset: SlideDataset, whole: bool) -> Sight:
+        """Return the images of the dataset's slide; ``whole``: with all of its tissue.
+
+        Raises:
+            SlideError: the slide cannot be read.
+        """
+        level = together(self._comm, lambda: dataset.level(0))
+        view = together(self._comm, lambda: dataset.view(0))
+        if not view.pieces:
+            return Sight((), 0.0, view.flags, level)
+        views = self.views(dataset, 0) if whole else (view,)
+        flags = dict.fromkeys(flag for view in views for flag in view.flags)
+        return Sight(views, coverage_of(views), (*flags, *(["several_images"] if len(views) > 1 else [])), level)
+
+    def heatmaps(self, dataset: SlideDataset, sight: Sight) -> list[Heatmap]:
+        """Return each member's heatmap of the slide, with its logits.
+
+        Raises:
+            SlideError: the pixels cannot be read, or a member's output is not finite.
+        """
+        size = dataset.slide(0).levels[sight.level]
+        return [
+            replace(
+                place(
+                    attribution.contributions,
+                    attribution.scores,
+                    attribution.logits.tolist(),
+                    sight.views,
+                    align_px=self._spec.align_px,
+                    slide_size_px=(size.height_px, size.width_px),
+                    mpp=size.mpp,
+                    class_names=member.readout.channels,
+                ),
+                exclusive=member.readout.exclusive,
+            )
+            for member, attribution in zip(self._members, self.attribute(dataset, 0, sight.views), strict=True)
         ]
 
     def views(self, dataset: SlideDataset, index: int) -> tuple[View, ...]:

@@ -51,6 +51,9 @@ class Heatmap:
             ``values``.
         exact: whether cells were mapped one to one; otherwise by their centres.
         exclusive: whether scores of a position sum to 1 over classes.
+        of_tiles: whether cells are tiles, or parts of them, whose scores are those of a slide with this tile only.
+        attention: (rows, columns) float32: weights of tiles in the aggregator, relative to the average tile; NaN where
+            not seen; None if there are none.
     """
 
     scores: NDArray[np.float32]
@@ -64,6 +67,8 @@ class Heatmap:
     shared: tuple[float, ...]
     exact: bool
     exclusive: bool = True
+    of_tiles: bool = False
+    attention: NDArray[np.float32] | None = None
 
     @property
     def cell_um(self) -> tuple[float, float]:
@@ -261,7 +266,19 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
         shared=tuple(shared.tolist()),
         exact=all(heatmap.exact for heatmap in heatmaps),
         exclusive=first.exclusive,
+        of_tiles=first.of_tiles,
+        attention=_mean_attention(heatmaps, finest, shape),
     )
+
+
+def _mean_attention(heatmaps: Sequence[Heatmap], cell_px: int, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
+    """Return the mean of the attention of all heatmaps; None if one has none."""
+    found = [(one.attention, one.cell_px // cell_px) for one in heatmaps if one.attention is not None]
+    if len(found) < len(heatmaps):
+        return None
+    stacked = [_repeated(attention[None], times, shape)[0] for attention, times in found]
+    mean: NDArray[np.float32] = np.mean(stacked, axis=0).astype(np.float32)
+    return mean
 
 
 def _refine(heatmap: Heatmap, cell_px: int, shape: tuple[int, ...]) -> NDArray[np.float64]:

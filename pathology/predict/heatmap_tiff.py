@@ -23,6 +23,13 @@ EXPLANATION = (
     "NaN: not seen by the model; scores also where there is no tissue. The contribution of the background between the "
     "pieces of tissue is divided equally among all positions that were seen."
 )
+OF_TILES = (
+    "Two channels for each class. Score: what the model says of a slide that has this tile only, 0 to 1.{sums} "
+    "Contribution: to the class's logit, attention times the tile's own logit; the sum over a channel at full "
+    "resolution, without NaN, plus the class's bias is the logit. Attention, if there is such a channel: the weight of "
+    "a tile in the aggregator, relative to the average tile. Coarser levels hold means. NaN: in no tile; scores also "
+    "where there is no tissue. Where tiles overlap, a cell has the mean of its tiles."
+)
 BY_CENTRES = " Cells and pieces of tissue are not aligned, so each cell is placed by its centre."
 
 
@@ -35,9 +42,9 @@ def write_heatmap(
 ) -> None:
     """Write ``heatmap`` as a pyramidal OME-TIFF: float32, two named channels for each class, levels as SubIFDs.
 
-    Channels are all scores, then all contributions. One pixel is one cell, whose size in micrometres is stated as
-    PhysicalSizeX and PhysicalSizeY; ``origin_um`` is stated as PositionX and PositionY. Bias, logits and other metadata
-    are in a map annotation. Format: OME-TIFF specification 6.3, section "Sub-resolutions".
+    Channels are all scores, then all contributions, and attention if there is any. One pixel is one cell, whose size in
+    micrometres is stated as PhysicalSizeX and PhysicalSizeY; ``origin_um`` is stated as PositionX and PositionY. Bias,
+    logits and other metadata are in a map annotation. Format: OME-TIFF specification 6.3, section "Sub-resolutions".
 
     Args:
         path: the file; an existing one is replaced atomically.
@@ -51,7 +58,8 @@ def write_heatmap(
     """
     import tifffile
 
-    levels = pyramid(np.concatenate([heatmap.scores, heatmap.values]))
+    attention = [] if heatmap.attention is None else [heatmap.attention[None]]
+    levels = pyramid(np.concatenate([heatmap.scores, heatmap.values, *attention]))
     metadata = ome_metadata(heatmap, name, provenance, origin_um)
     options: dict[str, Any] = {
         "photometric": "minisblack",
@@ -73,7 +81,8 @@ def ome_metadata(
 ) -> dict[str, Any]:
     """Return the metadata in the form that tifffile turns into OME-XML."""
     sums = " Scores of all classes sum to 1." if heatmap.exclusive else ""
-    explanation = EXPLANATION.format(sums=sums) + ("" if heatmap.exact else BY_CENTRES)
+    words = OF_TILES if heatmap.of_tiles else EXPLANATION
+    explanation = words.format(sums=sums) + ("" if heatmap.exact else BY_CENTRES)
     facts: dict[str, Any] = {
         "class_names": list(heatmap.class_names),
         "logits": list(heatmap.logits),
@@ -86,6 +95,7 @@ def ome_metadata(
         **provenance,
     }
     channels = [f"{kind} {name}" for kind in ("score", "contribution") for name in heatmap.class_names]
+    channels += [] if heatmap.attention is None else ["attention"]
     planes = len(channels)
     return {
         "axes": "CYX",

@@ -92,6 +92,10 @@ class Member:
         """
         loaded = load_checkpoint(checkpoint)
         check_complete(loaded.model, checkpoint, builds=model is None)
+        if model is None and loaded.model.get("tiles"):
+            raise RequestError(
+                f"checkpoint {checkpoint} has an encoder of tiles; predict with `hyfi predict`, or pass model="
+            )
         module = build_model(loaded.model["model"]) if model is None else model
         try:
             module.load_state_dict(loaded.inference_weights)
@@ -157,6 +161,7 @@ class InputSpec:
         size_px: (height, width) of the image.
         view: how the image is made from a slide.
         align_px: grid to which pieces of tissue are aligned.
+        tiles: (size_px, stride_px, least share of tissue) of tiles, for models with an encoder of tiles; else None.
     """
 
     task: str
@@ -165,6 +170,7 @@ class InputSpec:
     size_px: tuple[int, int]
     view: Literal["pack", "crop"]
     align_px: int
+    tiles: tuple[int, int, float] | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> InputSpec:
@@ -182,10 +188,16 @@ class InputSpec:
                 size_px=(height, width),
                 view=cast(Literal["pack", "crop"], config["view"]),
                 align_px=int(config["align_px"]),
+                tiles=_tiles_of(config),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(f"the checkpoint's model.json has no valid {error}; use another checkpoint") from error
         return spec
+
+
+def _tiles_of(config: Mapping[str, Any]) -> tuple[int, int, float] | None:
+    tiles = config.get("tiles")
+    return None if not tiles else (int(tiles["size_px"]), int(tiles["stride_px"]), float(tiles["min_tissue"]))
 
 
 def common_input_spec(members: Sequence[Member]) -> InputSpec:

@@ -44,6 +44,26 @@ class RegionPicture:
 
 
 @dataclass(frozen=True)
+class TilePicture:
+    """A tile.
+
+    Attributes:
+        rank: From 1.
+        picture: A data URI.
+        weight: Its attention, relative to the average tile, as text; else its contribution to the logit.
+        score: Score of the channel that is shown, 0 to 1.
+        x, y: Centre in level-0 pixels of QuPath.
+    """
+
+    rank: int
+    picture: str
+    weight: str
+    score: float
+    x: int
+    y: int
+
+
+@dataclass(frozen=True)
 class Report:
     """Values of the report's template.
 
@@ -70,6 +90,9 @@ class Report:
         crop: Size of their pictures, as text.
         provenance: Sections (title, rows) about slide, models and software.
         made_at, version: When and with which version of hyfi the report was made.
+        of_tiles: Whether the model has an encoder of tiles.
+        tiles: The tiles that weigh most; empty if it has not.
+        weighed: Whether they are those with most attention; otherwise those that contribute most.
     """
 
     slide_id: str
@@ -98,6 +121,9 @@ class Report:
     provenance: Sequence[tuple[str, Sequence[tuple[str, str]]]]
     made_at: str
     version: str
+    of_tiles: bool = False
+    tiles: Sequence[TilePicture] = ()
+    weighed: bool = False
 
 
 def render_report(report: Report) -> str:

@@ -22,6 +22,7 @@ from pathology.predict.readout import Readout, percent
 from pathology.predict.regions import Level0, Region
 from pathology.predict.report import RegionPicture, Report, ReportBar, area_text, flags_of
 from pathology.predict.slide_result import SlideResult
+from pathology.predict.tiles.top_tiles import top_tiles
 
 PICTURE_PX = 1600
 CROP_UM = 256.0
@@ -86,6 +87,9 @@ def fill_report(
         cell=f"{heatmap.cell_um[1]:.3g} × {heatmap.cell_um[0]:.3g} µm",
         regions=[_region(result, region, level0) for region in regions[:CROPS]],
         crop=f"{CROP_UM:g} µm",
+        of_tiles=heatmap.of_tiles,
+        tiles=top_tiles(result),
+        weighed=heatmap.attention is not None,
         provenance=[
             ("Slide", _slide_rows(result)),
             *((_member_title(k, len(members)), _member_rows(member)) for k, member in enumerate(members)),
@@ -120,7 +124,15 @@ def _spread(result: SlideResult, bar: int) -> str:
 
 def _facts(result: SlideResult, spec: InputSpec) -> Rows:
     height, width = spec.size_px
-    mpp_y, mpp_x = result.slide.levels[result.level].mpp
+    mpp_y, mpp_x = result.heatmap.mpp
+    if result.tiles is not None:
+        tiles = result.tiles
+        stride = "" if tiles.stride_px == tiles.size_px else f", {tiles.stride_px} px apart"
+        return [
+            ("Tissue", area_text(result.views[0].tissue_px * mpp_y * mpp_x)),
+            ("Tissue in tiles", percent(result.coverage)),
+            ("Tiles", f"{len(tiles):,} of {tiles.size_px} × {tiles.size_px} px at {mpp_x:.3g} µm per pixel{stride}"),
+        ]
     pieces = sum(len(view.pieces) for view in result.views)
     shown = result.views[0].size_px
     trained = "" if shown == spec.size_px else f"; trained with {width} × {height} px"
@@ -150,12 +162,12 @@ def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPictur
 
 def _crop(result: SlideResult, region: Region) -> str:
     """Return a square of ``CROP_UM`` around the region's peak, within the slide, at the store's finest level."""
-    finest, model_level = result.slide.levels[0], result.slide.levels[result.level]
+    finest, model_mpp = result.slide.levels[0], result.heatmap.mpp
     cell_px = result.heatmap.cell_px
     sides = [max(32, round(CROP_UM / mpp)) for mpp in finest.mpp]
     centre = [
         round((peak + 0.5) * cell_px * coarse / fine)
-        for peak, coarse, fine in zip(region.peak, model_level.mpp, finest.mpp, strict=True)
+        for peak, coarse, fine in zip(region.peak, model_mpp, finest.mpp, strict=True)
     ]
     y0, x0 = (
         max(0, min(middle - side // 2, length - side))
@@ -168,13 +180,13 @@ def _crop(result: SlideResult, region: Region) -> str:
 def _slide_rows(result: SlideResult) -> Rows:
     attributes = result.slide.attributes
     source: dict[str, Any] = attributes["source"]
-    scanned, used = source["levels"][0], result.slide.levels[result.level]
+    scanned, (height, width) = source["levels"][0], result.heatmap.slide_size_px
     stated = {"file": "stated in the file", "manifest": "from the manifest", "flag": "given by the user"}
     rows: Rows = [
         ("file", PurePath(result.path).name),
         ("size", f"{scanned['width_px']} × {scanned['height_px']} px"),
         ("µm per pixel", f"{np.mean(source['mpp']):.4g}, {stated.get(source['mpp_from'], source['mpp_from'])}"),
-        ("predicted at", f"{used.width_px} × {used.height_px} px of {used.mpp[1]:.4g} µm"),
+        ("predicted at", f"{width} × {height} px of {result.heatmap.mpp[1]:.4g} µm"),
         ("vendor", str(source["vendor"])),
         ("sha256", str(attributes["sha256"])),
     ]

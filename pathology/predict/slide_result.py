@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from data.samples.view import View
 from data.store.slide_store import SlideStore
+from data.tiles.tissue_tiles import TissueTiles
 from pathology.predict.heatmap import Heatmap
 from pathology.predict.readout import Readout
 from pathology.predict.regions import Level0
@@ -32,6 +33,7 @@ class SlideResult:
         values: (members, columns of the readout).
         uncalibrated: (members, columns), without calibration.
         flags: Warnings about the slide.
+        tiles: The tiles, if the model has an encoder of tiles.
     """
 
     slide_id: str
@@ -48,6 +50,7 @@ class SlideResult:
     values: NDArray[np.float64]
     uncalibrated: NDArray[np.float64]
     flags: tuple[str, ...]
+    tiles: TissueTiles | None = None
 
     @property
     def coverage(self) -> float:
@@ -80,9 +83,9 @@ def coverage_of(views: Sequence[View]) -> float:
 
 
 def level0_of(result: SlideResult) -> Level0:
-    """Return the map from pixels of the result's level to level 0 of the file, in the coordinates of QuPath."""
-    used, finest = result.slide.levels[result.level], result.slide.levels[0]
-    factors = (used.mpp[0] / finest.mpp[0], used.mpp[1] / finest.mpp[1], 1.0)
+    """Return the map from pixels of the model's resolution to level 0 of the file, in the coordinates of QuPath."""
+    used, finest = result.heatmap.mpp, result.slide.levels[0].mpp
+    factors = (used[0] / finest[0], used[1] / finest[1], 1.0)
     rows = [tuple(float(v) * f for v, f in zip(row, factors, strict=True)) for row in result.slide.attributes["affine"]]
     bounds = result.slide.attributes["source"]["bounds"]
     return Level0((rows[0], rows[1]), (bounds["y0"], bounds["x0"]))  # type: ignore[arg-type]

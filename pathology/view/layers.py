@@ -25,7 +25,8 @@ from pathology.view.pixels import ShownSlide, TissueMask
 from pathology.view.tiles import TILE_PX, TileGrid
 
 RGBA = NDArray[np.uint8]
-SCORE, CONTRIBUTION = "score", "contribution"
+SCORE, CONTRIBUTION, ATTENTION = "score", "contribution", "attention"
+ATTENTION_RGB = (124, 58, 237)
 NEGATIVE_RGB = (64, 68, 78)
 """Colour of negative contributions."""
 MAX_ALPHA = 235
@@ -47,8 +48,8 @@ class HeatmapChannel:
 
     Attributes:
         index: Index of the channel in the file.
-        kind: ``score`` or ``contribution``.
-        class_name: Its class.
+        kind: ``score``, ``contribution`` or ``attention``.
+        class_name: Its class; empty for attention.
         color: Colour of the class.
         strongest: The value that is drawn with full opacity: 1 for scores, a high percentile for contributions.
         offset: Subtracted before drawing: the background's part, which is equal in all cells.
@@ -64,7 +65,7 @@ class HeatmapChannel:
     @property
     def name(self) -> str:
         """The channel's name in the file."""
-        return f"{self.kind} {self.class_name}"
+        return f"{self.kind} {self.class_name}".rstrip()
 
 
 class HeatmapFile:
@@ -110,19 +111,25 @@ class HeatmapFile:
 
     def _channel(self, index: int, name: str, classes: list[str], shared: list[float]) -> HeatmapChannel:
         kind, _, class_name = name.partition(" ")
+        if name == ATTENTION:
+            return HeatmapChannel(index, kind, "", ATTENTION_RGB, self._strongest(index, 0.0), 0.0)
         if kind not in (SCORE, CONTRIBUTION) or class_name not in classes:
             raise LayerError(f"{self.path}: has a channel {name!r}; expected score or contribution of a class")
         class_index = classes.index(class_name)
         if kind == SCORE:
             return HeatmapChannel(index, kind, class_name, class_color(class_index), 1.0, 0.0)
+        strongest = self._strongest(index, shared[class_index])
+        return HeatmapChannel(index, kind, class_name, class_color(class_index), strongest, shared[class_index])
+
+    def _strongest(self, index: int, offset: float) -> float:
+        """Return a high percentile of a channel's values, of either sign, without an offset."""
         small = next(
             (k for k, shape in enumerate(self._shapes) if shape[0] * shape[1] <= _MAX_RANGE_PX),
             len(self._shapes) - 1,
         )
-        strength = np.abs(self.values(index, small) - shared[class_index])
+        strength = np.abs(self.values(index, small) - offset)
         seen = strength[np.isfinite(strength)]
-        strongest = float(np.percentile(seen, _RANGE_PERCENTILE)) if seen.size else 0.0
-        return HeatmapChannel(index, kind, class_name, class_color(class_index), strongest or 1.0, shared[class_index])
+        return (float(np.percentile(seen, _RANGE_PERCENTILE)) if seen.size else 0.0) or 1.0
 
 
 def _metadata_of(ome_xml: str) -> tuple[dict[str, Any], list[str]]:

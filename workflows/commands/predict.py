@@ -15,7 +15,7 @@ from pathology.memory import parse_bytes
 from workflows import console, signals
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 from workflows.launch.launch import inside_launcher, launch, own_rank, run_as_rank
-from workflows.option_values import parse_cells, parse_part
+from workflows.option_values import parse_part
 from workflows.paths import require_local, require_writable
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def run(
         RequestError: A checkpoint, an input or ``out`` cannot be used; nothing was written.
     """
     from pathology.predict.options import PredictOptions
+    from workflows.evaluation.tile_evaluator import cells_of
 
     options = PredictOptions(
         mpp=mpp,
@@ -71,7 +72,7 @@ def run(
         force_mpp=force_mpp,
         mpp_from_magnification=mpp_from_magnification,
         overwrite=overwrite,
-        cells=parse_cells(cells, memory, spill),
+        cells=cells_of(checkpoints, cells, memory, spill, image),
         memory_bytes=None if memory is None else parse_bytes(memory),
         spill=spill,
         image=image,  # type: ignore[arg-type]
@@ -207,10 +208,15 @@ def _predict(request: PredictionRequest) -> int:
 
 def load_member(checkpoint: Path) -> Member:
     """Return `Member.load` of a checkpoint; says so if its weights are a moving average."""
+    from hyfi_core.runtime.checkpoint import read_model_json
     from pathology.predict.members import Member
+    from workflows.evaluation.tile_evaluator import tile_module_of
+    from workflows.evaluation.tile_models import is_tile_model
     from workflows.tasks.by_name import readout_of
 
-    member = Member.load(checkpoint, readout_of=readout_of)
+    config = read_model_json(checkpoint)
+    module = tile_module_of(config) if is_tile_model(config) else None
+    member = Member.load(checkpoint, module, readout_of=readout_of)
     if member.averaged and own_rank() == 0:
         console.say(f"{checkpoint}: predicting with the moving average of the weights (EMA)")
     return member

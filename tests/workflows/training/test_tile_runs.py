@@ -19,8 +19,10 @@ from data.tiles.bags import TileBags
 from data.tiles.tiling import Tiling
 from hyfi_core.errors import RequestError
 from hyfi_core.tiles.spread import AttentionSpread
+from pathology.predict.members import Member
+from tests.pathology.slides import draw_slide, write_slide
 from tests.workflows.runs import assert_same_run, losses, run_here, run_on
-from workflows.commands import validate
+from workflows.commands import predict, validate
 from workflows.commands.validate import EvaluationRequest
 from workflows.config.load import dump_resolved, load_config
 from workflows.training.metrics_log import read_metrics
@@ -164,3 +166,18 @@ def test_validate_gives_the_metrics_of_the_run(
     assert "slide-06" in (tmp_path / "predictions.csv").read_text()
     with pytest.raises(RequestError, match=r"--cells 2,2: has no meaning for an encoder of tiles"):
         validate.run(replace(request, cells="2,2"), None)
+
+
+def test_predict_reads_the_checkpoint(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slide = write_slide(tmp_path / "one.tiff", draw_slide())
+    checkpoint, out = alone / "checkpoints/step-00000004", tmp_path / "out"
+    assert predict.run([checkpoint], [slide], out, None, None, None, False, False, False, memory="2GB") == 0
+    rows = (out / "predictions.csv").read_text().splitlines()
+    assert rows[0] == "slide_id,case_id,path,prediction,p_benign,p_malignant,coverage,flags,status,reason"
+    assert rows[1].startswith("one,") and rows[1].endswith(",done,")
+    assert "Tiles with most attention" in (out / "one" / "report.html").read_text()
+    assert "one" in (out / "index.html").read_text()
+    with pytest.raises(RequestError, match=r"--image trained: has no meaning for an encoder of tiles"):
+        predict.run([checkpoint], [slide], out, None, None, None, False, False, False, image="trained")
+    with pytest.raises(RequestError, match=r"has an encoder of tiles; predict with `hyfi predict`, or pass model="):
+        Member.load(checkpoint)

@@ -1,1 +1,0 @@
-"""Folders of features of tiles: those of ``hyfi features``, TRIDENT, CLAM and STAMP."""

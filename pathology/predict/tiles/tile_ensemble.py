@@ -1,0 +1,141 @@
+"""Evaluation of slides by models with an encoder of tiles, whose tiles ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from data.samples.dataset import SlideDataset
+from data.samples.view import View
+from data.store.slide_store import SlideStore
+from data.tiles.bags import tissue_in
+from data.tiles.reader import StoreTiles
+from data.tiles.tiling import Tiling
+from data.tiles.tissue_tiles import TissueTiles, tissue_tiles
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.tiles.engine import TilesEngine
+from hyfi_core.tiles.model import TileModel
+from hyfi_core.tiles.parallelize_tiles import parallelize_tiles
+from pathology.errors import SlideError
+from pathology.predict.ensemble import READ_ERRORS, Sight, together
+from pathology.predict.heatmap import Heatmap
+from pathology.predict.members import InputSpec, Member
+from pathology.predict.options import PredictOptions
+from pathology.predict.tiles.tile_heatmap import TileValues, place_tiles
+
+
+class TileEnsemble:
+    """The members' engines on all ranks of a group. Every method is collective.
+
+    Args:
+        members: Models with an encoder of tiles.
+        spec: Common to all members.
+        comm: The ranks that share the tiles of each slide.
+        options: Their memory limit.
+
+    Raises:
+        RequestError: A model cannot be computed tile by tile.
+    """
+
+    def __init__(self, members: Sequence[Member], spec: InputSpec, comm: Communicator, options: PredictOptions) -> None:
+        assert spec.tiles is not None
+        self._comm, self._members = comm, tuple(members)
+        size, stride, least = spec.tiles
+        self._tiling = Tiling(size, stride, spec.mpp, least)
+        self._engines = [_engine(member, comm, options) for member in members]
+
+    def look(self, dataset: SlideDataset, whole: bool) -> Sight:
+        """Return the tissue tiles of the dataset's slide.
+
+        Raises:
+            SlideError: The slide cannot be read, or no tile has enough tissue.
+        """
+        slide = together(self._comm, lambda: _stored(dataset))
+        mask, mask_mpp = together(self._comm, slide.tissue)
+        if not mask.any():
+            return Sight((), 0.0, ("no_tissue",), 0)
+        tiles = together(self._comm, lambda: tissue_tiles(slide, self._tiling))
+        tissue_px = round(float(mask.sum()) * float(np.prod(mask_mpp)) / float(np.prod(tiles.plane.mpp)))
+        coverage = tissue_in(slide, tiles)
+        view = View((tiles.size_px, tiles.size_px), (), coverage, tissue_px, ())
+        return Sight((view,), coverage, (), tiles.plane.level, tiles)
+
+    def heatmaps(self, dataset: SlideDataset, sight: Sight) -> list[Heatmap]:
+        """Return each member's heatmap of the slide, with its logits.
+
+        Raises:
+            SlideError: The pixels cannot be read, or a member's output is not finite.
+        """
+        assert sight.tiles is not None
+        return [
+            self._of_member(member, engine, _stored(dataset), sight.tiles)
+            for member, engine in zip(self._members, self._engines, strict=True)
+        ]
+
+    def _of_member(self, member: Member, engine: TilesEngine, slide: SlideStore, tiles: TissueTiles) -> Heatmap:
+        source = _CheckedTiles(StoreTiles(slide, tiles), self._comm.size > 1)
+        found = engine.explain(source)
+        together(self._comm, source.raise_error)
+        if not bool(torch.isfinite(found.logits).all()):
+            raise SlideError(f"the network's output is not finite: {found.logits.tolist()}")
+        readout = member.readout
+        scores = readout.position_scores(found.alone.T[:, :, None].float())[:, :, 0]
+        values = TileValues(
+            found.logits.double().cpu().numpy(),
+            scores.cpu().numpy(),
+            found.contributions.double().T.cpu().numpy(),
+            None if found.attention is None else found.attention.double().cpu().numpy(),
+        )
+        return place_tiles(tiles, values, readout.channels, readout.exclusive)
+
+
+class _CheckedTiles:
+    """Tiles of a slide; ranks wait for each other's vectors, so an error of one is raised when all have finished.
+
+    Args:
+        tiles: The tiles.
+        shared: Whether other ranks share them.
+    """
+
+    def __init__(self, tiles: StoreTiles, shared: bool) -> None:
+        self._tiles, self._shared = tiles, shared
+        self.name, self.coords = tiles.name, tiles.coords
+        self._error: Exception | None = None
+
+    def __len__(self) -> int:
+        return len(self._tiles)
+
+    def read(self, indices: Sequence[int]) -> torch.Tensor:
+        """Return tiles; white ones in place of those that cannot be read."""
+        try:
+            if self._error is None:
+                return self._tiles.read(indices)
+        except READ_ERRORS as error:
+            if not self._shared:
+                raise SlideError(str(error)) from error
+            self._error = error
+        size = self._tiles.tiles.size_px
+        return torch.full((len(indices), 3, size, size), 255, dtype=torch.uint8)
+
+    def raise_error(self) -> None:
+        """Raise the first error of this rank."""
+        if self._error is not None:
+            raise self._error
+
+
+def _engine(member: Member, comm: Communicator, options: PredictOptions) -> TilesEngine:
+    model = member.model
+    if not isinstance(model, TileModel):
+        raise RequestError(f"{member.path}: its model is a {type(model).__name__}, not an encoder of tiles")
+    plan = ParallelPlan(tiles=comm.size, memory_bytes=options.memory_bytes)
+    return parallelize_tiles(model.encoder, model.aggregator, plan, comm)
+
+
+def _stored(dataset: SlideDataset) -> SlideStore:
+    slide = dataset.slide(0)
+    assert isinstance(slide, SlideStore), "tiles are read from stores"
+    return slide

@@ -1,0 +1,107 @@
+"""Heatmaps of tiles: what each tile says, on the slide's grid of cells.
+
+tiles of 4 px, stride 4        a cell is a tile
+tiles of 4 px, stride 2        cells of 2 px: scores and attention are means of the tiles over a cell,
++--+--+--+                     and a contribution is divided equally among the cells of its tile
+|a |ab|b |
++--+--+--+
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.tiles.tissue_tiles import TissueTiles
+from pathology.predict.heatmap import Heatmap
+
+
+@dataclass(frozen=True, eq=False)
+class TileValues:
+    """What a model says of the N tiles of a slide and its K outputs.
+
+    Attributes:
+        logits: (K,) of the slide.
+        scores: (K, N), 0 to 1.
+        contributions: (K, N), to the logits.
+        attention: (N,), with sum 1; None if the aggregator has none.
+    """
+
+    logits: NDArray[np.float64]
+    scores: NDArray[np.floating]
+    contributions: NDArray[np.floating]
+    attention: NDArray[np.floating] | None
+
+
+def cell_px_of(tiles: TissueTiles) -> int:
+    """Return the side of a cell, in pixels of the tiles' plane: the largest that divides size and stride."""
+    return math.gcd(tiles.size_px, tiles.stride_px)
+
+
+def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str], exclusive: bool) -> Heatmap:
+    """Return the heatmap of a slide's tiles; attention is relative to the mean, so that 1 is an average tile.
+
+    Args:
+        tiles: Of the slide.
+        values: Of these tiles.
+        channels: Names of the outputs.
+        exclusive: Whether scores of a tile sum to 1.
+    """
+    cell_px, count = cell_px_of(tiles), len(values.logits)
+    height, width = (math.ceil(side / cell_px) for side in tiles.plane.size_px)
+    rows, columns, inside = _cells(tiles, cell_px, (height, width))
+    shares = values.contributions / inside.sum(1)  # cells beyond the slide's border do not exist
+    maps = [*shares, *values.scores, np.ones(len(tiles))]
+    maps += [] if values.attention is None else [values.attention * len(tiles)]
+    canvas = np.zeros((len(maps), height, width))
+    for map_, of_tiles in zip(canvas, maps, strict=True):
+        np.add.at(map_, (rows[inside], columns[inside]), np.broadcast_to(of_tiles[:, None], inside.shape)[inside])
+    covers = canvas[2 * count]
+    seen = covers > 0
+    canvas[:, ~seen] = np.nan
+    canvas[count:, seen] /= covers[seen].copy()
+    bias = values.logits - values.contributions.sum(1)
+    return Heatmap(
+        scores=canvas[count : 2 * count].astype(np.float32),
+        values=canvas[:count].astype(np.float32),
+        cell_px=cell_px,
+        mpp=tiles.plane.mpp,
+        slide_size_px=tiles.plane.size_px,
+        class_names=tuple(channels),
+        logits=tuple(values.logits.tolist()),
+        bias=tuple(bias.tolist()),
+        shared=(0.0,) * count,
+        exact=True,
+        exclusive=exclusive,
+        of_tiles=True,
+        attention=None if values.attention is None else canvas[-1].astype(np.float32),
+    )
+
+
+def at_tiles(tiles: TissueTiles, values: NDArray[np.floating], cell_px: int) -> NDArray[np.float64]:
+    """Return the mean of a map's cells in each tile, (N,).
+
+    Args:
+        tiles: Of the slide.
+        values: (rows, columns).
+        cell_px: Side of a cell, which divides size and stride.
+    """
+    rows, columns, inside = _cells(tiles, cell_px, (values.shape[0], values.shape[1]))
+    taken = np.where(inside, values[np.where(inside, rows, 0), np.where(inside, columns, 0)], 0.0)
+    mean: NDArray[np.float64] = taken.sum(1) / inside.sum(1)
+    return mean
+
+
+def _cells(
+    tiles: TissueTiles, cell_px: int, shape: tuple[int, int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return row and column of each cell of each tile, (N, cells of a tile), and whether it is on the slide."""
+    side = np.arange(tiles.size_px // cell_px)
+    down, across = (part.ravel() for part in np.meshgrid(side, side, indexing="ij"))
+    corners = tiles.corners // cell_px
+    rows, columns = corners[:, :1] + down, corners[:, 1:] + across
+    return rows, columns, (rows < shape[0]) & (columns < shape[1])

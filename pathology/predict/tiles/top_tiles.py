@@ -1,0 +1,39 @@
+"""The tiles of a slide that its model weighs most, as pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image
+
+from data.tiles.reader import StoreTiles
+from pathology.pages import data_uri
+from pathology.predict.report import TilePicture
+from pathology.predict.slide_result import SlideResult, level0_of
+from pathology.predict.tiles.tile_heatmap import at_tiles, cell_px_of
+
+MOST = 8
+_PICTURE_PX = 256
+
+
+def top_tiles(result: SlideResult) -> list[TilePicture]:
+    """Return the tiles with most attention, or without attention those that contribute most; [] without tiles.
+
+    Raises:
+        StoreError: The store is damaged.
+    """
+    tiles, heatmap, channel = result.tiles, result.heatmap, result.channel
+    if tiles is None or result.withheld:
+        return []
+    level0, scores = level0_of(result), at_tiles(tiles, heatmap.scores[channel], cell_px_of(tiles))
+    weighing = heatmap.values[channel] if heatmap.attention is None else heatmap.attention
+    weights = at_tiles(tiles, weighing, heatmap.cell_px)
+    chosen = np.argsort(-weights, kind="stable")[:MOST]
+    pixels = StoreTiles(result.slide, tiles).read_array(chosen.tolist())
+    pictures = []
+    for rank, (index, tile) in enumerate(zip(chosen.tolist(), pixels, strict=True), 1):
+        row, column = ((tiles.corners[index] + tiles.size_px / 2) / heatmap.cell_px).tolist()
+        x, y = level0.point(column, row, heatmap)
+        text = f"{weights[index]:+.3g}" if heatmap.attention is None else f"{weights[index]:.3g} ×"
+        image = Image.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0)))
+        pictures.append(TilePicture(rank, data_uri(image, _PICTURE_PX), text, float(scores[index]), round(x), round(y)))
+    return pictures
