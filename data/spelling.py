@@ -3,7 +3,8 @@
 ```
 canonical form     'P 007' 'p\u00a0007'   compared by Unicode form, invisible characters, dashes, white space and case
                    '007' '7' '7.0'        and, if the whole text is a number, by its zeros
-ending             'a.svs' 'a'            only if one of them has none: a.tif and a.tiff are two slides
+ending             'a.svs' 'a'            only if one of them has none: a.tif and a.tiff are two slides; the only
+                                          difference from names of a store that needs no consent
 no white space     'low grade' 'lowgrade' classes only
 ```
 """
@@ -87,6 +88,8 @@ def one_spelling(
 ) -> Spelled:
     """Choose one spelling of each name: a known one, else the most frequent, the first of equals.
 
+    A text that differs from a known one in nothing but the ending of a slide file is that one, also without ``merge``.
+
     Args:
         texts: The values; empty ones are left out.
         kind: What they name.
@@ -118,9 +121,10 @@ def one_spelling(
             if more and more[0] in settled:
                 raise RequestError(f"{where}: {shown(text)} may be {shown(first)} or {shown(more[0])} of {knows}")
             pairs.append((text, first))
-    if pairs and not merge:
+    unclear = [pair for pair in pairs if pair[1] not in settled or len({without_ending(text) for text in pair}) > 1]
+    if unclear and not merge:
         at = dict(zip(reversed(texts), reversed(lines), strict=True)) if lines else {}
-        raise RequestError(_refusal(pairs, where, at, settled.keys(), knows) + f"\n{advice}")
+        raise RequestError(_refusal(unclear, where, at, settled.keys(), knows) + f"\n{advice}")
     return Spelled(spelling, tuple(pairs))
 
 

@@ -9,33 +9,26 @@ if __name__ == "__main__":  # signal handlers first: the imports below take time
     signals.listen_from_start()
     import_safely()
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from data.location import is_address
-from hyfi_core.runtime.launch import inside_launcher
+from workflows.cli_evaluate import predict, validate
+from workflows.cli_exit import exit_with
 from workflows.cli_features import features
 from workflows.cli_launch import launch
 from workflows.cli_options import (
     AcceptDataChanges,
-    AllowPartial,
     Cache,
-    Calibrate,
-    CellMemory,
-    Cells,
     Config,
-    Device,
-    Ensemble,
     FocalPlane,
     ForceMpp,
     FromMagnification,
     Glass,
     Icc,
-    Image,
     IngestMpp,
     Json,
     Lossless,
@@ -47,19 +40,12 @@ from workflows.cli_options import (
     Part,
     Pen,
     PlanRanks,
-    PredictMpp,
     Pseudonyms,
-    Ranks,
-    RanksPerSlide,
     Resume,
     ResumeFrom,
     Scene,
     SlideMpp,
-    Spill,
-    SplitColumn,
-    SplitName,
     StoreOrSlide,
-    TargetColumn,
     Tissue,
     TissueOut,
     TissueSet,
@@ -68,8 +54,6 @@ from workflows.cli_options import (
 from workflows.cli_plan import plan, simulate
 from workflows.cli_split import split
 from workflows.cli_view import view
-from workflows.exit_codes import exit_code_of
-from workflows.paths import require_writable
 
 EPILOG = (
     "Exit codes: 0 success, 1 finished but some inputs failed, 2 invalid request (nothing was written), 3 stopped on "
@@ -112,7 +96,7 @@ def doctor(measure: Measure = None, as_json: Json = False) -> None:
     from workflows.commands.measure import run
 
     command = partial(doctor.run, as_json) if measure is None else partial(run, measure, as_json)
-    _exit(command, as_ranks=measure is not None)
+    exit_with(command, as_ranks=measure is not None)
 
 
 @app.command()
@@ -124,7 +108,7 @@ def demo(
     """Run everything on a small synthetic archive: slides, store, training, prediction, report."""
     from workflows.commands import demo
 
-    _exit(partial(demo.run, out, as_json), writes=out)
+    exit_with(partial(demo.run, out, as_json), writes=out)
 
 
 @app.command()
@@ -141,7 +125,7 @@ def synth(
     """Make synthetic H&E-like slides with labels and cases."""
     from workflows.commands import synth
 
-    _exit(partial(synth.run, out, slides, size_px, seed, pen, blur, as_json), writes=out)
+    exit_with(partial(synth.run, out, slides, size_px, seed, pen, blur, as_json), writes=out)
 
 
 @app.command()
@@ -203,7 +187,7 @@ def ingest(
         dry_run=dry_run,
         as_json=as_json,
     )
-    _exit(partial(ingest.run, arguments), writes=None if dry_run or is_address(out) else out, as_ranks=True)
+    exit_with(partial(ingest.run, arguments), writes=None if dry_run or is_address(out) else out, as_ranks=True)
 
 
 @app.command()
@@ -215,7 +199,7 @@ def verify(
     """Check every digest, size and checksum of a store."""
     from workflows.commands import verify
 
-    _exit(partial(verify.run, store, as_json))
+    exit_with(partial(verify.run, store, as_json))
 
 
 @app.command()
@@ -229,7 +213,7 @@ def export(
     """Copy slides of a store into an older format, for viewers that need it."""
     from workflows.commands import export
 
-    _exit(partial(export.run, store, ngff, out, as_json), writes=out)
+    exit_with(partial(export.run, store, ngff, out, as_json), writes=out)
 
 
 @app.command()
@@ -244,7 +228,7 @@ def inspect(
     """Show levels, microns per pixel, tissue fraction and provenance."""
     from workflows.commands import inspect
 
-    _exit(partial(inspect.run, path, png, as_json, slide_mpp, tissue))
+    exit_with(partial(inspect.run, path, png, as_json, slide_mpp, tissue))
 
 
 app.command()(split)
@@ -268,93 +252,11 @@ def train(
         resumption = Resumption.of(resume, resume_from, accepts_changes)
         return train.run(config, list(overrides or ()), ranks, resumption, as_json)
 
-    _exit(body, as_ranks=True)
+    exit_with(body, as_ranks=True)
 
 
-@app.command()
-def validate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/best, for example.")],
-    store: Annotated[Path, typer.Option("--store", help="The store with the slides.")],
-    labels: Annotated[Path | None, typer.Option("--labels", help="Labels; default: the store's manifest.")] = None,
-    splits: Annotated[Path | None, typer.Option("--splits", help="Splits; default: a column of the labels.")] = None,
-    target: TargetColumn = None,
-    split_name: SplitName = "test",
-    split_column: SplitColumn = None,
-    ranks: Ranks = None,
-    cells: Cells = None,
-    memory: CellMemory = None,
-    spill: Spill = None,
-    image: Image = "whole",
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for an HTML page and a CSV of all slides.")] = None,
-    device: Device = "auto",
-    calibrate: Calibrate = False,
-    merge_alike: MergeAlike = False,
-    resume: Resume = False,
-    as_json: Json = False,
-) -> None:
-    """Compute the metrics of a checkpoint on labelled slides."""
-    from workflows.commands import validate
-
-    where = (checkpoint, store, labels, splits, split_name, split_column)
-    request = validate.EvaluationRequest(
-        *where, cells, memory, spill, image, out, as_json, calibrate, device, merge_alike, target
-    )
-    _exit(partial(validate.run, request, ranks), writes=out, as_ranks=True)
-
-
-@app.command()
-def predict(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/best, for example.")],
-    inputs: Annotated[list[Path], typer.Argument(metavar="SLIDE_OR_STORE", help="Slide files, folders, stores.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for predictions, heatmaps and reports.")],
-    more: Ensemble = None,
-    ranks: Ranks = None,
-    ranks_per_slide: RanksPerSlide = None,
-    cells: Cells = None,
-    memory: CellMemory = None,
-    spill: Spill = None,
-    mpp: PredictMpp = None,
-    slide_mpp: SlideMpp = None,
-    force_mpp: ForceMpp = False,
-    mpp_from_magnification: FromMagnification = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Process finished slides again.")] = False,
-    image: Image = "whole",
-    allow_partial: AllowPartial = False,
-    tissue: Tissue = None,
-    device: Device = "auto",
-    part: Part = "1/1",
-    resume: Resume = False,
-    as_json: Json = False,
-) -> None:
-    """Predict slides: probabilities, heatmaps, overlays, annotations and reports."""
-    from workflows.commands import predict
-
-    _exit(
-        partial(
-            predict.run,
-            checkpoints=[checkpoint, *(more or ())],
-            inputs=inputs,
-            out=out,
-            ranks=ranks,
-            mpp=mpp,
-            slide_mpp=slide_mpp,
-            force_mpp=force_mpp,
-            mpp_from_magnification=mpp_from_magnification,
-            overwrite=overwrite,
-            as_json=as_json,
-            cells=cells,
-            memory=memory,
-            spill=spill,
-            image=image,
-            allow_partial=allow_partial,
-            tissue=tissue,
-            device=device,
-            part=part,
-            ranks_per_slide=ranks_per_slide,
-        ),
-        writes=out,
-        as_ranks=True,
-    )
+app.command()(validate)
+app.command()(predict)
 
 
 @app.command()
@@ -365,33 +267,12 @@ def status(
     """Show the progress of a run."""
     from workflows.commands import status as command
 
-    _exit(partial(command.run, run, as_json))
+    exit_with(partial(command.run, run, as_json))
 
 
 for command in (view, plan, simulate, features):
     app.command()(command)
 app.add_typer(launch)
-
-
-def _exit(command: Callable[[], int], writes: Path | None = None, as_ranks: bool = False) -> NoReturn:
-    """Run a command and exit with its exit code.
-
-    Args:
-        command: Does the work and returns the exit code.
-        writes: The command's output path, checked before it runs.
-        as_ranks: Whether a launcher may run this command as several ranks. Ranks only remember a request to stop, and
-            act on it together.
-    """
-
-    def prepare() -> None:
-        if as_ranks and inside_launcher():
-            signals.remember_requests()
-        else:
-            signals.interrupt_on_request()
-        if writes is not None:
-            require_writable(writes)
-
-    raise typer.Exit(exit_code_of(command, prepare))
 
 
 if __name__ == "__main__":

@@ -187,6 +187,9 @@ TargetColumn = Annotated[
     str | None, typer.Option("--target", help="The column of the labels; default: the one used in training.")
 ]
 SplitName = Annotated[str, typer.Option("--split", help="Which split to evaluate on; all: every labelled slide.")]
+PredictSplit = Annotated[
+    str | None, typer.Option("--split", help="Predict only slides of this split of the labels; all: every slide.")
+]
 SplitColumn = Annotated[
     str | None, typer.Option("--split-column", help="The column of splits; default: the one used in training.")
 ]

@@ -282,7 +282,7 @@ class _Run:
             views=sight.views,
             tiles=sight.tiles,
             combined=combination_text(sight.views, self._members[0].pooling),
-            label=label_of(one.row, self._members[0].config),
+            label=label_of(one.row, self._members[0].config) if one.label is None else one.label,
             withheld=known.reason if known.status == INCOMPLETE and not self._options.allow_partial else "",
             heatmap=heatmap,
             readout=readout,

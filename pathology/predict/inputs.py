@@ -28,6 +28,7 @@ class SlideInput:
         stored: Whether it is in a store already.
         row: Its row of the user's or the store's manifest.
         reason: Why it cannot be predicted, if this is known in advance; else empty.
+        label: Its label as text, empty: none; None: that of its row.
     """
 
     slide_id: str
@@ -36,6 +37,7 @@ class SlideInput:
     stored: bool
     row: Mapping[str, str] = field(default_factory=dict)
     reason: str = ""
+    label: str | None = None
 
 
 def find_inputs(paths: Sequence[Path], known: Mapping[str, str] | None = None) -> list[SlideInput]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathology.predict.members import Member
     from pathology.predict.options import PredictOptions
     from pathology.predict.readout import Readout
+    from workflows.evaluation.labelled_inputs import InputLabels
 
 
 def run(
@@ -47,6 +48,9 @@ def run(
     part: str = "1/1",
     ranks_per_slide: int | None = None,
     mpp_from_magnification: bool = False,
+    labels: Path | None = None,
+    target: str | None = None,
+    split: str | None = None,
 ) -> int:
     """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
 
@@ -54,7 +58,7 @@ def run(
     ``ranks`` above 1 and no launcher, that many processes are started, which share every slide. Processes of a launcher
     predict different slides if there are enough; ``ranks_per_slide`` of them share one. ``cells`` is "R,C" or auto,
     ``memory`` as in 4GB, ``part`` is "i/n": predict only the i-th part of the slides, while other processes do the
-    others, into the same ``out``.
+    others, into the same ``out``. ``labels``, ``target`` and ``split`` as for `InputLabels`.
 
     Returns:
         0 if all slides are done; 1 if some failed or got no class (each is named with its reason on standard error and
@@ -64,6 +68,7 @@ def run(
         RequestError: A checkpoint, an input or ``out`` cannot be used; nothing was written.
     """
     from pathology.predict.options import PredictOptions
+    from workflows.evaluation.labelled_inputs import InputLabels
     from workflows.evaluation.tile_evaluator import cells_of
 
     options = PredictOptions(
@@ -81,7 +86,8 @@ def run(
         device=device_request(device),
         ranks_per_slide="auto" if ranks_per_slide is None and ranks is None else ranks_per_slide,
     )
-    request = PredictionRequest(checkpoints, inputs, out, ranks, options, parse_part(part), as_json)
+    known = InputLabels(labels, target, split)
+    request = PredictionRequest(checkpoints, inputs, out, ranks, options, parse_part(part), as_json, known)
     return _start(request, ranks_per_slide)
 
 
@@ -96,6 +102,7 @@ class PredictionRequest:
     options: PredictOptions
     part: tuple[int, int]
     as_json: bool
+    labels: InputLabels | None = None
 
 
 def _start(request: PredictionRequest, ranks_per_slide: int | None) -> int:
@@ -134,6 +141,10 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     if out.exists() and not out.is_dir():
         raise RequestError(f"{out} is a file; choose a folder for the results")
     found = find_inputs(request.inputs, predicted_files(out))
+    if request.labels:
+        found, matched = request.labels.of(found, request.inputs, read_model_json(request.checkpoints[0]))
+        if own_rank() == 0:
+            console.say(matched)
     names = [one.slide_id for one in found]
     if (note := options.check_tissue(names)) and own_rank() == 0:
         console.warn(f"note: {note}")
@@ -150,7 +161,7 @@ def _arguments(request: PredictionRequest, ranks: int) -> list[str]:
         words += ["--checkpoint", str(checkpoint)]
     for flag, value in (("--mpp", options.mpp), ("--slide-mpp", options.slide_mpp)):
         words += [] if value is None else [flag, repr(value)]
-    words += ["--device", options.device]
+    words += ["--device", options.device, *(request.labels.words() if request.labels else ())]
     words += [] if options.ranks_per_slide is None else ["--ranks-per-slide", str(options.ranks_per_slide)]
     if options.cells is not None:
         words += ["--cells", "auto" if options.cells == "auto" else "{},{}".format(*options.cells)]
@@ -196,7 +207,7 @@ def _predict(request: PredictionRequest) -> int:
             stop_wanted=signals.requested,
         )
     if owner is not None:
-        page = _write_page(out, members)
+        page = _write_page(out, members, {one.slide_id: one.label for one in slides if one.label is not None})
         owner.release()
         _report(report, request, page, members[0].readout)
     comm.barrier()  # when one rank exits with a code other than 0, a launcher may kill the one that still writes
@@ -227,8 +238,11 @@ def _progress(total: int, comm: Communicator) -> AbstractContextManager[console.
     return console.progress(total, "predicting") if comm.rank == 0 else nullcontext(console.Silent())
 
 
-def _write_page(out: Path, members: Sequence[Member]) -> Path:
-    """Write ``index.html`` of all slides of the folder, those of earlier runs included; return its path."""
+def _write_page(out: Path, members: Sequence[Member], labels: Mapping[str, str]) -> Path:
+    """Write ``index.html`` of all slides of the folder, those of earlier runs included; return its path.
+
+    ``labels`` are those of this run, which replace those of an earlier one.
+    """
     from pathology.predict.table import FILE_NAME
     from workflows.evaluation.cohort_page import PAGE_FILE, predicted_slides, write_cohort_page
     from workflows.tasks.by_name import task_of
@@ -238,7 +252,7 @@ def _write_page(out: Path, members: Sequence[Member]) -> Path:
     readouts = [member.readout for member in members]
     task, readout = task_of(members[0].config), readouts[0].joined(readouts)
     try:
-        slides = predicted_slides(out, task, readout.columns)
+        slides = predicted_slides(out, task, readout.columns, labels)
         title = f"Predictions of {console.counted(len(slides), 'slide')}: {out.absolute()}"
         return write_cohort_page(out, slides, task, readout, title)
     except OSError as error:

@@ -71,29 +71,35 @@ class CohortSlide:
     wrong: bool = False
 
 
-def predicted_slides(out: Path, task: Task, names: Sequence[str]) -> list[CohortSlide]:
+def predicted_slides(
+    out: Path, task: Task, names: Sequence[str], labels: Mapping[str, str] | None = None
+) -> list[CohortSlide]:
     """Return the slides of a folder of predictions, from its table and the slides' folders.
 
     Args:
         out: The folder.
         task: What is predicted.
         names: Columns of the readout.
+        labels: Labels as text by slide, instead of those that were known when the slides were predicted.
 
     Raises:
         OSError: The table cannot be read.
     """
     _, rows = read_own((out / FILE_NAME).read_bytes())
-    return [_predicted_slide(out, row, task, names) for row in rows]
+    known = labels or {}
+    return [_predicted_slide(out, row, task, names, known.get(row["slide_id"])) for row in rows]
 
 
-def _predicted_slide(out: Path, row: Mapping[str, str], task: Task, names: Sequence[str]) -> CohortSlide:
+def _predicted_slide(
+    out: Path, row: Mapping[str, str], task: Task, names: Sequence[str], label: str | None
+) -> CohortSlide:
     folder = out / row["slide_id"]
     try:
         details: dict[str, Any] = json.loads((folder / PREDICTION_FILE).read_text(encoding="utf-8"))
         thumbnail = (folder / THUMBNAIL_FILE).read_bytes()
     except (OSError, ValueError):
         details, thumbnail = {}, b""
-    target = task.target_of(str(details.get("label", "")))
+    target = task.target_of(str(details.get("label", "")) if label is None else label)
     shown = row["status"] != "failed" and bool(details)
     return CohortSlide(
         slide_id=row["slide_id"],

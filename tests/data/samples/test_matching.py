@@ -118,6 +118,17 @@ def test_slides_and_cases_of_the_store_keep_its_names(tmp_path: Path) -> None:
         load_labels(path, "label", rows=rows, merge_alike=True)
 
 
+def test_a_name_with_the_ending_of_a_slide_file_is_the_stores(tmp_path: Path) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text("slide_id,label\na-01.svs,x\nc-01.ome.tiff,y\n")
+    labels = load_labels(path, "label", rows=ROWS)
+    assert labels.indices == {"a-01": 0, "c-01": 1}
+    assert labels.notes == (f"{path}: slide_id: read 'a-01.svs' as 'a-01', 'c-01.ome.tiff' as 'c-01'",)
+    path.write_text("slide_id,label\na-01.svs,x\na-01,y\n")
+    with pytest.raises(RequestError, match="a-01"):  # one slide of two classes
+        load_labels(path, "label", rows=ROWS)
+
+
 def test_slides_with_the_same_content_are_named_with_their_classes(tmp_path: Path) -> None:
     rows = [{**row, "source_sha256": "00ff" if row["slide_id"] != "a-02" else "11ff"} for row in ROWS]
     match = match_labels(rows, labels_of(tmp_path, "slide_id,label\na-01,x\na-02,y\nb-01,x\nc-01,y\n"))

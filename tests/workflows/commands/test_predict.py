@@ -157,3 +157,33 @@ def test_an_mpp_that_is_not_used_is_named(
     assert f"<h1>Predictions of 1 slide: {tmp_path / 'out'}</h1>" in page
     assert run(*given, force_mpp=True, overwrite=False, as_json=False) == 0
     assert "was not used" not in capsys.readouterr().err
+
+
+def test_labels_of_an_external_test_set(hyfi_here: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path) -> None:
+    """A hospital's own table: names with the file's ending, another column, splits; also of slides predicted before."""
+    (tmp_path / "clinic.csv").write_text(
+        "slide_id,case_id,grade,split\none.tiff,P7,dark,test\nempty,P8,pale,val\nelsewhere,P9,dark,test\n"
+    )
+    first = hyfi_here("predict", checkpoint, slides / "one.tiff", "--out", "out")
+    assert first.returncode == 0, first.stderr
+    words = ("predict", checkpoint, slides, "--out", "out", "--labels", "clinic.csv", "--target", "grade")
+    said = hyfi_here(*words, "--split", "test")
+    assert said.returncode == 0, said.stderr
+    assert "rows that match no slide       1  elsewhere" in said.stdout
+    assert "read 'one.tiff' as 'one'" in said.stdout and "1 finished before" in said.stdout
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert '"dark",1.0,' in page  # the label of the slide that was predicted without one
+    assert list(rows_of(tmp_path / "out")) == ["one"]
+    for more, cause in (
+        (("--split", "train"), "--split train: none of the 2 slides is in it, by the column 'split'"),
+        (("--split", "training"), "--split: given 'training'; allowed: train, val, test, all"),
+        (("--target", "stage"), "no column 'stage'"),
+    ):
+        said = hyfi_here(*words, *more)
+        assert said.returncode == 2, said.stderr
+        assert cause in said.stderr
+    said = hyfi_here("predict", checkpoint, slides, "--out", "out", "--target", "grade")
+    assert said.returncode == 2 and "have no manifest to read it from; give --labels CSV" in said.stderr
+    (tmp_path / "clinic.csv").write_text("slide_id,grade\nP-1,dark\nP-2,pale\n")
+    said = hyfi_here(*words)
+    assert said.returncode == 2 and "write each slide_id as in the store's manifest.csv" in said.stderr

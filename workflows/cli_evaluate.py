@@ -1,0 +1,126 @@
+"""The options of ``hyfi validate`` and ``hyfi predict``; implemented in :mod:`workflows.commands`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from workflows.cli_exit import exit_with
+from workflows.cli_options import (
+    AllowPartial,
+    Calibrate,
+    CellMemory,
+    Cells,
+    Device,
+    Ensemble,
+    ForceMpp,
+    FromMagnification,
+    Image,
+    Json,
+    MergeAlike,
+    Part,
+    PredictMpp,
+    PredictSplit,
+    Ranks,
+    RanksPerSlide,
+    Resume,
+    SlideMpp,
+    Spill,
+    SplitColumn,
+    SplitName,
+    TargetColumn,
+    Tissue,
+)
+
+
+def validate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/best, for example.")],
+    store: Annotated[Path, typer.Option("--store", help="The store with the slides.")],
+    labels: Annotated[Path | None, typer.Option("--labels", help="Labels; default: the store's manifest.")] = None,
+    splits: Annotated[Path | None, typer.Option("--splits", help="Splits; default: a column of the labels.")] = None,
+    target: TargetColumn = None,
+    split_name: SplitName = "test",
+    split_column: SplitColumn = None,
+    ranks: Ranks = None,
+    cells: Cells = None,
+    memory: CellMemory = None,
+    spill: Spill = None,
+    image: Image = "whole",
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for an HTML page and a CSV of all slides.")] = None,
+    device: Device = "auto",
+    calibrate: Calibrate = False,
+    merge_alike: MergeAlike = False,
+    resume: Resume = False,
+    as_json: Json = False,
+) -> None:
+    """Compute the metrics of a checkpoint on labelled slides."""
+    from workflows.commands import validate
+
+    where = (checkpoint, store, labels, splits, split_name, split_column)
+    request = validate.EvaluationRequest(
+        *where, cells, memory, spill, image, out, as_json, calibrate, device, merge_alike, target
+    )
+    exit_with(partial(validate.run, request, ranks), writes=out, as_ranks=True)
+
+
+def predict(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/best, for example.")],
+    inputs: Annotated[list[Path], typer.Argument(metavar="SLIDE_OR_STORE", help="Slide files, folders, stores.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for predictions, heatmaps and reports.")],
+    more: Ensemble = None,
+    ranks: Ranks = None,
+    ranks_per_slide: RanksPerSlide = None,
+    cells: Cells = None,
+    memory: CellMemory = None,
+    spill: Spill = None,
+    mpp: PredictMpp = None,
+    slide_mpp: SlideMpp = None,
+    force_mpp: ForceMpp = False,
+    mpp_from_magnification: FromMagnification = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Process finished slides again.")] = False,
+    image: Image = "whole",
+    allow_partial: AllowPartial = False,
+    tissue: Tissue = None,
+    device: Device = "auto",
+    part: Part = "1/1",
+    labels: Annotated[Path | None, typer.Option("--labels", help="Labels; default: the slides' manifest.")] = None,
+    target: TargetColumn = None,
+    split: PredictSplit = None,
+    resume: Resume = False,
+    as_json: Json = False,
+) -> None:
+    """Predict slides: probabilities, heatmaps, overlays, annotations and reports."""
+    from workflows.commands import predict
+
+    exit_with(
+        partial(
+            predict.run,
+            checkpoints=[checkpoint, *(more or ())],
+            inputs=inputs,
+            out=out,
+            ranks=ranks,
+            mpp=mpp,
+            slide_mpp=slide_mpp,
+            force_mpp=force_mpp,
+            mpp_from_magnification=mpp_from_magnification,
+            overwrite=overwrite,
+            as_json=as_json,
+            cells=cells,
+            memory=memory,
+            spill=spill,
+            image=image,
+            allow_partial=allow_partial,
+            tissue=tissue,
+            device=device,
+            part=part,
+            ranks_per_slide=ranks_per_slide,
+            labels=labels,
+            target=target,
+            split=split,
+        ),
+        writes=out,
+        as_ranks=True,
+    )

@@ -1,0 +1,108 @@
+"""Labels of slides that are predicted: an external test set, whose table need not be the slides' own manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data.location import location
+from data.missing import MISSING
+from data.samples.labels import with_cases
+from data.samples.matching import match_labels
+from data.samples.splits import SPLITS, load_splits
+from hyfi_core.errors import RequestError
+from pathology.predict.inputs import SlideInput
+
+ALL = "all"
+"""As ``--split``: every slide."""
+
+
+@dataclass(frozen=True)
+class InputLabels:
+    """What a user says about the labels of the slides.
+
+    Attributes:
+        labels: A CSV keyed by slide or case; None: the manifest of the store or of the slides.
+        target: Its column; several are separated by commas. None: the one used in training.
+        split: Predict only slides of this split; ``all`` or None: every slide.
+    """
+
+    labels: Path | None = None
+    target: str | None = None
+    split: str | None = None
+
+    def __bool__(self) -> bool:
+        return self != InputLabels()
+
+    def __post_init__(self) -> None:
+        if self.split not in (None, ALL, *SPLITS):
+            raise RequestError(f"--split: given {self.split!r}; allowed: {', '.join((*SPLITS, ALL))}")
+
+    def words(self) -> list[str]:
+        """Return the same as options of ``hyfi predict``."""
+        words = [] if self.labels is None else ["--labels", str(self.labels)]
+        words += [] if self.target is None else ["--target", self.target]
+        return words + ([] if self.split is None else ["--split", self.split])
+
+    def of(
+        self, inputs: Sequence[SlideInput], paths: Sequence[Path], model: Mapping[str, Any]
+    ) -> tuple[list[SlideInput], str]:
+        """Return (the slides to predict with their labels, a text about how the table matches them).
+
+        Args:
+            inputs: All slides.
+            paths: The slides as the user named them.
+            model: ``model.json`` of the checkpoint.
+
+        Raises:
+            RequestError: There is no such table or column, no slide has a label, or none is in the split.
+        """
+        from workflows.tasks.by_name import task_of
+
+        task = task_of(model)
+        if self.target is not None:
+            task = replace(task, columns=tuple(name.strip() for name in self.target.split(",")))
+        path = self._table(paths)
+        rows = [{"slide_id": one.slide_id, "case_id": one.case_id, "status": "done"} for one in inputs]
+        missing = MISSING if model.get("missing") is None else tuple(model["missing"])
+        known = task.read_again(path, rows, bool(model.get("merge_alike", False)), missing)
+        rows = with_cases(rows, known)
+        match = match_labels(rows, known)
+        match.check(str(path), allow_unmatched=bool(match.slides))
+        labelled = [
+            replace(one, case_id=row["case_id"], label=match.slides.get(one.slide_id, ""))
+            for one, row in zip(inputs, rows, strict=True)
+        ]
+        return self._chosen(labelled, path, rows, model, missing), match.describe()
+
+    def _chosen(
+        self,
+        inputs: list[SlideInput],
+        path: Path,
+        rows: Sequence[Mapping[str, str]],
+        model: Mapping[str, Any],
+        missing: tuple[str, ...],
+    ) -> list[SlideInput]:
+        """Return the slides of the split."""
+        if self.split in (None, ALL):
+            return inputs
+        column = model.get("split_column", "split")
+        splits = load_splits(path, rows, column=column, missing=missing)
+        chosen = [one for one in inputs if splits.get(one.slide_id) == self.split]
+        if not chosen:
+            none = f"none of the {len(inputs)} slides is in it"
+            raise RequestError(f"--split {self.split}: {none}, by the column {column!r} of {path}")
+        return chosen
+
+    def _table(self, paths: Sequence[Path]) -> Path:
+        """Return the CSV to read: the one that is given, else the only manifest of the slides."""
+        if self.labels is not None:
+            return location(self.labels)
+        places = [location(path) for path in paths]
+        found = [path if path.suffix.lower() == ".csv" else path / "manifest.csv" for path in places]
+        if len(found) == 1 and found[0].is_file():
+            return found[0]
+        given = "--target" if self.target is not None else "--split"
+        raise RequestError(f"{given}: the slides have no manifest to read it from; give --labels CSV")
