@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from data.location import is_address
-from workflows.cli_evaluate import predict, validate
+from workflows.cli_evaluate import export_model, predict, validate
 from workflows.cli_exit import exit_with
 from workflows.cli_features import features
 from workflows.cli_launch import launch
@@ -257,6 +257,7 @@ def train(
 
 app.command()(validate)
 app.command()(predict)
+app.command("export-model")(export_model)
 
 
 @app.command()

@@ -124,3 +124,19 @@ def predict(
         writes=out,
         as_ranks=True,
     )
+
+
+def export_model(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/best, for example.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to make, with a card that describes the model.")],
+    to: Annotated[str, typer.Option("--to", metavar="torch|onnx", help="What to write.")] = "torch",
+    size_px: Annotated[
+        str | None, typer.Option("--size-px", metavar="H,W", help="Size of an ONNX file's images; default: any.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a trained model for use elsewhere: weights and a script, or ONNX, with a model card."""
+    from workflows.commands import export_model
+    from workflows.option_values import parse_size
+
+    exit_with(lambda: export_model.run(checkpoint, to, out, parse_size(size_px), as_json), writes=out)

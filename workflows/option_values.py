@@ -46,3 +46,17 @@ def parse_cells(text: str | None, memory: str | None = None, spill: str | None =
     if len(words) != 2 or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         raise RequestError(f"--cells {text}: use rows and columns, two whole numbers ≥ 1, as in --cells 4,4, or auto")
     return int(words[0]), int(words[1])
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """Return (height, width) of ``--size-px H,W``, where one number stands for both; None if it was left out.
+
+    Raises:
+        RequestError: ``text`` is not one or two whole numbers ≥ 1.
+    """
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if len(words) > 2 or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise RequestError(f"--size-px {text}: use height and width in pixels, as in 2048,1024, or one number for both")
+    return int(words[0]), int(words[-1])

@@ -33,6 +33,29 @@ def construct(
     Raises:
         RequestError: There is no such function, it does not accept these arguments, or it returns no module.
     """
+    factory, arguments = call_of(key, name, path, needed, options, accepted_only)
+    try:
+        module = factory(**arguments)
+    except TypeError as error:
+        raise RequestError(f"{key} {name} cannot be built from {arguments}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise RequestError(f"{key} {name} returned {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def call_of(
+    key: str,
+    name: str,
+    path: str,
+    needed: Mapping[str, Any],
+    options: Mapping[str, Any],
+    accepted_only: Mapping[str, Any] | None = None,
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the factory and the keyword arguments with which `construct` calls it.
+
+    Raises:
+        RequestError: There is no such function, or it does not accept the options.
+    """
     factory = load_user_code(f"{key}.name", path, f"a function that makes a {key.rpartition('.')[2]}")
     accepted = _parameters(factory)
     arguments = dict(needed)
@@ -42,14 +65,7 @@ def construct(
         raise RequestError(
             f"{key}.options.{wrong[0]}: {name} does not take it; it takes {', '.join(sorted(accepted or ()))}"
         )
-    arguments |= options
-    try:
-        module = factory(**arguments)
-    except TypeError as error:
-        raise RequestError(f"{key} {name} cannot be built from {arguments}: {error}") from error
-    if not isinstance(module, nn.Module):
-        raise RequestError(f"{key} {name} returned {type(module).__name__}, not a torch.nn.Module")
-    return module
+    return factory, arguments | dict(options)
 
 
 def _parameters(factory: Callable[..., Any]) -> set[str] | None:

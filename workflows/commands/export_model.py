@@ -1,0 +1,72 @@
+"""``hyfi export-model``: a trained model for use elsewhere, with a card that says what it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from hyfi_core.errors import RequestError
+from workflows.console import emit_json, say
+from workflows.exit_codes import DONE
+from workflows.paths import require_local
+
+FORMATS = ("torch", "onnx")
+
+
+def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, as_json: bool) -> int:
+    """Write a checkpoint's model into ``out``.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        to: ``torch``: weights and a script; ``onnx``: one file from pixels to outputs.
+        out: Folder to make; it appears when it is complete.
+        size_px: Height and width of the images of an ONNX file; None: any.
+        as_json: Print the files as one JSON object.
+
+    Raises:
+        RequestError: The checkpoint or the request cannot be used; nothing is written.
+    """
+    if to not in FORMATS:
+        raise RequestError(f"--to {to}: expected {' or '.join(FORMATS)}")
+    if size_px is not None and to != "onnx":
+        raise RequestError(f"--size-px is of --to onnx; a folder of --to {to} takes images of any size")
+    require_local(checkpoint, "checkpoint")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RequestError(f"{out} exists; choose another --out, or remove it")
+    from workflows.export_model.exported import ExportSource
+    from workflows.export_model.model_card import FILE_NAME, write_card
+    from workflows.export_model.onnx_file import FILE_NAME as ONNX
+    from workflows.export_model.onnx_file import write_onnx
+    from workflows.export_model.torch_folder import MODEL_JSON, SCRIPT, WEIGHTS, write_torch
+
+    checkpoint = checkpoint.resolve()  # of best or latest, the step
+    source = ExportSource.load(checkpoint)
+    if size_px is not None and any(side % source.align_px for side in size_px):
+        raise RequestError(
+            f"--size-px {size_px[0]},{size_px[1]}: expected multiples of {source.align_px} (data.align_px)"
+        )
+    beside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    beside.mkdir(parents=True)
+    try:
+        if to == "onnx":
+            difference = write_onnx(source, beside / ONNX, size_px)
+            shape = "any multiples" if size_px is None else f"{size_px[0]} × {size_px[1]}"
+            files = [(ONNX, f"pixels: uint8 RGB (1, 3, H, W), H and W {shape} of {source.align_px}; outputs and more")]
+        else:
+            write_torch(source, beside)
+            files = [(WEIGHTS, "weights"), (MODEL_JSON, "what the model is"), (SCRIPT, f"`python {SCRIPT} IMAGE`")]
+        write_card(source, checkpoint, beside, [*files, (FILE_NAME, "this card")])
+        if out.exists():
+            out.rmdir()
+        beside.rename(out)
+    except OSError as error:
+        raise RequestError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    names = [name for name, _ in files] + [FILE_NAME]
+    checked = f"; outputs differ from PyTorch's by {difference:.1g} at most" if to == "onnx" else ""
+    say(f"{out}: {', '.join(names)}{checked}")
+    if as_json:
+        emit_json({"out": str(out), "files": [str(out / name) for name in names]})
+    return DONE

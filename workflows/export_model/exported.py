@@ -1,0 +1,84 @@
+"""A trained model with its normalisation: from pixels as a slide has them to outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.loading.normalise import Normalisation
+from hyfi_core.errors import RequestError
+from pathology.predict.members import Member, temperature_of
+from workflows.tasks.by_name import readout_of
+
+
+@dataclass(frozen=True, eq=False)
+class ExportSource:
+    """The checkpoint to export.
+
+    Attributes:
+        member: Its model and ``model.json``.
+        normalisation: Of its images.
+        temperature: By which logits are divided; None: the task has no classes that exclude each other.
+    """
+
+    member: Member
+    normalisation: Normalisation
+    temperature: float | None
+
+    @classmethod
+    def load(cls, checkpoint: Path) -> ExportSource:
+        """Load a checkpoint, with the moving average of its weights if it has one.
+
+        Raises:
+            RequestError: It is damaged, or does not say how to build its model; it is an encoder of tiles.
+        """
+        member = Member.load(checkpoint, readout_of=readout_of)
+        classes = member.config.get("task", "multiclass") == "multiclass"
+        normalisation = Normalisation.from_json(member.config["normalisation"])
+        return cls(member, normalisation, temperature_of(member.config) if classes else None)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its ``model.json``."""
+        return dict(self.member.config)
+
+    @property
+    def align_px(self) -> int:
+        """Of what height and width of an image are multiples."""
+        return int(self.config.get("align_px", 1))
+
+
+class PixelModel(nn.Module):
+    """The model on uint8 pixels (B, 3, H, W): outputs (B, K), and probabilities of classes that exclude each other.
+
+    Args:
+        source: The checkpoint; its module is used, not copied.
+    """
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self, source: ExportSource) -> None:
+        super().__init__()
+        self.model = source.member.model
+        self.temperature = source.temperature
+        for name, values in (("mean", source.normalisation.mean), ("std", source.normalisation.std)):
+            self.register_buffer(name, torch.tensor(values).view(3, 1, 1))
+
+    @property
+    def output_names(self) -> list[str]:
+        """Names of what it returns."""
+        return ["outputs"] if self.temperature is None else ["outputs", "probabilities"]
+
+    def forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return (outputs,) or (outputs, probabilities)."""
+        outputs = self.model((pixels.to(torch.float32) / 255 - self.mean) / self.std)
+        if not isinstance(outputs, torch.Tensor):
+            raise RequestError(f"the model returns {type(outputs).__name__}, not a tensor of outputs (B, classes)")
+        if self.temperature is None:
+            return (outputs,)
+        return outputs, torch.softmax(outputs / self.temperature, 1)

@@ -1,0 +1,121 @@
+"""``README.md`` of an exported model: what it predicts, of what it has seen, how well, and what it is not for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.samples.trained_slides import TrainedSlides
+from workflows.export_model.exported import ExportSource
+
+FILE_NAME = "README.md"
+
+
+def write_card(source: ExportSource, checkpoint: Path, folder: Path, files: Sequence[tuple[str, str]]) -> None:
+    """Write the card.
+
+    Args:
+        source: The checkpoint.
+        checkpoint: Its folder; metrics are those of its run, where it still lies in one.
+        folder: Of the exported files.
+        files: (name, what it is) of each of them.
+    """
+    config = source.config
+    parts = [
+        f"# {config['model']['name']}: {config.get('task', 'multiclass')}",
+        "",
+        *_table("Files", ("file", "what"), files),
+        *_table("Model", ("", ""), _model(source, checkpoint)),
+        *_table("Images", ("", ""), _images(source)),
+        *_table("Training slides", ("", ""), _training(config)),
+        *_metrics(checkpoint, config),
+        "## Limits",
+        "",
+        "- Metrics are those of the slides named above; other scanners, stains and patients may differ. Validate on "
+        "your own slides before use: `hyfi validate CHECKPOINT --store STORE --labels LABELS.csv --split all`.",
+        "- An image must show tissue at the stated micrometres per pixel; background and pen are seen as they are.",
+        "- For research. It is not a medical device.",
+        "",
+        *_table("Made with", ("", ""), sorted((str(k), str(v)) for k, v in config.get("versions", {}).items())),
+    ]
+    (folder / FILE_NAME).write_text("\n".join(parts), encoding="utf-8")
+
+
+def _table(title: str, columns: tuple[str, str], rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a section with a table of two columns; nothing without rows."""
+    if not rows:
+        return []
+    lines = [f"| {key} | {value} |".replace("\n", " ") for key, value in rows]
+    return [f"## {title}", "", f"| {columns[0]} | {columns[1]} |", "|---|---|", *lines, ""]
+
+
+def _model(source: ExportSource, checkpoint: Path) -> list[tuple[str, str]]:
+    config = source.config
+    target = config.get("target", "label")
+    rows = [
+        ("predicts", f"{config.get('task', 'multiclass')} from the column {target!r}"),
+        ("outputs, in order", ", ".join(map(str, config["class_names"]))),
+        ("weights", f"{sum(one.numel() for one in source.member.model.parameters()):,}"),
+        ("SHA-256 of the weights", source.member.digest),
+        ("checkpoint", f"{checkpoint.name}, step {config.get('step', 'unknown')}"),
+    ]
+    if source.temperature is not None:
+        rows.append(("probabilities", f"softmax of outputs / {source.temperature:.4g}"))
+    if source.member.averaged:
+        rows.append(("moving average", "the weights are the moving average of those trained"))
+    return rows
+
+
+def _images(source: ExportSource) -> list[tuple[str, str]]:
+    config, numbers = source.config, source.normalisation
+    return [
+        ("micrometres per pixel", f"{config['mpp']:g}"),
+        ("size in training", " × ".join(map(str, config["size_px"])) + f" px, multiples of {source.align_px}"),
+        ("view", str(config["view"])),
+        ("normalisation", f"(pixel / 255 − {list(numbers.mean)}) / {list(numbers.std)}"),
+    ]
+
+
+def _training(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if config.get("trained_on") is None:
+        return [("slides", "unknown")]
+    trained = TrainedSlides.of_json(config["trained_on"])
+    return [("slides", str(len(trained.slides))), ("cases", str(len(trained.cases)) if trained.cases else "unknown")]
+
+
+def _metrics(checkpoint: Path, config: Mapping[str, Any]) -> list[str]:
+    """Return the metrics of the checkpoint's step, from the run in which it lies."""
+    path = checkpoint.resolve().parent.parent / "metrics.jsonl"
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        lines = []
+    found = [one for one in lines if one.get("kind") == "validation" and one.get("step") == config.get("step")]
+    if not found:
+        unknown = "Not known: the checkpoint does not lie in its run, or its step was not validated."
+        return ["## Metrics", "", unknown, ""]
+    last = found[-1]
+    intervals: Mapping[str, Any] = last.get("intervals") or {}
+    rows = [
+        (name, _value(value) + _interval(intervals, name))
+        for name, value in last.items()
+        if isinstance(value, float) and name not in ("seconds", "time")
+    ]
+    where = f"{last.get('slides', '?')} slides of the validation split, by which the checkpoint may have been chosen"
+    return [*_table("Metrics", ("metric", f"value (95 % interval), {where}"), rows)]
+
+
+def _value(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _interval(intervals: Mapping[str, Any], name: str) -> str:
+    """Return the interval of a metric in brackets; empty if the metric has none."""
+    if name not in intervals:
+        return ""
+    interval = intervals[name]
+    if interval is None or None in interval:
+        return " (interval undefined)"
+    return f" ({_value(interval[0])} to {_value(interval[1])})"

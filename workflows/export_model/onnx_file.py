@@ -1,0 +1,98 @@
+"""``model.onnx``: pixels to outputs, checked against PyTorch by onnxruntime before it is kept."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyfi_core.errors import RequestError
+from workflows.export_model.exported import ExportSource, PixelModel
+
+FILE_NAME = "model.onnx"
+_TOLERANCE = 1e-3
+"""Largest difference of an output from PyTorch's, relative to the largest output."""
+_CHECKED_PX = 256
+"""Height of the images by which a file for any size is checked; about twice a network's smallest."""
+
+
+def write_onnx(source: ExportSource, path: Path, size_px: tuple[int, int] | None) -> float:
+    """Write a model to an ONNX file and return the largest relative difference of its outputs from PyTorch's.
+
+    The input ``pixels`` is uint8 RGB (1, 3, H, W). The file is checked on drawn pixels: of the given size, or of two
+    sizes if it takes any.
+
+    Args:
+        source: The checkpoint.
+        path: The file.
+        size_px: Height and width of the image; None: any multiples of ``align_px``.
+
+    Raises:
+        RequestError: Packages are missing, PyTorch cannot export the model, or the file computes something else.
+    """
+    _require_packages()
+    model = PixelModel(source).eval()
+    step = max(source.align_px, 32)
+    rows = -(-_CHECKED_PX // step) * step
+    sizes = [size_px] if size_px is not None else [(rows, rows + step), (rows + 2 * step, rows)]
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.randint(0, 256, (1, 3, *size), dtype=torch.uint8, generator=generator) for size in sizes]
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = {"pixels": {2: dynamic, 3: dynamic}} if size_px is None else None
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that the model does not use
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.onnx.export(
+                model,
+                (images[0],),
+                dynamo=True,
+                input_names=["pixels"],
+                output_names=model.output_names,
+                dynamic_shapes=shapes,
+                verbose=False,
+            )
+        except Exception as error:  # whatever the exporter meets in a user's forward
+            advice = "; --size-px H,W exports it for one size" if size_px is None else ""
+            raise RequestError(f"PyTorch cannot export this model to ONNX: {_first_line(error)}{advice}") from error
+    assert program is not None
+    program.save(str(path))
+    return max(_difference(model, path, image) for image in images)
+
+
+def _require_packages() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise RequestError(f"--to onnx needs {', '.join(missing)}: pip install 'hyfi[onnx]'")
+
+
+def _difference(model: PixelModel, path: Path, image: torch.Tensor) -> float:
+    """Return the largest difference of the file's outputs from the model's, relative to the largest output.
+
+    Raises:
+        RequestError: It is more than rounding explains.
+    """
+    import onnxruntime
+
+    session: Any = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    computed = torch.from_numpy(session.run(["outputs"], {"pixels": image.numpy()})[0])
+    with torch.no_grad():
+        outputs = model(image)[0]
+    difference = float((computed - outputs).abs().max() / outputs.abs().max().clamp_min(1e-6))
+    if not difference <= _TOLERANCE:
+        size = f"{image.shape[2]} × {image.shape[3]} px"
+        raise RequestError(
+            f"the ONNX file computes other outputs than PyTorch on an image of {size} (relative difference "
+            f"{difference:.2g}); no file is kept"
+        )
+    return difference
+
+
+def _first_line(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
