@@ -93,7 +93,7 @@ def hyfi(
 def doctor(measure: Measure = None, as_json: Json = False) -> None:
     """Check this installation; for each problem, print the command that fixes it."""
     from workflows.commands import doctor
-    from workflows.commands.measure import run
+    from workflows.commands.bench.measure import run
 
     command = partial(doctor.run, as_json) if measure is None else partial(run, measure, as_json)
     exit_with(command, as_ranks=measure is not None)

@@ -28,6 +28,7 @@ COMMANDS = [
     "train",
     "validate",
     "predict",
+    "export_model",
     "status",
     "view",
     "plan",
@@ -40,21 +41,22 @@ def test_every_command_is_there() -> None:
     assert [command.callback.__name__ for command in app.registered_commands if command.callback] == COMMANDS
 
 
-@pytest.mark.parametrize("words", [[], *[[name] for name in COMMANDS]])
+@pytest.mark.parametrize("words", [[], *[[name.replace("_", "-")] for name in COMMANDS]])
 def test_help_at_every_level(hyfi_here: Hyfi, words: list[str]) -> None:
     done = hyfi_here(*words, "--help")
     assert done.returncode == 0
     assert "Usage: " in done.stdout
-    assert all(name in done.stdout for name in (words or COMMANDS))
+    assert all(name.replace("_", "-") in done.stdout for name in (words or COMMANDS))
 
 
 def test_help_is_quick() -> None:
-    """The best of some tries: other work on the machine must not decide."""
+    """The best of some tries, of the processor: other work on the machine must not decide."""
     seconds = []
-    for _ in range(5):
-        began_s = time.perf_counter()
+    for _ in range(3):
+        before = os.times()
         subprocess.run([sys.executable, "-m", "workflows.cli", "--help"], cwd=ROOT, check=True, capture_output=True)
-        seconds.append(time.perf_counter() - began_s)
+        after = os.times()
+        seconds.append(sum(after[2:4]) - sum(before[2:4]))  # of children
     assert min(seconds) < 0.5
 
 

@@ -105,7 +105,7 @@ def _halo() -> str:
 
     It starts ranks of its own, also if this process is a task of ``srun`` or ``mpiexec``.
     """
-    probe, alone = [sys.executable, "-m", "workflows.commands.halo_probe"], child_environment()
+    probe, alone = [sys.executable, "-m", "workflows.commands.bench.halo_probe"], child_environment()
     done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env=alone)
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip() or f"ended with code {done.returncode}")
@@ -230,7 +230,7 @@ CHECKS: dict[str, tuple[Callable[[], Finding | str], str]] = {
     "MPI": (_mpiexec, "pip install 'hyfi[local]', or load your cluster's MPI module"),
     "two-rank halo exchange": (
         _halo,
-        "fix MPI and torch first; to see the error: python -m workflows.commands.halo_probe",
+        "fix MPI and torch first; to see the error: python -m workflows.commands.bench.halo_probe",
     ),
     "slides": (_slides, "pip install --upgrade openslide-python openslide-bin tifffile imagecodecs"),
     "zarr": (_zarr, "pip install --upgrade 'zarr>=3.0.8'"),

@@ -32,7 +32,7 @@ def tests(setting: Setting, _: str) -> Iterator[Row]:
 
 def machine(setting: Setting, _: str) -> Iterator[Row]:
     """Measure the machine for the planner, as ``hyfi doctor --measure`` does."""
-    from workflows.commands import measure
+    from workflows.commands.bench import measure
 
     target = setting.out / "machine.yaml"
     code = measure.run(target)

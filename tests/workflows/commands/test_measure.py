@@ -16,8 +16,7 @@ from hyfi_core.cost.machine import KINDS
 from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE, load_machine
 from tests.conftest import Hyfi
 from workflows.benchmarks.reduction import sleep
-from workflows.commands import measure
-from workflows.commands.bench import calibration, measured_layers, measured_operators
+from workflows.commands.bench import calibration, measure, measured_layers, measured_operators
 from workflows.commands.bench.measured_layers import HEAVY, LAYERS, LayerBench, LayerTimes, half_channels
 from workflows.commands.bench.measured_operators import CASES, OperatorBench
 

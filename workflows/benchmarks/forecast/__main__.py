@@ -152,7 +152,7 @@ def main() -> None:
 def _measured_machine() -> MachineModel:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "machine.yaml"
-        program = [sys.executable, "-m", "workflows.commands.measure", str(target)]
+        program = [sys.executable, "-m", "workflows.commands.bench.measure", str(target)]
         if launch_program(program, max(RANKS)):
             sys.exit("the machine could not be measured")
         print(target.read_text(), file=sys.stderr, flush=True)

@@ -48,7 +48,7 @@ def main() -> int:
     """Run as a rank, or start the ranks; return the exit code."""
     if inside_launcher():
         return run_as_rank(compare)
-    return launch_program([sys.executable, "-m", "workflows.commands.halo_probe"], RANKS)
+    return launch_program([sys.executable, "-m", "workflows.commands.bench.halo_probe"], RANKS)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def run(target: Path, as_json: bool = False) -> int:
     require_writable(target)
     if inside_launcher() is not None:
         return run_as_rank(partial(measure_rank, target, as_json))
-    program = [sys.executable, "-m", "workflows.commands.measure", str(target), *["--json"] * as_json]
+    program = [sys.executable, "-m", "workflows.commands.bench.measure", str(target), *["--json"] * as_json]
     return launch_program(program, _ranks_here())
 
 
