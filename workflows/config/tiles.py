@@ -7,12 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from workflows.config.section import Positive, Section, Share, UserPath
 
 if TYPE_CHECKING:
     from data.tiles.tiling import Tiling
+
+
+def _lora(value: Any) -> Any:
+    """Return ``lora:R`` for ``{lora: {rank: R}}``."""
+    if isinstance(value, dict) and set(value) == {"lora"}:
+        inside = value["lora"]
+        if isinstance(inside, dict) and set(inside) == {"rank"}:
+            return f"lora:{inside['rank']}"
+    return value
 
 
 class TilesConfig(Section):
@@ -53,10 +62,12 @@ class EncoderConfig(Section):
     weights: UserPath | None = Field(
         None, description="a .safetensors or .pth file: weights of the encoder; nothing is downloaded; default: random"
     )
-    train: Annotated[str, Field(pattern=r"^(all|none|norms|last:[1-9]\d*)$")] = Field(
-        "all",
-        description="all, none, norms or last:N: what of the encoder is trained: all of it, nothing, its "
-        "normalisations, or its last N blocks and what follows them",
+    train: Annotated[str, Field(pattern=r"^(all|none|norms|last:[1-9]\d*|lora:[1-9]\d*)$"), BeforeValidator(_lora)] = (
+        Field(
+            "all",
+            description="all, none, norms, last:N or lora:R: what of the encoder is trained: all of it, nothing, its "
+            "normalisations, its last N blocks and what follows them, or updates of rank R of its matrices (LoRA)",
+        )
     )
     batch_norm: Literal["frozen", "exact"] = Field(
         "frozen",

@@ -1,4 +1,4 @@
-"""Which part of an encoder is trained: all of it, nothing, its last blocks, its norms."""
+"""Which part of an encoder is trained: all of it, nothing, its last blocks, its norms, or low-rank updates."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ import re
 from torch import nn
 
 from hyfi_core.errors import RequestError
+from workflows.encoders.lora import is_lora
 from workflows.finetuning.parameter_groups import layer_depths
 
 _LAST = re.compile(r"last:(\d+)")
-_ALLOWED = "all, none, norms, or last:N for the last N blocks"
+_LORA = re.compile(r"lora:(\d+)")
+_ALLOWED = "all, none, norms, last:N for the last N blocks, or lora:R for updates of rank R"
+
+
+def lora_rank(train: str) -> int | None:
+    """Return the rank of ``lora:R``; None for the others."""
+    found = _LORA.fullmatch(train)
+    return None if found is None else int(found[1])
 
 
 def frozen_patterns(encoder: nn.Module, train: str) -> tuple[str, ...]:
     """Return what is frozen in an encoder, as patterns for ``model.freeze``, without the prefix that it has in a model.
 
     Args:
-        encoder: The encoder; its values are not read.
-        train: ``all``, ``none``, ``norms`` or ``last:N``.
+        encoder: The encoder; its values are not read. For ``lora:R`` it has its updates (`add_lora`).
+        train: ``all``, ``none``, ``norms``, ``last:N`` or ``lora:R``.
 
     Returns:
         Names of modules with all of theirs, and of parameters; empty if all is trained, ``("*",)`` if nothing is.
@@ -36,6 +44,9 @@ def frozen_patterns(encoder: nn.Module, train: str) -> tuple[str, ...]:
         trained = _of_norms(encoder)
         if not trained:
             raise RequestError("train: norms: the encoder has no norm with parameters; use all, none or last:N")
+    elif lora_rank(train) is not None:
+        trained = {name for name in names if is_lora(name)}
+        assert trained, "updates are added before"
     elif last is not None:
         trained = _of_last(encoder, int(last[1]))
     else:

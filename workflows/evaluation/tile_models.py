@@ -14,7 +14,9 @@ from hyfi_core.models.aggregators.by_name import build_aggregator
 from hyfi_core.tiles.model import TileModel
 from workflows.config.data import ModelConfig
 from workflows.encoders.load import load_encoder
+from workflows.encoders.lora import add_lora
 from workflows.encoders.tile_encoder import TileEncoder
+from workflows.encoders.trained_part import lora_rank
 
 
 class NormalisedTiles:
@@ -45,7 +47,7 @@ def tile_model_fields(config: ModelConfig, outputs: int) -> dict[str, Any]:
     return {
         "name": f"{encoder.name}, {aggregator.name}",
         "classes": outputs,
-        "encoder": {"name": encoder.name, "options": encoder.options},
+        "encoder": {"name": encoder.name, "options": encoder.options, "lora": lora_rank(encoder.train)},
         "aggregator": {"name": aggregator.name, "options": aggregator.options},
     }
 
@@ -75,6 +77,8 @@ def build_tile_model(
     mean, std = (None, None) if normalisation is None else (normalisation.mean, normalisation.std)
     options = encoder["options"]
     loaded = load_encoder(encoder["name"], weights, size_px=tile_px, options=options, mean=mean, std=std)
+    if encoder.get("lora") is not None:
+        add_lora(loaded.module, int(encoder["lora"]))
     head = build_aggregator(aggregator["name"], loaded.features, int(fields["classes"]), aggregator["options"])
     loaded.module.register_forward_pre_hook(NormalisedTiles(loaded.normalisation))
     if loaded.output is not None:

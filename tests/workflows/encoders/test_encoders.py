@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 from pathlib import Path
@@ -18,6 +19,7 @@ from hyfi_core.models.resnet import resnet10
 from tests.workflows.encoders.timm_here import timm_or_skip
 from workflows.config.data import ModelConfig
 from workflows.encoders.load import load_encoder
+from workflows.encoders.lora import add_lora, is_lora
 from workflows.encoders.timm_encoder import import_timm
 from workflows.encoders.trained_part import frozen_patterns
 from workflows.finetuning.freezing import freeze
@@ -210,7 +212,7 @@ def test_the_trained_part_of_a_vit(timm: ModuleType) -> None:
     assert frozen_patterns(encoder, "last:2") == ("cls_token", "pos_embed", "patch_embed", "blocks.0")
     with pytest.raises(RequestError, match=r"last:9: the encoder has 3 blocks"):
         frozen_patterns(encoder, "last:9")
-    with pytest.raises(RequestError, match=r"given 'some'; allowed: all, none, norms, or last:N"):
+    with pytest.raises(RequestError, match=r"given 'some'; allowed: all, none, norms, last:N"):
         frozen_patterns(encoder, "some")
 
 
@@ -220,3 +222,38 @@ def test_the_trained_part_of_a_resnet() -> None:
     assert {name.split(".")[-2] for name in trained(encoder, "norms")} == {"bn1", "bn2", "1"}
     with pytest.raises(RequestError, match="no norm with parameters"):
         frozen_patterns(nn.Sequential(nn.Conv2d(3, 4, 3)), "norms")
+
+
+def test_low_rank_updates_add_their_product(timm: ModuleType) -> None:
+    """Of linear layers, and of attention that uses its weights directly; at first nothing changes."""
+    torch.manual_seed(4)
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=0, **TINY).double().eval()
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64).eval()
+    for encoder, given, count in (
+        (vit, normalised(TILES, 0.5, 0.5).double(), 12),
+        (layer, torch.rand(2, 5, 8).double(), 4),
+    ):
+        plain, before = copy.deepcopy(encoder), encoder(given)
+        assert add_lora(encoder, 3) == count and torch.allclose(encoder(given), before, atol=1e-12)
+        state = plain.state_dict()
+        for name, parameter in encoder.named_parameters():
+            if name.endswith(".0.up"):
+                nn.init.normal_(parameter, std=0.1)
+                place, _, weight = name.removesuffix(".0.up").rpartition(".parametrizations.")
+                down = encoder.get_parameter(name.removesuffix("up") + "down")
+                state[f"{place}.{weight}"] = state[f"{place}.{weight}"] + 2.0 * parameter.detach() @ down.detach()
+        plain.load_state_dict(state)
+        assert torch.allclose(encoder(given), plain(given), atol=1e-12) and not torch.allclose(plain(given), before)
+        for name, parameter in encoder.named_parameters():
+            parameter.requires_grad_(is_lora(name))
+        encoder(given).square().sum().backward()
+        assert {name for name, p in encoder.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0} == {
+            name for name, _ in encoder.named_parameters() if is_lora(name)
+        }
+    assert trained(vit, "lora:3") == {name for name, _ in vit.named_parameters() if is_lora(name)}
+    for encoder, rank, message in (
+        (nn.Conv2d(3, 4, 3), 2, "the encoder has no linear layers"),
+        (nn.Sequential(nn.Linear(9, 4)), 4, r"0\.weight is \(4, 9\); use a rank below 4"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            add_lora(encoder, rank)

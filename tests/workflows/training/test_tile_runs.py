@@ -99,9 +99,31 @@ def test_encoder_and_head_rates_and_parts(store: Path, tmp_path: Path) -> None:
     assert kept == {"encoder.0.weight", "encoder.0.bias"}
 
 
+def test_low_rank_updates_are_trained_saved_and_validated(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder = {"name": "tests.workflows.tile_networks:small_mixer", "train": {"lora": {"rank": 2}}}
+    config = tile_config(tmp_path, store, model={"encoder": encoder}, optimizer={"groups": []})
+    assert run_here(config, "run.precision=float32", "run.steps=1", "validation.every_steps=3") == 0
+    before = load_file(tmp_path / "run/checkpoints/latest/model.safetensors")
+    assert run_here(config, "run.precision=float32", "run.steps=3", "validation.every_steps=3", resume=True) == 0
+    folder = tmp_path / "run/checkpoints/step-00000003"
+    after = load_file(folder / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    updates = {f"encoder.{n}.parametrizations.weight.0.{part}" for n in (4, 6) for part in ("down", "up")}
+    assert {name for name in changed if name.startswith("encoder.")} == updates
+    assert {name for name in before if name.startswith("aggregator.")} <= changed
+    capsys.readouterr()
+    assert validate.run(EvaluationRequest(folder, store, split="val", as_json=True), None) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    last = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if record["kind"] == "validation"][-1]
+    assert found["loss"] == last["loss"]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("model.encoder.train=lora:2", r"train: lora:2: the encoder has no linear layers; use last:N"),
         ("data.view=crop", r"data.view: has no meaning with data.tiles; leave it out \(all tissue tiles are used\)"),
         ("roles.loaders=1", r"roles.loaders: has no meaning with data.tiles"),
         ("plan.grids=[[1, 1]]", r"plan.grids: has no meaning with data.tiles; leave it out \(use plan.tiles"),
