@@ -318,7 +318,7 @@ class ModelConfig(Section):
 
     @property
     def built_in(self) -> bool:
-        """Whether the model is one of this package's networks."""
+        """Whether the model is one of this package's networks for whole images."""
         from hyfi_core.models.by_name import is_built_in  # loads torch
 
-        return is_built_in(self.name)
+        return self.encoder is None and is_built_in(self.name)

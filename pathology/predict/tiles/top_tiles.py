@@ -28,6 +28,7 @@ def top_tiles(result: SlideResult) -> list[TilePicture]:
     weighing = heatmap.values[channel] if heatmap.attention is None else heatmap.attention
     weights = at_tiles(tiles, weighing, heatmap.cell_px)
     chosen = np.argsort(-weights, kind="stable")[:MOST]
+    chosen = chosen[weights[chosen] > 0]  # max pooling weighs a tile for each class only
     pixels = StoreTiles(result.slide, tiles).read_array(chosen.tolist())
     pictures = []
     for rank, (index, tile) in enumerate(zip(chosen.tolist(), pixels, strict=True), 1):

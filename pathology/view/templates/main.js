@@ -157,7 +157,7 @@ function listLayers() {
   const pane = active, rows = [];
   let kind = "";
   for (const layer of pane.about ? pane.known() : []) {
-    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Class score of each position", contribution: "Contribution to the class"}[layer.kind]}));
+    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Class score of each position", contribution: "Contribution to the class", attention: "Weight of each tile in the answer"}[layer.kind]}));
     kind = layer.kind;
     rows.push(layerRow(pane, layer));
   }
@@ -177,7 +177,7 @@ function listLayers() {
 }
 
 function layerRow(pane, layer) {
-  const setting = pane.setting(layer), words = layer.kind === "tissue" ? "Tissue outline" : layer.class_name;
+  const setting = pane.setting(layer), words = {tissue: "Tissue outline", attention: "attention"}[layer.kind] || layer.class_name;
   const box = element("input", {type: "checkbox", checked: setting.on, "data-layer": layer.name});
   const slider = element("input", {type: "range", min: 0, max: 1, step: 0.05, value: setting.opacity, title: "Opacity", "aria-label": `Opacity of ${words}`});
   const row = element("div", {className: setting.on ? "layer on" : "layer"}, box, element("label", {}, words), slider);
@@ -192,7 +192,7 @@ function legend(layer) {
   const bar = element("i"), color = css(layer.color), most = formatNumber(layer.strongest);
   const signed = layer.kind === "contribution";
   bar.style.background = signed ? `linear-gradient(90deg, rgb(64, 68, 78), #fff, ${color})` : `linear-gradient(90deg, #fff, ${color})`;
-  return element("div", {className: "legend"}, signed ? `−${most}` : "0", bar, signed ? `+${most}` : "1");
+  return element("div", {className: "legend"}, signed ? `−${most}` : "0", bar, signed ? `+${most}` : most);
 }
 
 function toggle(wanted) {

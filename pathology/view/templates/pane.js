@@ -87,7 +87,7 @@ export class Pane {
 
   // All layers over the slide: the tissue outline and the channels of the heatmap.
   known() {
-    const maps = this.about.layers.map(layer => ({...layer, name: `${layer.kind} ${layer.class_name}`}));
+    const maps = this.about.layers.map(layer => ({...layer, name: `${layer.kind} ${layer.class_name}`.trim()}));
     return [...(this.about.tissue ? [{id: "tissue", kind: "tissue", name: "tissue"}] : []), ...maps];
   }
 
