@@ -15,7 +15,7 @@ from pathology.memory import parse_bytes
 from workflows import console, signals
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 from workflows.launch.launch import inside_launcher, launch, own_rank, run_as_rank
-from workflows.option_values import parse_part
+from workflows.option_values import Cells, parse_part
 from workflows.paths import require_local, require_writable
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ def run(
     """
     from pathology.predict.options import PredictOptions
     from workflows.evaluation.labelled_inputs import InputLabels
-    from workflows.evaluation.tile_evaluator import cells_of
 
     options = PredictOptions(
         mpp=mpp,
@@ -77,7 +76,7 @@ def run(
         force_mpp=force_mpp,
         mpp_from_magnification=mpp_from_magnification,
         overwrite=overwrite,
-        cells=cells_of(checkpoints, cells, memory, spill, image),
+        cells=_cells(checkpoints, cells, memory, spill, image),
         memory_bytes=None if memory is None else parse_bytes(memory),
         spill=spill,
         image=image,  # type: ignore[arg-type]
@@ -89,6 +88,13 @@ def run(
     known = InputLabels(labels, target, split)
     request = PredictionRequest(checkpoints, inputs, out, ranks, options, parse_part(part), as_json, known)
     return _start(request, ranks_per_slide)
+
+
+def _cells(checkpoints: Sequence[Path], cells: str | None, memory: str | None, spill: str | None, image: str) -> Cells:
+    """Return the cells of the request; see `cells_of`."""
+    from workflows.evaluation.tile_evaluator import cells_of
+
+    return cells_of(checkpoints, cells, memory, spill, image)
 
 
 @dataclass(frozen=True)
