@@ -20,6 +20,10 @@ class RendezvousError(RequestError):
     """The ranks of a job did not come together; every rank may say so, because nothing has started."""
 
 
+class NoMapError(RequestError):
+    """The model does not pool a feature map into its output, so that positions have no contributions."""
+
+
 class MemoryLimitError(RequestError):
     """``plan.memory_bytes`` is too small; the message says how much is needed.
 

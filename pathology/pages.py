@@ -34,6 +34,7 @@ FLAG_MEANINGS = {
     "bad_tiles": "some tiles of the file cannot be decoded and were replaced by white",
     "incomplete": "less tissue was seen than a prediction requires",
     "several_images": "the model takes images of a fixed size; several show the slide, and their logits are combined",
+    "no_heatmap": "the model pools no map into its output, so no position has a score: there is no heatmap",
     "heatmap_by_centre": "heatmap cells are placed by their centres, up to half a cell off",
 }
 """Description of each flag."""

@@ -18,7 +18,7 @@ import torch
 from hyfi_core.capture.program import Program, Ref, refs_in, substitute
 from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.counted import CountedCommunicator
-from hyfi_core.errors import RequestError
+from hyfi_core.errors import NoMapError, RequestError
 from hyfi_core.lowering.joined_calls import parts_of
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.ops.redistribute import Redistribute
@@ -242,7 +242,7 @@ def last_map(ranked: RankProgram) -> tuple[str, int]:
     """Return (name, index of the instruction behind it) of the last split map on which the output depends.
 
     Raises:
-        RequestError: the output is not reduced from a map.
+        NoMapError: the output is not reduced from a map.
     """
     wanted = set(refs_in(ranked.outputs))
     for index in range(len(ranked.instructions) - 1, -1, -1):
@@ -254,7 +254,7 @@ def last_map(ranked: RankProgram) -> tuple[str, int]:
         if made is not None and ranked.floating(made) and _is_map(ranked, made):
             return made, index + 1
         wanted.update(name for name in instruction.inputs if name is not None)
-    raise RequestError("the model does not pool a feature map into its output, so its pixels have no contributions")
+    raise NoMapError("the model does not pool a feature map into its output, so its pixels have no contributions")
 
 
 def _is_map(ranked: RankProgram, name: str) -> bool:

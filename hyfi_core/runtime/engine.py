@@ -172,8 +172,8 @@ class Engine(EngineState):
         space is reduced. For a linear head behind a mean or maximum, contributions plus the bias are the logit.
 
         Raises:
-            RequestError: the model's output is not one tensor of logits reduced from a map, or the plan has several
-                stages.
+            NoMapError: the logits are not reduced from a map.
+            RequestError: the model's output is not one tensor of logits, or the plan has several stages.
         """
         if self.plan.stages > 1:
             raise RequestError(

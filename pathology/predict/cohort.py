@@ -288,8 +288,15 @@ class _Run:
             readout=readout,
             values=np.stack([own.values(one) for own, one in zip(readouts, logits, strict=True)]),
             uncalibrated=np.stack([own.uncalibrated(one) for own, one in zip(readouts, logits, strict=True)]),
-            flags=known.flags if heatmap.exact else (*known.flags, "heatmap_by_centre"),
+            flags=(*known.flags, *_flags_of_heatmap(heatmap)),
         )
+
+
+def _flags_of_heatmap(heatmap: Heatmap) -> tuple[str, ...]:
+    """Return the flags of a slide that say what its heatmap is not."""
+    if not heatmap.mapped:
+        return ("no_heatmap",)
+    return () if heatmap.exact else ("heatmap_by_centre",)
 
 
 def label_of(row: Mapping[str, str], config: Mapping[str, Any]) -> str:

@@ -15,9 +15,10 @@ from data.samples.view import View
 from data.tiles.tissue_tiles import TissueTiles
 from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Communicator
-from hyfi_core.errors import RequestError
+from hyfi_core.errors import NoMapError, RequestError
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.attribution import Explanation
+from hyfi_core.runtime.engine import Engine
 from pathology.errors import SlideError
 from pathology.predict.heatmap import Heatmap, place
 from pathology.predict.members import InputSpec, Member
@@ -51,11 +52,13 @@ class Attribution:
         contributions: For each image, (classes, h, w) float32; their sum over all images is the logits minus the bias.
         scores: For each image, (classes, h, w) float32: output of the head at each position, before pooling, as the
             member's readout scores it; 0 to 1.
+        mapped: Whether the model has a map whose positions contribute; if not, contributions are 0 and scores NaN.
     """
 
     logits: NDArray[np.float64]
     contributions: tuple[NDArray[np.float32], ...]
     scores: tuple[NDArray[np.float32], ...]
+    mapped: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +149,7 @@ class Ensemble:
                     class_names=member.readout.channels,
                 ),
                 exclusive=member.readout.exclusive,
+                mapped=attribution.mapped,
             )
             for member, attribution in zip(self._members, self.attribute(dataset, 0, sight.views), strict=True)
         ]
@@ -180,7 +184,8 @@ class Ensemble:
             for one, weight in zip(found, weights, strict=True)
         )
         scores = tuple(one.scores[0] for one in found)
-        return Attribution((weights * logits).sum(axis=0), contributions, scores)
+        mapped = all(one.mapped for one in found)
+        return Attribution((weights * logits).sum(axis=0), contributions, scores, mapped)
 
     def _of_image(
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, view: View
@@ -194,19 +199,37 @@ class Ensemble:
 
         if engine.plan.cells is not None:
             cells = _ReadsOfCells(read, self._comm.size > 1)
-            found = engine.explain(cells)
+            found = _explained(engine, cells)
             together(self._comm, cells.raise_error)
         else:
             box = engine.input_box
             part = together(self._comm, lambda: read(box))
-            found = engine.explain(_boxes_of(part, box))
+            found = _explained(engine, _boxes_of(part, box))
         if not bool(torch.isfinite(found.logits).all()):
             raise SlideError(f"the network's output is not finite: {found.logits[0].tolist()}")
+        logits = found.logits[0].double().cpu().numpy()
+        if not found.contributions.numel():
+            return self._without_map(logits, view)
         return Attribution(
-            found.logits[0].double().cpu().numpy(),
+            logits,
             (found.contributions[0].float().cpu().numpy(),),
             (position_scores(found, member.readout).cpu().numpy(),),
         )
+
+    def _without_map(self, logits: NDArray[np.float64], view: View) -> Attribution:
+        """Return the logits of an image by a model without a map: cells are those of the view's alignment."""
+        shape = (len(logits), *(-(-side // self._spec.align_px) for side in view.size_px))
+        nothing, unknown = np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32)
+        return Attribution(logits, (nothing,), (unknown,), mapped=False)
+
+
+def _explained(engine: Engine, images: Callable[[Box], torch.Tensor]) -> Explanation:
+    """Return the explanation of an image; without maps if the model does not pool one into its logits."""
+    try:
+        return engine.explain(images)
+    except NoMapError:
+        logits = engine.predict(images).float()
+        return Explanation(logits, logits.new_empty(0), None)
 
 
 class _ReadsOfCells:

@@ -52,6 +52,7 @@ class Heatmap:
         exact: whether cells were mapped one to one; otherwise by their centres.
         exclusive: whether scores of a position sum to 1 over classes.
         of_tiles: whether cells are tiles, or parts of them, whose scores are those of a slide with this tile only.
+        mapped: whether the model has a map whose positions contribute; if not, scores are NaN and contributions 0.
         attention: (rows, columns) float32: weights of tiles in the aggregator, relative to the average tile; NaN where
             not seen; None if there are none.
     """
@@ -68,6 +69,7 @@ class Heatmap:
     exact: bool
     exclusive: bool = True
     of_tiles: bool = False
+    mapped: bool = True
     attention: NDArray[np.float32] | None = None
 
     @property
@@ -231,9 +233,13 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
 
     A coarser cell is divided into smaller cells with equal parts of its contribution, which preserves sums.
 
+    Members without a map have no part in it but their logits.
+
     Raises:
         ValueError: the cells of one do not divide those of another, or the slides differ.
     """
+    logits: NDArray[np.float64] = np.mean([heatmap.logits for heatmap in heatmaps], axis=0)
+    heatmaps = [heatmap for heatmap in heatmaps if heatmap.mapped] or heatmaps[:1]
     finest = math.gcd(*(heatmap.cell_px for heatmap in heatmaps))
     if len({heatmap.slide_size_px for heatmap in heatmaps}) > 1:
         raise ValueError("heatmaps of different slides cannot be averaged")
@@ -261,12 +267,13 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
         mpp=first.mpp,
         slide_size_px=first.slide_size_px,
         class_names=first.class_names,
-        logits=tuple(np.mean([heatmap.logits for heatmap in heatmaps], axis=0).tolist()),
-        bias=tuple(np.mean([heatmap.bias for heatmap in heatmaps], axis=0).tolist()),
+        logits=tuple(logits.tolist()),
+        bias=tuple((logits - np.mean([np.subtract(one.logits, one.bias) for one in heatmaps], axis=0)).tolist()),
         shared=tuple(shared.tolist()),
         exact=all(heatmap.exact for heatmap in heatmaps),
         exclusive=first.exclusive,
         of_tiles=first.of_tiles,
+        mapped=first.mapped,
         attention=_mean_attention(heatmaps, finest, shape),
     )
 

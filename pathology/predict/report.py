@@ -91,6 +91,7 @@ class Report:
         provenance: Sections (title, rows) about slide, models and software.
         made_at, version: When and with which version of hyfi the report was made.
         of_tiles: Whether the model has an encoder of tiles.
+        mapped: Whether the model has a map whose positions have scores.
         tiles: The tiles that weigh most; empty if it has not.
         weighed: Whether they are those with most attention; otherwise those that contribute most.
     """
@@ -122,6 +123,7 @@ class Report:
     made_at: str
     version: str
     of_tiles: bool = False
+    mapped: bool = True
     tiles: Sequence[TilePicture] = ()
     weighed: bool = False
 

@@ -82,10 +82,12 @@ def _write_files(
     cells = tissue_cells(mask, mask_mpp, heatmap)
     # A head scores glass, too, and what it says of it is meaningless: it would be colour on glass in every viewer.
     on_tissue = replace(heatmap, scores=np.where(cells, heatmap.scores, np.float32(np.nan)))
-    write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))
+    if heatmap.mapped:
+        write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))
     thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
-    regions = [] if result.withheld else find_regions(heatmap, channel, cells)
-    overlay = draw_overlay(Overlay(thumb, heatmap, not result.withheld, mask, mask_mpp, regions))
+    shown = heatmap.mapped and not result.withheld
+    regions = find_regions(heatmap, channel, cells) if shown else []
+    overlay = draw_overlay(Overlay(thumb, heatmap, shown, mask, mask_mpp, regions))
     overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
     small = overlay.crop((0, 0, thumb.shape[1], thumb.shape[0]))  # without the legend
     small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX), Image.Resampling.LANCZOS)
@@ -93,10 +95,10 @@ def _write_files(
     level0 = level0_of(result)
     collection = to_geojson(regions, heatmap, channel, slide_id=result.slide_id, level0=level0)
     collection["features"] += tissue_features(mask, mask_mpp, heatmap, slide_id=result.slide_id, level0=level0)
-    if not result.withheld:
+    if shown:
         collection["features"] += contour_features(heatmap, channel, cells, slide_id=result.slide_id, level0=level0)
     write_regions(folder / "regions.geojson", collection)
-    if not result.withheld:
+    if shown:
         write_score_picture(folder / "scores.tiff", on_tissue)
     report = fill_report(result, members, spec, Pictures(Image.fromarray(thumb), overlay, cells), regions, level0)
     (folder / "report.html").write_text(render_report(report), encoding="utf-8")

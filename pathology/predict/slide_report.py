@@ -88,6 +88,7 @@ def fill_report(
         regions=[_region(result, region, level0) for region in regions[:CROPS]],
         crop=f"{CROP_UM:g} µm",
         of_tiles=heatmap.of_tiles,
+        mapped=heatmap.mapped,
         tiles=top_tiles(result),
         weighed=heatmap.attention is not None,
         provenance=[

@@ -15,9 +15,11 @@ import tifffile
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.models.by_name import build_model
+from hyfi_core.runtime.checkpoint import save_checkpoint
 from pathology.predict.options import PredictOptions
 from tests.conftest import ROOT, Hyfi
-from tests.pathology.slides import draw_slide, write_slide
+from tests.pathology.slides import draw_slide, member_of, write_slide
 from tests.workflows.predictions import rows_of, save
 from workflows.commands import predict
 from workflows.commands.predict import PredictionRequest, run
@@ -187,3 +189,43 @@ def test_labels_of_an_external_test_set(hyfi_here: Hyfi, checkpoint: Path, slide
     (tmp_path / "clinic.csv").write_text("slide_id,grade\nP-1,dark\nP-2,pale\n")
     said = hyfi_here(*words)
     assert said.returncode == 2 and "write each slide_id as in the store's manifest.csv" in said.stderr
+
+
+PATCHES = """
+import torch
+from torch import nn
+
+class Patches(nn.Module):
+    \"\"\"Views the image as patches, as a ViT may, and pools them by attention: it has no feature map.\"\"\"
+
+    def __init__(self, classes):
+        super().__init__()
+        self.embed, self.score, self.head = nn.Linear(3 * 32 * 32, 8), nn.Linear(8, 1), nn.Linear(8, classes)
+
+    def forward(self, x):
+        b, c, h, w = x.shape
+        x = x.view(b, c, h // 32, 32, w // 32, 32).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * 32 * 32)
+        x = self.embed(x).tanh()
+        return self.head((self.score(x).softmax(1) * x).sum(1))
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("--cells", "1,2")])
+def test_a_model_without_a_map_predicts(
+    hyfi_here: Hyfi, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    """It trained for hours, and then its prediction was refused, as there was nothing for a heatmap."""
+    (tmp_path / "their_patches.py").write_text(PATCHES)
+    monkeypatch.syspath_prepend(tmp_path)
+    described = {"name": "their_patches:Patches", "classes": 2}
+    model = build_model(described)
+    config = {**member_of(model).config, "model": described, "size_px": [320, 320], "align_px": 32}
+    save_checkpoint(tmp_path / "c", weights=model.state_dict(), model={k: v for k, v in config.items() if k != "files"})
+    said = hyfi_here("predict", "c", slides / "one.tiff", "--out", "out", *more)
+    assert said.returncode == 0, said.stderr
+    row = rows_of(tmp_path / "out")["one"]
+    assert row["flags"] == "no_heatmap" and float(row["p_pale"]) + float(row["p_dark"]) == pytest.approx(1, abs=1e-5)
+    left = {path.name for path in (tmp_path / "out" / "one").iterdir()}
+    assert left == {"overlay.png", "prediction.json", "regions.geojson", "report.html", "thumbnail.jpg"}
+    report = (tmp_path / "out" / "one" / "report.html").read_text()
+    assert "There is no heatmap" in report and "scores.tiff" not in report
