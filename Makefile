@@ -52,15 +52,18 @@ clean:
 	@touch $@
 
 # timm without torchvision, whose wheels on PyPI do not fit a PyTorch for CPUs; the tests have a stand-in for it.
+INSTALL_TIMM = $(INSTALL) --no-deps "timm>=1.0.15"
+
 .venv/.installed-test: pyproject.toml | .venv/bin/python
 	@echo "installing into .venv (a minute or two) …"
 	@$(INSTALL) -e ".[local,test,bench]"
-	@$(INSTALL) --no-deps "timm>=1.0.15"
+	@$(INSTALL_TIMM)
 	@touch $@ .venv/.installed
 
 .venv/.installed-dev: pyproject.toml | .venv/bin/python
 	@echo "installing into .venv (a minute or two) …"
 	@$(INSTALL) -e ".[local,test,bench,dev]"
+	@$(INSTALL_TIMM)
 	@touch $@ .venv/.installed .venv/.installed-test
 
 .venv/.installed-docs: pyproject.toml | .venv/bin/python

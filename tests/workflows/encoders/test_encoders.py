@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,8 +53,9 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def timm() -> ModuleType:
-    return timm_or_skip()
+def timm() -> Iterator[ModuleType]:
+    with timm_or_skip() as timm:
+        yield timm
 
 
 def normalised(tiles: torch.Tensor, mean: float, std: float) -> torch.Tensor:

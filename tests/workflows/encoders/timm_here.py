@@ -5,8 +5,11 @@ Encoders use nothing of torchvision: a stand-in for its modules is enough to imp
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -32,27 +35,29 @@ class StandIn:
         module.FrozenBatchNorm2d = type("FrozenBatchNorm2d", (torch.nn.Module,), {})
 
 
-def timm_or_skip() -> ModuleType:
-    """Return timm; skip where it is not installed."""
-    if "timm" not in sys.modules:
-        try:
-            import torchvision  # noqa: F401
-        except (ImportError, RuntimeError):
-            _import_with_stand_in()
-    return pytest.importorskip("timm")
+@contextmanager
+def timm_or_skip() -> Iterator[ModuleType]:
+    """Context in which timm can be imported, and is; skip where it is not installed.
 
-
-def _import_with_stand_in() -> None:
-    stand_in = StandIn()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[name]
-    sys.meta_path.insert(0, stand_in)  # type: ignore[arg-type]
+    With a stand-in for torchvision, timm is forgotten at the end: other tests ask whether it can be imported.
+    """
     try:
-        __import__("timm")
-    except ModuleNotFoundError:
-        pass
-    finally:
-        sys.meta_path.remove(stand_in)  # type: ignore[arg-type]
-        # Others, such as transformers, ask whether there is a torchvision.
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
+        importlib.import_module("torchvision")
+    except (ImportError, RuntimeError):
+        stand_in = StandIn()
+        _forget("torchvision", "timm")
+        sys.meta_path.insert(0, stand_in)  # type: ignore[arg-type]
+        try:
+            timm = pytest.importorskip("timm")
+        finally:
+            sys.meta_path.remove(stand_in)  # type: ignore[arg-type]
+            _forget("torchvision")
+        yield timm
+        _forget("timm")
+    else:
+        yield pytest.importorskip("timm")
+
+
+def _forget(*packages: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
