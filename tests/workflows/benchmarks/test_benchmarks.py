@@ -21,6 +21,7 @@ SMALL = {
     "decode": ["--size", "1024", "--region", "512", "--rounds", "1"],
     "demo_task": ["--help"],  # trains for a quarter of an hour, however little is asked
     "dimensions": ["--steps", "1"],
+    "features": ["SLIDE", "--width", "64", "--depth", "1", "--side", "64", "--rounds", "1"],
     "forecast": ["--size", "64", "--steps", "1", "--models", "resnet18", "--ranks", "1", "--machine", "cpu"],
     "fused": ["--size", "64", "--rounds", "1"],
     "headlines": ["--only", "Chimera"],

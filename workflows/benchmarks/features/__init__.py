@@ -1,0 +1,1 @@
+"""Features of tissue tiles beside a plain loop of the encoder."""
