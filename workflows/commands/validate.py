@@ -164,6 +164,9 @@ def validate_rank(request: EvaluationRequest) -> int:
     if request.calibrate and fitted is not None:
         loaded.model["calibration"] = {**fitted, "split": request.split, "image": request.image}
         amend_model_json(request.checkpoint, {"calibration": loaded.model["calibration"]})
+    elif request.calibrate:
+        task = loaded.model.get("task", "multiclass")
+        warn(f"--calibrate: nothing is stored: task {task} fits nothing on slides, or outputs are not finite")
     metrics["calibration"] = _calibration(loaded.model, evaluator, logits)
     weights = "weights" if loaded.averaged is None else "moving average of the weights (EMA)"
     page = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from data.missing import MISSING
-from workflows.config.section import AboveZero, Count, Positive, Section, Share, Size, UserPath
+from workflows.config.section import OWN, AboveZero, Count, Positive, Section, Share, Size, UserPath
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.config.tiles import AggregatorConfig, EncoderConfig, TilesConfig
 
@@ -84,7 +85,11 @@ class DataConfig(Section):
     task: Literal["multiclass", "multilabel", "ordinal", "regression", "survival"] = Field(
         "multiclass", description=f"{', '.join(TASKS)}: what is predicted; {'; '.join(_about())}"
     )
-    loss: str | None = Field(None, description=f"{'; '.join(_losses())}: the loss; default: the first of the task")
+    loss: str | None = Field(
+        None,
+        description=f"{'; '.join(_losses())}; or package.module:function: the loss; one of your own is a function of "
+        "(outputs, labels) of the whole batch; default: the first of the task",
+    )
     time_bins: Annotated[int, Field(ge=2)] | None = Field(
         None,
         description="a whole number ≥ 2: intervals of time of loss hazards, which end at quantiles of the event times "
@@ -212,6 +217,16 @@ class DataConfig(Section):
         return TASKS[self.task]
 
     @property
+    def named_loss(self) -> str:
+        """The loss of the task; the default beside a loss of the user's own."""
+        return self.loss if self.loss in self.facts.losses else self.facts.losses[0]
+
+    @property
+    def own_loss(self) -> str:
+        """``package.module:function`` of the user's own loss; empty: none."""
+        return self.loss if self.loss is not None and re.fullmatch(OWN, self.loss) else ""
+
+    @property
     def missing_words(self) -> tuple[str, ...]:
         """The words of which a value is missing."""
         return MISSING if self.missing is None else self.missing
@@ -228,8 +243,13 @@ class DataConfig(Section):
             )
         if len(set(self.columns)) < count:
             raise ValueError(f"target: given {list(self.columns)}; each column only once")
-        if self.loss is not None and self.loss not in facts.losses:
-            raise ValueError(f"loss: given {self.loss!r}; allowed for task {self.task}: {', '.join(facts.losses)}")
+        if self.loss is not None and self.loss not in facts.losses and not self.own_loss:
+            raise ValueError(
+                f"loss: given {self.loss!r}; allowed for task {self.task}: {', '.join(facts.losses)}, or "
+                "package.module:function"
+            )
+        if self.own_loss and self.class_weights == "balanced":
+            raise ValueError("class_weights: given balanced; a loss of your own weights the classes itself")
         if self.time_bins is not None and self.loss != "hazards":
             raise ValueError(f"time_bins: given {self.time_bins}; only task survival with loss hazards has intervals")
         for key, balances in (("class_weights", facts.weights_classes), ("sampling", facts.samples_classes)):

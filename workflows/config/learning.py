@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from workflows.config.section import Count, Positive, Rate, Section, Share
+from workflows.config.section import OWN, Count, Positive, Rate, Section, Share
 from workflows.config.tasks import TASKS
 
 
@@ -138,6 +138,11 @@ class ValidationConfig(Section):
         "",
         description="; ".join(f"{', '.join(facts.selecting)} ({name})" for name, facts in TASKS.items())
         + ": metric that selects the best checkpoint; default: the first of the task",
+    )
+    metrics: tuple[Annotated[str, Field(pattern=OWN)], ...] = Field(
+        (),
+        description="a list of package.module:function: metrics of your own, of (outputs, labels) of all slides, "
+        "higher is better; recorded under the function's name, which validation.metric may be",
     )
     policy: Literal["all", "latest"] = Field(
         "all",

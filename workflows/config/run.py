@@ -173,10 +173,14 @@ class Config(Section):
             # Resolved here, so that the file of the run and those who read it have a name.
             chosen = self.validation.model_copy(update={"metric": task.selecting[0]})
             object.__setattr__(self, "validation", chosen)
-        elif metric not in task.selecting:
-            raise ValueError(
-                f"validation.metric: given {metric!r}; allowed for task {task.name}: {', '.join(task.selecting)}"
-            )
+        own = [name.rpartition(":")[2] for name in self.validation.metrics]
+        taken = {"loss", "slides", "case", "intervals", "calibration", "step", "kind", *task.metrics}
+        wrong = [name for name in own if name in taken or own.count(name) > 1]
+        if wrong:
+            raise ValueError(f"validation.metrics: {wrong[0]} is the name of another metric; rename the function")
+        if metric and metric not in (*task.selecting, *own):
+            allowed = ", ".join((*task.selecting, *own))
+            raise ValueError(f"validation.metric: given {metric!r}; allowed for task {task.name}: {allowed}")
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,8 @@ from pydantic.fields import FieldInfo
 
 from data.location import location
 
+OWN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+"""Form of ``package.module:function``."""
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]

@@ -141,7 +141,10 @@ class EvaluationSet:
     def _metrics(self, outputs: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> Metrics:
         return {
             **self.task.metrics(outputs, labels),
-            "intervals": self.task.intervals(outputs, labels, counts),
+            "intervals": {
+                **self.task.intervals(outputs, labels, counts),
+                **dict.fromkeys(self.task.own_names),
+            },
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hyfi_core.errors import RequestError
@@ -39,7 +40,9 @@ def task_of(model: Mapping[str, Any]) -> Task:
         RequestError: There is no such task, or it is not described.
     """
     try:
-        return task_class(str(model.get("task", "multiclass"))).of_json(model)
+        task = task_class(str(model.get("task", "multiclass"))).of_json(model)
+        own = model.get("own", {})
+        return replace(task, own_loss=str(own.get("loss", "")), own_metrics=tuple(map(str, own.get("metrics", ()))))
     except (KeyError, TypeError, ValueError) as error:
         raise RequestError(f"the checkpoint's model.json does not describe its task: {error}") from error
 

@@ -59,7 +59,7 @@ class Regression(Task):
                 f"data.target: {labels.target!r} is {values[0]:g} for all {len(values)} training slides: there is "
                 "nothing to learn"
             )
-        return cls(data.columns, float(values.mean()), float(values.std()), data.loss or cls.facts.losses[0])
+        return cls(data.columns, float(values.mean()), float(values.std()), data.named_loss)
 
     @classmethod
     def of_json(cls, model: Mapping[str, Any]) -> Self:

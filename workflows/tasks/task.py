@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -29,6 +29,7 @@ from pathology.predict.readout import Readout
 from workflows.config.data import DataConfig
 from workflows.config.tasks import TaskFacts
 from workflows.tasks.bootstrap import Intervals, resampled
+from workflows.tasks.own import load_loss, metric_name, own_numbers
 from workflows.tasks.page_section import PageSection
 
 Metrics = dict[str, float | None]
@@ -64,10 +65,14 @@ class Task(ABC):
 
     Attributes:
         columns: Columns of the target.
+        own_loss: ``package.module:function`` of the user's own loss; empty: that of the task.
+        own_metrics: Of the user's own metrics.
     """
 
     facts: ClassVar[TaskFacts]
     columns: tuple[str, ...]
+    own_loss: str = field(default="", kw_only=True)
+    own_metrics: tuple[str, ...] = field(default=(), kw_only=True)
 
     @classmethod
     @abstractmethod
@@ -160,16 +165,22 @@ class Task(ABC):
         """Return ``loss`` and all metrics; None if undefined, or if outputs are not finite."""
         names = self.metric_names
         if not len(targets) or not bool(outputs.isfinite().all()):
-            return dict.fromkeys(names)
+            return dict.fromkeys((*names, *self.own_names))
         once = torch.ones(1, len(targets), dtype=torch.float64)
         drawn = self.drawn(outputs, targets, once)
-        return {name: value if np.isfinite(value := float(drawn[name])) else None for name in names}
+        values = {name: value if np.isfinite(value := float(drawn[name])) else None for name in names}
+        return {**values, **own_numbers(self.own_loss, self.own_metrics, outputs, targets)}
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
         """Return {metric: [low, high]}, 95 % intervals by bootstrap; None if undefined, see `resampled`."""
         if not len(targets) or not bool(outputs.isfinite().all()):
             return dict.fromkeys(self.metric_names)
         return resampled(lambda part: self.drawn(outputs, targets, part), self.metric_names, counts)
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """What the user's own functions give; it has no intervals."""
+        return (*(["loss"] if self.own_loss else []), *map(metric_name, self.own_metrics))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -262,11 +273,18 @@ class Task(ABC):
 
 def make_loss(task: Task, accumulate: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return the loss of a task as engines take it, divided by ``accumulate``, the batches of one update."""
+    own = load_loss(task.own_loss) if task.own_loss else None
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return task.loss(outputs, targets) / accumulate
+        value = task.loss(outputs, targets) if own is None else own(wide(outputs), targets)
+        return value / accumulate
 
     return loss
+
+
+def loss_over(task: Task) -> Literal["batch", "microbatch"]:
+    """Return over what the loss of a task is computed: a user's own may be any function of the batch."""
+    return "batch" if task.own_loss else task.loss_over
 
 
 def wide(outputs: torch.Tensor) -> torch.Tensor:

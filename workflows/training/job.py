@@ -26,6 +26,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.config.load import Config
 from workflows.evaluation.models import model_fields
 from workflows.tasks.by_name import task_class
+from workflows.tasks.own import check_own
 from workflows.tasks.task import LabelSource, Task
 
 
@@ -129,7 +130,8 @@ class TrainingJob:
     def warnings(self) -> list[str]:
         """Return warnings about slides, sampling and frozen parts, for the user."""
         train, val = ([_label(sample) for sample in dataset.samples] for dataset in (self.train, self.val))
-        warnings = [*self.task.warnings(train, val), *self.task.batch_warnings(self.config.data.batch_size)]
+        warnings = self.task.warnings(train, val)
+        warnings += [] if self.task.own_loss else self.task.batch_warnings(self.config.data.batch_size)
         if self.config.data.sampling == "balanced" and self.config.data.class_weights == "balanced":
             warnings.append("sampling and class_weights are both balanced: rare classes are weighted twice")
         if self.draw_weights is not None and 0 in self.draw_weights:
@@ -167,6 +169,7 @@ class TrainingJob:
             "tf32": self.config.run.tf32,
             "memory_format": self.config.run.memory_format,
             "thresholds": {},
+            "own": {"loss": self.task.own_loss, "metrics": list(self.task.own_metrics)},
             "versions": versions(),
         }
 
@@ -193,8 +196,7 @@ def prepare(config: Config) -> TrainingJob:
             f"no slide to train on: none of the {len(rows)} slides of {data.store} is done, has a {data.target} in "
             f"{labels_path} and is in 'train' of {splits_path}"
         )
-    task = task_class(data.task).fitted(data, labels, [_label(sample) for sample in train])
-    task.check_batch(data.batch_size)
+    task = _task_of(config, labels, train, val)
     return TrainingJob(
         config,
         task,
@@ -204,6 +206,22 @@ def prepare(config: Config) -> TrainingJob:
         _draw_weights(config, labels, train),
         config.roles.shares,
     )
+
+
+def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Sequence[SlideRef]) -> Task:
+    """Return the task with what it learns from the training slides, checked.
+
+    Raises:
+        RequestError: The slides do not suffice, or a loss or metric of the user's own does not fit.
+    """
+    data, targets = config.data, [_label(sample) for sample in train]
+    task = task_class(data.task).fitted(data, labels, targets)
+    task = replace(task, own_loss=data.own_loss, own_metrics=config.validation.metrics)
+    if not task.own_loss:
+        task.check_batch(data.batch_size)
+    batch, evaluated = targets[: data.batch_size], [_label(sample) for sample in val] or targets
+    check_own(task.own_loss, task.own_metrics, task.outputs, task.tensor(batch), task.tensor(evaluated))
+    return task
 
 
 def dataset_of(config: Config, slides: tuple[SlideRef, ...], augment: Augment | None) -> SlideDataset:

@@ -43,7 +43,7 @@ from workflows.evaluation.programs import ModelPrograms
 from workflows.finetuning.freezing import Freezing, freeze
 from workflows.finetuning.weights import load_weights
 from workflows.launch.resumption import describe_way_out
-from workflows.tasks.task import make_loss
+from workflows.tasks.task import loss_over, make_loss
 from workflows.training.checks.norm_batches import describe_norm_change
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import optimizer_factory
@@ -255,7 +255,7 @@ def make_engine(
         plan,
         group,
         loss=make_loss(job.task, optimizer.accumulate),
-        loss_over=job.task.loss_over,
+        loss_over=loss_over(job.task),
         optimizer=optimizer_factory(optimizer, model, job.step_samples),
         autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
         memory_format="as_given",  # images and weights are in run.memory_format already

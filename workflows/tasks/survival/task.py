@@ -73,7 +73,7 @@ class Survival(Task):
             )
         if len({time for time, _ in pairs}) < 2:
             raise RequestError(f"data.target: all {len(pairs)} training slides have the time {pairs[0][0]:g}")
-        kind, bins = data.loss or cls.facts.losses[0], data.time_bins or TIME_BINS
+        kind, bins = data.named_loss, data.time_bins or TIME_BINS
         edges = () if kind == COX else _quantiles(ended, [k / bins for k in range(1, bins + 1)])
         events = sum(event > 0 for _, event in pairs)
         return cls(data.columns, kind, _quantiles(ended, HORIZONS), edges, len(pairs), events)

@@ -1,0 +1,98 @@
+"""Losses and metrics of the user: the same on any plan, recorded, and refused early where they do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.checkpoint import read_model_json
+from tests.workflows.archive import make_config
+from tests.workflows.runs import losses, run_here, run_on
+from workflows.commands import validate
+from workflows.config.load import load_config
+from workflows.training.job import prepare
+from workflows.training.metrics_log import read_metrics
+
+pytestmark = pytest.mark.usefixtures("in_process")
+HERE = "tests.workflows.tasks.test_own"
+
+
+def spread(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss that is no mean over samples: of all pairs of samples of two classes, how far their logits are apart."""
+    margin = outputs[:, 1] - outputs[:, 0]
+    return (
+        torch.nn.functional.softplus(margin[labels == 0][:, None] - margin[labels == 1][None]).sum()
+        + (margin**2).mean()
+    )
+
+
+def furthest(outputs: torch.Tensor, labels: torch.Tensor) -> float:
+    return float(outputs.abs().max())
+
+
+def of_each(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return outputs[:, 0]
+
+
+def apart(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(1.0)
+
+
+def two_numbers(outputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    return 1.0, 2.0
+
+
+def fails(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    raise ValueError("of course")
+
+
+def accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> float:
+    return 0.0
+
+
+def config_of(folder: Path, store: Path) -> Path:
+    model = {"name": "resnet6", "norm": "group", "options": {"width": 4}}
+    data = {"loss": f"{HERE}:spread", "class_weights": "none", "augment": False}
+    validation = {"metrics": [f"{HERE}:furthest"], "metric": "furthest", "every_steps": 2}
+    run = {"steps": 2, "precision": "float64"}
+    return make_config(folder, store, data=data, model=model, validation=validation, run=run)
+
+
+@pytest.mark.parametrize("plan", [["grids=[[1, 1], [1, 1]]", "microbatches=2"], ["replicas=2"]])
+def test_a_loss_of_the_whole_batch_is_that_of_one_process(tmp_path: Path, store: Path, plan: list[str]) -> None:
+    (tmp_path / "one").mkdir()
+    config = config_of(tmp_path / "one", store)
+    assert run_here(config, "data.batch_size=4") == 0
+    (record,) = [one for one in read_metrics(tmp_path / "one/run/metrics.jsonl") if one["kind"] == "validation"]
+    assert record["furthest"] > 0 and record["intervals"]["furthest"] is record["intervals"]["loss"] is None
+    assert record["case"]["furthest"] > 0 and record["auroc"] is not None
+    overrides = ["data.batch_size=4", *(f"plan.{key}" for key in plan), f"run.dir={tmp_path / 'many'}"]
+    assert run_on(2, config, *overrides) == [0, 0]
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one/run"), rel=1e-8)
+    best = tmp_path / "one/run/checkpoints/best"
+    own = {"loss": f"{HERE}:spread", "metrics": [f"{HERE}:furthest"]}
+    assert read_model_json(best)["own"] == own
+    assert validate.run(validate.EvaluationRequest(best, store, split="val", as_json=True), None) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"data.loss={HERE}:missing", "has no 'missing'"),
+        (f"data.loss={HERE}:of_each", r"outputs \(2, 2\) and labels \(2,\) it returns a tensor of shape \(2,\)"),
+        (f"data.loss={HERE}:apart", "without gradient; it must return one number"),
+        (f"data.loss={HERE}:fails", "fails for outputs .* ValueError: of course"),
+        (f"validation.metrics=[{HERE}:two_numbers]", "returns a tuple; it must return one number"),
+        (f"validation.metrics=[{HERE}:accuracy]", "accuracy is the name of another metric"),
+        ("validation.metric=mae", "allowed for task multiclass: .*loss, furthest"),
+        ("data.class_weights=balanced", "a loss of your own weights the classes itself"),
+        ("data.loss=spread", "allowed for task multiclass: cross_entropy, or package.module:function"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_run(tmp_path: Path, store: Path, override: str, message: str) -> None:
+    overrides = [override, *(["validation.metric=auroc"] if "metrics" in override else [])]
+    with pytest.raises(RequestError, match=message):
+        prepare(load_config(config_of(tmp_path, store), overrides))

@@ -1,0 +1,100 @@
+"""Losses and metrics of the user, named ``package.module:function`` in a configuration.
+
+::
+
+    loss(outputs (B, K), labels)   -> tensor without dims      over the whole batch, of all micro-batches and replicas
+    metric(outputs (N, K), labels) -> number, higher: better   over all slides that are evaluated, or all their cases
+
+Outputs are those of the model, labels what ``Task.tensor`` returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hyfi_core.errors import RequestError
+from hyfi_core.user_code import load_user_code
+
+LOSS_KEY, METRICS_KEY = "data.loss", "validation.metrics"
+Function = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def load_loss(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the loss of a name.
+
+    Raises:
+        RequestError: It cannot be imported.
+    """
+    return load_user_code(LOSS_KEY, name, "a function of (outputs, labels)")
+
+
+def metric_name(name: str) -> str:
+    """Return the name under which a metric is recorded: that of its function."""
+    return name.rpartition(":")[2]
+
+
+def own_numbers(
+    loss: str, metrics: Sequence[str], outputs: torch.Tensor, labels: torch.Tensor
+) -> dict[str, float | None]:
+    """Return ``loss`` (if there is one) and the metrics of a user; None if not finite."""
+    named = {**({"loss": (LOSS_KEY, loss)} if loss else {}), **{metric_name(m): (METRICS_KEY, m) for m in metrics}}
+    found: dict[str, float | None] = {}
+    for name, (key, path) in named.items():
+        function = load_user_code(key, path, "a function of (outputs, labels)")
+        value = _number(function(outputs, labels))
+        found[name] = value if value is not None and math.isfinite(value) else None
+    return found
+
+
+def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tensor, evaluated: torch.Tensor) -> None:
+    """Try the functions of a user on outputs that are zero.
+
+    Args:
+        loss: Name of the loss; empty: none.
+        metrics: Names of the metrics.
+        outputs: Number of the model's outputs.
+        batch: Labels of one batch.
+        evaluated: Labels of the slides that will be evaluated.
+
+    Raises:
+        RequestError: One cannot be imported, fails, or returns something else.
+    """
+    if loss:
+        zeros = torch.zeros(len(batch), outputs, requires_grad=True)
+        value = _tried(LOSS_KEY, loss, zeros, batch)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise RequestError(
+                f"{LOSS_KEY} {loss!r}: of outputs {tuple(zeros.shape)} and labels {tuple(batch.shape)} it returns "
+                f"{_described(value)}; it must return one number, a tensor computed from the outputs"
+            )
+    for name in metrics:
+        value = _tried(METRICS_KEY, name, torch.zeros(len(evaluated), outputs, dtype=torch.float64), evaluated)
+        if _number(value) is None:
+            raise RequestError(f"{METRICS_KEY} {name!r}: returns {_described(value)}; it must return one number")
+
+
+def _tried(key: str, name: str, outputs: torch.Tensor, labels: torch.Tensor) -> object:
+    function: Function = load_user_code(key, name, "a function of (outputs, labels)")
+    try:
+        return function(outputs, labels)
+    except Exception as error:
+        raise RequestError(
+            f"{key} {name!r}: fails for outputs {tuple(outputs.shape)} {outputs.dtype} and labels "
+            f"{tuple(labels.shape)} {labels.dtype}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _number(value: object) -> float | None:
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without gradient")
+    return f"a {type(value).__name__}"
