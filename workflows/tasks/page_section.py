@@ -35,6 +35,6 @@ class PageSection:
 
 
 def shown_metric(name: str, value: float | None, bounds: Sequence[float] | None) -> tuple[str, str]:
-    """Return a row of the page's metrics: ``0.812 (0.700 – 0.901)``."""
-    text = "not defined" if value is None else f"{value:.3f}"
-    return name.replace("_", " "), text + (f" ({bounds[0]:.3f} – {bounds[1]:.3f})" if bounds else "")
+    """Return a row of the page's metrics: ``0.812 (0.700 – 0.901)``; few cases may define no metric, or no interval."""
+    interval = f"{bounds[0]:.3f} – {bounds[1]:.3f}" if bounds else "interval undefined"
+    return name.replace("_", " "), "not defined" if value is None else f"{value:.3f} ({interval})"
