@@ -46,6 +46,7 @@ class EncoderPass:
         step: of training.
         like: (shape, dtype) of a tile.
         trains: whether a backward follows.
+        waited_s: for which tiles were not read yet when they were needed.
     """
 
     call: EncoderCall
@@ -58,6 +59,7 @@ class EncoderPass:
     step: int
     like: tuple[tuple[int, ...], torch.dtype]
     trains: bool
+    waited_s: float = 0.0
 
     def forward(
         self, kept: int, room: KeepingRoom | None = None
@@ -72,7 +74,7 @@ class EncoderPass:
         slides = range(len(self.slides))
         features = [SlideFeatures(self.parts, slide, self.comm, width, dtype, device) for slide in slides]
         graphs: list[torch.Tensor | None] = []
-        for chunk, tiles in read_ahead(self.slides, self.chunks, self.like):
+        for chunk, tiles in read_ahead(self.slides, self.chunks, self.like, self._waited):
             keeps = len(graphs) >= len(self.chunks) - kept and (room is None or room.fits_another())
             encoded = self._encoded(chunk, tiles, keeps)
             del tiles
@@ -96,7 +98,7 @@ class EncoderPass:
             gradients: to which they are added, and which reduce them.
         """
         again = [chunk for chunk, graph in zip(self.chunks, graphs, strict=True) if graph is None]
-        read = read_ahead(self.slides, again[::-1], self.like)
+        read = read_ahead(self.slides, again[::-1], self.like, self._waited)
         trained = [p for name, p in self.call.encoder.named_parameters() if name in self.facts.trained]
         for number in reversed(range(len(self.chunks))):
             chunk, encoded, graphs[number] = self.chunks[number], graphs[number], None
@@ -110,6 +112,9 @@ class EncoderPass:
             del encoded
             gradients.poll()
         gradients.complete(trained)
+
+    def _waited(self, seconds: float) -> None:
+        self.waited_s += seconds
 
     def _encoded(self, chunk: TileChunk, tiles: torch.Tensor, keeps: bool) -> torch.Tensor:
         inputs = as_input(tiles, self.call.device, self.call.dtype)

@@ -85,6 +85,7 @@ class TilesEngine(EngineState):
         device: of the model.
         kept: (chunks whose activations were kept, chunks) of this rank in the last step.
         random: the key of random numbers, the same on all ranks.
+        read_wait_s: for which this rank has waited for tiles in all steps so far.
     """
 
     segments = None
@@ -108,7 +109,7 @@ class TilesEngine(EngineState):
         self.random = RandomKey(int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1))))
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(tensor.data)
-        self.kept, self._attention = (0, 0), list[torch.Tensor]()
+        self.kept, self._attention, self.read_wait_s = (0, 0), list[torch.Tensor](), 0.0
         self.unsaved = {name for name, _ in model.named_buffers()} - set(model.state_dict())
         self._names = OneStage(model)
         self._ownership = ParameterOwnership(model, self._names, self._groups, self.device)
@@ -203,6 +204,7 @@ class TilesEngine(EngineState):
             loss = self._step(encoding, head, labels, (kept, asked), hooks)
             self._take_buffers()
         ACTIVITY.action = None
+        self.read_wait_s += encoding.waited_s
         self.random.step += 1
         return loss
 

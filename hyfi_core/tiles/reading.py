@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -12,7 +13,10 @@ from hyfi_core.tiles.source import TileSource, read_tiles
 
 
 def read_ahead(
-    slides: Sequence[TileSource], chunks: Sequence[TileChunk], like: tuple[tuple[int, ...], torch.dtype]
+    slides: Sequence[TileSource],
+    chunks: Sequence[TileChunk],
+    like: tuple[tuple[int, ...], torch.dtype],
+    waited: Callable[[float], None] = lambda seconds: None,
 ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
     """Yield chunks with their tiles, in order; one chunk is read ahead by another thread.
 
@@ -20,6 +24,7 @@ def read_ahead(
         slides: of the batch.
         chunks: of this rank; those without tiles are not read.
         like: (shape, dtype) of a tile.
+        waited: is given the seconds for which a chunk was not ready when it was needed.
 
     Raises:
         RequestError: a source returns something else than tiles.
@@ -33,7 +38,9 @@ def read_ahead(
     with ThreadPoolExecutor(1, thread_name_prefix="hyfi-tiles") as reader:
         ahead: Future[torch.Tensor] | None = None
         for number, chunk in enumerate(chunks):
+            start_s = time.perf_counter()
             tiles = read(chunk) if ahead is None else ahead.result()
+            waited(time.perf_counter() - start_s)
             ahead = reader.submit(read, chunks[number + 1]) if number + 1 < len(chunks) else None
             yield chunk, tiles
             del tiles

@@ -200,6 +200,10 @@ def _slowest(spent: Sequence[Mapping[str, float]], kind: str) -> int:
 
 _TILE_ADVICE = {
     "compute": ("compute-bound", "more ranks (plan.tiles, plan.replicas) make it faster"),
+    "wait": (
+        "bound by reading",
+        "simplify data.augment, ingest at data.tiles.mpp, or use more plan.tiles",
+    ),
     "validation": ("validation-bound", "validate less often (validation.every_steps)"),
     "stage": ("bound by features of other ranks", "use fewer ranks for a slide (plan.tiles) and more plan.replicas"),
     "imbalance": ("bound by the slowest rank", "use ranks of equal speed, or more of them for a slide (plan.tiles)"),

@@ -39,19 +39,23 @@ class BagBatches:
     """The batches of a replica: its slides, whose tiles each of its ranks reads itself.
 
     Attributes:
-        wait_s: Always 0: the engine reads one chunk ahead.
         reports: Empty: there are no loaders.
 
     Args:
         job: The run.
         bags: The training slides.
         replica: Of this trainer.
+        engine: Reads the tiles, one chunk ahead.
     """
 
-    def __init__(self, job: TrainingJob, bags: TileBags, replica: int) -> None:
-        self._job, self._bags, self._replica = job, bags, replica
-        self.wait_s = 0.0
+    def __init__(self, job: TrainingJob, bags: TileBags, replica: int, engine: TilesEngine) -> None:
+        self._job, self._bags, self._replica, self._engine = job, bags, replica, engine
         self.reports: Mapping[int, Mapping[str, Any]] = {}
+
+    @property
+    def wait_s(self) -> float:
+        """The seconds for which the engine has waited for tiles so far."""
+        return self._engine.read_wait_s
 
     def batch(self, turn: int) -> list[StoreTiles]:
         """Return the slides of a turn."""
@@ -148,8 +152,8 @@ class TileInputs(RunInputs):
 
     def batches(self, roles: Roles, engine: TrainingEngine, start: int) -> Batches:
         """Return the slides of this trainer's replica."""
-        assert roles.trainers is not None
-        return BagBatches(self.job, self.train, roles.trainers.rank // self.job.plan.ranks_per_replica)
+        assert isinstance(engine, TilesEngine) and roles.trainers is not None
+        return BagBatches(self.job, self.train, roles.trainers.rank // self.job.plan.ranks_per_replica, engine)
 
     def evaluation_set(self) -> EvaluationSet:
         """Return the validation slides with all of their tiles."""
