@@ -184,7 +184,7 @@ PredictMpp = Annotated[
     float | None, typer.Option("--mpp", min=0.01, help="Microns per pixel to predict at; default: the checkpoint's.")
 ]
 TargetColumn = Annotated[
-    str | None, typer.Option("--target", help="The column of the labels; default: the one used in training.")
+    str | None, typer.Option("--target", help="The column of the labels, or several as a,b; default: as in training.")
 ]
 SplitName = Annotated[str, typer.Option("--split", help="Which split to evaluate on; all: every labelled slide.")]
 PredictSplit = Annotated[

@@ -53,7 +53,7 @@ class EvaluationRequest:
         calibrate: Fit the temperature on these slides and store it in the checkpoint.
         device: ``auto``, ``cpu`` or ``cuda``.
         merge_alike: Whether names that are written in several ways are joined; otherwise as in training.
-        target: The column of the labels; None: the one used in training.
+        target: The column of the labels, or several with commas; None: as in training.
     """
 
     checkpoint: Path

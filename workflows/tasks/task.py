@@ -226,6 +226,13 @@ class Task(ABC):
             RequestError: It does not.
         """
 
+    def check_validation(self, val: Sequence[Target]) -> None:  # noqa: B027 (most tasks take any)
+        """Check that the best checkpoint can be chosen on slides with these labels; none: it is the latest.
+
+        Raises:
+            RequestError: It cannot.
+        """
+
     def batch_warnings(self, batch: int) -> list[str]:
         """Return warnings about batches of ``batch`` slides for the user."""
         return []

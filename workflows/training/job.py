@@ -219,6 +219,7 @@ def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Seq
     task = replace(task, own_loss=data.own_loss, own_metrics=config.validation.metrics)
     if not task.own_loss:
         task.check_batch(data.batch_size)
+    task.check_validation([_label(sample) for sample in val])
     batch, evaluated = targets[: data.batch_size], [_label(sample) for sample in val] or targets
     check_own(task.own_loss, task.own_metrics, task.outputs, task.tensor(batch), task.tensor(evaluated))
     return task

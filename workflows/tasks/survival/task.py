@@ -231,6 +231,15 @@ class Survival(Task):
             "take the memory of one slide), or data.loss=hazards, which takes any"
         )
 
+    def check_validation(self, val: Sequence[Target]) -> None:
+        """Check that a validation slide has an event, without which Cox has neither a loss nor a metric."""
+        if self.kind == COX and not self.own_loss and val and not any(_pair(target)[1] > 0 for target in val):
+            raise RequestError(
+                f"none of {len(val)} validation slides has an event ({', '.join(self.columns)}): neither loss nor "
+                "metrics are defined, and best cannot be chosen; put cases with events into the validation split "
+                "(hyfi split --stratify COLUMN), or use data.loss=hazards"
+            )
+
     def batch_warnings(self, batch: int) -> list[str]:
         """Return a warning if several batches of Cox have no event."""
         empty = _no_event(self.slides, self.events, batch) if self.kind == COX else 0.0

@@ -127,6 +127,14 @@ def test_batches_without_events_are_said_before_the_run() -> None:
     assert "21% of the batches have no event" in COX.batch_warnings(2)[0]
 
 
+def test_validation_without_events_is_refused() -> None:
+    COX.check_validation([])
+    COX.check_validation([(3.0, 0.0), (2.0, 1.0)])
+    HAZARDS.check_validation([(3.0, 0.0)])
+    with pytest.raises(RequestError, match=r"none of 1 validation slides has an event .*data.loss=hazards"):
+        COX.check_validation([(3.0, 0.0)])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
