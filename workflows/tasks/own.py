@@ -5,7 +5,7 @@
     loss(outputs (B, K), labels)   -> tensor without dims      over the whole batch, of all micro-batches and replicas
     metric(outputs (N, K), labels) -> number, higher: better   over all slides that are evaluated, or all their cases
 
-Outputs are those of the model, labels what ``Task.tensor`` returns.
+Outputs are those of the model, of a regression in the units of the labels; labels are what ``Task.tensor`` returns.
 """
 
 from __future__ import annotations

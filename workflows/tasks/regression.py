@@ -86,6 +86,10 @@ class Regression(Task):
         """Return values (N,) float64."""
         return torch.tensor([_value(target) for target in targets], dtype=torch.float64)
 
+    def in_units(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return values in the units of the target, (N, 1)."""
+        return outputs * self.std + self.mean
+
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of standardised values."""
         return self._losses(outputs, targets).mean()

@@ -169,13 +169,17 @@ class Task(ABC):
         once = torch.ones(1, len(targets), dtype=torch.float64)
         drawn = self.drawn(outputs, targets, once)
         values = {name: value if np.isfinite(value := float(drawn[name])) else None for name in names}
-        return {**values, **own_numbers(self.own_loss, self.own_metrics, outputs, targets)}
+        return {**values, **own_numbers(self.own_loss, self.own_metrics, self.in_units(outputs), targets)}
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
         """Return {metric: [low, high]}, 95 % intervals by bootstrap; None if undefined, see `resampled`."""
         if not len(targets) or not bool(outputs.isfinite().all()):
             return dict.fromkeys(self.metric_names)
         return resampled(lambda part: self.drawn(outputs, targets, part), self.metric_names, counts)
+
+    def in_units(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return outputs as the user's own functions get them: the model's, or numbers in units of the labels."""
+        return outputs
 
     @property
     def own_names(self) -> tuple[str, ...]:
@@ -283,7 +287,7 @@ def make_loss(task: Task, accumulate: int) -> Callable[[torch.Tensor, torch.Tens
     own = load_loss(task.own_loss) if task.own_loss else None
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        value = task.loss(outputs, targets) if own is None else own(wide(outputs), targets)
+        value = task.loss(outputs, targets) if own is None else own(task.in_units(wide(outputs)), targets)
         return value / accumulate
 
     return loss

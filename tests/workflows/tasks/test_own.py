@@ -13,6 +13,8 @@ from tests.workflows.archive import make_config
 from tests.workflows.runs import losses, run_here, run_on
 from workflows.commands import validate
 from workflows.config.load import load_config
+from workflows.tasks.regression import Regression
+from workflows.tasks.task import make_loss
 from workflows.training.job import prepare
 from workflows.training.metrics_log import read_metrics
 
@@ -76,6 +78,19 @@ def test_a_loss_of_the_whole_batch_is_that_of_one_process(tmp_path: Path, store:
     own = {"loss": f"{HERE}:spread", "metrics": [f"{HERE}:furthest"]}
     assert read_model_json(best)["own"] == own
     assert validate.run(validate.EvaluationRequest(best, store, split="val", as_json=True), None) == 0
+
+
+def error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs[:, 0] - labels).abs().mean()
+
+
+def test_a_predicted_number_is_in_the_units_of_its_labels() -> None:
+    task = Regression(("age",), 50.0, 10.0, own_loss=f"{HERE}:error", own_metrics=(f"{HERE}:error",))
+    outputs, labels = torch.tensor([[0.5], [-1.0]], dtype=torch.float64), torch.tensor([55.0, 42.0]).double()
+    assert float(make_loss(task, 1)(outputs, labels)) == 1.0  # 55 and 40
+    metrics = task.metrics(outputs, labels)
+    assert metrics["loss"] == metrics["error"] == metrics["mae"] == 1.0
+    assert task.metrics(outputs * torch.inf, labels)["error"] is None
 
 
 @pytest.mark.parametrize(
