@@ -24,6 +24,10 @@ class NoMapError(RequestError):
     """The model does not pool a feature map into its output, so that positions have no contributions."""
 
 
+class GatherError(RequestError):
+    """Every rank would gather a map larger than ``plan.gather_bytes``; the message says how much is needed."""
+
+
 class MemoryLimitError(RequestError):
     """``plan.memory_bytes`` is too small; the message says how much is needed.
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hyfi_core.capture.program import Operator, Program
-from hyfi_core.cells.fused_place import CELL_RULES
+from hyfi_core.cells.fused_place import CELL_OPERATORS
 from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
 from hyfi_core.cost.operators import value_bytes
 from hyfi_core.lowering.fused_halo import Margins, Sketch, margins_of, reaching
@@ -63,7 +63,7 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
         made_here = {name for op in operators for name in op.outputs if name is not None}
         lives = _lives(program.image, made_here, operators)
         return FusedRuns(), RunCost(_peak(lives, {name: value_bytes(program, name) for name in lives}), 1.0)
-    trial = lower(program, Target(grid, 0, CELL_RULES))
+    trial = lower(program, Target(grid, 0, CELL_OPERATORS))
     sketch = sketch_of(program, operators, trial.splits, trial.fusible, ())
     choices: list[Margins] = []
     for depth in DEPTHS:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.lowering.fused_taps import Tap, one_tap
-from hyfi_core.rules.builder import Builder, Rule
+from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.table import RULES
+from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.table import OPERATORS
+from hyfi_core.rules.windows.taps import Tap
 
 
-def _in_runs(rule: Rule) -> Rule:
-    """Return a rule that lowers slices and padding of height and width as windows of one tap, others by ``rule``."""
+def _in_runs(operation: Operation) -> Operation:
+    """Return the record with a rule that lowers what moves rows and columns as windows of one tap."""
+    rule, find = operation.rule, operation.tap
+    if rule is None or find is None:
+        return operation
 
     def lowered(builder: Builder, op: Operator) -> None:
         name = op.args[0].name
-        tap = one_tap(op, builder.shape(name), builder.splits[name])
+        tap = find(op, builder.shape(name), builder.splits[name])
         if tap is None:
             rule(builder, op)
         else:
             _emit_tap(builder, op, tap)
 
-    return lowered
+    return replace(operation, rule=lowered)
 
 
 def _emit_tap(builder: Builder, op: Operator, tap: Tap) -> None:
@@ -39,8 +45,5 @@ def _emit_tap(builder: Builder, op: Operator, tap: Tap) -> None:
     builder.compute(call, (canvas,), op.outputs, split)
 
 
-CELL_RULES: dict[str, Rule] = {
-    **RULES,
-    **{name: _in_runs(RULES[name]) for name in ("aten.slice.Tensor", "aten.pad.default")},
-}
-"""Name of an operator -> its rule."""
+CELL_OPERATORS = {text: _in_runs(operation) for text, operation in OPERATORS.items()}
+"""Text of an operator -> its record for cells."""

@@ -23,6 +23,8 @@ from hyfi_core.lowering.segments import OperatorStep, Segment
 from hyfi_core.ops.base import Recomputable
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
+from hyfi_core.rules.operation import UNKNOWN
+from hyfi_core.rules.table import operation_of
 
 Shapes = Callable[[str], Sequence[int]]
 """Returns the shape of a value."""
@@ -33,17 +35,6 @@ Call = Callable[[torch.Tensor | None], torch.Tensor]
 DEEPEST = 3
 """Largest depth of recipes that depend on each other."""
 _VALUE_BYTES = 4
-_CONVOLUTIONS = ("aten.conv2d.default", "aten.conv2d.padding")
-_CHEAP = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("relu.default", "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "mul.Tensor", "mul.Scalar"),
-        *("div.Tensor", "div.Scalar", "neg.default", "silu.default", "gelu.default", "sigmoid.default", "tanh.default"),
-        *("hardtanh.default", "hardswish.default", "hardsigmoid.default", "leaky_relu.default", "elu.default"),
-        *("clamp.default", "cat.default", "to.dtype", "_to_copy.default", "batch_norm.default"),
-        *("_native_batch_norm_legit_no_training.default", "_native_batch_norm_legit_functional.default"),
-    )
-)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -174,9 +165,15 @@ def cheap_calls(segment: Segment, name: str, shape_of: Shapes) -> tuple[LocalCal
 def _is_cheap_call(call: LocalCall, segment: Segment, shape_of: Shapes) -> bool:
     if call.source is None:
         return isinstance(getattr(call.function, "__self__", None), Redistribute)  # it lays out what a cell has read
-    if call.source.text in _CONVOLUTIONS and call.inputs[1] in segment.inputs:
+    if _is_convolution(call) and call.inputs[1] in segment.inputs:
         return DEFAULT_MACHINE.recomputes(2.0 * prod(shape_of(call.inputs[1])[1:]), _VALUE_BYTES)
-    return call.source.text in _CHEAP
+    return operation_of(call.source).cheap
+
+
+def _is_convolution(call: LocalCall) -> bool:
+    """Whether a call is a convolution over height and width."""
+    operation = UNKNOWN if call.source is None else operation_of(call.source)
+    return operation.kind == "convolution" and operation.window is not None
 
 
 def convolved_by(segment: Segment, saved: torch.Tensor, values: Mapping[str, torch.Tensor]) -> str | None:
@@ -190,7 +187,7 @@ def convolved_by(segment: Segment, saved: torch.Tensor, values: Mapping[str, tor
         values: those of the segment so far.
     """
     for call in segment.calls:
-        given = values.get(call.inputs[0]) if call.source is not None and call.source.text in _CONVOLUTIONS else None
+        given = values.get(call.inputs[0]) if _is_convolution(call) else None
         if given is None or given.shape != saved.shape or given.stride() != saved.stride():
             continue
         if same_memory(given, saved) or torch.equal(given.to(saved.dtype), saved):

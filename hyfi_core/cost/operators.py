@@ -11,15 +11,8 @@ from hyfi_core.capture.program import Operator, Program
 from hyfi_core.capture.stages import active_values
 from hyfi_core.cost.machine import PRODUCTS, MachineModel
 from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.rules.table import operation_of
 
-_PRODUCTS = ("aten.conv", "aten.convolution", "aten.linear", "aten.mm", "aten.addmm", "aten.matmul", "aten.bmm")
-_VIEWS = tuple(
-    f"aten.{name}."
-    for name in (
-        *("view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose"),
-        *("t", "expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "alias", "detach"),
-    )
-)
 _THIN = 16
 """With fewer input channels, a convolution leaves vector lanes idle."""
 
@@ -138,20 +131,10 @@ def _cost(
     return OperatorCost(kind, computed, flops, touched, made_bytes, gradients, seconds, weight_bytes, forks, channels)
 
 
-def is_view(op: Operator) -> bool:
-    """Whether an operator's result is memory of its input."""
-    return op.text.startswith(_VIEWS)
-
-
-def is_product(op: Operator) -> bool:
-    """Whether an operator is a convolution or a matrix product."""
-    return op.text.startswith(_PRODUCTS)
-
-
 def _kind(program: Program, op: Operator) -> str:
-    if is_view(op):
-        return "view"
-    if op.text.startswith("aten.conv"):
+    """Return the kind by whose rates it is priced: one of ``KINDS``, or ``view``."""
+    kind = operation_of(op).kind
+    if kind in ("convolution", "transposed_convolution"):
         channels = program.values[op.args[0].name].shape[1]
         weight = program.values[op.args[1].name].shape
         if weight[1] != channels:
@@ -159,9 +142,7 @@ def _kind(program: Program, op: Operator) -> str:
         if prod(weight[2:]) == 1:
             return "pointwise_convolution"
         return "thin_convolution" if channels < _THIN else "convolution"
-    if is_product(op):
-        return "product"
-    return next((kind for kind in ("norm", "pool") if kind in op.text), "elementwise")
+    return "product" if kind in ("linear", "matmul") else kind
 
 
 def _channels(program: Program, op: Operator, kind: str) -> int:
@@ -177,9 +158,10 @@ def _flops(program: Program, op: Operator, output: str) -> float:
 
     By arithmetic alone: planning asks thousands of times. ``model_flops`` counts any product, once for a run.
     """
-    factor = program.values[op.args[2 if op.text.startswith("aten.addmm") else 1].name].shape
-    if op.text.startswith("aten.conv_transpose") or (op.text.startswith("aten.convolution") and op.args[6]):
+    kind = operation_of(op).kind
+    factor = program.values[op.args[-1 if kind == "matmul" else 1].name].shape  # addmm has its two factors last
+    if kind == "transposed_convolution":
         return 2.0 * prod(program.values[op.args[0].name].shape) * prod(factor[1:])
-    if op.text.startswith(("aten.conv", "aten.linear")):
-        return 2.0 * prod(program.values[output].shape) * prod(factor[1:])
-    return 2.0 * prod(program.values[output].shape) * factor[-2 if len(factor) > 1 else -1]
+    if kind == "matmul":
+        return 2.0 * prod(program.values[output].shape) * factor[-2 if len(factor) > 1 else -1]
+    return 2.0 * prod(program.values[output].shape) * prod(factor[1:])

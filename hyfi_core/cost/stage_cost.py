@@ -26,6 +26,7 @@ from hyfi_core.cost.reduction import GradientHolders
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.transfer import Strip, Transfer
+from hyfi_core.rules.batch_norm import has_live_statistics
 from hyfi_core.rules.instructions import CollectiveCall, RankProgram
 from hyfi_core.schedule.in_flight import recomputes
 
@@ -333,13 +334,6 @@ def update_s(program: Program, machine: MachineModel) -> float:
     """Return the time of the optimizer step for the weights of a stage."""
     weights = sum(value_bytes(program, name) for name in program.parameters)
     return machine.update_s(len(program.parameters), weights)
-
-
-def has_live_statistics(op: Operator) -> bool:
-    """Whether it is a batch norm of the statistics of its maps: in training and not frozen."""
-    if op.text == "aten.batch_norm.default":
-        return bool(op.args[5])
-    return "batch_norm" in op.text and "no_training" not in op.text
 
 
 def _gradient_bytes(program: Program, operators: Sequence[Operator]) -> dict[str, int]:

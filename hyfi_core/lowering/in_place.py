@@ -28,20 +28,7 @@ from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.relu import Relu
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram
-
-# Operators whose first result is new memory that their backward does not read.
-_FRESH = frozenset(
-    f"aten.{name}"
-    for name in (
-        "conv2d.default",
-        "conv2d.padding",
-        "add.Tensor",
-        "batch_norm.default",
-        "_native_batch_norm_legit_functional.default",
-        "_native_batch_norm_legit_no_training.default",
-        "_native_batch_norm_legit.no_stats",
-    )
-)
+from hyfi_core.rules.table import operation_of
 
 _POOLS = (MaxPool, WholeMaxPool)
 SMALL_BYTES = 1 << 20
@@ -83,7 +70,7 @@ def _is_small_relu(call: LocalCall, ranked: RankProgram) -> bool:
 
 def _makes_fresh(instruction: Instruction) -> bool:
     if isinstance(instruction, LocalCall):
-        return instruction.source is not None and instruction.source.text in _FRESH
+        return instruction.source is not None and operation_of(instruction.source).fresh
     return isinstance(instruction.operator, (Convolution, BatchNorm))
 
 

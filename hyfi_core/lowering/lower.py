@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from hyfi_core.capture.program import Operator, Program, Ref, refs_in
-from hyfi_core.errors import RequestError
+from hyfi_core.errors import GatherError, RequestError
 from hyfi_core.lowering.in_place import in_place
 from hyfi_core.lowering.joined_calls import join_calls
 from hyfi_core.lowering.planes import Plane, on_plane
@@ -21,22 +21,11 @@ from hyfi_core.plan.parallel_plan import GATHER_BYTES
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.calls import renamed
 from hyfi_core.rules.instructions import RankProgram, Split
+from hyfi_core.rules.operation import UNKNOWN, Operation
 from hyfi_core.rules.replicated import draws_numbers, gathered, replicated
-from hyfi_core.rules.table import RULES
+from hyfi_core.rules.table import OPERATORS
 
 NOT_FUSED = FusedRuns()
-_RESIZE = "F.interpolate with mode='bilinear' and antialias=False, or mode='nearest'"
-
-ALTERNATIVES: Mapping[str, str] = {
-    f"aten.{name}": alternative
-    for name, alternative in {
-        "grid_sampler.default": _RESIZE,
-        "linalg_matrix_norm.str_ord": "torch.linalg.vector_norm(y, dim=(2, 3)), which is the Frobenius norm",
-        "max_pool2d_with_indices.default": "F.max_pool2d with return_indices=False",
-        "rrelu.default": "F.leaky_relu",
-    }.items()
-}
-"""Name of an operator -> what to use instead."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +35,7 @@ class Target:
     Attributes:
         grid: rows and columns of ranks.
         rank: the rank to lower for.
-        rules: name of an operator -> its rule.
+        operators: text of an operator -> its record.
         entries: values from other stages -> how they are split here, None for a replicated one.
         replicas: number of replicas over which batch norms compute their statistics.
         gather_bytes: of the largest map that every rank may gather for an operator that cannot be computed part by
@@ -58,7 +47,7 @@ class Target:
 
     grid: tuple[int, int]
     rank: int
-    rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
+    operators: Mapping[str, Operation] = field(default_factory=lambda: OPERATORS)
     entries: Mapping[str, Split | None] = field(default_factory=dict)
     replicas: Fraction | int = 1
     gather_bytes: int = GATHER_BYTES
@@ -91,7 +80,7 @@ def lower(
     outputs = program.outputs if outputs is None else outputs
     builder = Builder(program, target.grid, target.rank, target.entries, runs, target.replicas, target.gather_bytes)
     for op in target.plane.ordered(lowered_operators(program, outputs, exits)):
-        _lower_operator(builder, op, target.rules.get(op.text))
+        _lower_operator(builder, op, target.operators.get(op.text, UNKNOWN))
     leaves = tuple(Ref(builder.whole(item.name)) if isinstance(item, Ref) else item for item in outputs)
     if any(name in builder.splits for name in program.mutations.values()):
         raise RequestError(
@@ -108,7 +97,8 @@ def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[s
     return [op for op in program.operators if any(name in alive for name in op.outputs if name is not None)]
 
 
-def _lower_operator(builder: Builder, op: Operator, rule: Rule | None) -> None:
+def _lower_operator(builder: Builder, op: Operator, operation: Operation) -> None:
+    rule = operation.rule
     if not any(name in builder.splits for name in op.inputs):
         if rule is not None and draws_numbers(op):
             rule(builder, op)
@@ -117,25 +107,25 @@ def _lower_operator(builder: Builder, op: Operator, rule: Rule | None) -> None:
     elif builder.grid == (1, 1):
         _lower_alone(builder, op, rule)
     else:
-        _lower_split(builder, op if op.name in builder.runs.inside else _without_margins(builder, op), rule)
+        _lower_split(builder, op if op.name in builder.runs.inside else _without_margins(builder, op), operation)
 
 
-def _lower_split(builder: Builder, op: Operator, rule: Rule | None) -> None:
+def _lower_split(builder: Builder, op: Operator, operation: Operation) -> None:
     """Lower by rule; if no rule supports the operator, compute it on gathered maps if they are small enough."""
     mark = builder.mark()
     try:
-        if rule is None:
-            alternative = f"{ALTERNATIVES[op.text]}; or " if op.text in ALTERNATIVES else ""
+        if operation.rule is None:
+            alternative = f"{operation.instead}; or " if operation.instead else ""
             what = "has no rule for maps that are split over ranks"
             builder.refuse(op, what, f"{alternative}a grid of one rank")
-        rule(builder, op)
+        operation.rule(builder, op)
     except RequestError as refused:
         builder.rewind(mark)
         try:
             gathered(builder, op)
         except RequestError:
             size = max(builder.nbytes(name) for name in op.inputs if name in builder.splits)
-            if size <= builder.gather_bytes or "gather_bytes" in str(refused) or draws_numbers(op):
+            if size <= builder.gather_bytes or isinstance(refused, GatherError) or draws_numbers(op):
                 raise refused from None
             wanted = f"plan.gather_bytes={size} or more (now {builder.gather_bytes})"
             raise RequestError(f"{refused}; or {wanted}, with which every rank has the whole map") from None

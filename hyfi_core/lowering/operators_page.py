@@ -1,4 +1,4 @@
-"""Generator of ``docs/operators.md``: every operator with a rule, from the table of rules.
+"""Generator of ``docs/operators.md``: every operator with a rule, from the table of operators.
 
 Written by ``python -m hyfi_core.lowering.operators_page > docs/operators.md``.
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 
-from hyfi_core.lowering.lower import ALTERNATIVES
-from hyfi_core.rules.builder import Rule
-from hyfi_core.rules.table import RULES
+from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.table import OPERATORS
 
 HEAD = """\
 # Supported operators
@@ -23,28 +22,43 @@ default), and on one rank without limit. Otherwise it is refused when the engine
 operator, the module that calls it, and what would work. [Your own model](own-model.md#operators) lists what \
 is sent for which operator.
 
+The table also has what autograd keeps of each until its backward, and as what its time is modelled (`hyfi plan`); \
+the records are in `hyfi_core/rules`.
+
 Names are those of PyTorch's ATen operators without `aten.` and `.default`: `conv2d`, `max_pool2d`, `mean.dim`.
 
 <!-- Written by `python -m hyfi_core.lowering.operators_page > docs/operators.md`; the texts are in hyfi_core/rules. -->
 """
 
 
+_KEPT = {
+    "other factors": "a factor, if another one has a gradient",
+    "inputs and places": "inputs, and the place of each maximum",
+}
+
+
 def page() -> str:
     """Return the whole page as Markdown."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    known = {name: rule for name, rule in RULES.items() if name.startswith("aten.")}  # without users' own
-    for name, rule in known.items():
-        groups[_summary(rule)].append(_short(name))
-    rows = [f"| {_code(names)} | {_cell(summary)} |" for summary, names in sorted(groups.items(), key=_by_first_name)]
-    others = [f"| {_code([_short(name)])} | {_cell(text)} |" for name, text in sorted(ALTERNATIVES.items())]
-    table = ["## With a rule", "", f"{len(known)} operators.", "", "| operators | what they are |", "|---|---|", *rows]
-    instead = ["## What to use instead", "", "| operator | use |", "|---|---|", *others]
-    return "\n".join([HEAD, *table, "", *instead, ""])
+    ruled = {text: op for text, op in OPERATORS.items() if op.rule is not None and text.startswith("aten.")}
+    instead = {_short(text): op.instead for text, op in OPERATORS.items() if op.instead is not None}
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for text, operation in ruled.items():
+        facts = _summary(operation), _KEPT.get(operation.keeps, operation.keeps), operation.kind.replace("_", " ")
+        groups[facts].append(_short(text))
+    rows = [_row(_code(names), *facts) for facts, names in sorted(groups.items(), key=_by_first_name)]
+    others = [_row(_code([name]), text) for name, text in sorted(instead.items())]
+    head = ["| operators | what they are | kept for backward | time modelled as |", "|---|---|---|---|"]
+    table = ["## With a rule", "", f"{len(ruled)} operators.", "", *head, *rows]
+    return "\n".join([HEAD, *table, "", "## What to use instead", "", "| operator | use |", "|---|---|", *others, ""])
 
 
-def _summary(rule: Rule) -> str:
-    """Return the first paragraph about a rule."""
-    text = inspect.getdoc(inspect.unwrap(rule)) or ""
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in cells)} |"
+
+
+def _summary(operation: Operation) -> str:
+    """Return the first paragraph about the rule of an operator."""
+    text = inspect.getdoc(inspect.unwrap(operation.rule)) or "" if operation.rule is not None else ""
     return text.partition("\n\n")[0].replace("\n", " ").replace("``", "`")
 
 
@@ -52,16 +66,12 @@ def _short(name: str) -> str:
     return name.removeprefix("aten.").removesuffix(".default")
 
 
-def _by_first_name(group: tuple[str, list[str]]) -> str:
+def _by_first_name(group: tuple[tuple[str, str, str], list[str]]) -> str:
     return min(name.lstrip("_") for name in group[1])
 
 
 def _code(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names, key=lambda name: name.lstrip("_")))
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

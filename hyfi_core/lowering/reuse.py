@@ -26,6 +26,7 @@ from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.ops.relu import Relu
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
+from hyfi_core.rules.table import operation_of
 
 Memory = frozenset[int]
 """Numbers of pieces of memory; none for a missing cotangent."""
@@ -34,29 +35,6 @@ Over = Literal["held", "new"]
 """Which of two cotangents is overwritten by their sum: the existing or the new one."""
 
 _NOTHING: Memory = frozenset()
-
-_OWN_BACKWARD = frozenset(
-    f"aten.{name}"
-    for name in (
-        "conv2d.default",
-        "conv2d.padding",
-        "batch_norm.default",
-        "_native_batch_norm_legit_functional.default",
-        "_native_batch_norm_legit_no_training.default",
-        "_native_batch_norm_legit.no_stats",
-        "relu.default",
-        "sigmoid.default",
-        "silu.default",
-        "gelu.default",
-        "hardswish.default",
-        "hardsigmoid.default",
-        "mul.Tensor",
-        "max_pool2d.default",
-        "max_pool2d_with_indices.default",
-        "avg_pool2d.default",
-    )
-)
-"""Operators whose gradients autograd computes into new memory, which shares nothing with the incoming one."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +147,10 @@ class BackwardMemory:
         op = call.source
         if op is None:
             return "unknown"
-        if op.text in _OWN_BACKWARD:
+        gradient = operation_of(op).gradient
+        if gradient == "new":
             return "own"
-        if op.text == "aten.add.Tensor" and call.outputs[0] is not None:
+        if gradient == "same" and call.outputs[0] is not None:
             values = self._facts.values
             return "given" if values[name].shape == values[call.outputs[0]].shape else "own"
         return "unknown"

@@ -9,7 +9,7 @@ evaluation                           pointwise, no communication
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm
 from hyfi_core.plan.box import Box
+from hyfi_core.rules.accepted_maps import on_maps_or_flat
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.operation import Operation
 
-LIVE_BATCH_NORMS = ("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats")
+_LIVE = ("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats")
 """Operators that normalise with statistics of the images at hand."""
 
 
@@ -194,3 +196,21 @@ def _running(momentum: float, factor: float) -> Any:
         return running * (1.0 - momentum) + batch.to(running.dtype) * (momentum * factor)
 
     return call
+
+
+def has_live_statistics(op: Operator) -> bool:
+    """Whether it is a batch norm with the statistics of its maps: in training, and not frozen."""
+    return op.text in _LIVE or (op.text == "aten.batch_norm.default" and bool(op.args[5]))
+
+
+_NORM = Operation(on_maps_or_flat(batch_norm), "norm", gradient="new", fresh=True, cheap=True)
+
+OPERATIONS = {
+    "batch_norm": _NORM,
+    "_native_batch_norm_legit_functional": replace(_NORM, rule=on_maps_or_flat(batch_norm_training)),
+    "_native_batch_norm_legit.no_stats": replace(
+        _NORM, rule=on_maps_or_flat(batch_norm_without_statistics), cheap=False
+    ),
+    "_native_batch_norm_legit_no_training": replace(_NORM, rule=on_maps_or_flat(batch_norm_evaluation)),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), Operation(None, "norm")),
+}

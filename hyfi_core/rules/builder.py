@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from hyfi_core.capture.program import KEY, Operator, Program, Ref, ValueInfo
-from hyfi_core.errors import RequestError
+from hyfi_core.errors import GatherError, RequestError
 from hyfi_core.ops.base import Collective, CustomOperator
 from hyfi_core.ops.cut import cut
 from hyfi_core.ops.redistribute import Redistribute
@@ -136,14 +136,14 @@ class Builder:
         """Return the layout of results that have the same pixels as the map ``name``; see ``computed``."""
         return self.computed(op, self.splits[name])
 
-    def refuse(self, op: Operator, what: str, alternative: str) -> NoReturn:
+    def refuse(self, op: Operator, what: str, alternative: str, kind: type[RequestError] = RequestError) -> NoReturn:
         """Refuse an operator by name.
 
         Raises:
-            RequestError: always.
+            RequestError: always, of the given kind.
         """
         where = f" in module {op.module!r}" if op.module else ""
-        raise RequestError(f"{op.text}{where} {what}; what works: {alternative}")
+        raise kind(f"{op.text}{where} {what}; what works: {alternative}")
 
     # -- emission
 
@@ -333,7 +333,7 @@ class Builder:
         """Gather a value for an operator that needs all of it, if it is small enough; return its name.
 
         Raises:
-            RequestError: it is larger than ``gather_bytes``.
+            GatherError: it is larger than ``gather_bytes``.
         """
         if name not in self.splits:
             return name
@@ -343,6 +343,7 @@ class Builder:
                 op,
                 f"{what}; every rank would gather {info.shape}, {size} bytes",
                 f"a plan with gather_bytes={size} or more (now {self.gather_bytes}), or a grid of one rank",
+                GatherError,
             )
         where = f" in {op.module}" if op.module else ""
         self._gathered.append(f"{op.text}{where}: {info.shape}, {size} bytes on every rank")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,3 +71,15 @@ def renamed(op: Operator, names: dict[str, str]) -> Operator:
         return argument
 
     return replace(op, args=swap(op.args), kwargs={key: swap(item) for key, item in op.kwargs.items()})
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """Return a setting for (y, x), which may be given as one number for both."""
+    if isinstance(value, int):
+        return value, value
+    return (value[0], value[0]) if len(value) == 1 else (value[0], value[1])
+
+
+def arguments(args: tuple[Any, ...], defaults: Sequence[Any], required: int) -> tuple[Any, ...]:
+    """Return positional arguments, with ``defaults`` for missing ones after the first ``required``."""
+    return (*args, *defaults[len(args) - required :])

@@ -5,28 +5,28 @@ Height and width may be any dims: (B, C, H, W), or (B, H, W, C) as in ConvNeXt.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from hyfi_core.capture.program import Operator
+from hyfi_core.rules.accepted_maps import on_maps, one_map
 from hyfi_core.rules.builder import Builder, Rule
-from hyfi_core.rules.calls import emit, emit_on_part
+from hyfi_core.rules.calls import arguments, emit, emit_on_part
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.moves.place import cat_of_space, split_of_space
 from hyfi_core.rules.moves.strips import along_space, first_extreme
 from hyfi_core.rules.norm import normalise
-from hyfi_core.rules.pointwise import operands
+from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.pointwise import operands, pointwise
 from hyfi_core.rules.positions import extreme as extreme_position
 from hyfi_core.rules.positions import gather, over_positions, topk
 from hyfi_core.rules.reduction import moments_over_ranks
-from hyfi_core.rules.window_arguments import arguments
+from hyfi_core.rules.softmax import softmax
 
-_OVER_POSITIONS: dict[str, Rule] = {
-    "aten.argmax.default": extreme_position,
-    "aten.argmin.default": extreme_position,
-    "aten.topk.default": topk,
-    "aten.index_select.default": gather,
-}
+AlongSpace = Callable[[Builder, Operator, int], None]
+"""Lowers an operator along height or width, the dim that it is given."""
 
 
 def _here(builder: Builder, op: Operator) -> Split:
@@ -93,13 +93,14 @@ def prelu(builder: Builder, op: Operator) -> None:
     _per_pixel(builder, op, here)
 
 
-def along(at: int, keepdim_at: int | None, default: int | None = -1) -> Rule:
+def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: Rule | None = None) -> Rule:
     """Return the rule of an operator that works along one dim.
 
     Args:
         at: index of its argument ``dim``.
         keepdim_at: index of its argument ``keepdim``; None if it does not reduce.
         default: default of ``dim``; None: the flattened tensor, which is refused.
+        positions: rule for the positions of a flat map, where there is one.
     """
 
     def rule(builder: Builder, op: Operator) -> None:
@@ -109,8 +110,8 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1) -> Rule:
         if not isinstance(dim, int):
             builder.refuse(op, "works on the flattened tensor, across all dims", "an explicit dim")
         reduced = None if keepdim_at is None else _keeps(op, keepdim_at)
-        if op.text in _OVER_POSITIONS and over_positions(builder, op, dim):
-            _OVER_POSITIONS[op.text](builder, op)
+        if positions is not None and over_positions(builder, op, dim):
+            positions(builder, op)
         elif dim % rank in here.dims:
             along_space(builder, op, (dim % rank,), reduced)
         else:
@@ -145,20 +146,6 @@ def per_pixel(builder: Builder, op: Operator) -> None:
     _per_pixel(builder, op, _here(builder, op))
 
 
-def response_norm(builder: Builder, op: Operator) -> None:
-    """``avg_pool3d`` of (B, 1, C, H, W) over channels only, as in local response normalisation."""
-    here = _here(builder, op)
-    kernel, stride, padding = (list(given) for given in arguments(op.args[:4], ([], [0, 0, 0]), 2)[1:])
-    channels_only = kernel[1:] == [1, 1] and (not stride or stride[1:] == [1, 1]) and not any(padding[1:])
-    if here.dims != (3, 4) or not channels_only:
-        builder.refuse(
-            op,
-            f"pools with kernel {kernel} over a map whose height and width are dims {here.dims}",
-            "nn.LocalResponseNorm on (B, C, H, W)",
-        )
-    _per_pixel(builder, op, here)
-
-
 def cosine_similarity(builder: Builder, op: Operator) -> None:
     """Cosine of two maps, or of a map and a vector, along a dim other than height and width."""
     first, second = (builder.shape(item.name) for item in op.args[:2])
@@ -172,3 +159,69 @@ def cosine_similarity(builder: Builder, op: Operator) -> None:
             "a dim other than height and width, such as channels (1)",
         )
     emit(builder, op, names, _reduced(here, dim, keep=False))
+
+
+def channelwise(at: int, over_space: AlongSpace) -> Rule:
+    """Return the rule of an operator that is pointwise, unless its dim is height or width.
+
+    Args:
+        at: index of its argument ``dim``, 0 by default.
+        over_space: lowers it along height or width, the dim that it is given.
+    """
+
+    def rule(builder: Builder, op: Operator) -> None:
+        """An operator along one dim (cat, split, slice, softmax): pointwise, unless that dim is height or width."""
+        name = next(name for name in op.inputs if name in builder.splits)
+        dims, rank = builder.splits[name].dims, len(builder.shape(name))
+        dim = (op.args[at] if len(op.args) > at else op.kwargs.get("dim", 0)) % rank
+        if dim in dims:
+            over_space(builder, op, dim)
+        else:
+            pointwise(builder, op)
+
+    return rule
+
+
+def _split_over_space(builder: Builder, op: Operator, dim: int) -> None:
+    if not builder.splits[op.args[0].name].plain:
+        builder.refuse(
+            op,
+            f"works along dim {dim}, which is height or width",
+            "a dim other than height and width, such as channels (1)",
+        )
+    split_of_space(builder, op, dim)
+
+
+def _softmax_over_space(builder: Builder, op: Operator, dim: int) -> None:
+    first, second = builder.splits[op.args[0].name].dims
+    if first == second:
+        softmax(builder, op)
+    else:
+        along_space(builder, op, (dim,), None)
+
+
+_SPLIT = Operation(channelwise(2, _split_over_space), "view", keeps="nothing")
+_SOFTMAX = Operation(channelwise(1, _softmax_over_space), keeps="outputs")
+_AT_1, _AT_2 = (Operation(one_map(along(at, None))) for at in (1, 2))
+
+OPERATIONS = {
+    "cat": Operation(channelwise(1, cat_of_space), keeps="nothing", cheap=True),
+    **dict.fromkeys(("split.Tensor", "split_with_sizes", "chunk"), _SPLIT),
+    "cumsum": Operation(channelwise(1, lambda builder, op, dim: along_space(builder, op, (dim,), None))),
+    **dict.fromkeys(("softmax.int", "_softmax", "log_softmax.int", "_log_softmax"), _SOFTMAX),
+    "layer_norm": Operation(one_map(channel_norm), "norm"),
+    "rms_norm": Operation(one_map(channel_norm), "norm"),
+    "linear": Operation(one_map(linear), "linear"),
+    "prelu": Operation(one_map(prelu)),
+    **dict.fromkeys(("glu", "cumprod", "cummax", "cummin", "sort", "argsort"), _AT_1),
+    "sort.stable": _AT_2,
+    **dict.fromkeys(("max.dim", "min.dim"), Operation(one_map(extreme))),
+    **dict.fromkeys(("argmax", "argmin"), Operation(one_map(along(1, 2, None, positions=extreme_position)))),
+    **dict.fromkeys(("median.dim", "prod.dim_int", "any.dim", "all.dim"), Operation(one_map(along(1, 2)))),
+    "topk": Operation(one_map(along(2, None, positions=topk))),
+    "index_select": Operation(one_map(along(1, None, 0, positions=gather))),
+    "repeat_interleave.self_int": Operation(one_map(along(2, None, None))),
+    "one_hot": Operation(one_map(per_pixel)),
+    "channel_shuffle": Operation(on_maps(per_pixel)),
+    "cosine_similarity": Operation(cosine_similarity),
+}

@@ -14,10 +14,12 @@ import torch
 from hyfi_core.capture.program import Operator
 from hyfi_core.plan.box import Box
 from hyfi_core.rules import positions
+from hyfi_core.rules.accepted_maps import one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit, emit_on_part
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.slices import repeat_space
+from hyfi_core.rules.operation import Operation
 from hyfi_core.rules.pointwise import operands
 from hyfi_core.rules.replicated import cut_of_whole
 
@@ -233,3 +235,16 @@ def diagonal(builder: Builder, op: Operator) -> None:
         )
     dims = tuple(dim - sum(at < dim for at in gone) for dim in here.dims)
     emit_on_part(builder, op, here, replace(here, dims=(dims[0], dims[1])))
+
+
+_BY_MAP = "gather scatter.src scatter.value scatter.reduce scatter.value_reduce scatter_add scatter_reduce.two"
+
+OPERATIONS = {
+    "index.Tensor": Operation(one_map(index)),
+    "repeat": Operation(one_map(repeat), keeps="nothing"),
+    "tile": Operation(one_map(repeat), keeps="nothing"),
+    "diagonal": Operation(one_map(diagonal)),
+    **dict.fromkeys(_BY_MAP.split(), Operation(by_map)),
+    "index_put": Operation(index_put),
+    "slice_scatter": Operation(slice_scatter),
+}

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from hyfi_core.capture.program import Operator
+from hyfi_core.rules.accepted_maps import on_maps_or_flat, one_map
 from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import arguments, emit_on_part
+from hyfi_core.rules.operation import Operation
 from hyfi_core.rules.reduction import accumulator, moments_over_ranks
-from hyfi_core.rules.window_arguments import arguments
 
 
 def group_norm(builder: Builder, op: Operator) -> None:
@@ -57,3 +59,25 @@ def normalise(eps: float, has_weight: bool, has_bias: bool) -> Any:
         return result.to(x.dtype)
 
     return call
+
+
+def response_norm(builder: Builder, op: Operator) -> None:
+    """``avg_pool3d`` of (B, 1, C, H, W) over channels only, as in local response normalisation."""
+    here = builder.same_pixels(op, op.args[0].name)
+    kernel, stride, padding = (list(given) for given in arguments(op.args[:4], ([], [0, 0, 0]), 2)[1:])
+    channels_only = kernel[1:] == [1, 1] and (not stride or stride[1:] == [1, 1]) and not any(padding[1:])
+    if here.dims != (3, 4) or not channels_only:
+        builder.refuse(
+            op,
+            f"pools with kernel {kernel} over a map whose height and width are dims {here.dims}",
+            "nn.LocalResponseNorm on (B, C, H, W)",
+        )
+    emit_on_part(builder, op, here, here)
+
+
+OPERATIONS = {
+    "group_norm": Operation(on_maps_or_flat(group_norm), "norm"),
+    "instance_norm": Operation(on_maps_or_flat(instance_norm), "norm"),
+    "avg_pool3d": Operation(one_map(response_norm), "pool"),
+    **dict.fromkeys(("native_group_norm", "native_layer_norm"), Operation(None, "norm")),
+}

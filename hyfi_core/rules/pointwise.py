@@ -18,6 +18,7 @@ from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.operation import Operation
 from hyfi_core.rules.replicated import cut_of_whole
 
 
@@ -137,3 +138,40 @@ def _own_part(builder: Builder, name: str, split: Split, rank_dims: int) -> str:
     result = builder.fresh(name)
     builder.compute(cut_of_whole(replace(split, dims=dims), builder.rank, builder.shape(name)), (name,), (result,))
     return result
+
+
+_OTHERS = """
+relu6 selu celu mish softplus log abs reciprocal clamp_min clamp_max square pow.Tensor_Scalar sin cos erf floor log1p
+expm1 maximum minimum _prelu_kernel where.self eq.Scalar eq.Tensor gt.Scalar gt.Tensor lt.Scalar lt.Tensor ge.Scalar
+le.Scalar lerp.Tensor lerp.Scalar addcmul logical_not zeros_like ones_like empty_like full_like sign sgn log_sigmoid
+threshold hardshrink softshrink where.ScalarSelf where.ScalarOther where.Scalar ne.Scalar logical_and logical_or isnan
+trunc ceil round frac pow.Tensor_Tensor pow.Scalar log2 log10 exp2 tan atan asin acos sinh cosh addcdiv erfc fmod.Scalar
+remainder.Scalar le.Tensor ge.Tensor ne.Tensor masked_fill.Scalar fill.Scalar type_as bitwise_not __and__.Tensor
+__and__.Scalar __or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar bitwise_and.Tensor bitwise_and.Scalar
+bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar logical_xor isfinite isinf nan_to_num
+clamp.Tensor clamp_min.Tensor clamp_max.Tensor masked_fill.Tensor fill.Tensor fmod.Tensor remainder.Tensor floor_divide
+floor_divide.Scalar div.Tensor_mode div.Scalar_mode atan2 hypot xlogy.Tensor logaddexp fmax fmin sinc positive
+"""
+_RENAMED = Operation(pointwise, "view", keeps="nothing")
+
+OPERATIONS = {
+    **dict.fromkeys(_OTHERS.split(), Operation(pointwise)),
+    "hyfi.pointwise_function.default": Operation(pointwise),  # of the user's; see capture.functions
+    "add.Tensor": Operation(pointwise, keeps="nothing", gradient="same", fresh=True, in_place=True, cheap=True),
+    "relu": Operation(pointwise, keeps="outputs", gradient="new", in_place=True, cheap=True),
+    "add.Scalar": Operation(pointwise, keeps="nothing", gradient="same", cheap=True),
+    **dict.fromkeys(
+        ("sub.Tensor", "sub.Scalar", "mul.Scalar", "div.Scalar", "neg", "to.dtype", "_to_copy"),
+        Operation(pointwise, keeps="nothing", cheap=True),
+    ),
+    **dict.fromkeys(("rsub.Tensor", "rsub.Scalar", "clone", "contiguous"), Operation(pointwise, keeps="nothing")),
+    **dict.fromkeys(("alias", "detach"), _RENAMED),
+    **dict.fromkeys(("exp", "sqrt", "rsqrt"), Operation(pointwise, keeps="outputs")),
+    "sigmoid": Operation(pointwise, keeps="outputs", gradient="new", cheap=True),
+    "tanh": Operation(pointwise, keeps="outputs", cheap=True),
+    "mul.Tensor": Operation(pointwise, keeps="other factors", gradient="new", cheap=True),
+    **dict.fromkeys(("silu", "gelu", "hardswish", "hardsigmoid"), Operation(pointwise, gradient="new", cheap=True)),
+    **dict.fromkeys(("div.Tensor", "hardtanh", "leaky_relu", "elu", "clamp"), Operation(pointwise, cheap=True)),
+    "copy": Operation(copy),
+    "rrelu": Operation(None, instead="F.leaky_relu"),
+}

@@ -17,6 +17,7 @@ from hyfi_core.ops import draws
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import renamed
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.operation import Operation
 from hyfi_core.rules.pointwise import operands
 
 _Draw = Callable[..., torch.Tensor]
@@ -167,34 +168,34 @@ def _laid_out(builder: Builder, op: Operator) -> tuple[str, Split | None]:
     return builder.part(name, split), split
 
 
-RANDOM: dict[str, Callable[[Builder, Operator], None]] = {
-    f"aten.{name}": rule
+OPERATIONS = {
+    name: Operation(rule)
     for name, rule in {
-        "native_dropout.default": dropout,
+        "native_dropout": dropout,
         "bernoulli.p": drawn_like(draws.bernoulli),
-        "bernoulli.default": of_pixels(draws.bernoulli),
+        "bernoulli": of_pixels(draws.bernoulli),
         "bernoulli.Tensor": of_pixels(draws.bernoulli),
-        "poisson.default": of_pixels(draws.poisson),
-        "rand_like.default": drawn_like(draws.uniform),
-        "randn_like.default": drawn_like(draws.normal),
-        "randint_like.default": drawn_like(draws.integers),
+        "poisson": of_pixels(draws.poisson),
+        "rand_like": drawn_like(draws.uniform),
+        "randn_like": drawn_like(draws.normal),
+        "randint_like": drawn_like(draws.integers),
         "randint_like.low_dtype": drawn_like(draws.integers),
-        "random.default": drawn_like(draws.any_integers),
+        "random": drawn_like(draws.any_integers),
         "random.to": drawn_like(draws.integers),
-        "uniform.default": drawn_like(draws.uniform),
-        "normal_functional.default": drawn_like(draws.normal),
-        "log_normal.default": drawn_like(draws.log_normal),
-        "exponential.default": drawn_like(draws.exponential),
-        "cauchy.default": drawn_like(draws.cauchy),
-        "geometric.default": drawn_like(draws.geometric),
-        "rand.default": drawn(draws.uniform),
-        "randn.default": drawn(draws.normal),
-        "randint.default": drawn(draws.integers),
+        "uniform": drawn_like(draws.uniform),
+        "normal_functional": drawn_like(draws.normal),
+        "log_normal": drawn_like(draws.log_normal),
+        "exponential": drawn_like(draws.exponential),
+        "cauchy": drawn_like(draws.cauchy),
+        "geometric": drawn_like(draws.geometric),
+        "rand": drawn(draws.uniform),
+        "randn": drawn(draws.normal),
+        "randint": drawn(draws.integers),
         "randint.low": drawn(draws.integers),
         "normal.float_float": drawn(draws.normal),
         "normal.Tensor_float": normal_of_pixels,
         "normal.float_Tensor": normal_of_pixels,
         "normal.Tensor_Tensor": normal_of_pixels,
-        "randperm.default": permutation,
+        "randperm": permutation,
     }.items()
 }

@@ -17,10 +17,12 @@ from hyfi_core.capture.program import Operator, ValueInfo
 from hyfi_core.ops.batch_norm import MOST_ROWS
 from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.reduce import MaxOverSpace, SumOverRanks
+from hyfi_core.rules.accepted_maps import one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit_on_part
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.strips import along_space
+from hyfi_core.rules.operation import Operation
 
 
 def accumulator(tensor: torch.Tensor) -> torch.dtype:
@@ -309,3 +311,18 @@ def _through_sum(builder: Builder, part: str, outputs: tuple[str | None, ...], l
     builder.compute(local, (part,), (partial,))
     builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
     builder.compute(finish, (summed,), outputs)
+
+
+_MOMENTS = "var.dim var.correction std.dim std.correction var_mean.dim var_mean.correction std_mean.dim"
+
+OPERATIONS = {
+    **dict.fromkeys(("mean", "mean.dim"), Operation(one_map(mean), keeps="nothing")),
+    **dict.fromkeys(("sum", "sum.dim_IntList"), Operation(one_map(total), keeps="nothing")),
+    **dict.fromkeys(("amax", "amin", "max", "min"), Operation(one_map(maximum))),
+    **dict.fromkeys(("any", "any.dims", "all", "all.dims"), Operation(one_map(truth))),
+    "linalg_vector_norm": Operation(one_map(vector_norm)),
+    "linalg_matrix_norm.str_ord": Operation(
+        None, instead="torch.linalg.vector_norm(y, dim=(2, 3)), which is the Frobenius norm"
+    ),
+    **dict.fromkeys((*_MOMENTS.split(), "std_mean.correction"), Operation(one_map(variance))),
+}

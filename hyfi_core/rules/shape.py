@@ -13,13 +13,17 @@ from math import prod
 from typing import Any
 
 from hyfi_core.capture.program import Operator, Ref
+from hyfi_core.rules.accepted_maps import one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, emit, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.blocks import view_of_blocks
 from hyfi_core.rules.moves.place import slice_of_space
-from hyfi_core.rules.pointwise import operands
+from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operation import view as view_record
+from hyfi_core.rules.pointwise import operands, pointwise
 from hyfi_core.rules.replicated import gathered
+from hyfi_core.rules.windows.taps import of_slice
 
 
 def view(builder: Builder, op: Operator) -> None:
@@ -177,3 +181,29 @@ def new_like(builder: Builder, op: Operator) -> None:
 
 def _sized(op: Operator, sizes: list[int]) -> Operator:
     return Operator(op.name, op.target, (op.args[0], sizes, *op.args[2:]), op.kwargs, op.outputs, op.module)
+
+
+def sliced(builder: Builder, op: Operator) -> None:
+    """``slice``: along height or width, pixels are redistributed."""
+    name = op.args[0].name
+    dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
+    if dim in builder.splits[name].dims and not builder.splits[name].plain:
+        builder.refuse(op, "slices a dim in which height and width are flattened", "a slice of either height or width")
+    if dim in builder.splits[name].dims:
+        slice_of_space(builder, op, dim)
+    else:
+        pointwise(builder, op)
+
+
+OPERATIONS = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape"), view_record(one_map(view))),
+    **dict.fromkeys(("permute", "transpose.int"), view_record(one_map(permute))),
+    "unsqueeze": view_record(one_map(unsqueeze)),
+    **dict.fromkeys(("squeeze", "squeeze.dim", "squeeze.dims"), view_record(one_map(squeeze))),
+    **dict.fromkeys(("select.int", "unbind.int"), view_record(one_map(select))),
+    "slice.Tensor": replace(view_record(one_map(sliced)), tap=of_slice),
+    "expand": view_record(one_map(expand)),
+    "stack": Operation(one_map(stack), keeps="nothing"),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), Operation(one_map(new_like))),
+    **dict.fromkeys(("flatten.using_ints", "unflatten.int", "t", "view.dtype"), view_record(None)),
+}

@@ -15,10 +15,12 @@ import torch
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.reduce import LargestOverRanks, SumOverRanks
+from hyfi_core.rules.accepted_maps import one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, emit, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.strips import along_space
+from hyfi_core.rules.operation import Operation
 from hyfi_core.rules.pointwise import operands
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -179,3 +181,9 @@ def _pooled(builder: Builder, op: Operator, names: tuple[str, str, str], scale: 
     builder.communicate(SumOverRanks(), (partial,), (total,), "reduce")
     narrow = builder.values[output].dtype
     builder.compute(lambda sums: (sums[..., :-1] / sums[..., -1:]).to(narrow), (total,), (output,))
+
+
+OPERATIONS = {
+    "logsumexp": Operation(one_map(logsumexp)),
+    "scaled_dot_product_attention": Operation(attention, keeps="inputs and outputs"),
+}

@@ -16,7 +16,7 @@ from hyfi_core.capture.autocast import dtypes_under_autocast
 from hyfi_core.capture.program import Operator, Program, Ref, refs_in
 from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
 from hyfi_core.cells.fused_memory import runs_for_cells
-from hyfi_core.cells.fused_place import CELL_RULES
+from hyfi_core.cells.fused_place import CELL_OPERATORS
 from hyfi_core.cells.halo import for_prediction, for_training
 from hyfi_core.comm.agree import compare
 from hyfi_core.comm.base import Communicator
@@ -272,7 +272,7 @@ class _Lowered:
         program = pool_before_relu(stage.program, (*refs_in(stage.outputs), *exits))
         wide, joins = self._plan.gather_bytes, self._compiler is not None
         if self._runs is not None:
-            target = Target(grid, position, CELL_RULES, gather_bytes=wide, joins=joins)
+            target = Target(grid, position, CELL_OPERATORS, gather_bytes=wide, joins=joins)
             ranked = lower(program, target, stage.outputs, exits, self._runs)
             if self._shares_memory:
                 ranked = replace(ranked, instructions=tuple(map(for_prediction, ranked.instructions)))

@@ -29,7 +29,7 @@ from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import resident_bytes
-from hyfi_core.rules.batch_norm import LIVE_BATCH_NORMS
+from hyfi_core.rules.batch_norm import has_live_statistics
 from hyfi_core.runtime.attribution import Explanation, gather_explanation
 from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, lays_channels_last
 from hyfi_core.runtime.calls.engine_state import EngineState
@@ -263,7 +263,7 @@ class Engine(EngineState):
     @property
     def normalises_batches(self) -> bool:
         """Whether the model has batch norm in training mode, which normalises the images of a micro-batch together."""
-        return any(op.text in LIVE_BATCH_NORMS for op in self._compiled().program.operators)
+        return any(has_live_statistics(op) for op in self._compiled().program.operators)
 
     def spilled(self) -> PagerCounts | None:
         """Return the bytes that the last call wrote, read and recomputed; None if ``plan.spill`` is not set."""

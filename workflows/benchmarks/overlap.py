@@ -91,7 +91,7 @@ def _runs(comm: DelayedCommunicator, size: int, overlapped: bool) -> dict[str, C
     convolution = functools.partial(SleepingConvolution, apart=overlapped)
 
     def run(call: Callable[[], T]) -> T:
-        with mock.patch("hyfi_core.rules.overlap.Convolution", convolution):  # lowered at the first call
+        with mock.patch("hyfi_core.rules.windows.overlap.Convolution", convolution):  # lowered at the first call
             return call()
 
     engine = run(lambda: hyfi_core.parallelize(model, (1, 3, size, size), plan, comm))

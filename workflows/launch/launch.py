@@ -46,7 +46,7 @@ from workflows.out_of_memory import GENERAL_ADVICE, kernel_kills, message_of
 
 __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
 
-# Huge pages for large tensors: the same memory with fewer page faults (benchmarks/RESULTS.md).
+# Huge pages for large tensors: the same memory with fewer page faults (benchmarks/LOG.md).
 RANK_SETTINGS = {"THP_MEM_ALLOC_ENABLE": "1"}
 SECONDS_TO_END_AFTER_FAILURE = 5.0
 POLL_SECONDS = 0.05

@@ -23,28 +23,9 @@ from typing import NamedTuple
 
 from hyfi_core.capture.program import Operator, Program
 from hyfi_core.capture.stages import active_values
-from hyfi_core.cost.operators import is_product, is_view, value_bytes
+from hyfi_core.cost.operators import value_bytes
+from hyfi_core.rules.table import operation_of
 
-_KEEP_NOTHING = tuple(
-    f"aten.{name}"
-    for name in (
-        *("add.", "sub.", "rsub.", "neg.", "mean.", "sum.", "cat.", "stack.", "pad.", "constant_pad_nd.", "clone."),
-        *("contiguous.", "_to_copy.", "to.", "roll.", "flip.", "upsample", "pixel_shuffle.", "pixel_unshuffle."),
-        *("repeat.", "mul.Scalar", "div.Scalar", "unfold.", "im2col."),
-    )
-)
-_KEEP_OUTPUTS = tuple(
-    f"aten.{name}."
-    for name in (
-        *("relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt"),
-        *("softmax", "_softmax", "log_softmax", "_log_softmax"),
-    )
-)
-_KEEP_BOTH = ("aten.scaled_dot_product_attention.",)
-_NEED_THE_OTHER = ("aten.mul.", "aten.matmul.", "aten.mm.", "aten.bmm.")
-"""A factor is kept if the other one has a gradient."""
-_PASS_ON = ("aten.add.", "aten.relu.")
-"""The cotangent of their result becomes that of their input, in the same memory."""
 _INDEX_BYTES = 8
 """Of the place of a maximum."""
 _BLOCK = 16
@@ -120,7 +101,8 @@ class Lifetimes:
         self._known: dict[str, Lifetime] = {}
         self._fixed = {*program.parameters, *program.buffers, *program.constants}
         self.active = active_values(program, program.outputs, program.parameters)
-        self._viewed = {name: op.inputs[0] for op in program.operators if is_view(op) for name in op.outputs if name}
+        views = (op for op in program.operators if operation_of(op).kind == "view")
+        self._viewed = {name: op.inputs[0] for op in views for name in op.outputs if name}
         self._last = {name: op.name for op in program.operators if self._is_active(op) for name in op.inputs}
 
     def of(self, op: Operator) -> Lifetime:
@@ -176,24 +158,23 @@ class Lifetimes:
 
     def _kept(self, op: Operator) -> dict[str, int]:
         kept = {name: value_bytes(self._program, name) for name in map(self._memory_of, self._kept_values(op))}
-        if op.text.startswith("aten.max_pool"):
+        if operation_of(op).keeps == "inputs and places":
             kept[f"{op.name} places"] = _INDEX_BYTES * prod(self._program.values[op.first_output].shape)
         return kept
 
     def _kept_values(self, op: Operator) -> set[str]:
-        """Return the values that its backward needs; those of an unknown operator are its inputs."""
-        if is_view(op) or op.text.startswith(_KEEP_NOTHING):
-            return set()
+        """Return the values that its backward needs; parameters, buffers and constants are there anyway."""
+        keeps = operation_of(op).keeps
         outputs = {name for name in op.outputs if name is not None}
-        if op.text.startswith(_KEEP_OUTPUTS):
-            return outputs
         inputs = {name for name in op.inputs if name in self._program.values}
-        if op.text.startswith(_NEED_THE_OTHER):
+        if keeps == "other factors":
             active = [name for name in op.inputs if name in self.active]
             inputs = {name for name in inputs if any(other != name for other in active) or active.count(name) > 1}
-        if op.text.startswith(_KEEP_BOTH):
-            inputs |= outputs
-        return inputs - self._fixed
+        if keeps == "nothing":
+            return set()
+        if keeps == "outputs":
+            return outputs
+        return (inputs | outputs if keeps == "inputs and outputs" else inputs) - self._fixed
 
     def _memory_of(self, name: str) -> str:
         """Return the value whose memory a view uses; of others the value itself."""
@@ -202,14 +183,15 @@ class Lifetimes:
         return name
 
     def _makes(self, op: Operator) -> int:
-        if is_view(op) or op.text.startswith(_PASS_ON):
+        operation = operation_of(op)
+        if operation.passes_on:
             return 0
         made = sum(value_bytes(self._program, name) for name in self.carried(op.inputs))
-        return 2 * made if "norm" in op.text else made
+        return 2 * made if operation.kind == "norm" else made
 
     def _reorders(self, op: Operator) -> int:
         """Return a new gradient before it is added, and what a convolution has in other orders."""
-        if not is_product(op):
+        if not operation_of(op).product:
             return 0
         values, total = self._program.values, 0
         for name in (name for name in op.inputs if name in self._program.parameters):

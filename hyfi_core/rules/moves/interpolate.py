@@ -7,14 +7,16 @@ ATen/native/UpSample.h and native/cpu/UpSampleKernel.cpp, and have the precision
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.constants import Constant
+from hyfi_core.rules.accepted_maps import on_maps
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.moves.axis import Axis, Selection, reach
+from hyfi_core.rules.operation import Operation
 
 
 @dataclass(frozen=True)
@@ -137,3 +139,15 @@ def _triangle(distance: torch.Tensor) -> torch.Tensor:
 upsample_bicubic = interpolated(bicubic)
 upsample_bilinear_antialiased = interpolated(antialiased(1.0, _triangle))
 upsample_bicubic_antialiased = interpolated(antialiased(2.0, lambda distance: _cubic(distance, -0.5)))
+
+
+_RESIZE = Operation(None, keeps="nothing")
+
+OPERATIONS = {
+    "upsample_bicubic2d.vec": replace(_RESIZE, rule=on_maps(upsample_bicubic)),
+    "_upsample_bilinear2d_aa.vec": replace(_RESIZE, rule=on_maps(upsample_bilinear_antialiased)),
+    "_upsample_bicubic2d_aa.vec": replace(_RESIZE, rule=on_maps(upsample_bicubic_antialiased)),
+    "grid_sampler": Operation(
+        None, instead="F.interpolate with mode='bilinear' and antialias=False, or mode='nearest'"
+    ),
+}

@@ -22,10 +22,11 @@ from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.reduce import FirstMaximum
 from hyfi_core.plan.boxes import Boxes, Interval
 from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.accepted_maps import one_map
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import emit_on_part
+from hyfi_core.rules.calls import arguments, emit_on_part
+from hyfi_core.rules.operation import Operation
 from hyfi_core.rules.reduction import mean_over_space
-from hyfi_core.rules.window_arguments import arguments
 
 _INSTEAD = (
     "stride 1 and padding that keeps the number of positions, a kernel that reaches at most one row, or F.conv2d or a "
@@ -187,3 +188,12 @@ def adaptive_pool1d(builder: Builder, op: Operator) -> None:
     for pooled, output in zip(found, op.outputs, strict=True):
         if pooled is not None:
             builder.compute(lambda tensor: tensor.flatten(2).clone(), (pooled,), (output,))
+
+
+OPERATIONS = {
+    **dict.fromkeys(("conv1d", "conv1d.padding"), Operation(one_map(conv1d), "convolution")),
+    "max_pool1d": Operation(one_map(max_pool1d), "pool", keeps="inputs and places"),
+    "avg_pool1d": Operation(one_map(avg_pool1d), "pool"),
+    "adaptive_avg_pool1d": Operation(one_map(adaptive_pool1d), "pool"),
+    "adaptive_max_pool1d": Operation(one_map(adaptive_pool1d), "pool", keeps="inputs and places"),
+}

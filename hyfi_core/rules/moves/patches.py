@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
+from hyfi_core.rules.accepted_maps import on_maps, one_map
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import emit_on_part
+from hyfi_core.rules.calls import emit_on_part, pair
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.axis import Axis, reach, scattered
-from hyfi_core.rules.window_arguments import pair
+from hyfi_core.rules.operation import Operation
 
 
 def _covered(outputs: int, kernel: int, dilation: int, padding: int, stride: int) -> Axis:
@@ -101,3 +102,10 @@ def unfold_along(builder: Builder, op: Operator) -> None:
     ]
     plan = reach(builder, name, (axes[0], axes[1]))
     builder.compute(lambda tensor: tensor.unfold(dim, kernel, stride), (plan.canvas,), op.outputs, plan.split)
+
+
+OPERATIONS = {
+    "im2col": Operation(on_maps(unfold), keeps="nothing"),
+    "col2im": Operation(one_map(fold)),
+    "unfold": Operation(one_map(unfold_along), keeps="nothing"),
+}

@@ -19,10 +19,13 @@ from hyfi_core.ops.cut import cut
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.accepted_maps import on_maps, one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.axis import Axis, Selection, reach
 from hyfi_core.rules.moves.slices import pad_circular
+from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.windows.taps import of_pad
 
 
 def pad(builder: Builder, op: Operator) -> None:
@@ -212,3 +215,15 @@ def pixel_unshuffle(builder: Builder, op: Operator) -> None:
     )
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     builder.compute(lambda tensor: F.pixel_unshuffle(tensor, factor), (plan.canvas,), op.outputs, plan.split)
+
+
+OPERATIONS = {
+    **dict.fromkeys(
+        ("upsample_nearest2d.vec", "_upsample_nearest_exact2d.vec"),
+        Operation(on_maps(upsample_nearest), keeps="nothing"),
+    ),
+    "pixel_shuffle": Operation(on_maps(pixel_shuffle), keeps="nothing"),
+    "pixel_unshuffle": Operation(on_maps(pixel_unshuffle), keeps="nothing"),
+    "pad": Operation(one_map(pad), keeps="nothing", tap=of_pad),
+    "constant_pad_nd": Operation(one_map(pad), keeps="nothing"),
+}

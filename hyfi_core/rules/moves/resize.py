@@ -17,9 +17,12 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.reduce import FirstMaximum
 from hyfi_core.plan.box import Box
+from hyfi_core.rules.accepted_maps import on_maps
 from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import arguments, pair
 from hyfi_core.rules.moves.axis import Axis, Selection, reach, scattered
-from hyfi_core.rules.window_arguments import arguments, pair
+from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.reduction import mean_over_space
 
 
 def conv_transpose2d(builder: Builder, op: Operator) -> None:
@@ -107,10 +110,18 @@ def _blend(
 
 
 def adaptive_avg_pool2d(builder: Builder, op: Operator) -> None:
-    """Adaptive average pooling: output ``i`` of ``n`` is the mean of inputs floor(i·N/n) to ceil((i + 1)·N/n)."""
-    name = op.args[0].name
-    sizes = builder.shape(name)[2:]
-    outputs = builder.shape(op.first_output)[2:]
+    """Adaptive average pooling: to one pixel, a mean over the map; to the current size, the identity.
+
+    Otherwise output ``i`` of ``n`` is the mean of inputs floor(i·N/n) to ceil((i + 1)·N/n).
+    """
+    name, split = op.args[0].name, builder.splits[op.args[0].name]
+    sizes, outputs = builder.shape(name)[-2:], tuple(op.args[1])
+    if outputs == (1, 1):
+        mean_over_space(builder, name, op.outputs[0], keepdim=True)
+        return
+    if outputs == sizes:
+        builder.compute(lambda tensor: tensor.clone(), (builder.part(name, split),), op.outputs, split)
+        return
     axes = tuple(_adaptive(size, count) for size, count in zip(sizes, outputs, strict=True))
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
@@ -176,3 +187,12 @@ def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
         return tuple(torch.cat(item, -1).reshape(shape) for item in zip(*found, strict=True))
 
     builder.compute(call, (plan.canvas,), op.outputs, plan.split)
+
+
+OPERATIONS = {
+    "conv_transpose2d.input": Operation(on_maps(conv_transpose2d), "transposed_convolution"),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose3d.input"), Operation(None, "transposed_convolution")),
+    "upsample_bilinear2d.vec": Operation(on_maps(upsample_bilinear), keeps="nothing"),
+    "adaptive_avg_pool2d": Operation(on_maps(adaptive_avg_pool2d), "pool"),
+    "adaptive_max_pool2d": Operation(on_maps(adaptive_max_pool2d), "pool", keeps="inputs and places"),
+}

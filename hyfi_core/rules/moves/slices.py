@@ -18,9 +18,11 @@ import torch
 from hyfi_core.capture.program import Operator
 from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.accepted_maps import one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit_on_part
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.operation import Operation
 
 Slice = tuple[int, int, int]
 """(start, stop, step): the inputs [start, stop), ascending, or descending for a step of -1."""
@@ -169,3 +171,9 @@ def _slices(table: Sequence[int]) -> list[Slice]:
 def _nth(slices: Sequence[list[Slice]], i: int) -> tuple[tuple[int, int], ...]:
     """Return the interval of slice ``i`` of each rank along an axis; empty if it has fewer."""
     return tuple(found[i][:2] if i < len(found) else (0, 0) for found in slices)
+
+
+OPERATIONS = {
+    "roll": Operation(one_map(roll), keeps="nothing"),
+    "flip": Operation(one_map(flip), keeps="nothing"),
+}

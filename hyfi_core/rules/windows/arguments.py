@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.plan.window import AxisWindow, Window
+from hyfi_core.rules.calls import arguments, pair
 
 Shape = Callable[[str], tuple[int, ...]]
 
@@ -29,18 +29,6 @@ class Sliding:
     window: Window
     symmetric: tuple[bool, bool]
     fill: float = 0.0
-
-
-def pair(value: Any) -> tuple[int, int]:
-    """Return a setting for (y, x), which may be given as one number for both."""
-    if isinstance(value, int):
-        return value, value
-    return (value[0], value[0]) if len(value) == 1 else (value[0], value[1])
-
-
-def arguments(args: tuple[Any, ...], defaults: Sequence[Any], required: int) -> tuple[Any, ...]:
-    """Return positional arguments, with ``defaults`` for missing ones after the first ``required``."""
-    return (*args, *defaults[len(args) - required :])
 
 
 def conv2d(op: Operator, shape: Shape) -> Sliding:
@@ -75,12 +63,3 @@ def _window(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 @lru_cache(maxsize=256)  # networks have few, and planning asks for each many times
 def _known_window(kernel: _Sizes, stride: _Sizes, padding: _Sizes, dilation: _Sizes) -> Window:
     return Window(*(AxisWindow(k, s, p, d) for k, s, p, d in zip(kernel, stride, padding, dilation, strict=True)))
-
-
-WINDOWS: dict[str, Callable[[Operator, Shape], Sliding]] = {
-    "aten.conv2d.default": conv2d,
-    "aten.conv2d.padding": conv2d,
-    "aten.max_pool2d.default": max_pool2d,
-    "aten.avg_pool2d.default": avg_pool2d,
-}
-"""Name of an operator -> function that returns its window."""

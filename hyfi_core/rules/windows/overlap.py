@@ -14,8 +14,8 @@ from hyfi_core.plan.transfer import plan_transfer
 from hyfi_core.plan.window import Window
 from hyfi_core.plan.window_calls import own_call
 from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import arguments
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.window_arguments import arguments
 
 
 def overlapped_convolution(

@@ -21,13 +21,20 @@ from hyfi_core.ops.avg_pool import counts
 from hyfi_core.ops.constants import Constant
 from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
-from hyfi_core.rules import window_arguments as windows
+from hyfi_core.rules.accepted_maps import on_maps
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.calls import arguments, bound, pair, renamed
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.overlap import max_pool_alone, overlapped_avg_pool, overlapped_convolution, overlapped_max_pool
+from hyfi_core.rules.operation import Operation
 from hyfi_core.rules.reduction import mean_over_space
-from hyfi_core.rules.window_arguments import Sliding, arguments, pair
+from hyfi_core.rules.windows import arguments as windows
+from hyfi_core.rules.windows.arguments import Sliding
+from hyfi_core.rules.windows.overlap import (
+    max_pool_alone,
+    overlapped_avg_pool,
+    overlapped_convolution,
+    overlapped_max_pool,
+)
 
 
 @dataclass(frozen=True)
@@ -171,3 +178,21 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
         return sums / (divisor or counted)
 
     builder.compute(call, (canvas,), op.outputs, plan.split, op)
+
+
+_CONVOLUTION = Operation(on_maps(conv2d), "convolution", gradient="new", fresh=True, window=windows.conv2d)
+
+OPERATIONS = {
+    "conv2d": _CONVOLUTION,
+    "conv2d.padding": _CONVOLUTION,
+    "max_pool2d": Operation(
+        on_maps(max_pool2d), "pool", keeps="inputs and places", gradient="new", window=windows.max_pool2d
+    ),
+    "avg_pool2d": Operation(on_maps(avg_pool2d), "pool", gradient="new", window=windows.avg_pool2d),
+    "max_pool2d_with_indices": Operation(
+        None, "pool", keeps="inputs and places", gradient="new", instead="F.max_pool2d with return_indices=False"
+    ),
+    "max_pool3d": Operation(None, "pool", keeps="inputs and places"),
+    "conv3d": Operation(None, "convolution"),
+    "conv3d.padding": Operation(None, "convolution"),
+}

@@ -27,43 +27,36 @@ class Tap:
     fill: float = 0.0
 
 
-def one_tap(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
-    """Return the tap of a slice or padding; None for other operators, or if it does more than move pixels.
+def of_slice(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
+    """Return the tap of a slice; None if it is not along height or width.
 
     A tap moves rows or columns, so there is none for maps whose height and width share a dim with each other, or with
     anything else.
 
     Args:
-        op: any.
+        op: the slice.
         shape: of its first argument.
         split: of its first argument.
     """
-    dims = split.dims
-    if not split.plain:
-        return None
-    if op.text == "aten.slice.Tensor":
-        return _slice(op, shape, dims)
-    return _pad(op, len(shape), dims) if op.text == "aten.pad.default" else None
-
-
-def _slice(op: Operator, shape: tuple[int, ...], dims: tuple[int, int]) -> Tap | None:
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(shape)
     start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
     kept = range(shape[dim])[start:stop:step]
-    if dim not in dims or not kept:
+    if not split.plain or dim not in split.dims or not kept:
         return None
-    return _tap({dim: AxisWindow(1, kept.step, -kept.start)}, dims, 0.0)
+    return _tap({dim: AxisWindow(1, kept.step, -kept.start)}, split.dims, 0.0)
 
 
-def _pad(op: Operator, rank: int, dims: tuple[int, int]) -> Tap | None:
-    widths = list(op.args[1])
+def of_pad(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
+    """Return the tap of padding; None if it is not constant, or not of height and width alone; see ``of_slice``."""
+    widths, rank = list(op.args[1]), len(shape)
     mode = op.args[2] if len(op.args) > 2 else op.kwargs.get("mode", "constant")
     value = op.args[3] if len(op.args) > 3 else op.kwargs.get("value")
     around = {rank - 1 - at: (widths[2 * at], widths[2 * at + 1]) for at in range(len(widths) // 2)}
-    if mode != "constant" or any(pair != (0, 0) for dim, pair in around.items() if dim not in dims):
+    elsewhere = any(pair != (0, 0) for dim, pair in around.items() if dim not in split.dims)
+    if not split.plain or mode != "constant" or elsewhere:
         return None
     windows = {dim: AxisWindow(1, 1, before) for dim, (before, _) in around.items()}
-    return _tap(windows, dims, 0.0 if value is None else float(value))
+    return _tap(windows, split.dims, 0.0 if value is None else float(value))
 
 
 def _tap(windows: dict[int, AxisWindow], dims: tuple[int, int], fill: float) -> Tap:

@@ -1,0 +1,1 @@
+"""Rules for operators that slide a window over maps: convolutions and pools."""
