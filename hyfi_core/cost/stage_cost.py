@@ -127,7 +127,6 @@ class StageCosts:
     Attributes:
         stages: cost of each stage, or of the one alone.
         edges: (from, to) of stages that exchange values -> time of a message.
-        edge_bytes: (from, to) -> bytes that the rank with the most receives.
         watch_s: what every rank does once in a step for the weights of the whole model.
         machine: the machine model.
 
@@ -162,10 +161,6 @@ class StageCosts:
         )
         carried = lowered.whole().carried if only is None else {}
         self.edges = {edge: self._turn_s + self._links.edge_s(edge, incoming) for edge, incoming in carried.items()}
-        self.edge_bytes = {
-            edge: max(sum(length for _, length in messages) for messages in incoming)
-            for edge, incoming in carried.items()
-        }
 
     def _stage(self, stage: _LoweredStage) -> StageCost:
         index, divided = stage.number, stage.divided

@@ -72,12 +72,6 @@ class Simulation:
         """Fraction of all ranks' time, until the last forward or backward ends, in which they run neither."""
         return bubble(self.events)
 
-    @property
-    def bubbles(self) -> tuple[float, ...]:
-        """The same for each rank."""
-        span_s = max(event.end_s for event in self.events if event.kind in ("F", "B"))
-        return tuple(1.0 - busy_s / span_s for busy_s in self.busy_s)
-
     def grid(self) -> str:
         """Return all ranks as text, time from left to right."""
         return time_grid(self.events, len(self.busy_s))

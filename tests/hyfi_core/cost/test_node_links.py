@@ -15,7 +15,7 @@ from hyfi_core.cost.simulator import forecast_step
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from tests.hyfi_core.cost.test_simulator import program
+from tests.hyfi_core.cost.test_simulator import PX, program
 
 SLOW, FAST = 1.0, 1e-3
 
@@ -127,5 +127,5 @@ def test_values_between_stages_stay_in_the_node_that_holds_both() -> None:
 def test_a_rank_waits_for_the_values_of_all_its_cells() -> None:
     plan = ParallelPlan(grids=((1, 1), (1, 1)), cuts=("first",))
     whole, cells = (StageCosts(program(), one, DEFAULT_MACHINE) for one in (plan, replace(plan, cells=(2, 2))))
-    sent_s = whole.edge_bytes[0, 1] / DEFAULT_MACHINE.node.bytes_per_s
+    sent_s = 16 * PX * PX * 4 / DEFAULT_MACHINE.node.bytes_per_s
     assert cells.edges[0, 1] >= whole.edges[0, 1] > sent_s

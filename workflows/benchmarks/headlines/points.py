@@ -149,7 +149,6 @@ LAYER = ParallelPlan(grids=_STAGES, schedule="sequential", microbatches=2)
 PIPELINE = ParallelPlan(grids=_STAGES, schedule="gpipe", microbatches=2)
 HY_FI = ParallelPlan(grids=_GROUP, schedule="chimera", microbatches=2)
 BASIC_SPATIAL = ParallelPlan(grids=_GROUP, schedule="sequential", microbatches=2, fused_halo=1)
-PIPELINED_SPATIAL = ParallelPlan(grids=_GROUP, schedule="gpipe", microbatches=2)
 
 
 def ratio(forecasts: Forecasts, network: str, size: int, slow: ParallelPlan, fast: ParallelPlan) -> float:
