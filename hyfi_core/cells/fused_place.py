@@ -9,16 +9,16 @@ import torch
 from hyfi_core.capture.program import Operator
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.table import OPERATORS
 from hyfi_core.rules.windows.taps import Tap
 
 
-def _in_runs(operation: Operation) -> Operation:
+def _in_runs(record: OperatorFacts) -> OperatorFacts:
     """Return the record with a rule that lowers what moves rows and columns as windows of one tap."""
-    rule, find = operation.rule, operation.tap
+    rule, find = record.rule, record.tap
     if rule is None or find is None:
-        return operation
+        return record
 
     def lowered(builder: Builder, op: Operator) -> None:
         name = op.args[0].name
@@ -28,7 +28,7 @@ def _in_runs(operation: Operation) -> Operation:
         else:
             _emit_tap(builder, op, tap)
 
-    return replace(operation, rule=lowered)
+    return replace(record, rule=lowered)
 
 
 def _emit_tap(builder: Builder, op: Operator, tap: Tap) -> None:
@@ -45,5 +45,5 @@ def _emit_tap(builder: Builder, op: Operator, tap: Tap) -> None:
     builder.compute(call, (canvas,), op.outputs, split)
 
 
-CELL_OPERATORS = {text: _in_runs(operation) for text, operation in OPERATORS.items()}
+CELL_OPERATORS = {text: _in_runs(record) for text, record in OPERATORS.items()}
 """Text of an operator -> its record for cells."""

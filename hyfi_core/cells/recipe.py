@@ -23,8 +23,8 @@ from hyfi_core.lowering.segments import OperatorStep, Segment
 from hyfi_core.ops.base import Recomputable
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
-from hyfi_core.rules.operation import UNKNOWN
-from hyfi_core.rules.table import operation_of
+from hyfi_core.rules.operator_facts import UNKNOWN
+from hyfi_core.rules.table import facts_of
 
 Shapes = Callable[[str], Sequence[int]]
 """Returns the shape of a value."""
@@ -167,13 +167,13 @@ def _is_cheap_call(call: LocalCall, segment: Segment, shape_of: Shapes) -> bool:
         return isinstance(getattr(call.function, "__self__", None), Redistribute)  # it lays out what a cell has read
     if _is_convolution(call) and call.inputs[1] in segment.inputs:
         return DEFAULT_MACHINE.recomputes(2.0 * prod(shape_of(call.inputs[1])[1:]), _VALUE_BYTES)
-    return operation_of(call.source).cheap
+    return facts_of(call.source).cheap
 
 
 def _is_convolution(call: LocalCall) -> bool:
     """Whether a call is a convolution over height and width."""
-    operation = UNKNOWN if call.source is None else operation_of(call.source)
-    return operation.kind == "convolution" and operation.window is not None
+    facts = UNKNOWN if call.source is None else facts_of(call.source)
+    return facts.kind == "convolution" and facts.window is not None
 
 
 def convolved_by(segment: Segment, saved: torch.Tensor, values: Mapping[str, torch.Tensor]) -> str | None:

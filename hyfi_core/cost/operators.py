@@ -11,7 +11,7 @@ from hyfi_core.capture.program import Operator, Program
 from hyfi_core.capture.stages import active_values
 from hyfi_core.cost.machine import PRODUCTS, MachineModel
 from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
-from hyfi_core.rules.table import operation_of
+from hyfi_core.rules.table import facts_of
 
 _THIN = 16
 """With fewer input channels, a convolution leaves vector lanes idle."""
@@ -133,7 +133,7 @@ def _cost(
 
 def _kind(program: Program, op: Operator) -> str:
     """Return the kind by whose rates it is priced: one of ``KINDS``, or ``view``."""
-    kind = operation_of(op).kind
+    kind = facts_of(op).kind
     if kind in ("convolution", "transposed_convolution"):
         channels = program.values[op.args[0].name].shape[1]
         weight = program.values[op.args[1].name].shape
@@ -158,7 +158,7 @@ def _flops(program: Program, op: Operator, output: str) -> float:
 
     By arithmetic alone: planning asks thousands of times. ``model_flops`` counts any product, once for a run.
     """
-    kind = operation_of(op).kind
+    kind = facts_of(op).kind
     factor = program.values[op.args[-1 if kind == "matmul" else 1].name].shape  # addmm has its two factors last
     if kind == "transposed_convolution":
         return 2.0 * prod(program.values[op.args[0].name].shape) * prod(factor[1:])

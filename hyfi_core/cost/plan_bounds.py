@@ -18,7 +18,7 @@ from hyfi_core.lowering.lower import lowered_operators
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.rules.batch_norm import has_live_statistics
-from hyfi_core.rules.table import operation_of
+from hyfi_core.rules.table import facts_of
 from hyfi_core.schedule.in_flight import recomputes
 
 Programs = Callable[[int], Program]
@@ -251,7 +251,7 @@ def _map_sizes(program: Program, costs: Mapping[str, OperatorCost]) -> dict[str,
         if name not in program.values or len(program.values[name].shape) != 4:
             continue
         size, before = tuple(program.values[name].shape[-2:]), {found[taken] for taken in op.inputs if taken in found}
-        pooled = before and operation_of(op).window is not None
+        pooled = before and facts_of(op).window is not None
         if kind.endswith("convolution") or pooled or (kind in ("norm", "elementwise", "view") and size in before):
             found[name] = size
     return found

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from hyfi_core.capture.program import Operator, Program, ValueInfo
 from hyfi_core.lowering.fused_halo import Flow, Sketch
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.table import operation_of
+from hyfi_core.rules.table import facts_of
 
 
 def sketch_of(
@@ -53,14 +53,14 @@ def _flow(values: Mapping[str, ValueInfo], op: Operator, splits: Mapping[str, Sp
     takes = tuple(name for name in dict.fromkeys(op.inputs) if name in splits)
     makes = tuple(name for name in op.outputs if name is not None and name in splits)
     touched = sum(_pixel_bytes(values[name], splits[name]) for name in (*takes, *makes))
-    operation = operation_of(op)
-    if operation.window is None:
-        tap = operation.tap(op, values[takes[0]].shape, splits[takes[0]]) if operation.tap is not None else None
+    facts = facts_of(op)
+    if facts.window is None:
+        tap = facts.tap(op, values[takes[0]].shape, splits[takes[0]]) if facts.tap is not None else None
         return Flow(op.name, takes, makes, None if tap is None else tap.window, touched_bytes=touched)
-    window = operation.window(op, lambda name: values[name].shape).window
+    window = facts.window(op, lambda name: values[name].shape).window
     shape = values[makes[0]].shape
     taps = window.y.kernel * window.x.kernel
-    if operation.product:
+    if facts.product:
         taps *= values[op.args[1].name].shape[1]
     return Flow(op.name, takes, makes, window, 2.0 * taps * shape[0] * shape[1], touched)
 

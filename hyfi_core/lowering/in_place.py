@@ -28,7 +28,7 @@ from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.relu import Relu
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram
-from hyfi_core.rules.table import operation_of
+from hyfi_core.rules.table import facts_of
 
 _POOLS = (MaxPool, WholeMaxPool)
 SMALL_BYTES = 1 << 20
@@ -70,7 +70,7 @@ def _is_small_relu(call: LocalCall, ranked: RankProgram) -> bool:
 
 def _makes_fresh(instruction: Instruction) -> bool:
     if isinstance(instruction, LocalCall):
-        return instruction.source is not None and operation_of(instruction.source).fresh
+        return instruction.source is not None and facts_of(instruction.source).fresh
     return isinstance(instruction.operator, (Convolution, BatchNorm))
 
 

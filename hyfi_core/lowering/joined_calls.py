@@ -18,7 +18,7 @@ import torch
 
 from hyfi_core.capture.program import KEY
 from hyfi_core.rules.instructions import Instruction, LocalCall, RankProgram
-from hyfi_core.rules.table import operation_of
+from hyfi_core.rules.table import facts_of
 
 FUSED_FROM = 2
 """Number of operators on maps from which a run is joined: one alone has nothing to be fused with."""
@@ -120,7 +120,7 @@ def _joined(run: list[LocalCall], ranked: RankProgram, uses: Counter[str]) -> li
 
 def _fusible(call: LocalCall, ranked: RankProgram) -> bool:
     """Whether a call computes a map or features value by value, and not only statistics or counters."""
-    if call.source is not None and not operation_of(call.source).fusible:
+    if call.source is not None and not facts_of(call.source).fusible:
         return False
     info = ranked.values.get(call.outputs[0]) if call.outputs[0] is not None else None
     return info is not None and info.differentiable and len(info.shape) > 1

@@ -21,7 +21,7 @@ from hyfi_core.plan.parallel_plan import GATHER_BYTES
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.calls import renamed
 from hyfi_core.rules.instructions import RankProgram, Split
-from hyfi_core.rules.operation import UNKNOWN, Operation
+from hyfi_core.rules.operator_facts import UNKNOWN, OperatorFacts
 from hyfi_core.rules.replicated import draws_numbers, gathered, replicated
 from hyfi_core.rules.table import OPERATORS
 
@@ -47,7 +47,7 @@ class Target:
 
     grid: tuple[int, int]
     rank: int
-    operators: Mapping[str, Operation] = field(default_factory=lambda: OPERATORS)
+    operators: Mapping[str, OperatorFacts] = field(default_factory=lambda: OPERATORS)
     entries: Mapping[str, Split | None] = field(default_factory=dict)
     replicas: Fraction | int = 1
     gather_bytes: int = GATHER_BYTES
@@ -97,8 +97,8 @@ def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[s
     return [op for op in program.operators if any(name in alive for name in op.outputs if name is not None)]
 
 
-def _lower_operator(builder: Builder, op: Operator, operation: Operation) -> None:
-    rule = operation.rule
+def _lower_operator(builder: Builder, op: Operator, facts: OperatorFacts) -> None:
+    rule = facts.rule
     if not any(name in builder.splits for name in op.inputs):
         if rule is not None and draws_numbers(op):
             rule(builder, op)
@@ -107,18 +107,18 @@ def _lower_operator(builder: Builder, op: Operator, operation: Operation) -> Non
     elif builder.grid == (1, 1):
         _lower_alone(builder, op, rule)
     else:
-        _lower_split(builder, op if op.name in builder.runs.inside else _without_margins(builder, op), operation)
+        _lower_split(builder, op if op.name in builder.runs.inside else _without_margins(builder, op), facts)
 
 
-def _lower_split(builder: Builder, op: Operator, operation: Operation) -> None:
+def _lower_split(builder: Builder, op: Operator, facts: OperatorFacts) -> None:
     """Lower by rule; if no rule supports the operator, compute it on gathered maps if they are small enough."""
     mark = builder.mark()
     try:
-        if operation.rule is None:
-            alternative = f"{operation.instead}; or " if operation.instead else ""
+        if facts.rule is None:
+            alternative = f"{facts.instead}; or " if facts.instead else ""
             what = "has no rule for maps that are split over ranks"
             builder.refuse(op, what, f"{alternative}a grid of one rank")
-        operation.rule(builder, op)
+        facts.rule(builder, op)
     except RequestError as refused:
         builder.rewind(mark)
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.table import OPERATORS
 
 HEAD = """\
@@ -42,10 +42,10 @@ def page() -> str:
     ruled = {text: op for text, op in OPERATORS.items() if op.rule is not None and text.startswith("aten.")}
     instead = {_short(text): op.instead for text, op in OPERATORS.items() if op.instead is not None}
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for text, operation in ruled.items():
-        facts = _summary(operation), _KEPT.get(operation.keeps, operation.keeps), operation.kind.replace("_", " ")
-        groups[facts].append(_short(text))
-    rows = [_row(_code(names), *facts) for facts, names in sorted(groups.items(), key=_by_first_name)]
+    for text, facts in ruled.items():
+        cells = _summary(facts), _KEPT.get(facts.keeps, facts.keeps), facts.kind.replace("_", " ")
+        groups[cells].append(_short(text))
+    rows = [_row(_code(names), *cells) for cells, names in sorted(groups.items(), key=_by_first_name)]
     others = [_row(_code([name]), text) for name, text in sorted(instead.items())]
     head = ["| operators | what they are | kept for backward | time modelled as |", "|---|---|---|---|"]
     table = ["## With a rule", "", f"{len(ruled)} operators.", "", *head, *rows]
@@ -56,9 +56,9 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in cells)} |"
 
 
-def _summary(operation: Operation) -> str:
+def _summary(facts: OperatorFacts) -> str:
     """Return the first paragraph about the rule of an operator."""
-    text = inspect.getdoc(inspect.unwrap(operation.rule)) or "" if operation.rule is not None else ""
+    text = inspect.getdoc(inspect.unwrap(facts.rule)) or "" if facts.rule is not None else ""
     return text.partition("\n\n")[0].replace("\n", " ").replace("``", "`")
 
 

@@ -26,7 +26,7 @@ from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.ops.relu import Relu
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
-from hyfi_core.rules.table import operation_of
+from hyfi_core.rules.table import facts_of
 
 Memory = frozenset[int]
 """Numbers of pieces of memory; none for a missing cotangent."""
@@ -147,7 +147,7 @@ class BackwardMemory:
         op = call.source
         if op is None:
             return "unknown"
-        gradient = operation_of(op).gradient
+        gradient = facts_of(op).gradient
         if gradient == "new":
             return "own"
         if gradient == "same" and call.outputs[0] is not None:

@@ -22,7 +22,7 @@ from hyfi_core.rules.accepted_maps import on_maps_or_flat
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 
 _LIVE = ("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats")
 """Operators that normalise with statistics of the images at hand."""
@@ -203,14 +203,14 @@ def has_live_statistics(op: Operator) -> bool:
     return op.text in _LIVE or (op.text == "aten.batch_norm.default" and bool(op.args[5]))
 
 
-_NORM = Operation(on_maps_or_flat(batch_norm), "norm", gradient="new", fresh=True, cheap=True)
+_NORM = OperatorFacts(on_maps_or_flat(batch_norm), "norm", gradient="new", fresh=True, cheap=True)
 
-OPERATIONS = {
+FACTS = {
     "batch_norm": _NORM,
     "_native_batch_norm_legit_functional": replace(_NORM, rule=on_maps_or_flat(batch_norm_training)),
     "_native_batch_norm_legit.no_stats": replace(
         _NORM, rule=on_maps_or_flat(batch_norm_without_statistics), cheap=False
     ),
     "_native_batch_norm_legit_no_training": replace(_NORM, rule=on_maps_or_flat(batch_norm_evaluation)),
-    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), Operation(None, "norm")),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), OperatorFacts(None, "norm")),
 }

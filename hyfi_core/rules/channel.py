@@ -18,7 +18,7 @@ from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.place import cat_of_space, split_of_space
 from hyfi_core.rules.moves.strips import along_space, first_extreme
 from hyfi_core.rules.norm import normalise
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.pointwise import operands, pointwise
 from hyfi_core.rules.positions import extreme as extreme_position
 from hyfi_core.rules.positions import gather, over_positions, topk
@@ -200,28 +200,28 @@ def _softmax_over_space(builder: Builder, op: Operator, dim: int) -> None:
         along_space(builder, op, (dim,), None)
 
 
-_SPLIT = Operation(channelwise(2, _split_over_space), "view", keeps="nothing")
-_SOFTMAX = Operation(channelwise(1, _softmax_over_space), keeps="outputs")
-_AT_1, _AT_2 = (Operation(one_map(along(at, None))) for at in (1, 2))
+_SPLIT = OperatorFacts(channelwise(2, _split_over_space), "view", keeps="nothing")
+_SOFTMAX = OperatorFacts(channelwise(1, _softmax_over_space), keeps="outputs")
+_AT_1, _AT_2 = (OperatorFacts(one_map(along(at, None))) for at in (1, 2))
 
-OPERATIONS = {
-    "cat": Operation(channelwise(1, cat_of_space), keeps="nothing", cheap=True),
+FACTS = {
+    "cat": OperatorFacts(channelwise(1, cat_of_space), keeps="nothing", cheap=True),
     **dict.fromkeys(("split.Tensor", "split_with_sizes", "chunk"), _SPLIT),
-    "cumsum": Operation(channelwise(1, lambda builder, op, dim: along_space(builder, op, (dim,), None))),
+    "cumsum": OperatorFacts(channelwise(1, lambda builder, op, dim: along_space(builder, op, (dim,), None))),
     **dict.fromkeys(("softmax.int", "_softmax", "log_softmax.int", "_log_softmax"), _SOFTMAX),
-    "layer_norm": Operation(one_map(channel_norm), "norm"),
-    "rms_norm": Operation(one_map(channel_norm), "norm"),
-    "linear": Operation(one_map(linear), "linear"),
-    "prelu": Operation(one_map(prelu)),
+    "layer_norm": OperatorFacts(one_map(channel_norm), "norm"),
+    "rms_norm": OperatorFacts(one_map(channel_norm), "norm"),
+    "linear": OperatorFacts(one_map(linear), "linear"),
+    "prelu": OperatorFacts(one_map(prelu)),
     **dict.fromkeys(("glu", "cumprod", "cummax", "cummin", "sort", "argsort"), _AT_1),
     "sort.stable": _AT_2,
-    **dict.fromkeys(("max.dim", "min.dim"), Operation(one_map(extreme))),
-    **dict.fromkeys(("argmax", "argmin"), Operation(one_map(along(1, 2, None, positions=extreme_position)))),
-    **dict.fromkeys(("median.dim", "prod.dim_int", "any.dim", "all.dim"), Operation(one_map(along(1, 2)))),
-    "topk": Operation(one_map(along(2, None, positions=topk))),
-    "index_select": Operation(one_map(along(1, None, 0, positions=gather))),
-    "repeat_interleave.self_int": Operation(one_map(along(2, None, None))),
-    "one_hot": Operation(one_map(per_pixel)),
-    "channel_shuffle": Operation(on_maps(per_pixel)),
-    "cosine_similarity": Operation(cosine_similarity),
+    **dict.fromkeys(("max.dim", "min.dim"), OperatorFacts(one_map(extreme))),
+    **dict.fromkeys(("argmax", "argmin"), OperatorFacts(one_map(along(1, 2, None, positions=extreme_position)))),
+    **dict.fromkeys(("median.dim", "prod.dim_int", "any.dim", "all.dim"), OperatorFacts(one_map(along(1, 2)))),
+    "topk": OperatorFacts(one_map(along(2, None, positions=topk))),
+    "index_select": OperatorFacts(one_map(along(1, None, 0, positions=gather))),
+    "repeat_interleave.self_int": OperatorFacts(one_map(along(2, None, None))),
+    "one_hot": OperatorFacts(one_map(per_pixel)),
+    "channel_shuffle": OperatorFacts(on_maps(per_pixel)),
+    "cosine_similarity": OperatorFacts(cosine_similarity),
 }

@@ -19,7 +19,7 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit, emit_on_part
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.slices import repeat_space
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.pointwise import operands
 from hyfi_core.rules.replicated import cut_of_whole
 
@@ -239,12 +239,12 @@ def diagonal(builder: Builder, op: Operator) -> None:
 
 _BY_MAP = "gather scatter.src scatter.value scatter.reduce scatter.value_reduce scatter_add scatter_reduce.two"
 
-OPERATIONS = {
-    "index.Tensor": Operation(one_map(index)),
-    "repeat": Operation(one_map(repeat), keeps="nothing"),
-    "tile": Operation(one_map(repeat), keeps="nothing"),
-    "diagonal": Operation(one_map(diagonal)),
-    **dict.fromkeys(_BY_MAP.split(), Operation(by_map)),
-    "index_put": Operation(index_put),
-    "slice_scatter": Operation(slice_scatter),
+FACTS = {
+    "index.Tensor": OperatorFacts(one_map(index)),
+    "repeat": OperatorFacts(one_map(repeat), keeps="nothing"),
+    "tile": OperatorFacts(one_map(repeat), keeps="nothing"),
+    "diagonal": OperatorFacts(one_map(diagonal)),
+    **dict.fromkeys(_BY_MAP.split(), OperatorFacts(by_map)),
+    "index_put": OperatorFacts(index_put),
+    "slice_scatter": OperatorFacts(slice_scatter),
 }

@@ -10,7 +10,7 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.rules.accepted_maps import on_maps_or_flat, one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import arguments, emit_on_part
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.reduction import accumulator, moments_over_ranks
 
 
@@ -75,9 +75,9 @@ def response_norm(builder: Builder, op: Operator) -> None:
     emit_on_part(builder, op, here, here)
 
 
-OPERATIONS = {
-    "group_norm": Operation(on_maps_or_flat(group_norm), "norm"),
-    "instance_norm": Operation(on_maps_or_flat(instance_norm), "norm"),
-    "avg_pool3d": Operation(one_map(response_norm), "pool"),
-    **dict.fromkeys(("native_group_norm", "native_layer_norm"), Operation(None, "norm")),
+FACTS = {
+    "group_norm": OperatorFacts(on_maps_or_flat(group_norm), "norm"),
+    "instance_norm": OperatorFacts(on_maps_or_flat(instance_norm), "norm"),
+    "avg_pool3d": OperatorFacts(one_map(response_norm), "pool"),
+    **dict.fromkeys(("native_group_norm", "native_layer_norm"), OperatorFacts(None, "norm")),
 }

@@ -18,7 +18,7 @@ from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.replicated import cut_of_whole
 
 
@@ -152,26 +152,26 @@ bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar logica
 clamp.Tensor clamp_min.Tensor clamp_max.Tensor masked_fill.Tensor fill.Tensor fmod.Tensor remainder.Tensor floor_divide
 floor_divide.Scalar div.Tensor_mode div.Scalar_mode atan2 hypot xlogy.Tensor logaddexp fmax fmin sinc positive
 """
-_RENAMED = Operation(pointwise, "view", keeps="nothing")
+_RENAMED = OperatorFacts(pointwise, "view", keeps="nothing")
 
-OPERATIONS = {
-    **dict.fromkeys(_OTHERS.split(), Operation(pointwise)),
-    "hyfi.pointwise_function.default": Operation(pointwise),  # of the user's; see capture.functions
-    "add.Tensor": Operation(pointwise, keeps="nothing", gradient="same", fresh=True, in_place=True, cheap=True),
-    "relu": Operation(pointwise, keeps="outputs", gradient="new", in_place=True, cheap=True),
-    "add.Scalar": Operation(pointwise, keeps="nothing", gradient="same", cheap=True),
+FACTS = {
+    **dict.fromkeys(_OTHERS.split(), OperatorFacts(pointwise)),
+    "hyfi.pointwise_function.default": OperatorFacts(pointwise),  # of the user's; see capture.functions
+    "add.Tensor": OperatorFacts(pointwise, keeps="nothing", gradient="same", fresh=True, in_place=True, cheap=True),
+    "relu": OperatorFacts(pointwise, keeps="outputs", gradient="new", in_place=True, cheap=True),
+    "add.Scalar": OperatorFacts(pointwise, keeps="nothing", gradient="same", cheap=True),
     **dict.fromkeys(
         ("sub.Tensor", "sub.Scalar", "mul.Scalar", "div.Scalar", "neg", "to.dtype", "_to_copy"),
-        Operation(pointwise, keeps="nothing", cheap=True),
+        OperatorFacts(pointwise, keeps="nothing", cheap=True),
     ),
-    **dict.fromkeys(("rsub.Tensor", "rsub.Scalar", "clone", "contiguous"), Operation(pointwise, keeps="nothing")),
+    **dict.fromkeys(("rsub.Tensor", "rsub.Scalar", "clone", "contiguous"), OperatorFacts(pointwise, keeps="nothing")),
     **dict.fromkeys(("alias", "detach"), _RENAMED),
-    **dict.fromkeys(("exp", "sqrt", "rsqrt"), Operation(pointwise, keeps="outputs")),
-    "sigmoid": Operation(pointwise, keeps="outputs", gradient="new", cheap=True),
-    "tanh": Operation(pointwise, keeps="outputs", cheap=True),
-    "mul.Tensor": Operation(pointwise, keeps="other factors", gradient="new", cheap=True),
-    **dict.fromkeys(("silu", "gelu", "hardswish", "hardsigmoid"), Operation(pointwise, gradient="new", cheap=True)),
-    **dict.fromkeys(("div.Tensor", "hardtanh", "leaky_relu", "elu", "clamp"), Operation(pointwise, cheap=True)),
-    "copy": Operation(copy),
-    "rrelu": Operation(None, instead="F.leaky_relu"),
+    **dict.fromkeys(("exp", "sqrt", "rsqrt"), OperatorFacts(pointwise, keeps="outputs")),
+    "sigmoid": OperatorFacts(pointwise, keeps="outputs", gradient="new", cheap=True),
+    "tanh": OperatorFacts(pointwise, keeps="outputs", cheap=True),
+    "mul.Tensor": OperatorFacts(pointwise, keeps="other factors", gradient="new", cheap=True),
+    **dict.fromkeys(("silu", "gelu", "hardswish", "hardsigmoid"), OperatorFacts(pointwise, gradient="new", cheap=True)),
+    **dict.fromkeys(("div.Tensor", "hardtanh", "leaky_relu", "elu", "clamp"), OperatorFacts(pointwise, cheap=True)),
+    "copy": OperatorFacts(copy),
+    "rrelu": OperatorFacts(None, instead="F.leaky_relu"),
 }

@@ -21,7 +21,7 @@ from hyfi_core.ops.reduce import SumOverRanks
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.replicated import cut_of_whole
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -140,8 +140,8 @@ def sum_of_parts(builder: Builder, function: Any, inputs: Sequence[str], output:
     builder.compute(lambda total: total.clone() if narrow is None else total.to(narrow), (summed,), (output,))
 
 
-OPERATIONS = {
-    **dict.fromkeys(("matmul", "bmm", "mm"), Operation(matmul, "matmul", keeps="other factors")),
-    "addmm": Operation(None, "matmul"),
-    "einsum": Operation(einsum),
+FACTS = {
+    **dict.fromkeys(("matmul", "bmm", "mm"), OperatorFacts(matmul, "matmul", keeps="other factors")),
+    "addmm": OperatorFacts(None, "matmul"),
+    "einsum": OperatorFacts(einsum),
 }

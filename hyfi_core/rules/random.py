@@ -17,7 +17,7 @@ from hyfi_core.ops import draws
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import renamed
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.pointwise import operands
 
 _Draw = Callable[..., torch.Tensor]
@@ -168,8 +168,8 @@ def _laid_out(builder: Builder, op: Operator) -> tuple[str, Split | None]:
     return builder.part(name, split), split
 
 
-OPERATIONS = {
-    name: Operation(rule)
+FACTS = {
+    name: OperatorFacts(rule)
     for name, rule in {
         "native_dropout": dropout,
         "bernoulli.p": drawn_like(draws.bernoulli),

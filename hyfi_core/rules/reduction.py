@@ -22,7 +22,7 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit_on_part
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.strips import along_space
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 
 
 def accumulator(tensor: torch.Tensor) -> torch.dtype:
@@ -315,14 +315,14 @@ def _through_sum(builder: Builder, part: str, outputs: tuple[str | None, ...], l
 
 _MOMENTS = "var.dim var.correction std.dim std.correction var_mean.dim var_mean.correction std_mean.dim"
 
-OPERATIONS = {
-    **dict.fromkeys(("mean", "mean.dim"), Operation(one_map(mean), keeps="nothing")),
-    **dict.fromkeys(("sum", "sum.dim_IntList"), Operation(one_map(total), keeps="nothing")),
-    **dict.fromkeys(("amax", "amin", "max", "min"), Operation(one_map(maximum))),
-    **dict.fromkeys(("any", "any.dims", "all", "all.dims"), Operation(one_map(truth))),
-    "linalg_vector_norm": Operation(one_map(vector_norm)),
-    "linalg_matrix_norm.str_ord": Operation(
+FACTS = {
+    **dict.fromkeys(("mean", "mean.dim"), OperatorFacts(one_map(mean), keeps="nothing")),
+    **dict.fromkeys(("sum", "sum.dim_IntList"), OperatorFacts(one_map(total), keeps="nothing")),
+    **dict.fromkeys(("amax", "amin", "max", "min"), OperatorFacts(one_map(maximum))),
+    **dict.fromkeys(("any", "any.dims", "all", "all.dims"), OperatorFacts(one_map(truth))),
+    "linalg_vector_norm": OperatorFacts(one_map(vector_norm)),
+    "linalg_matrix_norm.str_ord": OperatorFacts(
         None, instead="torch.linalg.vector_norm(y, dim=(2, 3)), which is the Frobenius norm"
     ),
-    **dict.fromkeys((*_MOMENTS.split(), "std_mean.correction"), Operation(one_map(variance))),
+    **dict.fromkeys((*_MOMENTS.split(), "std_mean.correction"), OperatorFacts(one_map(variance))),
 }

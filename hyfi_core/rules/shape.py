@@ -19,8 +19,8 @@ from hyfi_core.rules.calls import bound, emit, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.blocks import view_of_blocks
 from hyfi_core.rules.moves.place import slice_of_space
-from hyfi_core.rules.operation import Operation
-from hyfi_core.rules.operation import view as view_record
+from hyfi_core.rules.operator_facts import OperatorFacts
+from hyfi_core.rules.operator_facts import view as view_record
 from hyfi_core.rules.pointwise import operands, pointwise
 from hyfi_core.rules.replicated import gathered
 from hyfi_core.rules.windows.taps import of_slice
@@ -195,7 +195,7 @@ def sliced(builder: Builder, op: Operator) -> None:
         pointwise(builder, op)
 
 
-OPERATIONS = {
+FACTS = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), view_record(one_map(view))),
     **dict.fromkeys(("permute", "transpose.int"), view_record(one_map(permute))),
     "unsqueeze": view_record(one_map(unsqueeze)),
@@ -203,7 +203,7 @@ OPERATIONS = {
     **dict.fromkeys(("select.int", "unbind.int"), view_record(one_map(select))),
     "slice.Tensor": replace(view_record(one_map(sliced)), tap=of_slice),
     "expand": view_record(one_map(expand)),
-    "stack": Operation(one_map(stack), keeps="nothing"),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), Operation(one_map(new_like))),
+    "stack": OperatorFacts(one_map(stack), keeps="nothing"),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), OperatorFacts(one_map(new_like))),
     **dict.fromkeys(("flatten.using_ints", "unflatten.int", "t", "view.dtype"), view_record(None)),
 }

@@ -20,7 +20,7 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, emit, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.strips import along_space
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.pointwise import operands
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -183,7 +183,7 @@ def _pooled(builder: Builder, op: Operator, names: tuple[str, str, str], scale: 
     builder.compute(lambda sums: (sums[..., :-1] / sums[..., -1:]).to(narrow), (total,), (output,))
 
 
-OPERATIONS = {
-    "logsumexp": Operation(one_map(logsumexp)),
-    "scaled_dot_product_attention": Operation(attention, keeps="inputs and outputs"),
+FACTS = {
+    "logsumexp": OperatorFacts(one_map(logsumexp)),
+    "scaled_dot_product_attention": OperatorFacts(attention, keeps="inputs and outputs"),
 }

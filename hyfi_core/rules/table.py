@@ -10,7 +10,7 @@ from __future__ import annotations
 from hyfi_core.capture.program import Operator
 from hyfi_core.rules import batch_norm, channel, entries, norm, pointwise, product, random, reduction, shape, softmax
 from hyfi_core.rules.moves import interpolate, line_windows, patches, place, resize, slices
-from hyfi_core.rules.operation import UNKNOWN, Operation
+from hyfi_core.rules.operator_facts import UNKNOWN, OperatorFacts
 from hyfi_core.rules.windows import sliding
 
 _FAMILIES = (
@@ -26,12 +26,12 @@ def _text(name: str) -> str:
     return f"aten.{name}" if "." in name else f"aten.{name}.default"
 
 
-OPERATORS: dict[str, Operation] = {
-    _text(name): operation for family in _FAMILIES for name, operation in family.OPERATIONS.items()
+OPERATORS: dict[str, OperatorFacts] = {
+    _text(name): record for family in _FAMILIES for name, record in family.FACTS.items()
 }
 """Text of an operator, such as ``aten.conv2d.default`` -> its record."""
 
 
-def operation_of(op: Operator) -> Operation:
+def facts_of(op: Operator) -> OperatorFacts:
     """Return the record of an operator; ``UNKNOWN`` for one without."""
     return OPERATORS.get(op.text, UNKNOWN)

@@ -20,7 +20,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.ops.redistribute import is_channels_last
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.rules.table import operation_of
+from hyfi_core.rules.table import facts_of
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
 
@@ -122,7 +122,7 @@ def _uses_of_weights(program: Program) -> float:
     """Return at how many positions of all images a weight of a dense convolution is used, the mean over weights."""
     weights, uses = 0, 0
     for op in program.operators:
-        if not operation_of(op).kind.endswith("convolution"):
+        if not facts_of(op).kind.endswith("convolution"):
             continue
         image, weight, output = (program.values[name].shape for name in (*op.inputs[:2], op.first_output))
         if weight[1] == image[1] and prod(weight[2:]) > 1:

@@ -48,7 +48,7 @@ def provenance(slide: SlideSource, mpp: SourceMpp, frame: Frame) -> dict[str, An
     return metadata
 
 
-def record_of(attributes: dict[str, Any], name: str, source_path: str) -> SlideRecord:
+def facts_of(attributes: dict[str, Any], name: str, source_path: str) -> SlideRecord:
     """Return the record of a finished slide from its `hyfi` attributes.
 
     Args:

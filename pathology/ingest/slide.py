@@ -24,7 +24,7 @@ from pathology.ingest.discover import user_columns
 from pathology.ingest.forecast import require_room
 from pathology.ingest.identity import RunningDigest, SourceStamp
 from pathology.ingest.options import IngestOptions
-from pathology.ingest.provenance import provenance, record_of, versions
+from pathology.ingest.provenance import facts_of, provenance, versions
 from pathology.ingest.pseudonyms import scrubbed
 from pathology.ingest.staging import staged
 from pathology.readers.file_check import check_file
@@ -145,7 +145,7 @@ class _SlideIngest:
             found = self._published_before(identity)
             if found is None:
                 found = self._written(slide, mpp, identity, lambda: _unchanged(self.source, stamp, digest))
-        return record_of(found, self.name, self._source_path)
+        return facts_of(found, self.name, self._source_path)
 
     def _local_file(self) -> AbstractContextManager[Path]:
         """Context that yields the slide's file, or its copy on a local disk."""

@@ -29,7 +29,7 @@ from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Pending, R
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.table import OPERATORS
 from hyfi_core.runtime import gradients
 
@@ -72,7 +72,7 @@ def _rule(builder: Builder, op: Operator) -> None:
     builder.compute(lambda tensor: _SleepFunction.apply(tensor, seconds_per_px), (part,), op.outputs, split)  # type: ignore[no-untyped-call]
 
 
-OPERATORS["hyfi_benchmarks.sleep.default"] = Operation(_rule)
+OPERATORS["hyfi_benchmarks.sleep.default"] = OperatorFacts(_rule)
 
 
 class Sleep(nn.Module):

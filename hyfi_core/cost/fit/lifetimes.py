@@ -24,7 +24,7 @@ from typing import NamedTuple
 from hyfi_core.capture.program import Operator, Program
 from hyfi_core.capture.stages import active_values
 from hyfi_core.cost.operators import value_bytes
-from hyfi_core.rules.table import operation_of
+from hyfi_core.rules.table import facts_of
 
 _INDEX_BYTES = 8
 """Of the place of a maximum."""
@@ -101,7 +101,7 @@ class Lifetimes:
         self._known: dict[str, Lifetime] = {}
         self._fixed = {*program.parameters, *program.buffers, *program.constants}
         self.active = active_values(program, program.outputs, program.parameters)
-        views = (op for op in program.operators if operation_of(op).kind == "view")
+        views = (op for op in program.operators if facts_of(op).kind == "view")
         self._viewed = {name: op.inputs[0] for op in views for name in op.outputs if name}
         self._last = {name: op.name for op in program.operators if self._is_active(op) for name in op.inputs}
 
@@ -158,13 +158,13 @@ class Lifetimes:
 
     def _kept(self, op: Operator) -> dict[str, int]:
         kept = {name: value_bytes(self._program, name) for name in map(self._memory_of, self._kept_values(op))}
-        if operation_of(op).keeps == "inputs and places":
+        if facts_of(op).keeps == "inputs and places":
             kept[f"{op.name} places"] = _INDEX_BYTES * prod(self._program.values[op.first_output].shape)
         return kept
 
     def _kept_values(self, op: Operator) -> set[str]:
         """Return the values that its backward needs; parameters, buffers and constants are there anyway."""
-        keeps = operation_of(op).keeps
+        keeps = facts_of(op).keeps
         outputs = {name for name in op.outputs if name is not None}
         inputs = {name for name in op.inputs if name in self._program.values}
         if keeps == "other factors":
@@ -183,15 +183,15 @@ class Lifetimes:
         return name
 
     def _makes(self, op: Operator) -> int:
-        operation = operation_of(op)
-        if operation.passes_on:
+        facts = facts_of(op)
+        if facts.passes_on:
             return 0
         made = sum(value_bytes(self._program, name) for name in self.carried(op.inputs))
-        return 2 * made if operation.kind == "norm" else made
+        return 2 * made if facts.kind == "norm" else made
 
     def _reorders(self, op: Operator) -> int:
         """Return a new gradient before it is added, and what a convolution has in other orders."""
-        if not operation_of(op).product:
+        if not facts_of(op).product:
             return 0
         values, total = self._program.values, 0
         for name in (name for name in op.inputs if name in self._program.parameters):

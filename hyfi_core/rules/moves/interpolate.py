@@ -16,7 +16,7 @@ from hyfi_core.ops.constants import Constant
 from hyfi_core.rules.accepted_maps import on_maps
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.moves.axis import Axis, Selection, reach
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ upsample_bilinear_antialiased = interpolated(antialiased(1.0, _triangle))
 upsample_bicubic_antialiased = interpolated(antialiased(2.0, lambda distance: _cubic(distance, -0.5)))
 
 
-_RESIZE = Operation(None, keeps="nothing")
+_RESIZE = OperatorFacts(None, keeps="nothing")
 
-OPERATIONS = {
+FACTS = {
     "upsample_bicubic2d.vec": replace(_RESIZE, rule=on_maps(upsample_bicubic)),
     "_upsample_bilinear2d_aa.vec": replace(_RESIZE, rule=on_maps(upsample_bilinear_antialiased)),
     "_upsample_bicubic2d_aa.vec": replace(_RESIZE, rule=on_maps(upsample_bicubic_antialiased)),
-    "grid_sampler": Operation(
+    "grid_sampler": OperatorFacts(
         None, instead="F.interpolate with mode='bilinear' and antialias=False, or mode='nearest'"
     ),
 }

@@ -25,7 +25,7 @@ from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.accepted_maps import one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import arguments, emit_on_part
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.reduction import mean_over_space
 
 _INSTEAD = (
@@ -190,10 +190,10 @@ def adaptive_pool1d(builder: Builder, op: Operator) -> None:
             builder.compute(lambda tensor: tensor.flatten(2).clone(), (pooled,), (output,))
 
 
-OPERATIONS = {
-    **dict.fromkeys(("conv1d", "conv1d.padding"), Operation(one_map(conv1d), "convolution")),
-    "max_pool1d": Operation(one_map(max_pool1d), "pool", keeps="inputs and places"),
-    "avg_pool1d": Operation(one_map(avg_pool1d), "pool"),
-    "adaptive_avg_pool1d": Operation(one_map(adaptive_pool1d), "pool"),
-    "adaptive_max_pool1d": Operation(one_map(adaptive_pool1d), "pool", keeps="inputs and places"),
+FACTS = {
+    **dict.fromkeys(("conv1d", "conv1d.padding"), OperatorFacts(one_map(conv1d), "convolution")),
+    "max_pool1d": OperatorFacts(one_map(max_pool1d), "pool", keeps="inputs and places"),
+    "avg_pool1d": OperatorFacts(one_map(avg_pool1d), "pool"),
+    "adaptive_avg_pool1d": OperatorFacts(one_map(adaptive_pool1d), "pool"),
+    "adaptive_max_pool1d": OperatorFacts(one_map(adaptive_pool1d), "pool", keeps="inputs and places"),
 }

@@ -11,7 +11,7 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit_on_part, pair
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.axis import Axis, reach, scattered
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 
 
 def _covered(outputs: int, kernel: int, dilation: int, padding: int, stride: int) -> Axis:
@@ -104,8 +104,8 @@ def unfold_along(builder: Builder, op: Operator) -> None:
     builder.compute(lambda tensor: tensor.unfold(dim, kernel, stride), (plan.canvas,), op.outputs, plan.split)
 
 
-OPERATIONS = {
-    "im2col": Operation(on_maps(unfold), keeps="nothing"),
-    "col2im": Operation(one_map(fold)),
-    "unfold": Operation(one_map(unfold_along), keeps="nothing"),
+FACTS = {
+    "im2col": OperatorFacts(on_maps(unfold), keeps="nothing"),
+    "col2im": OperatorFacts(one_map(fold)),
+    "unfold": OperatorFacts(one_map(unfold_along), keeps="nothing"),
 }

@@ -24,7 +24,7 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.axis import Axis, Selection, reach
 from hyfi_core.rules.moves.slices import pad_circular
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.windows.taps import of_pad
 
 
@@ -217,13 +217,13 @@ def pixel_unshuffle(builder: Builder, op: Operator) -> None:
     builder.compute(lambda tensor: F.pixel_unshuffle(tensor, factor), (plan.canvas,), op.outputs, plan.split)
 
 
-OPERATIONS = {
+FACTS = {
     **dict.fromkeys(
         ("upsample_nearest2d.vec", "_upsample_nearest_exact2d.vec"),
-        Operation(on_maps(upsample_nearest), keeps="nothing"),
+        OperatorFacts(on_maps(upsample_nearest), keeps="nothing"),
     ),
-    "pixel_shuffle": Operation(on_maps(pixel_shuffle), keeps="nothing"),
-    "pixel_unshuffle": Operation(on_maps(pixel_unshuffle), keeps="nothing"),
-    "pad": Operation(one_map(pad), keeps="nothing", tap=of_pad),
-    "constant_pad_nd": Operation(one_map(pad), keeps="nothing"),
+    "pixel_shuffle": OperatorFacts(on_maps(pixel_shuffle), keeps="nothing"),
+    "pixel_unshuffle": OperatorFacts(on_maps(pixel_unshuffle), keeps="nothing"),
+    "pad": OperatorFacts(one_map(pad), keeps="nothing", tap=of_pad),
+    "constant_pad_nd": OperatorFacts(one_map(pad), keeps="nothing"),
 }

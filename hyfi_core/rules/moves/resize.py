@@ -21,7 +21,7 @@ from hyfi_core.rules.accepted_maps import on_maps
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import arguments, pair
 from hyfi_core.rules.moves.axis import Axis, Selection, reach, scattered
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.reduction import mean_over_space
 
 
@@ -189,10 +189,10 @@ def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
     builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 
 
-OPERATIONS = {
-    "conv_transpose2d.input": Operation(on_maps(conv_transpose2d), "transposed_convolution"),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose3d.input"), Operation(None, "transposed_convolution")),
-    "upsample_bilinear2d.vec": Operation(on_maps(upsample_bilinear), keeps="nothing"),
-    "adaptive_avg_pool2d": Operation(on_maps(adaptive_avg_pool2d), "pool"),
-    "adaptive_max_pool2d": Operation(on_maps(adaptive_max_pool2d), "pool", keeps="inputs and places"),
+FACTS = {
+    "conv_transpose2d.input": OperatorFacts(on_maps(conv_transpose2d), "transposed_convolution"),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose3d.input"), OperatorFacts(None, "transposed_convolution")),
+    "upsample_bilinear2d.vec": OperatorFacts(on_maps(upsample_bilinear), keeps="nothing"),
+    "adaptive_avg_pool2d": OperatorFacts(on_maps(adaptive_avg_pool2d), "pool"),
+    "adaptive_max_pool2d": OperatorFacts(on_maps(adaptive_max_pool2d), "pool", keeps="inputs and places"),
 }

@@ -22,7 +22,7 @@ from hyfi_core.rules.accepted_maps import one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit_on_part
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 
 Slice = tuple[int, int, int]
 """(start, stop, step): the inputs [start, stop), ascending, or descending for a step of -1."""
@@ -173,7 +173,7 @@ def _nth(slices: Sequence[list[Slice]], i: int) -> tuple[tuple[int, int], ...]:
     return tuple(found[i][:2] if i < len(found) else (0, 0) for found in slices)
 
 
-OPERATIONS = {
-    "roll": Operation(one_map(roll), keeps="nothing"),
-    "flip": Operation(one_map(flip), keeps="nothing"),
+FACTS = {
+    "roll": OperatorFacts(one_map(roll), keeps="nothing"),
+    "flip": OperatorFacts(one_map(flip), keeps="nothing"),
 }

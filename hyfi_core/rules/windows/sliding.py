@@ -25,7 +25,7 @@ from hyfi_core.rules.accepted_maps import on_maps
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import arguments, bound, pair, renamed
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.operation import Operation
+from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.reduction import mean_over_space
 from hyfi_core.rules.windows import arguments as windows
 from hyfi_core.rules.windows.arguments import Sliding
@@ -180,19 +180,19 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
     builder.compute(call, (canvas,), op.outputs, plan.split, op)
 
 
-_CONVOLUTION = Operation(on_maps(conv2d), "convolution", gradient="new", fresh=True, window=windows.conv2d)
+_CONVOLUTION = OperatorFacts(on_maps(conv2d), "convolution", gradient="new", fresh=True, window=windows.conv2d)
 
-OPERATIONS = {
+FACTS = {
     "conv2d": _CONVOLUTION,
     "conv2d.padding": _CONVOLUTION,
-    "max_pool2d": Operation(
+    "max_pool2d": OperatorFacts(
         on_maps(max_pool2d), "pool", keeps="inputs and places", gradient="new", window=windows.max_pool2d
     ),
-    "avg_pool2d": Operation(on_maps(avg_pool2d), "pool", gradient="new", window=windows.avg_pool2d),
-    "max_pool2d_with_indices": Operation(
+    "avg_pool2d": OperatorFacts(on_maps(avg_pool2d), "pool", gradient="new", window=windows.avg_pool2d),
+    "max_pool2d_with_indices": OperatorFacts(
         None, "pool", keeps="inputs and places", gradient="new", instead="F.max_pool2d with return_indices=False"
     ),
-    "max_pool3d": Operation(None, "pool", keeps="inputs and places"),
-    "conv3d": Operation(None, "convolution"),
-    "conv3d.padding": Operation(None, "convolution"),
+    "max_pool3d": OperatorFacts(None, "pool", keeps="inputs and places"),
+    "conv3d": OperatorFacts(None, "convolution"),
+    "conv3d.padding": OperatorFacts(None, "convolution"),
 }

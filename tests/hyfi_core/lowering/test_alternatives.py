@@ -49,7 +49,7 @@ def captured(function: Function) -> Program:
     return capture(Applied(function), SHAPE, torch.float32)
 
 
-INSTEAD = {text: operation.instead for text, operation in OPERATORS.items() if operation.instead is not None}
+INSTEAD = {text: record.instead for text, record in OPERATORS.items() if record.instead is not None}
 
 
 @pytest.mark.parametrize("name", PAIRS)

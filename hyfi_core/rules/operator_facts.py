@@ -1,6 +1,6 @@
 """The record of one operator of PyTorch: all that the engine knows of it, in one place.
 
-Each family of rules exports its records as ``OPERATIONS``; ``rules.table`` has them all. Lowering, cells and costs read
+Each family of rules exports its records as ``FACTS``; ``rules.table`` has them all. Lowering, cells and costs read
 the record and never compare names.
 """
 
@@ -22,7 +22,7 @@ Gradient = Literal["new", "same", "any"]
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperatorFacts:
     """What the engine knows of an operator.
 
     Attributes:
@@ -67,10 +67,10 @@ class Operation:
         return self.kind == "view" or self.in_place or self.gradient == "same"
 
 
-def view(rule: Rule | None) -> Operation:
+def view(rule: Rule | None) -> OperatorFacts:
     """Return the record of an operator that renames memory."""
-    return Operation(rule, kind="view", keeps="nothing")
+    return OperatorFacts(rule, kind="view", keeps="nothing")
 
 
-UNKNOWN = Operation(None)
+UNKNOWN = OperatorFacts(None)
 """The record of an operator that is in no table: it runs on whole values, and may keep all its inputs."""
