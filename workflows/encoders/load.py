@@ -16,7 +16,7 @@ from hyfi_core.models.construct import construct
 from workflows.console import listed
 from workflows.encoders.tile_encoder import Output, TileEncoder
 from workflows.encoders.timm_encoder import normalisation_of, timm_module
-from workflows.encoders.transformers_encoder import normalisation_in, pooled, transformers_module
+from workflows.encoders.transformers_encoder import module_of, normalisation_in, pooled, transformers_module
 from workflows.finetuning.weights import load_weights
 
 _SAMPLE_TILES = 2
@@ -31,6 +31,7 @@ def load_encoder(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     allow_download: bool = False,
+    architecture: Mapping[str, Any] | None = None,
 ) -> TileEncoder:
     """Return an encoder of tiles in evaluation mode, on the CPU, in float32.
 
@@ -42,6 +43,8 @@ def load_encoder(
         mean: Of red, green and blue in 0 … 1; default: as the encoder's own configuration states, or ImageNet's.
         std: Standard deviations, likewise.
         allow_download: Whether timm and transformers may download; never without it.
+        architecture: Of an encoder of transformers, from `architecture_of`: it is built without its folder, with random
+            weights.
 
     Raises:
         RequestError: There is no such encoder, its files are not those of this encoder, or it does not take tiles of
@@ -56,6 +59,8 @@ def load_encoder(
     untrained: tuple[str, ...] = ()
     if kind == "timm":
         module, source = timm_module(rest, options or {}, weights is None, allow_download)
+    elif architecture is not None:
+        module, source, output = module_of(architecture), "", pooled
     elif kind == "transformers":
         module, source, untrained = transformers_module(rest, options or {}, weights is None, allow_download)
         output = pooled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from importlib import import_module
@@ -62,6 +63,34 @@ def transformers_module(
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RequestError(f"encoder transformers:{name}: {reason}") from error
     return module, str(name), missing
+
+
+def architecture_of(module: nn.Module) -> dict[str, Any]:
+    """Return what `module_of` needs to build a module of transformers again, without its folder; JSON."""
+    configuration: Any = module.config
+    pools = any(name.startswith("pooler.") for name in module.state_dict())
+    return {"config": json.loads(configuration.to_json_string(use_diff=False)), "pools": pools}
+
+
+def module_of(architecture: Mapping[str, Any]) -> nn.Module:
+    """Return a module with random weights, from `architecture_of`.
+
+    Raises:
+        RequestError: transformers is not installed, or does not know such a module.
+    """
+    stated = dict(architecture["config"])
+    kind = str(stated.pop("model_type", ""))
+    try:
+        transformers = import_module("transformers")
+        configuration = transformers.AutoConfig.for_model(kind, **stated)
+        factory = transformers.AutoModel._model_mapping[type(configuration)]
+    except (ImportError, KeyError, ValueError) as error:
+        raise RequestError(
+            f"encoder of transformers, kind {kind!r}: it cannot be built ({error}); `pip install 'hyfi[encoders]'`"
+        ) from error
+    takes = "add_pooling_layer" in inspect.signature(factory.__init__).parameters
+    module: nn.Module = factory(configuration, **({"add_pooling_layer": architecture["pools"]} if takes else {}))
+    return module
 
 
 def pooled(returned: Any) -> Any:

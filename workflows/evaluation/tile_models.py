@@ -17,6 +17,7 @@ from workflows.encoders.load import load_encoder
 from workflows.encoders.lora import add_lora
 from workflows.encoders.tile_encoder import TileEncoder
 from workflows.encoders.trained_part import lora_rank
+from workflows.encoders.transformers_encoder import architecture_of
 
 
 class NormalisedTiles:
@@ -52,6 +53,13 @@ def tile_model_fields(config: ModelConfig, outputs: int) -> dict[str, Any]:
     }
 
 
+def with_architecture(fields: dict[str, Any], encoder: TileEncoder) -> dict[str, Any]:
+    """Return the ``model`` of a ``model.json`` that needs no folder of transformers to build the encoder again."""
+    if not encoder.name.startswith("transformers:"):
+        return fields
+    return fields | {"encoder": fields["encoder"] | {"architecture": architecture_of(encoder.module)}}
+
+
 def is_tile_model(model: Mapping[str, Any]) -> bool:
     """Whether a ``model.json`` is of an encoder of tiles."""
     return bool(model.get("tiles"))
@@ -75,8 +83,10 @@ def build_tile_model(
     """
     encoder, aggregator = fields["encoder"], fields["aggregator"]
     mean, std = (None, None) if normalisation is None else (normalisation.mean, normalisation.std)
-    options = encoder["options"]
-    loaded = load_encoder(encoder["name"], weights, size_px=tile_px, options=options, mean=mean, std=std)
+    options, known = encoder["options"], encoder.get("architecture")
+    loaded = load_encoder(
+        encoder["name"], weights, size_px=tile_px, options=options, mean=mean, std=std, architecture=known
+    )
     if encoder.get("lora") is not None:
         add_lora(loaded.module, int(encoder["lora"]))
     head = build_aggregator(aggregator["name"], loaded.features, int(fields["classes"]), aggregator["options"])

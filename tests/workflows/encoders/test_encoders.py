@@ -23,6 +23,7 @@ from workflows.encoders.load import load_encoder
 from workflows.encoders.lora import add_lora, is_lora
 from workflows.encoders.timm_encoder import import_timm
 from workflows.encoders.trained_part import frozen_patterns
+from workflows.encoders.transformers_encoder import architecture_of, pooled
 from workflows.finetuning.freezing import freeze
 
 TINY = {"embed_dim": 24, "depth": 3, "num_heads": 2, "img_size": 32}
@@ -259,3 +260,14 @@ def test_low_rank_updates_add_their_product(timm: ModuleType) -> None:
     ):
         with pytest.raises(RequestError, match=message):
             add_lora(encoder, rank)
+
+
+@pytest.mark.parametrize("pools", [True, False])
+def test_an_encoder_of_transformers_is_built_again_without_its_folder(folder: Path, pools: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    module = transformers.ViTModel.from_pretrained(folder, add_pooling_layer=pools)
+    architecture = json.loads(json.dumps(architecture_of(module)))
+    again = load_encoder("transformers:nowhere", size_px=32, mean=[0, 0, 0], std=[1, 1, 1], architecture=architecture)
+    again.module.load_state_dict(module.state_dict())
+    tiles = torch.rand(2, 3, 32, 32)
+    assert torch.equal(again.vectors(again.module(tiles)), pooled(module.eval()(tiles)))

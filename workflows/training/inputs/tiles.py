@@ -23,7 +23,7 @@ from workflows.encoders.tile_encoder import TileEncoder
 from workflows.encoders.trained_part import frozen_patterns
 from workflows.evaluation.evaluate import EvaluationSet, InferenceEngine
 from workflows.evaluation.models import convert_model
-from workflows.evaluation.tile_models import build_tile_model, tile_model_fields
+from workflows.evaluation.tile_models import build_tile_model, tile_model_fields, with_architecture
 from workflows.evaluation.tile_slides import AllTiles, TileInference
 from workflows.finetuning.freezing import Freezing, freeze
 from workflows.tasks.task import make_loss
@@ -180,7 +180,7 @@ class TileInputs(RunInputs):
         tiling = self.train.tiling
         return {
             **self.job.model_json(),
-            "model": tile_model_fields(self.job.config.model, self.job.task.outputs),
+            "model": with_architecture(tile_model_fields(self.job.config.model, self.job.task.outputs), self._loaded),
             "tiles": {"size_px": tiling.size_px, "stride_px": tiling.step_px, "min_tissue": tiling.min_tissue},
             "mpp": tiling.mpp,
             "normalisation": self._loaded.normalisation.to_json(),
