@@ -99,7 +99,9 @@ class TileInputs(RunInputs):
         assert config.encoder is not None
         torch.manual_seed(run.seed)
         fields = tile_model_fields(config, self.job.task.outputs)
-        weights = config.encoder.weights if loads else None
+        # Whether a model of transformers has a pooler depends on where its weights are from: the same on all ranks.
+        reads = loads or config.encoder.name.startswith("transformers:")
+        weights = config.encoder.weights if reads else None
         model, loaded = build_tile_model(fields, self._tiles.size_px, weights, self._given())
         model.train()
         self._loaded = loaded
