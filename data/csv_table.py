@@ -21,7 +21,7 @@ _OPTIONAL = (*KEYS, "source_mpp", "objective", "scene")
 _SEPARATORS = ",;\t|"
 _NUMBER = re.compile(r"[+-]?([0-9]+([.,][0-9]*)?|[.,][0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 _FORMULA = re.compile(r"'*[=@+\t\r\n-]")
-"""What a spreadsheet may run, also with apostrophes in front, one of which is removed when the value is read."""
+"""What a spreadsheet may run, also with apostrophes in front; reading the value removes one of them."""
 _OTHER_FILES = {
     b"PK\x03\x04": "a spreadsheet (a workbook of Excel or LibreOffice)",
     b"\xd0\xcf\x11\xe0": "a workbook of Excel",

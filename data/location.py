@@ -65,7 +65,7 @@ def location(given: str | os.PathLike[str]) -> Path:
 
 
 def address_of(given: str | os.PathLike[str]) -> str | None:
-    """Return what a user gave with both slashes, of which a `Path` keeps one, if it has a scheme; None without."""
+    """Return an address as the user gave it, with both slashes (a `Path` keeps one); None if it has no scheme."""
     found = _ADDRESS.fullmatch(str(given))
     return None if found is None else f"{found[1]}://{found[2]}"
 

@@ -1,4 +1,4 @@
-"""A state on disk, of which single tensors are read by name: a rank reads what it needs of it."""
+"""A state on disk whose tensors are read by name: a rank reads those that it needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hyfi_core.errors import RequestError
 class StoredState(Mapping[str, torch.Tensor]):
     """The tensors of safetensors files by name.
 
-    A tensor is a private view of its file, of which the system reads what is used, when it is used.
+    A tensor is a private view of its file; the system reads pages when they are used.
 
     Args:
         files: every tensor is in one of them.
@@ -65,7 +65,7 @@ Weights = str | PathLike[str] | Mapping[str, torch.Tensor] | Callable[[str], tor
 
 @runtime_checkable
 class PreparedWeights(Protocol):
-    """A function of a name that is told first, on every rank, which names will be asked for."""
+    """A function of a name. Before its first call, every rank announces the names that it will ask for."""
 
     def prepare(self, names: Collection[str]) -> None:
         """Make these tensors ready."""

@@ -62,7 +62,7 @@ def own_group(comm: Communicator, size: int) -> Communicator:
 
 
 class SlideQueue:
-    """The slides of a run, each of which one group takes.
+    """The slides of a run; one group takes each.
 
     Args:
         slides: their indices, in the order in which they are taken.

@@ -76,7 +76,7 @@ def predict(
         checkpoints: The folder that a run wrote, as in ``runs/first/checkpoints/best``; several form an ensemble.
         slides: Slide files, folders, manifest CSVs or stores; one or several.
         out: The folder of results; created if it does not exist.
-        model: A module of the checkpoint's architecture, of which a copy is used; None: build it by the name in the
+        model: A module of the checkpoint's architecture, which is copied; None: build it by the name in the
             checkpoint.
         options: Fields of `pathology.predict.options.PredictOptions`: ``overwrite=True``, ``cells=(4, 4)`` …
 

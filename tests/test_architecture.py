@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -296,3 +297,20 @@ def test_light_things_stay_light(code: str) -> None:
 
 def test_torch_would_be_seen() -> None:
     assert "torch" in loaded_by("import torch")
+
+
+# English as in PyTorch's and zarr's documents: short, active, subject first.
+TRANSLATED = re.compile(r"(, |each |words |slides )of which|is told|what is kept of|by people|of so many bytes")
+
+
+def test_sentences_are_active() -> None:
+    """Phrases that stand where a shorter sentence says who does what."""
+    paths = [path for package in PACKAGES for path in sources(package)]
+    paths += [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in paths
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if TRANSLATED.search(line)
+    ]
+    assert found == []

@@ -149,9 +149,7 @@ RanksPerSlide = Annotated[
 ]
 AllowPartial = Annotated[
     bool,
-    typer.Option(
-        "--allow-partial", help="Also predict slides of which too little tissue was seen; marked as incomplete."
-    ),
+    typer.Option("--allow-partial", help="Also predict slides where too little tissue was seen; marked as incomplete."),
 ]
 Tissue = Annotated[
     str | None,

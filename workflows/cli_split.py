@@ -25,7 +25,9 @@ Store = Annotated[
 Missing = Annotated[
     str | None,
     typer.Option(
-        "--missing", metavar="WORDS", help="Words of which a value is missing, as in 'NA,unknown'; default: a list."
+        "--missing",
+        metavar="WORDS",
+        help="Words that mean that a value is missing, as in 'NA,unknown'; default: a list.",
     ),
 ]
 

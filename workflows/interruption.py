@@ -1,6 +1,6 @@
 """Runs that cannot go on for a reason outside them: a full disk, a store that was removed, a server that ended.
 
-Such an error is told in a line that says what happened, where, and how to continue; its traceback is in the rank's log.
+Such an error becomes a line that says what happened, where, and how to continue; its traceback is in the rank's log.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class LoaderService:
         self._recipients: dict[Hashable, dict[int, slice]] = {}
         self._sending: list[tuple[Pending, int, Hashable]] = []  # message, rank, what is in the slot
         self._boxes = 0  # requested so far
-        self._samples_in_boxes: set[int] = set()  # those of which a box has been prepared, for the count of samples
+        self._samples_in_boxes: set[int] = set()  # samples with a prepared box, for the count of samples
         self._pool: DecodePool | None = None
         self._stopped = False
 

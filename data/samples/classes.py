@@ -36,7 +36,7 @@ def column_of_classes(
         column: The column of classes.
         classes: The classes, if they are known; they are classes even if they are among ``missing``.
         merge: Whether several spellings of one class are joined, see `data.spelling`.
-        missing: Words of which a value is missing.
+        missing: Words that mean that a value is missing.
 
     Raises:
         RequestError: A class has several spellings and ``merge`` is off; or ``classes`` is None, and the column has
@@ -94,7 +94,7 @@ def _refuse_other_values(named: NamedTable, column: str) -> None:
 
 
 def _with_several_classes(values: Sequence[str]) -> str | None:
-    """Return a value such as ``TP53;KRAS``, of which a part is also a part of another value, or a value."""
+    """Return a value such as ``TP53;KRAS`` that shares a part with another value, or has one as a part."""
     parts = {value: {canonical(part) for part in re.split(r"[;|]", value) if part.strip()} for value in values}
     shared = Counter(part for found in parts.values() for part in found)
     return next((v for v in values if len(parts[v]) > 1 and any(shared[part] > 1 for part in parts[v])), None)

@@ -34,7 +34,7 @@ def load_grades(
         classes: The grades, the lowest first.
         rows: Rows of the store's manifest, whose names of slides and cases hold.
         merge_alike: Whether several spellings of one slide, case or grade are joined.
-        missing: Words of which a value is missing.
+        missing: Words that mean that a value is missing.
 
     Raises:
         RequestError: As `load_labels`; or the grades have no order that is known.

@@ -42,7 +42,7 @@ def load_label_sets(
         classes: The labels in order, if they are known; then one may be the same for every slide.
         rows: Rows of the store's manifest, whose names of slides and cases hold.
         merge_alike: Whether several spellings of one slide, case or label are joined.
-        missing: Words of which a value is missing.
+        missing: Words that mean that a value is missing.
 
     Raises:
         RequestError: The file or a column is missing, a cell has something else, a slide has two different labels, or

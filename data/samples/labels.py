@@ -24,7 +24,7 @@ class Labels:
     Attributes:
         target: The column that has the label; several, joined by commas.
         key: The key column, ``slide_id`` or ``case_id``.
-        classes: Names of the classes in the order of their indices, or of the labels of which a slide may have several;
+        classes: Names of the classes in the order of their indices, or of the labels, where a slide may have several;
             empty if labels are numbers.
         indices: Slide or case (as ``key`` says) to its label, such as the index of its class; None: in the CSV, but
             unlabelled.
@@ -78,7 +78,7 @@ def load_labels(
         classes: The allowed classes, in the order of their indices.
         rows: Rows of the store's manifest, whose names of slides and cases hold.
         merge_alike: Whether several spellings of one slide, case or class are joined, see `data.spelling`.
-        missing: Words of which a value is missing, see `data.missing`.
+        missing: Words that mean that a value is missing, see `data.missing`.
 
     Raises:
         RequestError: The file, a column or all labels are missing, a class is not among ``classes``, the column has

@@ -37,7 +37,7 @@ def with_one_name_each(
         table: The table; columns other than ``slide_id`` and ``case_id`` are not changed.
         rows: Rows of the store's manifest.
         merge: Whether several spellings of one name are joined.
-        missing: Words of which a name is missing.
+        missing: Words that mean that a name is missing.
 
     Raises:
         RequestError: A name has several spellings, and ``merge`` is off.

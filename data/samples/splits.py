@@ -33,7 +33,7 @@ def load_splits(
             give the slides of a case if the file is keyed by case, and else the case of a slide.
         column: The column to read.
         merge_alike: Whether several spellings of one slide or case are joined, see `data.spelling`.
-        missing: Words of which a value is missing, see `data.missing`.
+        missing: Words that mean that a value is missing, see `data.missing`.
 
     Returns:
         Slide to ``train``, ``val`` or ``test``; slides that are not used are left out.

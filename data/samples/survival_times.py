@@ -38,7 +38,7 @@ def load_survival(
         event: The column of events: 1, true, yes, dead, deceased; 0, false, no, alive, living, censored.
         rows: Rows of the store's manifest, whose names of slides and cases hold.
         merge_alike: Whether several spellings of one slide or case are joined.
-        missing: Words of which a value is missing.
+        missing: Words that mean that a value is missing.
 
     Raises:
         RequestError: The file or a column is missing, a value is impossible, a slide has two, nobody has an event, or

@@ -157,7 +157,7 @@ def make_views(
 
 
 def _cuts(occupied: NDArray[np.bool_], size_px: tuple[int, int], align: int, kind: Kind) -> list[Box]:
-    """Return boxes of blocks that cover the tissue, each of which fits into an image."""
+    """Return boxes of blocks that cover the tissue; each fits into an image."""
     if kind == "pack":
         side = min(size_px) // align
         return [square for box in components(occupied) for square in cut(box, occupied, side)]

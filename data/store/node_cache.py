@@ -138,7 +138,7 @@ class NodeCache:
         Of many processes that need the same, one calls ``load``; the others wait for it.
 
         Args:
-            row: Identifier of the row of chunks, of which one process at a time reads from the store. Indexes of files
+            row: Identifier of the row of chunks; one process at a time reads a row from the store. Indexes of files
                 end in `INDEX`: they are read while a row is held, and have locks of their own.
             names: Identifier of each chunk's content, by slot.
             shape: Shape of a chunk.

@@ -282,7 +282,7 @@ class _Walk:
             yield from self._found(*_looked_up(function.__globals__, chain), own, depth)
 
     def _found(self, name: str, value: Any, own: bool, depth: int) -> Values:
-        """What a function found under a name; ``own``: code of the user, of which everything is followed."""
+        """What a function found under a name; ``own``: code of the user, which is followed everywhere."""
         self._keep_memoised((value,))
         if value is sys.modules:
             return  # an import changes nothing that a forward computes

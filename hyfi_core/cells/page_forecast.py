@@ -49,7 +49,7 @@ class PagedForecast:
     waits: tuple[tuple[int, int], ...] = ()
 
     def times(self, flights: int) -> PagedForecast:
-        """Return the same for several micro-batches, of which one computes at a time."""
+        """Return the same for several micro-batches; one computes at a time."""
         many = {name: getattr(self, name) * flights for name in ("kept_bytes", "stays_bytes", "recomputed_bytes")}
         return replace(self, **many)
 
@@ -113,7 +113,7 @@ class _Sizes:
         return self.values(name) * dtype.itemsize
 
     def of_kept(self, name: str) -> int:
-        """Return the bytes of what is kept of a value: of the image its pixels."""
+        """Return the bytes that are kept for a value; for the image, those of its pixels."""
         if self._pixels is not None and name == self.ranked.program.image:
             return self.values(name) * self._pixels.itemsize
         return self.of(name)

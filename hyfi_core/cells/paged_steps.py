@@ -50,7 +50,7 @@ class StepMemory(Protocol):
         ...
 
     def end(self, step: Step, values: Tensors, saved: Any) -> Any:
-        """Called after a step has run forward, with what its operator has saved; return what is kept of that."""
+        """Called after a step has run forward, with what its operator has saved; return what to keep."""
         ...
 
     def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:

@@ -160,7 +160,7 @@ class _PredictionTrials:
             return
 
     def spilling(self, grid: tuple[int, int]) -> Iterator[PredictionForecast]:
-        """Yield the way in cells of which maps leave memory, if that fits."""
+        """Yield the forecast in cells whose maps leave memory, if that fits."""
         if not self._may_have_cells(grid):
             return
         limit = self._needs.memory_bytes

@@ -177,7 +177,7 @@ def _is_convolution(call: LocalCall) -> bool:
 
 
 def convolved_by(segment: Segment, saved: torch.Tensor, values: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the value of which a convolution of the segment has saved a copy of other memory; None if there is none.
+    """Return the value that a convolution of the segment has saved as a copy in other memory; None if there is none.
 
     Under autocast, the copy has another dtype. It is compared: other operators of the segment save maps, too.
 

@@ -1,4 +1,4 @@
-"""Turns: the cells of a process are threads of which only one runs at a time.
+"""Turns: the cells of a process are threads, and only one runs at a time.
 
     cell 0   ── run ── needs a halo │                             │ ── run ── …
     cell 1                          │ ── run ── needs a halo │    │

@@ -272,7 +272,7 @@ class CallConsensus:
 
 
 def _scale_words(factor: float | None) -> list[int]:
-    """Return the words of a factor, of which the group takes the largest: those of all known factors."""
+    """Return the words of a factor: those of all known factors. The group takes the largest."""
     if factor is None:
         return [_NO_FACTOR, _NO_FACTOR]
     word = round(max(-_LARGEST_FACTOR, min(_LARGEST_FACTOR, factor)) * 2**40)

@@ -345,7 +345,7 @@ def world(expected: Expected | None = None, interrupted: Callable[[], bool] = la
 
     The arguments, and what is raised, are those of ``joined``.
     """
-    # A new thread has memory of its own, full of zeros: MPICH tells the other ranks 4 KB of its memory, of which its
+    # A new thread has memory of its own, full of zeros: MPICH sends the other ranks 4 KB of its memory; its
     # address is a small part. Where they hold much else, Slurm's PMI-2 cuts off the lines, and ranks wait for ever.
     return joined(_world, expected or Expected("mpi", os.environ), interrupted)
 

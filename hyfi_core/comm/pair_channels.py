@@ -49,7 +49,7 @@ class PairChannels(ForwardingCommunicator):
 
     Args:
         comm: the group.
-        channels: (from, to) -> the two ranks, the lower first; for all pairs of which this rank is one.
+        channels: (from, to) -> the two ranks, the lower first; for all pairs with this rank.
     """
 
     def __init__(self, comm: Communicator, channels: dict[tuple[int, int], Communicator]) -> None:

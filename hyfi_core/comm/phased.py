@@ -1,4 +1,4 @@
-"""Pending reductions of several phases, each of which all ranks start in the same order.
+"""Pending reductions of several phases; all ranks start the phases in the same order.
 
     reduction 0   phase 1 ══▶ phase 2 ══▶ phase 3
     reduction 1   phase 1 ══▶ ………………………… waits …………………… phase 2 ══▶ phase 3

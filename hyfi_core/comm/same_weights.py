@@ -54,7 +54,7 @@ class SameWeights:
         self._equal_arithmetic = True
 
     def words(self, scope: Scope) -> list[int]:
-        """Return this rank's words, of which the group takes the largest."""
+        """Return this rank's words; the group takes the largest."""
         self._turn += 1
         words = [int(bool(self._watch.changed(scope)))]
         for names in self._held.groups:

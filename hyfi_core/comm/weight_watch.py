@@ -6,7 +6,7 @@
     64 values of each parameter     what leaves no trace: p.data.clamp_(), arrays of NumPy  other values in each step
 
 The values are compared between ranks, so that they also show weights that differ because of something else: gradients
-or an optimizer state changed on one rank only. With several stages, of which a rank may be the only one with a weight,
+or an optimizer state changed on one rank only. With several stages, a rank may be the only one with a weight;
 one selection of values is also compared with earlier ones.
 """
 

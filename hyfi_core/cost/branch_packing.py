@@ -1,6 +1,6 @@
 """Packing of parallel branches: which plane computes which operators of a stage.
 
-Operators in a row, of which each is the only user of the other, are a chain. Chains are sorted by their distance from
+Operators in a row are a chain if each is the only user of the one before it. Chains are sorted by their distance from
 the input and divided into regions:
 
     chain       a │ b c d e │ f │ g h │ i          a, f, i: one chain, computed in every plane

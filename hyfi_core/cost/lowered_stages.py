@@ -46,7 +46,7 @@ class LoweredStages:
 
 @dataclass(frozen=True)
 class DividedStage:
-    """A stage of which planes compute different branches.
+    """A stage whose planes compute different branches.
 
     Attributes:
         branches: which plane computes what.

@@ -26,7 +26,7 @@ UPDATE_PASSES = 7
 SCALAR_DTYPES = ("float32", "float64")
 """What GPUs do not compute with tensor cores, except for float32 whose operands are rounded to TF32."""
 _PCIE_3_BYTES_PER_S = 12e9
-"""Of a GPU of which ``host_bytes_per_s`` is not known: copies over the slowest link in use, PCIe 3 x16."""
+"""For a GPU without ``host_bytes_per_s``: copies over the slowest link in use, PCIe 3 x16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ class MachineModel:
         return self.node if ranks <= self.devices_per_node else self.network
 
     def messages_s(self, messages: float, received_bytes: float, link: DeviceLink | None = None) -> float:
-        """Return the time to receive messages of so many bytes in total over a link; None: that within a node."""
+        """Return the time to receive messages with these bytes in total over a link; None: that within a node."""
         link = link or self.node
         return messages * (self.message_s + link.latency_s) + received_bytes / link.bytes_per_s
 

@@ -93,7 +93,7 @@ class _PricedProgram(NamedTuple):
 class PlanBounds:
     """Lower bounds of the steps of plans.
 
-    A micro-batch takes W seconds on one rank, of which K for starting operators, which every rank of a stage does. With
+    A micro-batch takes W seconds on one rank; K of them start operators, which every rank of a stage does. With
     m micro-batches and stages of r₀, r₁ … ranks that take t₀, t₁ … seconds for each::
 
         m tₛ + Σ(j < s) tⱼ ≤ step        for every stage s, in one direction: it begins after those before it

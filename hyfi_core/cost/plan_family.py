@@ -31,7 +31,7 @@ class PlanRequest:
     """The input of a plan search.
 
     Attributes:
-        ranks: number of trainers, all of which are used.
+        ranks: number of trainers; all are used.
         batch: images of a step, over all replicas.
         machine: the machine model.
         memory_bytes: memory limit of a rank.

@@ -150,7 +150,7 @@ class _Examined:
         plan: with cuts and as it fits, except before the second bound.
         each_s: time of a forward and a backward of each stage; for the first ones with halos, for others less.
         update_s: time of the optimizer step, or less.
-        known: number of stages of which the time with halos is known.
+        known: number of stages whose time with halos is known.
         costs: of its stages, once all are known; None before.
     """
 

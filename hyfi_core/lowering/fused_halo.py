@@ -6,7 +6,7 @@
     rank 0 computes  │ owned │ margin │        of the first result a margin that rank 1 computes, too;
                      │ owned │                 of the last one its own part alone
 
-A run begins at values that are exchanged, or at the image, of which wider boxes are read. Within a run every value has
+A run begins at values that are exchanged, or at the image, where ranks read wider boxes. Within a run every value has
 a *computed* box: the rank's part plus what later operators of the run need, within the map. Outside of the map there is
 padding, created by each operator: zero before a convolution, regardless of earlier biases and norms.
 
@@ -65,7 +65,7 @@ class Sketch:
         pixel_bytes: value -> bytes of one pixel, all channels and images together.
         readers: value -> number of operators that use it.
         image: the input image, which is read and never exchanged.
-        fixed: values of which only owned parts are computed, because other stages use them.
+        fixed: values that are computed on owned parts only, because other stages use them.
     """
 
     flows: tuple[Flow, ...]
@@ -126,7 +126,7 @@ def margins_of(sketch: Sketch, depth: int) -> Margins:
 
 
 def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]]:
-    """Return the inputs of which a rank needs more than it owns, and the boxes needed.
+    """Return the inputs that a rank needs beyond what it owns, and the boxes needed.
 
     ``boxes``: of the results, for each rank.
     """

@@ -43,7 +43,7 @@ class JoinedCalls:
         return self._run(tensors, traced=False)
 
     def traceable(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the same by operators of which a graph can be made."""
+        """Return the same by operators that can be traced into a graph."""
         return self._run(tensors, traced=True)
 
     def _run(self, tensors: Sequence[torch.Tensor], traced: bool) -> tuple[torch.Tensor, ...]:
@@ -60,7 +60,7 @@ class JoinedCalls:
 
     @cached_property
     def _ended(self) -> tuple[tuple[str, ...], ...]:
-        """The values of which each call is the last user, or that nobody uses."""
+        """The values that end with each call: it is their last user, or nobody uses them."""
         found: list[tuple[str, ...]] = []
         needed = set(self.outputs)
         for call in reversed(self.calls):

@@ -71,7 +71,7 @@ def _is_sum(program: Program, op: Operator) -> bool:
 
 
 def _tree(root: Operator, maker: dict[str, Operator], inner: set[str]) -> tuple[list[Operator], list[str]]:
-    """Return the sums of which a sum is made, itself last, and their terms."""
+    """Return the sums within a sum, itself last, and their terms."""
     tree: list[Operator] = []
     terms: list[str] = []
     for name in (item.name for item in root.args):

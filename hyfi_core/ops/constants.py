@@ -18,7 +18,7 @@ class Constant:
     """A tensor computed before the run.
 
     Args:
-        values: the tensor on the host; or numbers, of which the first caller's dtype makes a tensor.
+        values: the tensor on the host; or numbers, which become a tensor of the first caller's dtype.
     """
 
     def __init__(self, values: torch.Tensor | Sequence[float]) -> None:

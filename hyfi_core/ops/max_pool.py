@@ -123,7 +123,7 @@ class MaxPool(Banded, RemakesSaved):
         return self.halo.backward(comm, back, (d_canvas,))
 
     def _held(self, seen: torch.Tensor) -> torch.Tensor:
-        """Return what is kept of a map of which backward needs only the shape."""
+        """Return what backward keeps of a map: it needs only the shape."""
         if self.holds_map:
             return seen
         shape_alone = torch.empty_like(seen)
@@ -170,7 +170,7 @@ class MaxPool(Banded, RemakesSaved):
         padding: tuple[int, int],
         over: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the cotangent of ``tensor``, of which the native call needs only the shape."""
+        """Return the cotangent of ``tensor``; the native call needs only its shape."""
         result = _gradient_memory(tensor, over)
         if indices.dtype == torch.uint8:
             indices = self._places(tensor, padding).wide(indices)

@@ -28,7 +28,7 @@ def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[in
     Args:
         samples: of the whole batch.
         seconds: that each replica takes for one unit; only their ratios matter.
-        unit: results are multiples of it: the number of micro-batches, each of which needs a sample.
+        unit: results are multiples of it: the number of micro-batches, since each needs a sample.
 
     Raises:
         RequestError: there are fewer units than replicas, or ``samples`` is not a multiple of the unit.

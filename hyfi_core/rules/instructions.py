@@ -25,7 +25,7 @@ Traffic = Literal["halo", "reduce", "stage"]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A value of which every rank has its part.
+    """A value that is divided: every rank has its part.
 
     A *flat* value has height and width in one tensor dim, in row-major order, like ``x.flatten(2)``: each rank has the
     pixels of its part, in row-major order of the part. A dim may also contain several maps, one after the other, like

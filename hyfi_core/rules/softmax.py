@@ -136,14 +136,14 @@ def attention(builder: Builder, op: Operator) -> None:
         builder.compute(function, inputs, op.outputs[:1], split)
         return
     if key not in builder.splits or value not in builder.splits:
-        builder.refuse(op, "has keys and values of which only one is a map", "maps for both, or for neither")
+        builder.refuse(op, "has keys and values, and only one of them is a map", "maps for both, or for neither")
     if builder.shape(query)[:-2] != builder.shape(key)[:-2]:
         builder.refuse(op, "has different numbers of heads for queries and keys", "the same number of heads")
     _pooled(builder, op, (query, key, value), given.get("scale"))
 
 
 def _within_windows(builder: Builder, op: Operator, given: dict[str, Any]) -> bool:
-    """Emit attention within windows, each of which is on one rank; return whether it is of this kind."""
+    """Emit attention within windows that each lie on one rank; return whether it is of this kind."""
     splits = [builder.split_of(given[key]) for key in ("query", "key", "value")]
     rank = len(builder.shape(given["query"].name))
     first = splits[0]

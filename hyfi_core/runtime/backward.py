@@ -227,7 +227,7 @@ class BackwardPass:
 
 
 def carried_by(call: CustomCall | CollectiveCall) -> tuple[str | None, ...]:
-    """Return the values of which one must carry a gradient for an operator to have a backward.
+    """Return the values for an operator's backward: it has one if one of them carries a gradient.
 
     Between planes there is one on either side: that which sends a value has it as input, others have it as output.
     """

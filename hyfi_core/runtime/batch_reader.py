@@ -62,7 +62,7 @@ class PixelParts(ImageParts, Protocol):
     pixel_dtype: torch.dtype
 
     def pixels(self, box: Box, first: int, stop: int) -> torch.Tensor:
-        """Return ``(stop - first, …, h, w)``, of which ``prepare`` returns what ``read`` returns."""
+        """Return ``(stop - first, …, h, w)``, from which ``prepare`` makes what ``read`` returns."""
         ...
 
     def prepare(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -252,7 +252,7 @@ class _Lowered:
             self.hosted.update({(index, direction): made[position] for direction, position in positions.items()})
         if plan.branches > 1 and not divided:
             raise RequestError(
-                f"plan.branches is {plan.branches}, but the model has no parallel branches of which each takes longer "
+                f"plan.branches is {plan.branches}, but the model has no parallel branches that each take longer "
                 f"than sending its result; use plan.branches=1, with plan.grids or plan.replicas for more ranks"
             )
 

@@ -161,7 +161,7 @@ class Mirror:
 
 
 class Mirrors:
-    """The mirrors of an engine: one for each set of trained parameters, of which one is in use.
+    """The mirrors of an engine: one for each set of trained parameters. One is in use.
 
     Args:
         model: the user's module.

@@ -30,7 +30,7 @@ class FollowingStatistics:
 
     Args:
         model: the user's module.
-        apart: whether to change copies until ``publish``: for cells, of which some still read the old values.
+        apart: whether to change copies until ``publish``: some cells may still read the old values.
     """
 
     def __init__(self, model: nn.Module, apart: bool = False) -> None:

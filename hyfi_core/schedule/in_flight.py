@@ -50,7 +50,7 @@ class Moment:
 
 
 def fullest_moments(plan: ParallelPlan) -> dict[Hosted, tuple[Moment, ...]]:
-    """Return, for all ranks that hold the same stages, the moments of which one needs the most memory.
+    """Return the moments at which ranks may need the most memory, for all ranks that hold the same stages.
 
     Args:
         plan: its cuts do not matter.
@@ -73,7 +73,7 @@ def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
 
 
 def _sizes(plan: ParallelPlan) -> tuple[int, ...]:
-    """Return numbers of ranks of which ranks hold the same stages as the plan's; 1 wherever possible."""
+    """Return numbers of ranks that hold the same stages as the plan's ranks; 1 wherever possible."""
     sizes = tuple(map(prod, plan.grids))
     alike = plan.directions == 1 or sizes == sizes[::-1]  # then the sizes do not change which stages ranks hold
     return (1,) * len(sizes) if alike else sizes
@@ -108,7 +108,7 @@ def recomputes(plan: ParallelPlan, stage: int) -> bool:
 def _stages_that_wait(
     sizes: tuple[int, ...], schedule: ScheduleName, microbatches: int, interleave: int
 ) -> frozenset[int]:
-    """Return the stages of which some forward does not end in its own backward at once."""
+    """Return the stages where some forward is not followed by its own backward at once."""
     rows, last = _rows(sizes, schedule, microbatches, interleave), len(sizes) * interleave - 1
     forwards = ({a for a in actions if a.verb is Verb.F} - followed_at_once(actions, last) for actions in rows.values())
     return frozenset(action.stage for one in forwards for action in one)

@@ -38,7 +38,7 @@ class PredictOptions:
         device: ``cuda``: one GPU for each rank; ``auto``: GPUs if there are enough; or ``cpu``.
         ranks_per_slide: Ranks that share a slide; the others predict other slides at the same time. ``auto``: as few
             as keep all ranks busy; None: all ranks.
-        allow_partial: Predict slides of which less tissue was seen than the checkpoint requires.
+        allow_partial: Predict slides also where less tissue was seen than the checkpoint requires.
 
     Raises:
         RequestError: ``image`` is not allowed, or ``cells`` and ``spill`` do not fit together.

@@ -3,7 +3,7 @@
 | if | then |
 |---|---|
 | the tissue fits into an image of the trained size | one image, as in training |
-| the network takes images of any size | one larger image, of which each rank computes its part in cells |
+| the network takes images of any size | one larger image; each rank computes its part in cells |
 | the network takes the trained size only | several images; logits are combined as the network pools: mean or max |
 """
 

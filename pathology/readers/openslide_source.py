@@ -36,7 +36,7 @@ from pathology.readers.threads import run_in_pool
 _BLOCK_PX = 1024
 _CACHE_BYTES = 16 * 2**20
 _OF_TAGS = ("generic-tiff", "hamamatsu", "trestle")
-"""Formats of which OpenSlide takes microns per pixel from the resolution tags."""
+"""Formats whose microns per pixel OpenSlide takes from the resolution tags."""
 
 
 class UnsupportedFormatError(SlideError):

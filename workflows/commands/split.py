@@ -52,7 +52,7 @@ def run(
         store: The store with the slides: its names, cases and digests are used, too. Slides with the same content are
             one group; the labels show which these are if they are a store's manifest.
         merge_alike: Whether several spellings of one slide, case, group or class are joined, see `data.spelling`.
-        missing: Words of which a value is missing, with commas between; None: those of `data.missing`.
+        missing: Words that mean that a value is missing, with commas between; None: those of `data.missing`.
 
     Raises:
         RequestError: A column is missing, there are too few groups, a case has two groups, a name has several

@@ -228,7 +228,7 @@ class DataConfig(Section):
 
     @property
     def missing_words(self) -> tuple[str, ...]:
-        """The words of which a value is missing."""
+        """The words that mean that a value is missing."""
         return MISSING if self.missing is None else self.missing
 
     @model_validator(mode="after")

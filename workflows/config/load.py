@@ -81,7 +81,7 @@ AUTO_PLAN = "auto"
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Loads YAML without tags; refuses duplicate keys, of which PyYAML silently keeps the last."""
+    """Loads YAML without tags; refuses duplicate keys; PyYAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()

@@ -79,8 +79,8 @@ class RunConfig(Section):
     )
     trace: Count = Field(
         0,
-        description="a whole number ≥ 0: steps of which RUN/trace.json shows what every trainer did when, for "
-        "Perfetto; the first step, which captures the model, is not among them unless it is the only one",
+        description="a whole number ≥ 0: steps in RUN/trace.json, which shows what every trainer did when (in "
+        "Perfetto); the first step, which captures the model, is not among them unless it is the only one",
     )
     machine: str | None = Field(
         None,

@@ -25,7 +25,7 @@ from workflows.finetuning.patterns import check_matches, matches
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _TRUNK_SHARE = 0.5
-"""Share of the model's parameters above which a module is the trunk, of which each layer counts by itself."""
+"""Share of the model's parameters above which a module is the trunk; each of its layers counts by itself."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def _chosen(config: OptimizerConfig, names: Sequence[str]) -> Mapping[str, int]:
         free = [name for name in fitting if name not in chosen]
         if not free:
             raise RequestError(
-                f"{key}: all parameters that {', '.join(group.match)} matches belong to groups before it, of which "
-                f"the first counts; put it before them"
+                f"{key}: all parameters that {', '.join(group.match)} matches belong to groups before it, and "
+                f"the first group counts; put it before them"
             )
         chosen |= dict.fromkeys(free, place)
     return chosen

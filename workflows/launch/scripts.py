@@ -22,7 +22,7 @@ from hyfi_core.errors import RequestError
 SIGNAL_S = 120
 """Seconds before the time limit at which a run saves and stops: enough for one step and a checkpoint."""
 SIGNAL_EARLY_S = 60
-"""Slurm may send the signal before the time limit earlier than it is told to, by this many seconds."""
+"""Slurm may send the signal before the time limit this many seconds earlier than asked."""
 _MOST_OF_LIMIT = 0.25
 """Of a short time limit: how long before it a run saves and stops."""
 
@@ -175,7 +175,7 @@ def _signal_s(resources: Resources, site: Site) -> int:
     if limit_s <= signal_s + SIGNAL_EARLY_S:
         raise RequestError(
             f"--time {resources.time}: the job is asked to save and stop before the limit, and Slurm may do so "
-            f"{SIGNAL_EARLY_S} s earlier than it is told to: give two minutes at least"
+            f"{SIGNAL_EARLY_S} s earlier than asked: give two minutes at least"
         )
     return signal_s
 

@@ -159,7 +159,7 @@ class GroupCurve:
 
 
 def group_curves_plot(title: str, x_name: str, y_name: str, curves: Sequence[GroupCurve], caption: str) -> Plot:
-    """Return step curves of groups, each of which holds from its x on."""
+    """Return step curves of groups; each value holds from its x on."""
     figure, axes = _figure(x_name, y_name, limits=False)
     for number, curve in enumerate(curves):
         color = tuple(part / 255 for part in class_color(number))

@@ -46,7 +46,7 @@ class LabelSource:
         classes: The classes, in order, if they are known; else None.
         rows: Rows of the store's manifest.
         merge_alike: Whether several spellings of one name are joined.
-        missing: Words of which a value is missing.
+        missing: Words that mean that a value is missing.
     """
 
     path: Path

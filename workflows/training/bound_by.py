@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # `hyfi status` needs no torch
 KINDS = ("compute", "compile", "halo", "stage", "reduce", "spill", "wait", "validation", "save")
 MESSAGES = ("halo", "stage", "reduce")
 OF_THE_SLOWEST = ("compile", "spill", "wait", "validation", "save")
-"""Kinds of which the trainer that spends most bounds training: the others wait for it."""
+"""Kinds that bound training by the trainer that spends most: the others wait for it."""
 MIN_SHARE = 0.15
 """A kind other than computing that takes a smaller fraction of the time does not bound training: computing does."""
 

@@ -37,7 +37,7 @@ from workflows.training.validating import Validating
 
 State = Mapping[str, torch.Tensor] | None
 _WARNINGS = 5
-"""Steps that are not finite of which a run warns."""
+"""Number of steps that are not finite for which a run warns."""
 
 
 class TrainingLoop:

@@ -18,7 +18,7 @@ def optimizer_factory(
 ) -> Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]:
     """Return a function from this rank's parameters to their optimizer.
 
-    It has the groups of the whole model, some of which may be empty on this rank; a parameter that the model does not
+    It has the groups of the whole model; some may be empty on this rank; a parameter that the model does not
     name belongs to the first group.
 
     Args:

@@ -182,7 +182,7 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
 
 
 def drawn_by_stage(job: TrainingJob, device: str) -> InitialWeights | None:
-    """Return the weights of which each trainer draws those of its stages; None if it builds the whole model.
+    """Return the weights if each trainer draws only those of its stages; None if it builds the whole model.
 
     It does for a user's model, whose capture is verified with values, for weights from a file, on a GPU, and
     if the plan has one stage.
@@ -297,7 +297,7 @@ class SavedRun:
         """
         if start == 0:
             return None
-        # By its step, not by the link ``latest``, of which a network disk may show a node an earlier state.
+        # By its step, not by the link ``latest``: a network disk may show a node an earlier state of it.
         folder, share = job.config.run.dir, (trainers.rank, trainers.size)
         path, before = step_folder(folder / "checkpoints", start), load_config(folder / "config.yaml")
         try:

@@ -11,7 +11,7 @@ PyTorch lets tensors of 2 MiB or more begin at huge pages. One of exactly 4 MiB,
 three with what the heap writes before it:
 
     pages      │          │          │          │          │
-    tensors    ▒██████████████████████          ▒████████████     gaps, of which smaller tensors take a part
+    tensors    ▒██████████████████████          ▒████████████     gaps; smaller tensors take a part
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _is_one_pass(plan: ParallelPlan, hosted: Sequence[int]) -> bool:
 
 
 def gaps_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes between tensors of so many bytes and the next huge pages."""
+    """Return the bytes that tensors of the given sizes leave unused up to the next huge page."""
     large = (size for size in sizes if HUGE_PAGE_BYTES <= size < HEAP_BLOCK_BYTES)
     return sum(HUGE_PAGE_BYTES - size % HUGE_PAGE_BYTES for size in large)
 

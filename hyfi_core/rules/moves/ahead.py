@@ -1,6 +1,6 @@
 """Which factor of height and width counts windows, and which the pixels in a window: from the operators that follow.
 
-Window and grid attention divide H into two factors, of which ranks must share the number of windows::
+Window and grid attention divide H into two factors; ranks must share the number of windows::
 
     H -> (4, 7)    window attention: 4 windows of 7 neighbouring rows; ranks share the first factor
     H -> (7, 4)    grid attention: 4 windows of 7 rows, every fourth row each; ranks share the second factor

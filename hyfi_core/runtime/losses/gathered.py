@@ -15,7 +15,7 @@ def gather_tensors(
     own: Mapping[int, torch.Tensor],
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Return tensors of which each has one owner (collective over ``comm``).
+    """Return tensors that have one owner each (collective over ``comm``).
 
     They are sent as one sum of bytes: those of the others are zero, so that nothing is rounded.
 

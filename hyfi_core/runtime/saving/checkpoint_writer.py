@@ -1,4 +1,4 @@
-"""Checkpoints of which each rank writes its own part, on a thread, while training continues.
+"""Checkpoints: each rank writes its own part, on a thread, while training continues.
 
 ::
 

@@ -15,7 +15,7 @@ LEAST_BYTES = 2**27
 
 
 def sharing(weight_bytes: int, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that share the writing of weights of which all of them have copies; the first is one of them."""
+    """Return the ranks that share the writing of weights that all of them hold; the first is one of them."""
     shares = min(len(ranks), max(1, weight_bytes // LEAST_BYTES))
     return [ranks[number * len(ranks) // shares] for number in range(shares)]
 

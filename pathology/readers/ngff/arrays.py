@@ -157,7 +157,7 @@ class ZarrLevel:
 
     @cached_property
     def _absent(self) -> set[tuple[int, int]]:
-        """Rows and columns of the files of which one, of any channel, is not stored."""
+        """Rows and columns where the file of any channel is not stored."""
         if isinstance(self._path, ObjectPath) and not self._path.can_list:
             return set()
         stored, metadata = set(files_below(self._path)), self.array.metadata

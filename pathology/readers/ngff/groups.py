@@ -20,7 +20,7 @@ from data.location import is_remote
 from pathology.errors import SlideError
 
 _IMAGES = ("multiscales", "bioformats2raw.layout", "plate", "well", "image-label")
-"""Attributes of which every NGFF group has one."""
+"""Attributes: every NGFF group has one of them."""
 _NAMES = (".zarr", ".zarr3")
 
 

@@ -20,7 +20,7 @@ RGB_ORDER = (0, 1, 2)
 
 
 def picture_of(image: NgffImage, shape: Sequence[int]) -> Picture:
-    """Return an image as a picture, of which scenes and planes are picked like those of an OME-TIFF.
+    """Return an image as a picture; scenes and planes are picked like those of an OME-TIFF.
 
     Args:
         image: The image.

@@ -54,7 +54,7 @@ _WHOLE_MAPS = (
     "maps; 208 filters stand for 214"
 )
 _CASES = (
-    _Case(SMALL, 2048, "layer parallelism", LAYER, "layer parallelism has 8 stages (assumed), one of which computes"),
+    _Case(SMALL, 2048, "layer parallelism", LAYER, "layer parallelism has 8 stages (assumed), and one computes"),
     _Case(LARGE, 8192, "basic spatial", BASIC_SPATIAL, _WHOLE_MAPS),
     _Case(LARGE, 16384, "basic spatial", BASIC_SPATIAL, _WHOLE_MAPS),
 )

@@ -36,7 +36,7 @@ class SlowOpener:
 
 
 class SlowFile:
-    """A file of which every reading waits."""
+    """A file whose every read waits."""
 
     def __init__(self, file: OpenFile, latency_s: float) -> None:
         self._file, self._latency_s = file, latency_s

@@ -38,7 +38,7 @@ class TilesRun:
         width: Width of the encoder.
         depth: Its blocks.
         side: Pixels of a tile.
-        rounds: Timed steps, of which the fastest counts.
+        rounds: Timed steps; the fastest counts.
         room_bytes: Memory that a step may add; None: no limit.
     """
 

@@ -1,4 +1,4 @@
-"""Several labels of each slide, each of which it has or not: a sigmoid and binary cross-entropy for each."""
+"""Several labels of each slide, present or not: a sigmoid and binary cross-entropy for each."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class TileInputs(RunInputs):
         return [self.train.count(index) for index in range(len(self.train))]
 
     def _freeze_parts(self, model: TileModel, train: str) -> Freezing | None:
-        """Freeze what of the encoder is not trained; an encoder of which nothing is has no dropout either."""
+        """Freeze the parts of the encoder that are not trained; without trained parts it has no dropout either."""
         patterns = frozen_patterns(model.encoder, train)
         if not patterns:
             return None
