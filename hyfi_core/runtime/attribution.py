@@ -257,6 +257,15 @@ def last_map(ranked: RankProgram) -> tuple[str, int]:
     raise NoMapError("the model does not pool a feature map into its output, so its pixels have no contributions")
 
 
+def has_last_map(ranked: RankProgram) -> bool:
+    """Whether the output is reduced from a map."""
+    try:
+        last_map(replace(ranked, instructions=parts_of(ranked.instructions)))
+    except NoMapError:
+        return False
+    return True
+
+
 def _is_map(ranked: RankProgram, name: str) -> bool:
     """Whether a split value is ``(B, C, H, W)``, not some other shape with space in it."""
     split = ranked.splits[name]

@@ -30,7 +30,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import resident_bytes
 from hyfi_core.rules.batch_norm import has_live_statistics
-from hyfi_core.runtime.attribution import Explanation, gather_explanation
+from hyfi_core.runtime.attribution import Explanation, gather_explanation, has_last_map
 from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, lays_channels_last
 from hyfi_core.runtime.calls.engine_state import EngineState
 from hyfi_core.runtime.calls.gradient_scale import GradientScale
@@ -264,6 +264,11 @@ class Engine(EngineState):
     def normalises_batches(self) -> bool:
         """Whether the model has batch norm in training mode, which normalises the images of a micro-batch together."""
         return any(has_live_statistics(op) for op in self._compiled().program.operators)
+
+    @property
+    def pools_a_map(self) -> bool | None:
+        """Whether the model reduces a feature map to its logits, which `explain` needs; None if the plan has stages."""
+        return has_last_map(self._compiled().only.ranked) if self.plan.stages == 1 else None
 
     def spilled(self) -> PagerCounts | None:
         """Return the bytes that the last call wrote, read and recomputed; None if ``plan.spill`` is not set."""

@@ -277,7 +277,7 @@ def _trainer(
         if first:
             say(describe_start(job, engine, start))
             RunFolder(job.config.run.dir).write_state("running", job.steps)
-            for warning in [*inputs.warnings(), *([] if change is None else [change])]:
+            for warning in [*inputs.warnings(engine), *([] if change is None else [change])]:
                 warn(f"hyfi: {warning}")
         loop = TrainingLoop(inputs, roles, engine, model, freezing, recorder, saved, stop)
         if recorder is None:

@@ -101,6 +101,12 @@ class ImageInputs(RunInputs):
         assert isinstance(engine, Engine)
         return saved.describe_norm_change(self.job.config) if engine.normalises_batches else None
 
+    def warnings(self, engine: TrainingEngine) -> list[str]:
+        """Return those of the run, and whether its predictions will have no heatmap."""
+        assert isinstance(engine, Engine)
+        nothing = "the model pools no feature map into its output: predictions with it will have no heatmap"
+        return [*self.job.warnings(), *([nothing] if engine.pools_a_map is False else [])]
+
     def throughput(self, engine: TrainingEngine, peak: float | None, device: str) -> Throughput:
         """Return what converts images per second."""
         assert isinstance(engine, Engine)

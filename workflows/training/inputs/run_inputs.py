@@ -134,6 +134,6 @@ class RunInputs(ABC):
         """Return the content of ``model.json`` for prediction, without the step."""
         return self.job.model_json()
 
-    def warnings(self) -> list[str]:
-        """Return warnings for the user at the start."""
+    def warnings(self, engine: TrainingEngine) -> list[str]:
+        """Return warnings for the user at the start; called on rank 0."""
         return self.job.warnings()

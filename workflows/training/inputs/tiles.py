@@ -189,7 +189,7 @@ class TileInputs(RunInputs):
             "min_coverage": 0.0,  # what tiles leave out is said by data.tiles.min_tissue
         }
 
-    def warnings(self) -> list[str]:
+    def warnings(self, engine: TrainingEngine) -> list[str]:
         """Return warnings about slides, and about batch norm whose statistics are not those of tissue."""
         encoder = self.job.config.model.encoder
         assert encoder is not None
