@@ -98,7 +98,6 @@ def test_costs_may_depend_on_the_stage() -> None:
     found = run("sequential", 2, 1, slow_second)
     assert found.makespan_s == 1 + 0.5 + 2 + 2 + 0.5 + 2 + 3  # F0, send, F1, B1, send, B0, REDUCE.s0
     assert found.busy_s == (3.0, 4.0)
-    assert found.bubbles == (1 - 3 / 8, 1 - 4 / 8)
     assert found.bubble == pytest.approx(1 - 7 / 16)
 
 
