@@ -14,12 +14,13 @@ from statistics import NormalDist
 import numpy as np
 import torch
 
-from workflows.tasks.class_metrics import METRICS, log_odds, weighted_metrics
+from workflows.tasks.area_interval import area_interval
+from workflows.tasks.class_metrics import METRICS, log_odds, metrics_of_logits, weighted_metrics
 
 DRAWS, SEED = 1000, 20_000
 LEVEL = 0.95
 FEW = 100
-"""Most slides for which the interval of a share is that of Wilson: of more, the bootstrap holds."""
+"""Most slides for which intervals of a share and an AUROC are those of formulas: of more, the bootstrap holds."""
 MAX_COUNTS = 4_000_000
 """Most counts processed at once: 32 MB for each of a few temporary arrays."""
 
@@ -48,15 +49,29 @@ def intervals(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor,
     if len(targets) == 0 or not bool(logits.isfinite().all()):
         return dict.fromkeys(names)
     found = resampled(lambda part: drawn_metrics(logits, targets, losses, part), names, counts)
+    if logits.shape[1] == 2 and (area := metrics_of_logits(logits, targets)["auroc"]) is not None:
+        found = rank_interval(found, area, targets == 1, counts)
     return share_interval(found, float((logits.argmax(1) == targets).double().mean()), counts)
+
+
+def rank_interval(found: Intervals, area: float, positive: torch.Tensor, counts: torch.Tensor) -> Intervals:
+    """Return intervals with that of ``auroc``, of up to `FEW` slides, by `area_interval` of the cases of each class."""
+    if counts.shape[1] > FEW or _cases(counts) < 2:
+        return found
+    return {**found, "auroc": area_interval(area, _cases(counts[:, positive]), _cases(counts[:, ~positive]), LEVEL)}
 
 
 def share_interval(found: Intervals, accuracy: float, counts: torch.Tensor) -> Intervals:
     """Return intervals with that of ``accuracy``, of up to `FEW` slides, by Wilson, if there are two cases or more."""
-    cases = len({tuple(column) for column in counts.T.tolist()}) if counts.shape[1] <= FEW else 0
+    cases = _cases(counts) if counts.shape[1] <= FEW else 0
     if cases and (found["accuracy"] is not None or cases > 1):
         return {**found, "accuracy": wilson(accuracy, cases)}
     return found
+
+
+def _cases(counts: torch.Tensor) -> int:
+    """Return the number of cases: slides of one are drawn equally often."""
+    return len({tuple(column) for column in counts.T.tolist()})
 
 
 def wilson(share: float, cases: int) -> list[float]:
