@@ -15,7 +15,7 @@ def area_interval(area: float, positives: int, negatives: int, level: float = 0.
 
     Newcombe, Confidence intervals for an effect size measure based on the Mann-Whitney statistic, part 2, Statistics in
     Medicine 25:559, 2006, method 5: all areas from which that found is no more than z standard errors away, by the
-    formula of Hanley and McNeil. Unlike that of a bootstrap, it is defined for an area of 1, and holds from three cases.
+    formula of Hanley and McNeil. Unlike a bootstrap, it is defined for an area of 1, and holds from three cases.
 
     Args:
         area: 0 to 1.
