@@ -57,7 +57,7 @@ def test_an_mpp_that_is_not_used_is_named(
     archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("workflows.cli._exit", lambda command, **how: command())
+    monkeypatch.setattr("workflows.cli.exit_with", lambda command, **how: command())
     command = typer.main.get_command(app).commands["ingest"]  # type: ignore[attr-defined]
     words = [str(archive), "--out", "store", "--slide-mpp", "0.25", "--workers", "1"]
     command.main(words, standalone_mode=False)
