@@ -100,6 +100,13 @@ class SlideStore:
         slide_id = path.name.removesuffix(".zarr")
         return cls(path, slide_id, levels, attributes, tuple(arrays[: len(images)]), of_masks)
 
+    def __repr__(self) -> str:
+        """Return name, size, resolution and folder in a line; ``attributes`` has everything else."""
+        finest = self.levels[0]
+        size, mpp = f"{finest.height_px} × {finest.width_px} px", " × ".join(f"{side:.4g}" for side in finest.mpp)
+        levels = f"{len(self.levels)} level{'s' * (len(self.levels) > 1)}"
+        return f"<SlideStore {self.slide_id}: {size} at {mpp} µm per pixel, {levels}, {self.path}>"
+
     def check_files(self) -> None:
         """Check that every listed shard exists and has its size.
 

@@ -68,6 +68,12 @@ def test_a_box_wholly_outside_is_white(written: tuple[Path, list[np.ndarray], np
     assert (SlideStore.open(written[0]).read(Box(2000, 2010, 0, 5)) == 255).all()
 
 
+def test_its_text_is_a_line(written: tuple[Path, list[np.ndarray], np.ndarray]) -> None:
+    """It was all attributes, thousands of characters in a notebook."""
+    expected = f"<SlideStore s: 1101 × 4301 px at 1 × 1 µm per pixel, 3 levels, {written[0]}>"
+    assert repr(SlideStore.open(written[0])) == expected
+
+
 def test_levels_and_masks_know_their_mpp(written: tuple[Path, list[np.ndarray], np.ndarray]) -> None:
     path, _, mask = written
     slide = SlideStore.open(path)
