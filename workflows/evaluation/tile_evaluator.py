@@ -24,6 +24,7 @@ from workflows.evaluation.models import convert_model
 from workflows.evaluation.tile_models import build_tile_model, is_tile_model
 from workflows.evaluation.tile_slides import AllTiles, TileInference
 from workflows.option_values import Cells, parse_cells
+from workflows.paths import require_local
 from workflows.tasks.by_name import task_of
 
 
@@ -86,8 +87,11 @@ def cells_of(
     """Return the cells of an evaluation; with encoders of tiles there are none, and ``--memory`` needs no ``--spill``.
 
     Raises:
-        RequestError: The options do not fit together, or have no meaning for encoders of tiles.
+        RequestError: A checkpoint is not on a disk, or the options do not fit together or have no meaning for encoders of
+            tiles.
     """
+    for checkpoint in checkpoints:
+        require_local(checkpoint, "checkpoint")
     if not any(is_tile_model(read_model_json(checkpoint)) for checkpoint in checkpoints):
         return parse_cells(cells, memory, spill)
     given = {"--cells": cells, "--spill": spill, "--image": None if image == "whole" else image}
