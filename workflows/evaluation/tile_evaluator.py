@@ -87,8 +87,8 @@ def cells_of(
     """Return the cells of an evaluation; with encoders of tiles there are none, and ``--memory`` needs no ``--spill``.
 
     Raises:
-        RequestError: A checkpoint is not on a disk, or the options do not fit together or have no meaning for encoders of
-            tiles.
+        RequestError: A checkpoint is not on a disk, or options do not fit together or have no meaning for encoders
+            of tiles.
     """
     for checkpoint in checkpoints:
         require_local(checkpoint, "checkpoint")
