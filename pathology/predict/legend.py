@@ -17,12 +17,13 @@ class Key:
     """A sample of a colour or line, with a label.
 
     Attributes:
-        kind: ``class``: a filled rectangle; ``outline``: a line; ``region``: a framed rectangle; ``unseen``: grey.
+        kind: ``class``: a filled rectangle; ``outline``: a line; ``region``: a framed rectangle; ``unseen``: grey;
+            ``note``: no sample, the text only.
         text: The label.
         color: RGB; only for ``class``.
     """
 
-    kind: Literal["class", "outline", "region", "unseen"]
+    kind: Literal["class", "outline", "region", "unseen", "note"]
     text: str
     color: tuple[int, int, int] = (0, 0, 0)
 
@@ -101,6 +102,8 @@ def _rows(items: list[LegendItem], width_px: int, unit: int) -> list[list[Legend
 
 def _sample_px(item: LegendItem, unit: int, width_px: int) -> int:
     """Return the width of an item's sample or bar."""
+    if isinstance(item, Key) and item.kind == "note":
+        return 0
     if isinstance(item, ScaleBar):
         return round(bar_length_um(item.um_per_px, width_px / 8) / item.um_per_px)
     return round(unit * 1.9)
@@ -114,7 +117,12 @@ def _text(item: LegendItem, width_px: int) -> str:
 
 def _width(item: LegendItem, unit: int, width_px: int) -> int:
     text, font = typeset(_text(item, width_px), unit)
-    return _sample_px(item, unit, width_px) + round(unit * 0.6) + round(font.getlength(text))
+    return _text_offset_px(item, unit, width_px) + round(font.getlength(text))
+
+
+def _text_offset_px(item: LegendItem, unit: int, width_px: int) -> int:
+    sample_px = _sample_px(item, unit, width_px)
+    return sample_px + round(unit * 0.6) if sample_px else 0
 
 
 def _draw_item(draw: ImageDraw.ImageDraw, item: LegendItem, x: float, y: float, unit: int, width_px: int) -> None:
@@ -130,7 +138,7 @@ def _draw_item(draw: ImageDraw.ImageDraw, item: LegendItem, x: float, y: float, 
         draw.line((x, y, x + length, y), fill=(52, 64, 84), width=2)
     elif item.kind == "region":
         draw.rectangle((x, y - half, x + length, y + half), outline=(17, 24, 39), width=2)
-    else:
+    elif item.kind == "unseen":
         draw.rectangle((x, y - half, x + length, y + half), fill=(228, 228, 231), outline=(180, 180, 186))
     text, font = typeset(_text(item, width_px), unit)
-    draw.text((x + length + unit * 0.6, y), text, fill=TEXT_RGB, font=font, anchor="lm")
+    draw.text((x + _text_offset_px(item, unit, width_px), y), text, fill=TEXT_RGB, font=font, anchor="lm")

@@ -12,13 +12,16 @@ from PIL import Image, ImageDraw
 from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
 from pathology.predict.legend import Key, LegendItem, ScaleBar, add_legend, typeset
-from pathology.predict.regions import Region
-from pathology.tissue.outlines import outline
+from pathology.predict.regions import LEAST_SHARE, RankedRegions
+from pathology.tissue.outlines import outline, signed_area
 
 OUTLINE_RGB = (52, 64, 84)
 REGION_RGB = (17, 24, 39)
 SATURATION = 0.35  # of the slide under the colours, so that stain is not mistaken for score
 MAX_OPACITY = 0.62
+VISIBLE = 0.03  # opacity from which the colour of a class, or a mark, is in the legend
+MOST_OUTLINES = 100
+LEAST_HOLE_PX = 64.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +34,7 @@ class Overlay:
         shown: Whether to show scores; otherwise only tissue that was not seen is marked.
         tissue: Bool mask of the slide, from its upper left corner; it may extend beyond the slide at the other end.
         tissue_mpp: (y, x) micrometres per pixel of the mask.
-        regions: Regions to outline and number.
+        regions: Regions; those that are listed are outlined and numbered.
     """
 
     thumbnail: NDArray[np.uint8]
@@ -39,7 +42,7 @@ class Overlay:
     shown: bool
     tissue: NDArray[np.bool_]
     tissue_mpp: tuple[float, float]
-    regions: Sequence[Region]
+    regions: RankedRegions
 
 
 def draw_overlay(overlay: Overlay) -> Image.Image:
@@ -51,13 +54,35 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
     unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen, 0, 1))
     canvas = _greyed(overlay.thumbnail)
     canvas = _blend(canvas, np.full(3, 255.0), 0.65 * unseen * _hatching(shape))
+    classes: list[int] = []
     if overlay.shown:
         colors, certainty = score_colors(overlay.heatmap, shape)
-        canvas = _blend(canvas, colors, MAX_OPACITY * certainty * seen * _near(tissue))
-    canvas = _blend(canvas, np.array(OUTLINE_RGB, dtype=np.float64), 0.8 * _line(tissue))
+        opacity = MAX_OPACITY * certainty * seen * _near(tissue)
+        canvas = _blend(canvas, colors, opacity)
+        classes = _visible_classes(overlay.heatmap, opacity)
+    line = _line(tissue)
+    canvas = _blend(canvas, np.array(OUTLINE_RGB, dtype=np.float64), 0.8 * line)
     image = Image.fromarray(np.round(canvas).clip(0, 255).astype(np.uint8))
-    _draw_regions(image, overlay)
-    return add_legend(image, _legend(overlay, bool((unseen > 0.5).mean() > 1e-4)))
+    left_out = _draw_regions(image, overlay)
+    items = _legend(overlay, classes, left_out, outlined=_shows(line), some_unseen=_shows(unseen))
+    return add_legend(image, items)
+
+
+def _visible_classes(heatmap: Heatmap, opacity: NDArray[np.float64]) -> list[int]:
+    """Return the classes that a picture with this opacity of colours, (h, w), visibly shows somewhere.
+
+    Of exclusive classes, a position shows the one with the highest score, though its colour is mixed with others.
+    """
+    extent = _cells_extent(heatmap)
+    scores = [_resize(np.nan_to_num(score).astype(np.float32), opacity.shape, extent) for score in heatmap.scores]
+    highest = np.maximum.reduce(scores)
+    weights = (np.where(score >= highest, score, 0.0) if heatmap.exclusive else score for score in scores)
+    return [index for index, weight in enumerate(weights) if _shows(weight * opacity, VISIBLE)]
+
+
+def _shows(weights: NDArray[np.float64], least: float = 0.5) -> bool:
+    """Whether more than a few pixels, one in 10,000, have at least this weight."""
+    return bool((weights >= least).mean() > 1e-4)
 
 
 def score_colors(heatmap: Heatmap, shape: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -156,14 +181,23 @@ def _line(soft_mask: NDArray[np.float64], width_px: float = 1.6) -> NDArray[np.f
     return covered
 
 
-def _draw_regions(image: Image.Image, overlay: Overlay) -> None:
+def _draw_regions(image: Image.Image, overlay: Overlay) -> int:
+    """Draw outlines and ranks of regions; return the number of holes in them that are not outlined.
+
+    Regions of a weak model are riddled with holes. The largest are outlined, up to `MOST_OUTLINES` with the regions.
+    """
     draw = ImageDraw.Draw(image)
     scale = image.width / overlay.heatmap.slide_size_px[1] * overlay.heatmap.cell_px
     size = max(12, round(image.width / 110))
-    for region in overlay.regions:
-        for ring in outline(region.cells):
-            draw.line([(x * scale, y * scale) for x, y in ring], fill=REGION_RGB, width=2, joint="curve")
-    for region in reversed(overlay.regions):
+    listed = overlay.regions.listed
+    rings = [outline(region.cells) for region in listed]
+    holes = [hole for ring, *inner in rings for hole in inner]
+    sizes = {id(hole): -signed_area(hole) * scale**2 for hole in holes}
+    large = sorted((hole for hole in holes if sizes[id(hole)] >= LEAST_HOLE_PX), key=lambda hole: -sizes[id(hole)])
+    drawn = [ring for ring, *_ in rings] + large[: MOST_OUTLINES - len(listed)]
+    for ring in drawn:
+        draw.line([(x * scale, y * scale) for x, y in ring], fill=REGION_RGB, width=2, joint="curve")
+    for region in reversed(listed):
         top = int(region.cells[0].min())
         x = float(region.cells[1][region.cells[0] == top].max() + 1) * scale + size * 0.7
         y = top * scale - size * 0.2
@@ -174,14 +208,25 @@ def _draw_regions(image: Image.Image, overlay: Overlay) -> None:
         )
         text, font = typeset(str(region.rank), size)
         draw.text((x, y), text, fill=REGION_RGB, font=font, anchor="mm")
+    return len(listed) + len(holes) - len(drawn)
 
 
-def _legend(overlay: Overlay, some_unseen: bool) -> list[LegendItem]:
-    names = overlay.heatmap.class_names if overlay.shown else ()
-    items: list[LegendItem] = [Key("class", name, class_color(index)) for index, name in enumerate(names)]
-    items.append(Key("outline", "tissue"))
-    if overlay.regions:
-        items.append(Key("region", "regions that score highest, ranked"))
+def _legend(
+    overlay: Overlay, classes: Sequence[int], holes_left_out: int, *, outlined: bool, some_unseen: bool
+) -> list[LegendItem]:
+    """Return the legend of what is drawn, with the number of outlines that are not."""
+    regions, names = overlay.regions, overlay.heatmap.class_names
+    items: list[LegendItem] = [Key("class", names[index], class_color(index)) for index in classes]
+    if outlined:
+        items.append(Key("outline", "tissue"))
+    if regions.listed:
+        items.append(Key("region", "regions, ranked by score"))
+    left_out = [
+        (regions.beyond, "region", "of lower score"),
+        (regions.faint, "region", f"below {LEAST_SHARE * 100:g} % of the evidence"),
+        (holes_left_out, "hole", "in regions"),
+    ]
+    items += [Key("note", f"{n:,} {noun}{'s' * (n != 1)} {which} not outlined") for n, noun, which in left_out if n]
     if some_unseen:
         items.append(Key("unseen", "tissue not seen"))
     um_per_px = overlay.heatmap.mpp[1] * overlay.heatmap.slide_size_px[1] / overlay.thumbnail.shape[1]

@@ -1,7 +1,7 @@
 """Regions of a slide where a class scores highest, its tissue and density contours, as GeoJSON for QuPath.
 
 The cells in which a class has more than half of the score are divided into connected regions, which are ranked by
-score × area. Outlines follow the edges of cells:
+score. Outlines follow the edges of cells:
 
     +--+--+        Coordinates are (x, y) of level 0 from the corner of the slide's bounds, as in QuPath.
     |  |  |        Cells of a region share edges. At a corner where only two diagonal cells meet, outlines
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,13 @@ from pathology.tissue.outlines import TISSUE_RGB, Ring, outline
 CONTOUR_LEVELS = (0.25, 0.5, 0.75)
 DENSITY_UM = 64.0
 """Standard deviation of the smoothing of densities."""
+MOST_CONTOURS = 50
+"""Maximum number of areas for each contour level: the largest."""
 TISSUE_UM = 32.0
 """Resolution of the outlines of tissue."""
+LEAST_SHARE = 0.01
+"""Regions with less than this fraction of the evidence, the positive contribution to the logit, are not listed."""
+MOST_REGIONS = 12
 _NAMESPACE = uuid.UUID("5a0f1e0c-6f3f-5d0f-8a57-2f1d5f1f6b11")
 
 
@@ -41,12 +46,13 @@ class Region:
     """A connected set of cells where a class has a high score.
 
     Attributes:
-        rank: 1 for the region with the highest score × area.
-        cells: (rows, columns) of its cells on the heatmap, each (n,).
-        score: Mean score of its cells, 0 to 1; of a square around a small region that of the region, not of the square.
-        contribution: Sum of the positive contributions of its cells to the logit.
-        share: ``contribution`` as a fraction of that of all cells, 0 to 1.
-        area_um2: Area of its cells.
+        rank: 1 for the region with the highest score.
+        cells: (rows, columns) of the cells to outline on the heatmap, each (n,): those of the region, or a square
+            around its peak if it is too small to be visible.
+        score: Mean score of the region's own cells, 0 to 1.
+        contribution: Sum of the positive contributions of its own cells to the logit.
+        share: ``contribution`` as a fraction of that of all cells of the heatmap, 0 to 1; None if no cell has any.
+        area_um2: Area of its own cells.
         peak: (row, column) of its cell with the highest score.
     """
 
@@ -54,9 +60,24 @@ class Region:
     cells: tuple[NDArray[np.intp], NDArray[np.intp]]
     score: float
     contribution: float
-    share: float
+    share: float | None
     area_um2: float
     peak: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class RankedRegions:
+    """The regions of a class, by score in descending order, and the number of those that are not listed.
+
+    Attributes:
+        listed: The regions that are listed and outlined.
+        faint: Number of regions that each have less than `LEAST_SHARE` of the evidence.
+        beyond: Number of further regions, which score less than all that are listed.
+    """
+
+    listed: tuple[Region, ...] = ()
+    faint: int = 0
+    beyond: int = 0
 
 
 def find_regions(
@@ -64,14 +85,15 @@ def find_regions(
     class_index: int,
     tissue: NDArray[np.bool_] | None = None,
     *,
-    most: int = 12,
+    most: int = MOST_REGIONS,
     least_um: float = 100.0,
-) -> list[Region]:
-    """Return the regions where a class scores highest, by score × area in descending order.
+) -> RankedRegions:
+    """Return the regions where a class scores highest, by mean score in descending order; ties by contribution.
 
     Regions are connected cells in which the score is at least 0.5, or, if there are none, at least half of the highest
-    score. A region that is too small to be visible is replaced by a square around its highest score. A region whose
-    highest score lies within one that comes before it is left out.
+    score. Those with less than `LEAST_SHARE` of the evidence are counted only. A region that is too small to be visible
+    is outlined by a square around its highest score; a small region in the square of one that comes before it is
+    neither listed nor counted, as that outline shows it.
 
     Args:
         heatmap: Heatmap of the slide.
@@ -81,62 +103,68 @@ def find_regions(
         least_um: Side of the square for small regions, in micrometres.
 
     Returns:
-        At most ``most`` regions; [] if the class has no score above 0.
+        At most ``most`` regions; none if the class has no score above 0. If no cell contributes to the logit, there is
+        no evidence to have a share of, and no region is faint.
     """
     score = np.nan_to_num(heatmap.scores[class_index].astype(np.float64))
     if tissue is not None:
         score = np.where(tissue, score, 0.0)
     if score.max() <= 0:
-        return []
-    chosen = score >= (0.5 if score.max() >= 0.5 else score.max() / 2)
-    groups = label(chosen)
-    sums = np.bincount(groups.ravel(), weights=score.ravel())[1:]
-    total = float(heatmap.positive_contributions(class_index).sum())
+        return RankedRegions()
+    groups = _groups_by_score(score, heatmap.positive_contributions(class_index), heatmap.cell_um)
+    strong = [group for group in groups if group.share is None or group.share >= LEAST_SHARE]
     side_px = tuple(max(1, round(least_um / um)) for um in heatmap.cell_um)
-    found: list[Region] = []
-    shown = np.zeros(score.shape, bool)
-    for group in np.argsort(-sums, kind="stable"):
-        high = np.nonzero(groups == group + 1)
-        if shown[_peak(high, score)]:
+    regions: list[Region] = []
+    beyond = 0
+    outlined = np.zeros(score.shape, bool)
+    for group in strong:
+        small = len(group.cells[0]) < side_px[0] * side_px[1]
+        if small and outlined[group.peak]:
             continue
-        cells = _large_enough(high, score, side_px)
-        found.append(_region(len(found) + 1, cells, high, score, heatmap, class_index, total))
-        if len(found) == most:
-            break
-        shown[cells] = True
-    return found
+        if len(regions) == most:
+            beyond += 1
+            continue
+        cells = _square(group.peak, score.shape, side_px) if small else group.cells
+        outlined[cells] = True
+        regions.append(replace(group, rank=len(regions) + 1, cells=cells))
+    return RankedRegions(tuple(regions), len(groups) - len(strong), beyond)
 
 
-def _peak(cells: Any, score: NDArray[np.float64]) -> tuple[int, int]:
-    """Return (row, column) of the cell with the highest score."""
-    strongest = int(np.argmax(score[cells]))
-    return int(cells[0][strongest]), int(cells[1][strongest])
+def _groups_by_score(
+    score: NDArray[np.float64], evidence: NDArray[np.float64], cell_um: tuple[float, float]
+) -> list[Region]:
+    """Return connected cells with a high score as regions, by mean score; all have rank 0 and their own cells."""
+    groups = label(score >= (0.5 if score.max() >= 0.5 else score.max() / 2)).ravel()
+    ends = np.cumsum(np.bincount(groups))
+    by_group = np.split(np.argsort(groups, kind="stable"), ends[:-1])[1:]
+    total = float(evidence.sum())
+    regions = []
+    for flat in by_group:
+        cells = np.unravel_index(flat, score.shape)
+        contribution = float(evidence[cells].sum())
+        strongest = int(np.argmax(score[cells]))
+        regions.append(
+            Region(
+                rank=0,
+                cells=(cells[0], cells[1]),
+                score=float(score[cells].mean()),
+                contribution=contribution,
+                share=contribution / total if total > 0 else None,
+                area_um2=len(flat) * cell_um[0] * cell_um[1],
+                peak=(int(cells[0][strongest]), int(cells[1][strongest])),
+            )
+        )
+    # Means are rounded, so that equal ones tie whatever the order in which their cells were added up.
+    return sorted(regions, key=lambda region: (-round(region.score, 9), -region.contribution))
 
 
-def _large_enough(cells: Any, score: NDArray[np.float64], side: tuple[int, ...]) -> Any:
-    """Return the cells; if they are fewer than those of a square of ``side``, a square around the highest score."""
-    if len(cells[0]) >= side[0] * side[1]:
-        return cells
-    starts = [max(0, middle - n // 2) for middle, n in zip(_peak(cells, score), side, strict=True)]
+def _square(peak: tuple[int, int], shape: tuple[int, ...], side_px: tuple[int, ...]) -> Any:
+    """Return the cells of a square of ``side_px`` cells around the peak, within the heatmap."""
+    starts = [max(0, middle - n // 2) for middle, n in zip(peak, side_px, strict=True)]
     rows, columns = (
-        np.arange(start, min(start + n, size)) for start, n, size in zip(starts, side, score.shape, strict=True)
+        np.arange(start, min(start + n, size)) for start, n, size in zip(starts, side_px, shape, strict=True)
     )
     return tuple(axis.ravel() for axis in np.meshgrid(rows, columns, indexing="ij"))
-
-
-def _region(
-    rank: int, cells: Any, high: Any, score: NDArray[np.float64], heatmap: Heatmap, class_index: int, total: float
-) -> Region:
-    contribution = float(heatmap.positive_contributions(class_index)[cells].sum())
-    return Region(
-        rank=rank,
-        cells=cells,
-        score=float(score[high].mean()),
-        contribution=contribution,
-        share=contribution / total if total > 0 else 0.0,
-        area_um2=len(cells[0]) * heatmap.cell_um[0] * heatmap.cell_um[1],
-        peak=_peak(high, score),
-    )
 
 
 def to_geojson(
@@ -164,7 +192,7 @@ def to_geojson(
             "measurements": {
                 "mean score": round(region.score, 6),
                 "contribution to the logit": round(region.contribution, 6),
-                "share of the positive contribution": round(region.share, 6),
+                "share of the positive contribution": round(region.share or 0.0, 6),
                 "area um^2": round(region.area_um2, 2),
             },
         }
@@ -210,6 +238,8 @@ def contour_features(
 ) -> list[dict[str, Any]]:
     """Return contours of a class's density as GeoJSON features, one for each area above one of `CONTOUR_LEVELS`.
 
+    Each level has its `MOST_CONTOURS` largest areas: scores of a weak model may exceed a level in hundreds of places.
+
     The density at a position is the mean score of the tissue around it, weighted by a Gaussian of `DENSITY_UM`.
 
     Args:
@@ -233,7 +263,9 @@ def contour_features(
     name, color = heatmap.class_names[class_index], list(class_color(class_index))
     features = []
     for level in CONTOUR_LEVELS:
-        for number, (points, offsets) in enumerate(zip(*lines.filled(level, 2.0), strict=True), start=1):
+        areas = list(zip(*lines.filled(level, 2.0), strict=True))
+        largest = sorted(areas, key=lambda area: -_enclosed(area[0][: area[1][1]]))[:MOST_CONTOURS]
+        for number, (points, offsets) in enumerate(largest, start=1):
             rings = [
                 [level0.point(max(0.0, x), max(0.0, y), heatmap) for x, y in points[start:stop].tolist()]
                 for start, stop in pairwise(offsets.tolist())
@@ -247,6 +279,12 @@ def contour_features(
             }
             features.append(_feature(f"{slide_id}/{name}/density/{level:g}/{number}", rings, properties))
     return features
+
+
+def _enclosed(ring: NDArray[np.float64]) -> float:
+    """Return the area that a closed ring of points, (n, 2), encloses."""
+    x, y = ring.T
+    return abs(float(np.sum(x[:-1] * y[1:] - x[1:] * y[:-1]))) / 2
 
 
 def _feature(identity: str, rings: list[Ring], properties: dict[str, Any]) -> dict[str, Any]:

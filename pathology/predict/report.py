@@ -33,11 +33,21 @@ class Flag:
 
 @dataclass(frozen=True)
 class RegionPicture:
-    """A region: its rank, picture (a data URI), mean score, area as text, and centre in level-0 pixels of QuPath."""
+    """A region.
+
+    Attributes:
+        rank: By score, from 1.
+        picture: A data URI.
+        score: Mean score of its cells, 0 to 1.
+        evidence: Its share of the positive contribution to the logit, as text; empty if no cell contributes.
+        area: Of its cells, as text.
+        x, y: Centre in level-0 pixels of QuPath.
+    """
 
     rank: int
     picture: str
     score: float
+    evidence: str
     area: str
     x: int
     y: int
@@ -86,7 +96,8 @@ class Report:
         logit, bias: Output of the channel, and its bias.
         off_tissue: Fraction, 0 to 1, of the positive contributions to the channel that are outside of tissue.
         cell: Size of the heatmap's cells, as text.
-        regions: Regions where the channel scores highest.
+        regions: Regions where the channel scores highest, by score.
+        regions_left_out: How many regions are not listed, as a sentence; empty if all are.
         crop: Size of their pictures, as text.
         provenance: Sections (title, rows) about slide, models and software.
         made_at, version: When and with which version of hyfi the report was made.
@@ -118,6 +129,7 @@ class Report:
     off_tissue: float
     cell: str
     regions: Sequence[RegionPicture]
+    regions_left_out: str
     crop: str
     provenance: Sequence[tuple[str, Sequence[tuple[str, str]]]]
     made_at: str

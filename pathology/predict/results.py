@@ -23,7 +23,14 @@ from pathology.ingest.thumbnail import thumbnail_of_store
 from pathology.predict.heatmap_tiff import write_heatmap, write_score_picture
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.overlay import Overlay, draw_overlay, tissue_cells
-from pathology.predict.regions import contour_features, find_regions, tissue_features, to_geojson, write_regions
+from pathology.predict.regions import (
+    RankedRegions,
+    contour_features,
+    find_regions,
+    tissue_features,
+    to_geojson,
+    write_regions,
+)
 from pathology.predict.report import render_report
 from pathology.predict.slide_report import Pictures, fill_report
 from pathology.predict.slide_result import SlideResult, cell_to_level0, level0_of, origin_um
@@ -86,14 +93,14 @@ def _write_files(
         write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))
     thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
     shown = heatmap.mapped and not result.withheld
-    regions = find_regions(heatmap, channel, cells) if shown else []
+    regions = find_regions(heatmap, channel, cells) if shown else RankedRegions()
     overlay = draw_overlay(Overlay(thumb, heatmap, shown, mask, mask_mpp, regions))
     overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
     small = overlay.crop((0, 0, thumb.shape[1], thumb.shape[0]))  # without the legend
     small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX), Image.Resampling.LANCZOS)
     small.save(folder / THUMBNAIL_FILE, quality=80)
     level0 = level0_of(result)
-    collection = to_geojson(regions, heatmap, channel, slide_id=result.slide_id, level0=level0)
+    collection = to_geojson(regions.listed, heatmap, channel, slide_id=result.slide_id, level0=level0)
     collection["features"] += tissue_features(mask, mask_mpp, heatmap, slide_id=result.slide_id, level0=level0)
     if shown:
         collection["features"] += contour_features(heatmap, channel, cells, slide_id=result.slide_id, level0=level0)

@@ -19,14 +19,13 @@ from pathology.pages import data_uri
 from pathology.predict.colors import class_color
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.readout import Readout, percent
-from pathology.predict.regions import Level0, Region
+from pathology.predict.regions import LEAST_SHARE, Level0, RankedRegions, Region
 from pathology.predict.report import RegionPicture, Report, ReportBar, area_text, flags_of
 from pathology.predict.slide_result import SlideResult
 from pathology.predict.tiles.top_tiles import top_tiles
 
 PICTURE_PX = 1600
 CROP_UM = 256.0
-CROPS = 8
 Rows = list[tuple[str, str]]
 
 
@@ -50,7 +49,7 @@ def fill_report(
     members: Sequence[Member],
     spec: InputSpec,
     pictures: Pictures,
-    regions: Sequence[Region],
+    regions: RankedRegions,
     level0: Level0,
 ) -> Report:
     """Return the report of a slide; the pictures of its regions are read from the store.
@@ -85,7 +84,8 @@ def fill_report(
         bias=heatmap.bias[channel],
         off_tissue=_off_tissue(heatmap.positive_contributions(channel), pictures.tissue_cells),
         cell=f"{heatmap.cell_um[1]:.3g} × {heatmap.cell_um[0]:.3g} µm",
-        regions=[_region(result, region, level0) for region in regions[:CROPS]],
+        regions=[_region(result, region, level0) for region in regions.listed],
+        regions_left_out=_left_out(regions),
         crop=f"{CROP_UM:g} µm",
         of_tiles=heatmap.of_tiles,
         mapped=heatmap.mapped,
@@ -147,6 +147,16 @@ def _facts(result: SlideResult, spec: InputSpec) -> Rows:
     ]
 
 
+def _left_out(regions: RankedRegions) -> str:
+    """Return how many regions are not listed, and why, as a sentence; empty if all are."""
+    counts = [
+        (regions.beyond, "of lower score"),
+        (regions.faint, f"with less than {LEAST_SHARE * 100:g} % of the evidence each"),
+    ]
+    words = [f"{n:,} region{'s' * (n != 1)} {which}" for n, which in counts if n]
+    return f"Neither listed nor outlined: {' and '.join(words)}." if words else ""
+
+
 def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPicture:
     heatmap = result.heatmap
     row, column = (float(part.mean()) + 0.5 for part in region.cells)
@@ -155,6 +165,7 @@ def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPictur
         rank=region.rank,
         picture=_crop(result, region),
         score=region.score,
+        evidence="" if region.share is None else percent(region.share),
         area=area_text(region.area_um2),
         x=round(x),
         y=round(y),

@@ -170,7 +170,7 @@ def outline(cells: tuple[NDArray[np.intp], NDArray[np.intp]]) -> list[Ring]:
         the outer ring is clockwise, holes are counter-clockwise.
     """
     rings = list(_rings(set(zip(cells[0].tolist(), cells[1].tolist(), strict=True))))
-    return sorted(rings, key=_area, reverse=True)
+    return sorted(rings, key=signed_area, reverse=True)
 
 
 def _rings(cells: set[tuple[int, int]]) -> Iterator[Ring]:
@@ -206,6 +206,6 @@ def _turn(step: tuple[int, int], choices: Sequence[tuple[int, int]]) -> tuple[in
     return next(choice for choice in (left, step, (-left[0], -left[1])) if choice in choices)
 
 
-def _area(ring: Ring) -> float:
+def signed_area(ring: Ring) -> float:
     """Return the signed area: positive for a clockwise ring (y points down)."""
     return sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in pairwise(ring)) / 2

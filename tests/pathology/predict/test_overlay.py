@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pathology.predict import overlay as module
 from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
-from pathology.predict.legend import bar_length_um
+from pathology.predict.legend import Key, LegendItem, bar_length_um
 from pathology.predict.overlay import Overlay, draw_overlay, score_colors, tissue_cells
-from pathology.predict.regions import find_regions
+from pathology.predict.regions import RankedRegions, find_regions
 
 
 def overlay_of(height_px: int = 640, width_px: int = 960) -> Overlay:
@@ -51,11 +52,44 @@ def test_picture_changes_where_a_class_scores_and_not_on_glass() -> None:
 
 def test_no_class_is_shown_where_none_is_given() -> None:
     overlay = overlay_of()
-    plain = np.asarray(draw_overlay(replace(overlay, shown=False, regions=[])))
+    plain = np.asarray(draw_overlay(replace(overlay, shown=False, regions=RankedRegions())))
     undecided = replace(overlay.heatmap, scores=np.full_like(overlay.heatmap.scores, 0.5))
-    quiet = np.asarray(draw_overlay(replace(overlay, heatmap=undecided, regions=[])))
+    quiet = np.asarray(draw_overlay(replace(overlay, heatmap=undecided, regions=RankedRegions())))
     height = overlay.thumbnail.shape[0]
     np.testing.assert_array_equal(plain[:height, :300], quiet[:height, :300])
+
+
+def legend_of(monkeypatch: pytest.MonkeyPatch, overlay: Overlay) -> list[str]:
+    """Return the texts of an overlay's legend."""
+    legends: list[list[LegendItem]] = []
+    monkeypatch.setattr(module, "add_legend", lambda image, items: (legends.append(items), image)[1])
+    draw_overlay(overlay)
+    return [item.text for item in legends[0] if isinstance(item, Key)]
+
+
+def test_legend_has_what_is_drawn_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = overlay_of()
+    assert legend_of(monkeypatch, overlay) == ["a", "b", "tissue", "regions, ranked by score", "tissue not seen"]
+    one = overlay.heatmap.scores.copy()
+    one[:, 4:7, 4:7] = 0.5
+    single = replace(overlay, heatmap=replace(overlay.heatmap, scores=one))
+    assert legend_of(monkeypatch, single)[:2] == ["b", "tissue"]
+    nothing = replace(overlay, shown=False, regions=RankedRegions(), tissue=np.zeros_like(overlay.tissue))
+    assert legend_of(monkeypatch, nothing) == []
+
+
+def test_outlines_of_a_weak_model_are_few_and_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = overlay_of(4096, 4096)
+    scores = np.zeros((2, 128, 128), np.float32)
+    scores[1] = np.where(np.random.default_rng(0).random((128, 128)) < 0.75, 0.55, 0.45)  # a sieve
+    scores[0] = 1 - scores[1]
+    heatmap = replace(overlay.heatmap, scores=scores, values=scores - 0.45)
+    lines: list[object] = []
+    monkeypatch.setattr(module.ImageDraw.ImageDraw, "line", lambda *arguments, **_: lines.append(arguments))
+    texts = legend_of(monkeypatch, replace(overlay, heatmap=heatmap, regions=find_regions(heatmap, 1)))
+    assert len(lines) == module.MOST_OUTLINES
+    assert any(text.endswith("below 1 % of the evidence not outlined") for text in texts)
+    assert any(text.endswith("holes in regions not outlined") for text in texts)
 
 
 @pytest.mark.parametrize("size", [(200, 2000), (2000, 200), (64, 64)])

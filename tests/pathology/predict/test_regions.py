@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
 from pathology.predict.heatmap import Heatmap
-from pathology.predict.regions import Level0, contour_features, find_regions, tissue_features, to_geojson, write_regions
+from pathology.predict.regions import (
+    MOST_CONTOURS,
+    Level0,
+    contour_features,
+    find_regions,
+    tissue_features,
+    to_geojson,
+    write_regions,
+)
 from pathology.tissue.outlines import outline
 
 
@@ -27,35 +35,70 @@ def area(ring: list[tuple[float, float]]) -> float:
     return float(np.sum(x[:-1] * y[1:] - x[1:] * y[:-1]) / 2)
 
 
-def test_the_region_of_most_evidence_comes_first_and_glass_is_ignored() -> None:
+def test_regions_are_ranked_by_score_and_glass_is_ignored() -> None:
     values = np.full((8, 9), np.nan)
     values[1:7, 1:8] = 0.1
     values[2, 2] = 1.0
     values[4:6, 5:7] = 0.75
-    first, second = find_regions(heatmap_of(values), 1, least_um=1)
-    assert (first.rank, first.score, len(first.cells[0])) == (1, 0.75, 4)
-    assert second.peak == (2, 2)
-    assert first.share == pytest.approx(3 / (3 + 1 + 0.1 * 37))
-    assert first.area_um2 == 4 * 25.0
-    assert len(find_regions(heatmap_of(values), 1, most=1)) == 1
+    first, second = find_regions(heatmap_of(values), 1, least_um=1).listed
+    assert (first.rank, first.score, first.peak) == (1, 1.0, (2, 2))
+    assert (second.rank, second.score, len(second.cells[0])) == (2, 0.75, 4)
+    assert second.share == pytest.approx(3 / (3 + 1 + 0.1 * 37))
+    assert second.area_um2 == 4 * 25.0
+    fewer = find_regions(heatmap_of(values), 1, most=1, least_um=1)
+    assert (len(fewer.listed), fewer.beyond) == (1, 1)
     tissue = np.ones((8, 9), bool)
     tissue[2, 2] = False
-    assert len(find_regions(heatmap_of(values), 1, tissue, least_um=1)) == 1
+    assert len(find_regions(heatmap_of(values), 1, tissue, least_um=1).listed) == 1
+
+
+def test_of_equal_scores_the_larger_contribution_comes_first() -> None:
+    values = np.zeros((8, 20))
+    values[1, 1:3], values[1, 5:9], values[1, 12:15] = 0.7, 0.7, 0.7
+    regions = find_regions(heatmap_of(values), 1, least_um=1).listed
+    assert [len(region.cells[0]) for region in regions] == [4, 3, 2]
+
+
+def test_regions_with_hardly_any_evidence_are_counted_only() -> None:
+    values = np.zeros((40, 40))
+    values[:20] = 0.6
+    values[30, 5], values[30, 20] = 0.99, 4.9  # of 485.89: 0.2 % and 1.0085 %
+    ranked = find_regions(heatmap_of(values), 1, least_um=1)
+    assert ([region.peak for region in ranked.listed], ranked.faint) == ([(30, 20), (0, 0)], 1)
+
+
+def test_where_no_cell_contributes_no_region_is_faint() -> None:
+    values = np.full((9, 9), -1.0)
+    heatmap = heatmap_of(values)
+    heatmap.scores[1, 2, 2] = heatmap.scores[1, 6, 6] = 0.9  # by the bias alone
+    ranked = find_regions(heatmap, 1, least_um=1)
+    assert [region.share for region in ranked.listed] == [None, None] and ranked.faint == 0
+
+
+def test_a_large_region_is_listed_though_its_peak_lies_in_the_square_of_a_speck() -> None:
+    values = np.zeros((40, 40))
+    values[5, 20] = 5.0  # 1.2 % of the evidence
+    values[7:, 10:30] = 0.6
+    values[7, 20] = 0.65
+    speck, large = find_regions(heatmap_of(values), 1, least_um=50).listed
+    assert len(speck.cells[0]) == 100 and speck.area_um2 == 25.0
+    assert len(large.cells[0]) == 33 * 20
 
 
 def test_regions_are_as_large_as_one_sees() -> None:
     values = np.full((40, 40), 0.01)
     values[0, 20] = 0.4  # nowhere more than half: then around the highest score
-    (region,) = find_regions(heatmap_of(values), 1, least_um=50)
+    (region,) = find_regions(heatmap_of(values), 1, least_um=50).listed
     assert region.peak == (0, 20) and len(region.cells[0]) == 100
     assert region.cells[0].min() == 0 and region.cells[1].min() == 15
     assert region.score == pytest.approx(0.4)  # not 0.014, the mean of the square
+    assert region.area_um2 == 25.0 and region.contribution == pytest.approx(0.4)
 
 
 def test_squares_of_neighbours_are_one_region() -> None:
     values = np.full((40, 40), 0.01)
     values[20, 20], values[20, 23], values[20, 32] = 0.9, 0.8, 0.7
-    regions = find_regions(heatmap_of(values), 1, least_um=50)
+    regions = find_regions(heatmap_of(values), 1, least_um=50).listed
     assert [one.peak for one in regions] == [(20, 20), (20, 32)]
     assert [one.rank for one in regions] == [1, 2]
 
@@ -103,8 +146,18 @@ def test_a_density_with_a_hole_keeps_it() -> None:
     assert [len(feature["geometry"]["coordinates"]) for feature in found] == [2, 2, 2]
 
 
+def test_of_many_contours_the_largest_are_written() -> None:
+    values = np.zeros((60, 60))
+    values[2::6, 2::6] = 1.0
+    values[2:5, 2:5] = 1.0
+    level0 = Level0(((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)))
+    found = contour_features(heatmap_of(values, cell_px=1000), 1, np.ones((60, 60), bool), slide_id="s", level0=level0)
+    assert len(found) == 3 * MOST_CONTOURS
+    assert np.array(found[0]["geometry"]["coordinates"][0]).max() < 6000  # the largest first
+
+
 def test_a_class_that_scores_nothing_has_no_region() -> None:
-    assert find_regions(heatmap_of(np.full((3, 3), -1.0)), 1) == []
+    assert find_regions(heatmap_of(np.full((3, 3), -1.0)), 1).listed == ()
 
 
 def test_ring_with_a_hole() -> None:
@@ -146,7 +199,7 @@ def test_geojson_is_what_qupath_reads(tmp_path: Path) -> None:
     values[3, 4] = 1.0
     heatmap = heatmap_of(values, cell_px=10, slide=(35, 47))
     affine = Level0(((2.0, 0.0, 50.0), (0.0, 2.0, 100.0)), bounds_origin_px=(50.0, 80.0))
-    regions = find_regions(heatmap, 1, least_um=1)
+    regions = find_regions(heatmap, 1, least_um=1).listed
     collection = to_geojson(regions, heatmap, 1, slide_id="s 1", level0=affine)
     write_regions(tmp_path / "regions.geojson", collection)
     read = json.loads((tmp_path / "regions.geojson").read_text())

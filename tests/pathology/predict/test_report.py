@@ -48,7 +48,8 @@ def report_of() -> Report:
         bias=-0.125,
         off_tissue=0.125,
         cell="32 × 32 µm",
-        regions=[RegionPicture(1, PICTURE, 0.25, "0.2 mm²", 120, 340)],
+        regions=[RegionPicture(1, PICTURE, 0.25, "43.0 %", "0.2 mm²", 120, 340)],
+        regions_left_out="Neither listed nor outlined: 3 regions of lower score.",
         crop="256 µm",
         provenance=[("Checkpoint", [("digest", "ab" * 32)])],
         made_at="1 May 2026",
@@ -105,6 +106,8 @@ def test_page_says_what_a_reader_must_know() -> None:
         "12.5 % of the positive contribution is outside of the tissue",
         "score 25.0 %",
         "x 120, y 340",
+        "0.2 mm² 43.0 % of the evidence",
+        "Neither listed nor outlined: 3 regions of lower score.",
         "ab" * 32,
         "Case C-7",
     ):
@@ -116,10 +119,13 @@ def test_single_model_has_no_spread_and_a_page_without_regions_has_no_empty_sect
         report_of(),
         bars=[ReportBar("a", 0.4, "40.0 %", "", "red"), ReportBar("b", 0.6, "60.0 %", "", "blue")],
         regions=[],
+        regions_left_out="",
     )
     text = "".join(parsed(single).text)
     assert "±" not in text
     assert "Regions that score" not in text
+    faint = replace(single, regions_left_out="Neither listed nor outlined: 400 regions.")
+    assert "Neither listed nor outlined: 400 regions." in "".join(parsed(faint).text)
 
 
 @pytest.mark.parametrize(
