@@ -56,9 +56,9 @@ def test_what_is_found_on_a_crop_is_put_where_it_is_on_the_slide(tmp_path: Path,
     rows, columns = np.nonzero(pixels[1] < 200)
     cell = 16
     seen = SimpleNamespace(
-        cell_px=cell, slide_size_px=(crop.levels[1].height_px, crop.levels[1].width_px)
+        cell_px=cell, slide_size_px=(crop.levels[1].height_px, crop.levels[1].width_px), mpp=crop.levels[1].mpp
     )  # what `Level0.point` asks of a heatmap
-    level0 = level0_of(SimpleNamespace(slide=crop, level=1))  # type: ignore[arg-type]
+    level0 = level0_of(SimpleNamespace(slide=crop, heatmap=seen))  # type: ignore[arg-type]
     corners = [(rows.min(), columns.min()), (rows.max() + 1, columns.max() + 1)]
     found = [level0.point(x / cell, y / cell, seen) for y, x in corners]  # type: ignore[arg-type]
     assert np.abs(np.array(found) - [(3100, 2200), (4000, 2900)]).max() <= 4
