@@ -116,6 +116,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     Raises:
         RequestError: On all ranks if one of them refuses; nothing was written.
     """
+    from data.samples.exclusion import describe_excluded
     from hyfi_core.comm.agree import agree
     from hyfi_core.comm.shared_disk import agree_everywhere
     from workflows.launch import rank_log
@@ -139,6 +140,8 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     job = agree_everywhere(world, lambda: prepare(config))
     if world.rank == 0:
         say(job.labels.describe())
+        if job.excluded:
+            say(describe_excluded(job.excluded))
     inputs = inputs_of(job)
     coverage = agree(world, lambda: inputs.check() if world.rank == 0 else None)
     roles = Roles.of(world, config, inputs.outputs_to_place)

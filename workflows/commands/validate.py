@@ -283,6 +283,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     from data.location import location
     from data.missing import MISSING
     from data.samples.dataset import select_slides
+    from data.samples.exclusion import without_flags
     from data.samples.labels import with_cases
     from data.samples.matching import match_labels
     from data.samples.names import cases_in_one_way
@@ -312,7 +313,11 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     match.check(str(path), allow_unmatched=True)
     if own_rank() == 0:
         say(match.describe())
-    slides = select_slides(rows, known, splits, split)
+    flags = model.get("exclude_flags", ()) if split in ("train", "val") else ()
+    slides = select_slides(without_flags(rows, flags), known, splits, split)
+    left_out = len(select_slides(rows, known, splits, split)) - len(slides)
+    if left_out and own_rank() == 0:
+        say(f"as in training, {left_out} slides with one of the flags {', '.join(flags)} are left out")
     if not slides:
         raise RequestError(f"--split {split}: no slide of {store} is done, labelled in {path} and in {split!r}")
     dataset = dataset_of(model, store, slides)

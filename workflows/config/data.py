@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from data.missing import MISSING
+from data.samples.exclusion import SLIDE_FLAGS
 from workflows.config.section import OWN, AboveZero, Count, Positive, Section, Share, Size, UserPath
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.config.tiles import AggregatorConfig, EncoderConfig, TilesConfig
@@ -76,6 +77,11 @@ class DataConfig(Section):
         min_length=1,
         description="a column of the labels, or a list of columns: what is predicted; slides with an empty cell, or "
         "one of the missing words, are not used",
+    )
+    exclude_flags: tuple[str, ...] = Field(
+        (),
+        description="a list of flags, as in [blur, pen, truncated]: slides of the store with one of them are left out "
+        "of training and validation; default: none",
     )
     missing: tuple[str, ...] | None = Field(
         None,
@@ -187,6 +193,14 @@ class DataConfig(Section):
         description="a folder on a disk of each node, or /dev/shm: node_cache_bytes are in its hyfi-chunks-<uid>; "
         "default: the system's temporary folder",
     )
+
+    @field_validator("exclude_flags")
+    @classmethod
+    def _flags_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [flag for flag in value if flag not in SLIDE_FLAGS]
+        if unknown:
+            raise ValueError(f"given {', '.join(map(repr, unknown))}; allowed: {', '.join(SLIDE_FLAGS)}")
+        return value
 
     @field_validator("size_px")
     @classmethod

@@ -16,6 +16,7 @@ from data.loading.normalise import Normalisation
 from data.loading.order import SampleStream, balanced_weights, column_weights
 from data.samples.augment import Augment
 from data.samples.dataset import MPP_TOLERANCE, SlideDataset, SlideRef, select_slides
+from data.samples.exclusion import ExcludedSlide, flags_to_exclude, refuse_empty
 from data.samples.labels import Labels, Target, with_cases
 from data.samples.matching import LabelMatch, match_labels
 from data.samples.names import cases_in_one_way
@@ -43,6 +44,7 @@ class TrainingJob:
         draw_weights: Relative frequency with which each training slide is drawn; None: each once an epoch.
         shares: Slides of one step for each replica, if these differ; spare ranks are replicas, too.
         pace_s: Seconds of each replica for one slide of each micro-batch, if shares were chosen by speed.
+        excluded: Slides of both splits that are left out because of their flags.
     """
 
     config: Config
@@ -53,6 +55,7 @@ class TrainingJob:
     draw_weights: tuple[float, ...] | None = None
     shares: tuple[int, ...] | None = None
     pace_s: tuple[float, ...] | None = None
+    excluded: tuple[ExcludedSlide, ...] = ()
 
     @cached_property
     def plan(self) -> ParallelPlan:
@@ -155,6 +158,7 @@ class TrainingJob:
             "target": data.target if isinstance(data.target, str) else list(data.target),
             "split_column": data.split_column,
             "merge_alike": data.merge_alike,
+            "exclude_flags": list(data.exclude_flags),
             "missing": None if data.missing is None else list(data.missing),
             "task": data.task,
             "mpp": self.train.mpp,
@@ -189,8 +193,9 @@ def prepare(config: Config) -> TrainingJob:
     rows = with_cases(rows, labels)
     splits_path = data.splits or labels_path
     splits = load_splits(splits_path, rows, column=data.split_column, merge_alike=merge, missing=missing)
-    train = select_slides(rows, labels, splits, "train")
-    val = select_slides(rows, labels, splits, config.validation.split)
+    excluded: list[ExcludedSlide] = []
+    train = _selected(config, rows, labels, splits, "train", excluded)
+    val = _selected(config, rows, labels, splits, config.validation.split, excluded)
     if not train:
         raise RequestError(
             f"no slide to train on: none of the {len(rows)} slides of {data.store} is done, has a {data.target} in "
@@ -205,7 +210,47 @@ def prepare(config: Config) -> TrainingJob:
         match_labels(rows, labels, splits),
         _draw_weights(config, labels, train),
         config.roles.shares,
+        excluded=tuple(excluded),
     )
+
+
+def _selected(
+    config: Config,
+    rows: Sequence[Mapping[str, str]],
+    labels: Labels,
+    splits: Mapping[str, str],
+    split: str,
+    excluded: list[ExcludedSlide],
+) -> tuple[SlideRef, ...]:
+    """Return the slides of a split without those of ``data.exclude_flags``, which are added to ``excluded``.
+
+    Raises:
+        RequestError: That leaves the split, or a class in it, without a slide.
+    """
+    flags_of = {row["slide_id"]: flags_to_exclude(row, config.data.exclude_flags) for row in rows}
+    slides = select_slides(rows, labels, splits, split)
+    known = {one.slide_id for one in excluded}
+    excluded += [
+        ExcludedSlide(one.slide_id, one.case_id, split, flags_of[one.slide_id])
+        for one in slides
+        if flags_of[one.slide_id] and one.slide_id not in known
+    ]
+    remaining = tuple(one for one in slides if not flags_of[one.slide_id])
+    lost = _classes(labels, slides) - _classes(labels, remaining)
+    if slides and (lost or not remaining):
+        refuse_empty(split, sorted(lost) if remaining else [], excluded)
+    return remaining
+
+
+def _classes(labels: Labels, slides: Sequence[SlideRef]) -> set[str]:
+    """Return the names of the classes, or of the labels, that slides have, none if labels are numbers."""
+    names: set[str] = set()
+    for target in map(_label, slides):
+        if isinstance(target, int):
+            names.add(labels.classes[target])
+        elif labels.classes:
+            names.update(name for name, value in zip(labels.classes, target, strict=True) if value == 1)
+    return names
 
 
 def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Sequence[SlideRef]) -> Task:

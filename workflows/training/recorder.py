@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from data.samples.coverage import write_coverage
+from data.samples.exclusion import write_excluded
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.saving.kept_checkpoints import prune, remove_leftovers, saved_steps
 from workflows.console import plain_number, say
@@ -76,6 +77,8 @@ class Recorder:
         self.folder.begin(config, {**plan.to_json(), **roles})
         remove_leftovers(self.folder.checkpoints)
         write_coverage(config.run.dir / "coverage.csv", slides.coverage or ())
+        if job.excluded:
+            write_excluded(config.run.dir / "excluded.csv", job.excluded)
         self.data, self.trained_slides = slides.data, slides.trained
         if start:
             self.folder.rewind(start)
