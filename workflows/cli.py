@@ -49,6 +49,7 @@ from workflows.cli_options import (
     Tissue,
     TissueOut,
     TissueSet,
+    TrainFolds,
     Unsharded,
 )
 from workflows.cli_plan import plan, simulate
@@ -242,6 +243,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue a stopped run, or start it.")] = False,
     resume_from: ResumeFrom = None,
     accepts_changes: AcceptDataChanges = False,
+    folds: TrainFolds = None,
     as_json: Json = False,
 ) -> None:
     """Train a classifier; starts mpiexec itself if it is not already under mpiexec, srun or torchrun."""
@@ -250,6 +252,11 @@ def train(
 
     def body() -> int:
         resumption = Resumption.of(resume, resume_from, accepts_changes)
+        if folds is not None:
+            from workflows.commands import train_folds
+            from workflows.cross_validation.fold_runs import FoldRuns
+
+            return train_folds.run(FoldRuns(config, tuple(overrides or ()), ranks, resumption, folds), as_json)
         return train.run(config, list(overrides or ()), ranks, resumption, as_json)
 
     exit_with(body, as_ranks=True)

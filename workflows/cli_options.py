@@ -8,6 +8,14 @@ from typing import Annotated
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one machine-readable object last on standard output.")]
+TrainFolds = Annotated[
+    str | None,
+    typer.Option(
+        "--folds",
+        metavar="all|K,K",
+        help="Cross-validation: a run for each of these folds of `hyfi split --folds`, and all slides together.",
+    ),
+]
 PlanRanks = Annotated[
     int | None, typer.Option("--ranks", min=1, help="Processes to start; default: as many as the plan needs.")
 ]

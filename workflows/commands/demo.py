@@ -7,22 +7,17 @@ synth ─► slides/ ─► ingest (train, val) ─► store/ ─► train ─�
 from __future__ import annotations
 
 import csv
-import functools
 import json
-import shlex
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data.children import die_with_parent
 from hyfi_core.errors import RequestError
 from workflows.console import emit_json, say
+from workflows.own_command import run_command
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 MARKER = ".hyfi-demo"
@@ -178,27 +173,9 @@ class _Demo:
 
 def _hyfi(*arguments: object) -> None:
     """Run one command as a user would; on Ctrl-C, stop it and wait for its end."""
-    text = [str(argument) for argument in arguments]
-    shown = shlex.join(text) if len(text) < 12 else f"{shlex.join(text[:3])} … {shlex.join(text[-2:])}"
-    say(f"$ hyfi {shown}")
-    # In a new session, so that Ctrl-C reaches only this process, which then stops the command once.
-    process = subprocess.Popen(
-        [sys.executable, "-m", "workflows.cli", *text],
-        start_new_session=True,
-        preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
-    )
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=SECONDS_TO_STOP)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise
+    code = run_command(arguments, SECONDS_TO_STOP)
     if code != 0:
-        raise StageError(text[0], code if code > 0 else 70)
+        raise StageError(str(arguments[0]), code)
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.files import write_atomically
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.device import device_request
 from hyfi_core.runtime.launch import inside_launcher
 from pathology.memory import parse_bytes
 from workflows import signals
-from workflows.console import emit_json, listed, say, warn
+from workflows.console import emit_json, listed, plain_json, say, warn
 from workflows.exit_codes import DONE, STOPPED
 from workflows.option_values import Cells
 from workflows.paths import require_local
 
 ALL = "all"
 """As ``--split``: every labelled slide."""
+METRICS_FILE = "metrics.json"
+"""In the folder of ``--out``: the object of ``--json``."""
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +52,7 @@ class EvaluationRequest:
         memory: Memory limit of a process, as in 4GB, with ``spill``.
         spill: Folder, or memory, for maps that no cell currently needs.
         image: ``whole``: show all tissue of every slide; ``trained``: what one image of the trained size shows.
-        out: Folder for ``index.html`` and ``predictions.csv``; None: they are not written.
+        out: Folder for ``index.html``, ``predictions.csv`` and ``metrics.json``; None: they are not written.
         as_json: Print the metrics as one JSON object.
         calibrate: Fit the temperature on these slides and store it in the checkpoint.
         device: ``auto``, ``cpu`` or ``cuda``.
@@ -358,9 +362,12 @@ def _report(
         _print_metrics(metrics["case"])
     if page is not None:
         say(f"all slides: {page}")
+    numbers = {"checkpoint": request.checkpoint, "step": step, "split": request.split, **metrics}
+    if page is not None:
+        numbers["page"] = page
+        write_atomically(page.with_name(METRICS_FILE), (json.dumps(plain_json(numbers), indent=1) + "\n").encode())
     if request.as_json:
-        numbers = {"checkpoint": request.checkpoint, "step": step, "split": request.split, **metrics}
-        emit_json(numbers | ({} if page is None else {"page": page}))
+        emit_json(numbers)
 
 
 def _print_metrics(metrics: Mapping[str, Any]) -> None:

@@ -169,7 +169,7 @@ def evaluated_slides(
                 label="" if sample.label is None else task.text(sample.label),
                 coverage=coverage,
                 flags=flags,
-                thumbnail=_thumbnail(slide),
+                thumbnail=stored_thumbnail(slide),
                 uncalibrated=() if np.array_equal(values, before, equal_nan=True) else tuple(before.tolist()),
                 wrong=sample.label is not None and task.is_wrong(prediction, sample.label),
             )
@@ -177,7 +177,8 @@ def evaluated_slides(
     return found
 
 
-def _thumbnail(slide: SlideStore) -> bytes:
+def stored_thumbnail(slide: SlideStore) -> bytes:
+    """Return the thumbnail of a stored slide, a JPEG."""
     buffer = io.BytesIO()
     Image.fromarray(thumbnail_of_store(slide, THUMBNAIL_PX).image).save(buffer, "JPEG", quality=80)
     return buffer.getvalue()
@@ -205,14 +206,22 @@ def write_predictions(folder: Path, slides: Sequence[CohortSlide], names: Sequen
     write_table(folder / FILE_NAME, [*columns(names, with_spread=False), "label"], rows)
 
 
-def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], task: Task, readout: Readout, title: str) -> Path:
-    """Write ``folder/index.html`` and return its path.
+def write_cohort_page(
+    folder: Path,
+    slides: Sequence[CohortSlide],
+    task: Task,
+    readout: Readout,
+    title: str,
+    section: PageSection | None = None,
+) -> Path:
+    """Write ``folder/index.html`` and return its path; ``section``: what is known of labelled slides, else computed.
 
     Raises:
         OSError: The file cannot be written.
     """
     labelled = [slide for slide in slides if slide.label and slide.prediction]
-    section = _section(labelled, task, readout) if labelled else None
+    if section is None and labelled:
+        section = section_of(labelled, task, readout)
     worst = sorted(section.errors, key=lambda index: -section.errors[index])[:MAX_WORST] if section else []
     content = {
         "columns": [
@@ -245,7 +254,7 @@ def _css(channel: int) -> str:
     return "rgb({}, {}, {})".format(*class_color(channel))
 
 
-def _section(labelled: Sequence[CohortSlide], task: Task, readout: Readout) -> PageSection:
+def section_of(labelled: Sequence[CohortSlide], task: Task, readout: Readout) -> PageSection:
     """Return plots and tables of the labelled slides."""
     from workflows.tasks.bootstrap import draw_cases
     from workflows.tasks.cases import case_indices

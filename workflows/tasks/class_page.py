@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from workflows.tasks.bootstrap import intervals
 from workflows.tasks.class_metrics import METRICS, metrics_of_probabilities
 from workflows.tasks.curves import ThresholdRow, threshold_rows
-from workflows.tasks.page_section import PageSection, PageTable, shown_metric
+from workflows.tasks.page_section import MetricNumber, PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import confusion_plot, curve_plots, reliability_plots
 
 Array = NDArray[np.float64]
@@ -33,9 +33,9 @@ def class_section(
     targets = np.array(labels, dtype=np.int64)
     shown = [1] if len(names) == 2 else range(len(names))
     roc, precision_recall = curve_plots(probabilities, targets, draws, names, shown)
-    metrics = _metrics(probabilities, targets, draws)
+    metrics, numbers = _metrics(probabilities, targets, draws)
     if before is not None:
-        earlier = dict(_metrics(before, targets, draws))["calibration error"]
+        earlier = dict(_metrics(before, targets, draws)[0])["calibration error"]
         metrics.append(("calibration error before calibration", earlier))
     predicted = probabilities.argmax(axis=1)
     return PageSection(
@@ -51,6 +51,7 @@ def class_section(
             for k in shown
         ],
         {k: -float(probabilities[k, targets[k]]) for k in np.flatnonzero(predicted != targets).tolist()},
+        numbers,
     )
 
 
@@ -64,10 +65,13 @@ def threshold_table(caption: str, score: Array, positive: NDArray[np.bool_]) -> 
     return PageTable(caption, RATES, tuple(map(cells, threshold_rows(score, positive))))
 
 
-def _metrics(probabilities: Array, targets: NDArray[np.int64], draws: Array) -> list[tuple[str, str]]:
-    """Return (name, formatted value with interval) of each metric."""
+def _metrics(
+    probabilities: Array, targets: NDArray[np.int64], draws: Array
+) -> tuple[list[tuple[str, str]], dict[str, MetricNumber]]:
+    """Return (name, formatted value with interval) of each metric, and the numbers."""
     p, y = torch.from_numpy(probabilities), torch.from_numpy(targets)
     values = metrics_of_probabilities(p, y)
     logits = p.clamp(min=1e-12).log()
     bounds = intervals(logits, y, torch.zeros(len(y), dtype=torch.float64), torch.from_numpy(draws))
-    return [shown_metric(name, values[name], bounds[name]) for name in METRICS]
+    shown = [shown_metric(name, values[name], bounds[name]) for name in METRICS]
+    return shown, metric_numbers({name: values[name] for name in METRICS}, bounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,14 @@ class PageTable:
 
 
 @dataclass(frozen=True)
+class MetricNumber:
+    """A metric and its 95 % interval; None: undefined."""
+
+    value: float | None
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
 class PageSection:
     """Plots and tables of the labelled slides.
 
@@ -26,15 +35,29 @@ class PageSection:
         plots: The plots.
         tables: Further tables.
         errors: Size of each slide's error, by its index, of the slides that are wrong.
+        numbers: Value and 95 % interval of each metric, under its name in JSON.
     """
 
     metrics: Sequence[tuple[str, str]]
     plots: Sequence[Plot]
     tables: Sequence[PageTable] = ()
     errors: Mapping[int, float] = field(default_factory=dict)
+    numbers: Mapping[str, MetricNumber] = field(default_factory=dict)
 
 
 def shown_metric(name: str, value: float | None, bounds: Sequence[float] | None) -> tuple[str, str]:
     """Return a row of the page's metrics: ``0.812 (0.700 – 0.901)``; few cases may define no metric, or no interval."""
     interval = f"{bounds[0]:.3f} – {bounds[1]:.3f}" if bounds else "interval undefined"
     return name.replace("_", " "), "not defined" if value is None else f"{value:.3f} ({interval})"
+
+
+def metric_numbers(
+    values: Mapping[str, float | None], bounds: Mapping[str, Sequence[float] | None]
+) -> dict[str, MetricNumber]:
+    """Return the numbers of metrics; values that are not finite are undefined."""
+    numbers = {}
+    for name, value in values.items():
+        interval = bounds.get(name)
+        finite = None if value is None or not math.isfinite(value) else value
+        numbers[name] = MetricNumber(finite, None if not interval else (interval[0], interval[1]))
+    return numbers

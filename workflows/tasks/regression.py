@@ -20,7 +20,7 @@ from workflows.config.data import DataConfig
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.bootstrap import resampled
 from workflows.tasks.number_metrics import number_metrics
-from workflows.tasks.page_section import PageSection, shown_metric
+from workflows.tasks.page_section import PageSection, metric_numbers, shown_metric
 from workflows.tasks.plots import scatter_plot
 from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
 
@@ -183,7 +183,7 @@ class Regression(Task):
         metrics = [shown_metric(n, v if math.isfinite(v) else None, bounds[n]) for n, v in once.items()]
         plot = scatter_plot(true.numpy(), values, self.columns[0])
         errors = (predicted - true).abs().tolist()
-        return PageSection(metrics, [plot], errors=dict(enumerate(errors)))
+        return PageSection(metrics, [plot], errors=dict(enumerate(errors)), numbers=metric_numbers(once, bounds))
 
     def _values(self, outputs: torch.Tensor) -> torch.Tensor:
         return outputs[:, 0].double() * self.std + self.mean

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from data.samples.label_sets import NO, UNKNOWN, YES
 from workflows.tasks.bootstrap import resampled
 from workflows.tasks.multilabel.metrics import MEANS, label_metrics, macro
-from workflows.tasks.page_section import PageSection, PageTable, shown_metric
+from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import ScoredClass, rate_plots
 
 Array = NDArray[np.float64]
@@ -52,6 +52,7 @@ def labels_section(
         rate_plots(_curves(values, targets.numpy(), draws, names)),
         [_table(scores, called, targets, names, thresholds, texts)],
         {k: float(sizes[k]) for k in wrong.any(1).nonzero()[:, 0].tolist()},
+        metric_numbers(once, bounds),
     )
 
 

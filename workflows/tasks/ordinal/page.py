@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from workflows.tasks.bootstrap import resampled, share_interval
 from workflows.tasks.ordinal.corn import grade_metrics, predicted_grades
-from workflows.tasks.page_section import PageSection, PageTable, shown_metric
+from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import ScoredClass, confusion_plot, rate_plots
 
 Array = NDArray[np.float64]
@@ -46,6 +46,7 @@ def grades_section(values: Array, grades: torch.Tensor, draws: Array, names: Seq
         [*rate_plots(curves), confusion_plot(predicted.numpy(), true, names)],
         [_table(predicted, grades, names)],
         {k: float(off[k] + sure[k] / steps) for k in wrong},
+        metric_numbers(once, bounds),
     )
 
 

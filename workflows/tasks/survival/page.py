@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from workflows.tasks.bootstrap import resampled
-from workflows.tasks.page_section import PageSection, PageTable, shown_metric
+from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import GroupCurve, Plot, group_curves_plot, time_plot
 from workflows.tasks.survival.metrics import (
     censoring_survival,
@@ -66,6 +66,7 @@ def survival_section(
         shown,
         [*plots, _areas(risks, targets, times, counts, columns[0])],
         [_groups_table(case_targets, high), _horizon_table(risks, targets, times, known)],
+        numbers=metric_numbers(once, bounds),
     )
 
 

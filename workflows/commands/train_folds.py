@@ -1,0 +1,107 @@
+"""``hyfi train --folds``: trains and evaluates a model for each fold, and reports all slides together."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.files import write_atomically
+from hyfi_core.errors import RequestError
+from workflows.console import emit_json, plain_json, say, warn
+from workflows.cross_validation.fold_runs import FoldRuns
+from workflows.exit_codes import DONE
+from workflows.own_command import run_command
+
+if TYPE_CHECKING:
+    from workflows.cross_validation.pooled import PooledFolds
+
+SUMMARY_FILE = "folds.json"
+
+
+def run(runs: FoldRuns, as_json: bool) -> int:
+    """Train and evaluate the chosen folds, one after the other, and pool all folds that are finished.
+
+    Args:
+        runs: What was asked for.
+        as_json: Print the summary as one JSON object.
+
+    Returns:
+        0, or the exit code of the first command that did not return 0.
+
+    Raises:
+        RequestError: The request is not valid; nothing was written.
+    """
+    runs.check()
+    runs.write_splits()
+    for fold in runs.chosen:
+        say(f"fold {fold}: reported on fold {fold}, best checkpoint chosen on fold {runs.table.validating(fold)}")
+        code = _run_fold(runs, fold)
+        if code != DONE:
+            warn(
+                f"hyfi: fold {fold} ended with exit code {code}; the same command with --resume continues there, and "
+                "keeps the folds that are finished"
+            )
+            return code
+    summary = _pool(runs)
+    if as_json:
+        emit_json(summary)
+    return DONE
+
+
+def _run_fold(runs: FoldRuns, fold: int) -> int:
+    """Train and evaluate a fold, as far as it is not done; return the exit code."""
+    if not runs.is_trained(fold):
+        code = run_command(runs.train_words(fold))
+        if code != DONE:
+            return code
+    return DONE if runs.is_evaluated(fold) else run_command(runs.validate_words(fold))
+
+
+def _pool(runs: FoldRuns) -> Mapping[str, Any]:
+    """Write and print what all finished folds say together."""
+    from workflows.cross_validation.pooled import FoldResult, PooledFolds
+
+    finished = [fold for fold in runs.table.folds if runs.is_trained(fold) and runs.is_evaluated(fold)]
+    pooled = PooledFolds([FoldResult.read(fold, runs.checkpoint_of(fold), runs.test_of(fold)) for fold in finished])
+    try:
+        summary = pooled.write(runs.folder, Path(runs.config.data.store), len(runs.table.folds))
+        write_atomically(runs.folder / SUMMARY_FILE, (json.dumps(plain_json(summary), indent=1) + "\n").encode())
+    except OSError as error:
+        raise RequestError(f"{runs.folder}: cannot be written ({error.strerror or error})") from error
+    _print(runs, pooled, summary)
+    return summary
+
+
+def _print(runs: FoldRuns, pooled: PooledFolds, summary: Mapping[str, Any]) -> None:
+    count, total = len(pooled.results), summary["of"]
+    say(
+        f"{count} of {total} folds, {summary['slides']} slides of {summary['cases']} cases, each predicted by the "
+        "model of its fold (in brackets: 95 % interval, cases resampled; ±: standard deviation over folds):"
+    )
+    for name in dict.fromkeys((*summary["pooled"], *summary["spread"])):
+        all_slides, folds = summary["pooled"].get(name), summary["spread"].get(name)
+        parts = [] if all_slides is None else [f"all slides {_number(all_slides['value'])}{_interval(all_slides)}"]
+        parts += [] if folds is None else [f"folds {_number(folds['mean'])} ± {_number(folds['sd'])}"]
+        say(f"  {name:<18} {', '.join(parts)}")
+    say(f"all slides: {summary['page']}, {summary['predictions']}")
+    if summary["ensemble"] and count > 1:
+        first, *others = summary["ensemble"]
+        words = ["hyfi", "predict", first, *(word for one in others for word in ("--checkpoint", one))]
+        say(f"the models of the folds as an ensemble: {shlex.join(words)} SLIDES --out results")
+    elif count > 1:
+        say(
+            "the models of the folds do not form an ensemble: they predict different numbers, such as survival at "
+            "other times"
+        )
+
+
+def _number(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.4f}"
+
+
+def _interval(number: Mapping[str, Any]) -> str:
+    bounds = number["interval"]
+    return " (interval undefined)" if bounds is None else f" ({bounds[0]:.4f} to {bounds[1]:.4f})"

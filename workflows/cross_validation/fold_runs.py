@@ -1,0 +1,203 @@
+"""The runs of a cross-validation, each in a folder of its own, and what is checked before the first of them.
+
+::
+
+    RUN/splits.csv ─► hyfi train … run.dir=RUN/fold-0 ─► hyfi validate RUN/fold-0/checkpoints/best ─► RUN/fold-0/test/
+                      hyfi train … run.dir=RUN/fold-1 ─► …                                            RUN/fold-1/test/
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from data.files import write_atomically
+from data.location import location
+from data.store.manifest import load_manifest
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.launch import inside_launcher
+from workflows.config.load import Config, changed_keys, load_config
+from workflows.cross_validation.fold_table import FoldTable, column_of
+from workflows.launch.request import check_ranks, check_run, check_unused
+from workflows.launch.resumption import Resumption
+from workflows.paths import require_writable
+
+SPLITS_FILE = "splits.csv"
+TEST_FOLDER = "test"
+LONGER = {"run.steps", "run.epochs", "run.early_stop"}
+"""Keys with which a finished run may go on."""
+
+
+@dataclass(frozen=True)
+class FoldRuns:
+    """What ``hyfi train CONFIG --folds …`` was asked for.
+
+    Attributes:
+        path: The YAML of every fold's run.
+        overrides: ``section.key=value``, applied to it.
+        ranks: Number of ranks of each run; None: as many as it needs.
+        resumption: Whether runs are continued.
+        folds: The text of ``--folds``.
+    """
+
+    path: Path
+    overrides: tuple[str, ...]
+    ranks: int | None
+    resumption: Resumption
+    folds: str
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration, whose ``run.dir`` is the folder of all folds."""
+        return load_config(self.path, self.overrides, ignore_plan=True)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of all folds."""
+        return self.config.run.dir
+
+    @cached_property
+    def table(self) -> FoldTable:
+        """The folds of the slides.
+
+        Raises:
+            RequestError: The splits have none.
+        """
+        data = self.config.data
+        path = data.splits or data.labels or data.store / "manifest.csv"
+        return FoldTable.read(location(path), load_manifest(location(data.store)), data.missing_words)
+
+    @cached_property
+    def chosen(self) -> tuple[int, ...]:
+        """The folds to run."""
+        return self.table.chosen(self.folds)
+
+    def run_of(self, fold: int) -> Path:
+        """Return the folder of a fold's run."""
+        return self.folder / f"fold-{fold}"
+
+    def overrides_of(self, fold: int, splits: Path | None = None) -> list[str]:
+        """Return the overrides of a fold's run; ``splits``: the CSV to read instead of the one in the folder."""
+        own = {
+            "data.splits": str(splits or self.folder / SPLITS_FILE),
+            "data.split_column": column_of(fold),
+            "run.dir": str(self.run_of(fold)),
+        }
+        return [*self.overrides, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
+
+    def config_of(self, fold: int, splits: Path | None = None) -> Config:
+        """Return the configuration of a fold's run."""
+        return load_config(self.path, self.overrides_of(fold, splits), ignore_plan=True)
+
+    def check(self) -> None:
+        """Check all that can be known before the first run; writes nothing.
+
+        Raises:
+            RequestError: The folds, a fold's run or its slides are not as they must be.
+        """
+        if inside_launcher() is not None:
+            raise RequestError(
+                "--folds: starts the ranks of each fold itself, and was started by a launcher; call `hyfi train … "
+                "--folds` without one, or give each launcher one fold as a run: data.split_column and run.dir"
+            )
+        if self.resumption.source is not None:
+            raise RequestError(
+                f"--folds with --resume-from {self.resumption.source}: a fold continues from its latest checkpoint; "
+                "give --resume"
+            )
+        check_ranks(self.config, self.ranks if self.ranks is not None else self.config.ranks)
+        chosen = self.chosen
+        self._check_folder()
+        for fold in chosen:
+            config = self.config_of(fold)
+            check_unused(config)
+            check_run(config, self.resumption)
+        self._check_slides()
+
+    def _check_folder(self) -> None:
+        require_writable(self.folder / SPLITS_FILE)
+        if (self.folder / "config.yaml").exists():
+            raise RequestError(f"run.dir {self.folder}: is a run of its own, not one of folds; use another run.dir")
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            return
+        splits = self.folder / SPLITS_FILE
+        if not splits.is_file():
+            raise RequestError(f"run.dir {self.folder}: exists and has no {SPLITS_FILE} of folds; use another run.dir")
+        if splits.read_bytes() != self.table.splits():
+            raise RequestError(
+                f"{splits}: the folds are others than those of {self.table.table.name}; restore them, or use another "
+                "run.dir"
+            )
+
+    def _check_slides(self) -> None:
+        """Check labels and slides of every fold as its run would, with splits that are not in the folder yet."""
+        from workflows.training.job import prepare
+
+        with tempfile.TemporaryDirectory() as folder:
+            splits = Path(folder) / SPLITS_FILE
+            splits.write_bytes(self.table.splits())
+            for fold in self.chosen:
+                try:
+                    prepare(self.config_of(fold, splits))
+                except RequestError as error:
+                    text = str(error).replace(str(splits), self.table.table.name)
+                    raise RequestError(f"fold {fold}: {text}") from error
+
+    def write_splits(self) -> None:
+        """Write the splits of all folds."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / SPLITS_FILE, self.table.splits())
+
+    def is_trained(self, fold: int) -> bool:
+        """Whether a fold's run is done, and not to be made longer."""
+        run = self.run_of(fold)
+        try:
+            state = json.loads((run / "status.json").read_text(encoding="utf-8"))["state"]
+        except (OSError, ValueError, KeyError):
+            return False
+        return (
+            state == "done" and not LONGER & changed_keys(load_config(run / "config.yaml"), self.config_of(fold)).keys()
+        )
+
+    def checkpoint_of(self, fold: int) -> Path:
+        """Return the checkpoint that is reported: the best one, or the latest of a run that chose none."""
+        checkpoints = self.run_of(fold) / "checkpoints"
+        return checkpoints / ("best" if (checkpoints / "best").exists() else "latest")
+
+    def test_of(self, fold: int) -> Path:
+        """Return the folder of what a fold's model predicts for its test slides."""
+        return self.run_of(fold) / TEST_FOLDER
+
+    def is_evaluated(self, fold: int) -> bool:
+        """Whether the fold's checkpoint was evaluated; one that training has replaced since was not."""
+        from hyfi_core.runtime.checkpoint import read_model_json
+
+        try:
+            metrics = json.loads((self.test_of(fold) / "metrics.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return bool(metrics.get("step") == read_model_json(self.checkpoint_of(fold)).get("step"))
+
+    def train_words(self, fold: int) -> list[str]:
+        """Return the command that trains a fold."""
+        goes_on = (self.run_of(fold) / "config.yaml").exists()
+        words = ["train", str(self.path), *self.overrides_of(fold)]
+        words += [] if self.ranks is None else ["--ranks", str(self.ranks)]
+        return [*words, *(self.resumption.words() if goes_on else [])]
+
+    def validate_words(self, fold: int) -> list[str]:
+        """Return the command that evaluates a fold's model on its test slides."""
+        config, plan = self.config, self.config.plan
+        words = ["validate", str(self.checkpoint_of(fold)), "--store", str(config.data.store), "--split", "test"]
+        words += ["--splits", str(self.folder / SPLITS_FILE), "--out", str(self.test_of(fold))]
+        words += ["--labels", str(config.data.labels)] if config.data.labels else []
+        words += ["--device", config.run.device]
+        if plan.cells is not None and config.data.tiles is None:
+            words += ["--cells", plan.cells if plan.cells == "auto" else ",".join(map(str, plan.cells))]
+            words += ["--memory", str(plan.memory_bytes)] if plan.memory_bytes and plan.spill else []
+            words += ["--spill", plan.spill] if plan.spill else []
+        ranks = plan.ranks // plan.replicas
+        return words + (["--ranks", str(ranks)] if ranks > 1 else [])

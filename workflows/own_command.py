@@ -1,0 +1,51 @@
+"""Commands of this package that another command starts, as a user would."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from data.children import die_with_parent
+from workflows.console import say
+from workflows.exit_codes import FAULT
+
+
+def run_command(arguments: Sequence[object], seconds_to_stop: float | None = None) -> int:
+    """Run ``hyfi arguments…`` in a process of its own and return its exit code; `FAULT` if it was killed.
+
+    Args:
+        arguments: Of ``hyfi``.
+        seconds_to_stop: How long the command may take to end after a request to stop; None: as long as it needs.
+
+    Raises:
+        KeyboardInterrupt: Stopped on request; the command has ended.
+    """
+    text = [str(argument) for argument in arguments]
+    shown = shlex.join(text) if len(text) < 12 else f"{shlex.join(text[:3])} … {shlex.join(text[-2:])}"
+    say(f"$ hyfi {shown}")
+    # In a new session, so that Ctrl-C reaches only this process, which then stops the command once.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workflows.cli", *text],
+        start_new_session=True,
+        preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
+    )
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        _stop(process, seconds_to_stop)
+        raise
+    return code if code >= 0 else FAULT
+
+
+def _stop(process: subprocess.Popen[bytes], seconds: float | None) -> None:
+    """Ask a command to stop, and wait for its end; a second request, or too long a wait, kills it."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=seconds)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
