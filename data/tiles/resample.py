@@ -5,16 +5,19 @@
     step 5/2     |  0  |  1  |  2  |  3  |  4  |      pixels, in units of 1/2
     new          |     0      |     1      |          0 covers 2, 2 and 1 units of pixels 0, 1 and 2
 
-Weights are whole numbers, and their sums stay below 2⁵³, so that float64 computes them without rounding: a new pixel
-does not depend on the box that it is computed in.
+Weights are whole numbers, and so are all sums, which float64 (float32 where they are small) adds without rounding: a
+new pixel does not depend on the box that it is computed in.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+_WHITE = 255
 
 
 def covered(start: int, stop: int, step: Fraction) -> tuple[int, int]:
@@ -34,25 +37,36 @@ def reduced(
         size_px: Height and width of the result.
         step: Pixels (y, x) for each new pixel.
     """
-    rows = _sums(pixels.astype(np.float64), corner[0], size_px[0], step[0], axis=1)
-    total = _sums(rows, corner[1], size_px[1], step[1], axis=2)
-    area = float(step[0].numerator * step[1].numerator)
-    # (2 · total + area) // (2 · area) is exact in float64: both are whole numbers below 2⁵³.
-    return np.floor_divide(2.0 * total + area, 2.0 * area).astype(np.uint8)
+    # Both sums go over the first axis, so that they copy whole rows.
+    rows = _sums(pixels.transpose(1, 0, 2), corner[0], size_px[0], step[0], _WHITE * step[0].numerator)
+    area = step[0].numerator * step[1].numerator
+    total = _sums(rows.transpose(2, 1, 0), corner[1], size_px[1], step[1], _WHITE * area)
+    total += area // 2  # rounds halves up; of an odd area there are none
+    result = np.empty((pixels.shape[0], *size_px), np.uint8)
+    np.floor_divide(total, area, out=total)
+    result[...] = total.transpose(1, 2, 0)
+    return result
 
 
-def _sums(values: NDArray[np.float64], start: int, length: int, step: Fraction, axis: int) -> NDArray[np.float64]:
-    """Return for each new pixel along an axis the sum of what it covers, times the units covered."""
+def _sums(
+    values: NDArray[Any], start: int, length: int, step: Fraction, largest: int
+) -> NDArray[np.float32] | NDArray[np.float64]:
+    """Return for each new pixel along the first axis the sum of what it covers, times the units covered.
+
+    ``largest``: bound of these sums; below 2²⁴ float32 has all whole numbers.
+    """
+    values = np.ascontiguousarray(values)
     p, q = step.numerator, step.denominator
     begin = np.arange(start, start + length, dtype=np.int64) * p
     origin, _ = covered(start, start + length, step)
     first, last = begin // q, -(-(begin + p) // q) - 1
-    shape = [1, 1, 1]
-    shape[axis] = length
-    total = np.zeros([length if k == axis else size for k, size in enumerate(values.shape)])
+    dtype = np.float32 if largest < 2**24 - 2**23 else np.float64
+    total = np.zeros((length, *values.shape[1:]), dtype)
+    part = np.empty_like(total)
     for tap in range(int((last - first).max()) + 1):
         pixel = first + tap
         units = np.clip(np.minimum((pixel + 1) * q, begin + p) - np.maximum(pixel * q, begin), 0, q)
-        index = np.minimum(pixel - origin, values.shape[axis] - 1)  # beyond the last one: weight 0
-        total += np.take(values, index, axis) * units.reshape(shape)
+        index = np.minimum(pixel - origin, len(values) - 1)  # beyond the last one: weight 0
+        np.multiply(values[index], units.astype(dtype)[:, None, None], out=part)
+        total += part
     return total

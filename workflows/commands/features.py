@@ -81,7 +81,7 @@ def _slides(store: Path, request: FeatureRequest) -> list[str]:
     try:
         names = slide_ids(store)
     except StoreError as error:
-        raise RequestError(f"{store}: {error}") from error
+        raise RequestError(str(error)) from error
     if not names:
         raise RequestError(f"{store}: no slide of this store is done; run `hyfi ingest` first")
 

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.files import publish_directory, remove_leftovers, sync_tree, temporary_path
+from data.tiles.features.stored import import_h5py
 from hyfi_core.errors import RequestError
 from hyfi_core.files import sync_file
-from workflows.features.hdf5 import Hdf5Features, import_h5py
+from workflows.features.hdf5 import Hdf5Features
 from workflows.features.tiled_slide import TiledSlide
 from workflows.features.zarr_features import ZarrFeatures
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyfi_core.errors import RequestError
+from data.tiles.features.stored import import_h5py
 from workflows.features.errors import FeatureError
 from workflows.features.tiled_slide import TiledSlide
 
@@ -18,21 +16,6 @@ STAMP_VERSION = "2.1.0"
 """The version whose attributes files have; STAMP refuses files of a version newer than itself."""
 _CHUNK_BYTES = 2**19
 """Below HDF5's cache of 1 MiB, in which a chunk that is written in parts must stay."""
-
-
-def import_h5py() -> ModuleType:
-    """Return the module ``h5py``.
-
-    Raises:
-        RequestError: It is not installed.
-    """
-    try:
-        return import_module("h5py")
-    except ImportError as error:
-        raise RequestError(
-            f"h5py cannot be imported ({error}), which writes HDF5; install it with `pip install 'hyfi[encoders]'`, or "
-            f"use --format zarr"
-        ) from error
 
 
 class Hdf5Features:

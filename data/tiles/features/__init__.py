@@ -1,0 +1,1 @@
+"""Folders of features of tiles: those of ``hyfi features``, TRIDENT, CLAM and STAMP."""

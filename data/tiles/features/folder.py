@@ -1,0 +1,56 @@
+"""Folders of features: one file for each slide."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from data.location import each
+from data.tiles.features.stored import StoredFeatures
+from hyfi_core.errors import RequestError
+
+_PLACES = (("", "*.h5"), ("", "*.zarr"), ("h5_files", "*.h5"), ("pt_files", "*.pt"), ("", "*.pt"))
+"""Folder and pattern, in the order in which they are looked for: CLAM has the same vectors in both of its folders."""
+
+
+def open_features(folder: str | os.PathLike[str]) -> dict[str, StoredFeatures]:
+    """Return the features of each slide of a folder, by slide id, sorted.
+
+    Args:
+        folder: As ``hyfi features``, TRIDENT, CLAM or STAMP wrote it.
+
+    Raises:
+        RequestError: There is no such folder, it has no features, a file is damaged, or they are of several encoders.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RequestError(f"{folder}: no such folder; give one that hyfi features, TRIDENT, CLAM or STAMP wrote")
+    paths = _files(folder)
+    if not paths:
+        raise RequestError(f"{folder}: it has no features (*.h5, *.zarr, h5_files/*.h5, pt_files/*.pt)")
+    stored = {one.slide_id: one for one in each(StoredFeatures.of, paths, folder)}
+    _check_alike(folder, stored)
+    return dict(sorted(stored.items()))
+
+
+def _files(folder: Path) -> list[Path]:
+    for place, pattern in _PLACES:
+        paths = sorted(path for path in (folder / place).glob(pattern) if not path.name.startswith("."))
+        if paths:
+            return paths
+    return []
+
+
+def _check_alike(folder: Path, stored: dict[str, StoredFeatures]) -> None:
+    """Refuse features of several encoders: what most slides have is named with one that differs."""
+    for what in ("features", "encoder"):
+        counts = Counter(getattr(one, what) for one in stored.values())
+        if len(counts) > 1:
+            usual = counts.most_common(1)[0][0]
+            other = next(one for one in stored.values() if getattr(one, what) != usual)
+            name = "length of vectors" if what == "features" else "encoder"
+            raise RequestError(
+                f"{folder}: its features are not of one encoder: {name} {usual} in {counts[usual]} files, but "
+                f"{getattr(other, what)} in {other.path.name}; use a folder for each encoder"
+            )
