@@ -201,7 +201,7 @@ def _tiles_of(config: Mapping[str, Any]) -> tuple[int, int, float] | None:
 
 
 def common_input_spec(members: Sequence[Member]) -> InputSpec:
-    """Return the common input of an ensemble's members.
+    """Return the common input of an ensemble's members, which also predict the same numbers.
 
     Raises:
         RequestError: two of them differ; the message has both values.
@@ -216,4 +216,10 @@ def common_input_spec(members: Sequence[Member]) -> InputSpec:
                     f"these checkpoints cannot form an ensemble: {item.name} is {mine} in {members[0].path} "
                     f"and {theirs} in {member.path}"
                 )
+        names, others = members[0].readout.columns, member.readout.columns
+        if names != others:
+            raise RequestError(
+                f"these checkpoints cannot form an ensemble: {members[0].path} predicts {', '.join(names)}, and "
+                f"{member.path} predicts {', '.join(others)}"
+            )
     return first

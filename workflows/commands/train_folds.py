@@ -84,7 +84,7 @@ def _print(runs: FoldRuns, pooled: PooledFolds, summary: Mapping[str, Any]) -> N
     for name in dict.fromkeys((*summary["pooled"], *summary["spread"])):
         all_slides, folds = summary["pooled"].get(name), summary["spread"].get(name)
         parts = [] if all_slides is None else [f"all slides {_number(all_slides['value'])}{_interval(all_slides)}"]
-        parts += [] if folds is None else [f"folds {_number(folds['mean'])} ± {_number(folds['sd'])}"]
+        parts += [] if folds is None else [_spread(folds, count)]
         say(f"  {name:<18} {', '.join(parts)}")
     say(f"all slides: {summary['page']}, {summary['predictions']}")
     if summary["ensemble"] and count > 1:
@@ -96,6 +96,15 @@ def _print(runs: FoldRuns, pooled: PooledFolds, summary: Mapping[str, Any]) -> N
             "the models of the folds do not form an ensemble: they predict different numbers, such as survival at "
             "other times"
         )
+
+
+def _spread(folds: Mapping[str, Any], count: int) -> str:
+    """Return mean and standard deviation over folds; if some do not define the metric, with the number that do."""
+    if not folds["folds"]:
+        return "undefined in every fold"
+    of_some = "" if folds["folds"] == count else f" ({folds['folds']} of {count} define it)"
+    spread = "" if folds["sd"] is None else f" ± {folds['sd']:.4f}"
+    return f"folds {_number(folds['mean'])}{spread}{of_some}"
 
 
 def _number(value: float | None) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from pathology.predict.cohort import PredictionReport, predict_slides
 from pathology.predict.inputs import find_inputs
 from pathology.predict.members import Member
 from pathology.predict.options import PredictOptions
+from pathology.predict.readout import ClassReadout
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide
 
 FILES = {
@@ -339,6 +341,9 @@ def test_ensemble_gives_mean_and_spread(slide: Path, tmp_path: Path) -> None:
 def test_members_that_differ_cannot_predict_together(slide: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"size_px is .*512.* and .*256"):
         predict(tmp_path / "out", [slide], member_of(Darkness()), member_of(Darkness(), "b", size_px=[256, 256]))
+    others = replace(member_of(Darkness(), "b"), own_readout=ClassReadout(("pale", "grey")))
+    with pytest.raises(RequestError, match=r"a predicts p_pale, p_dark, and .*b predicts p_pale, p_grey"):
+        predict(tmp_path / "out", [slide], member_of(Darkness(), "a"), others)  # such as survival at other times
     assert not (tmp_path / "out").exists()
 
 
