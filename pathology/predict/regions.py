@@ -87,6 +87,7 @@ def find_regions(
     *,
     most: int = MOST_REGIONS,
     least_um: float = 100.0,
+    fold: bool = True,
 ) -> RankedRegions:
     """Return the regions where a class scores highest, by mean score in descending order; ties by contribution.
 
@@ -101,6 +102,8 @@ def find_regions(
         tissue: (rows, columns) mask of cells that may be in a region; None: all.
         most: Maximum number of regions.
         least_um: Side of the square for small regions, in micrometres.
+        fold: Whether regions with little evidence are counted only. Not where the model takes a maximum over positions:
+            all evidence is then that of a few cells, whatever the others show.
 
     Returns:
         At most ``most`` regions; none if the class has no score above 0. If no cell contributes to the logit, there is
@@ -112,7 +115,7 @@ def find_regions(
     if score.max() <= 0:
         return RankedRegions()
     groups = _groups_by_score(score, heatmap.positive_contributions(class_index), heatmap.cell_um)
-    strong = [group for group in groups if group.share is None or group.share >= LEAST_SHARE]
+    strong = [group for group in groups if not fold or group.share is None or group.share >= LEAST_SHARE]
     side_px = tuple(max(1, round(least_um / um)) for um in heatmap.cell_um)
     regions: list[Region] = []
     beyond = 0

@@ -93,7 +93,7 @@ def _write_files(
         write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))
     thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
     shown = heatmap.mapped and not result.withheld
-    regions = find_regions(heatmap, channel, cells) if shown else RankedRegions()
+    regions = find_regions(heatmap, channel, cells, fold=members[0].pooling != "max") if shown else RankedRegions()
     overlay = draw_overlay(Overlay(thumb, heatmap, shown, mask, mask_mpp, regions))
     overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
     small = overlay.crop((0, 0, thumb.shape[1], thumb.shape[0]))  # without the legend

@@ -65,6 +65,8 @@ def test_regions_with_hardly_any_evidence_are_counted_only() -> None:
     values[30, 5], values[30, 20] = 0.99, 4.9  # of 485.89: 0.2 % and 1.0085 %
     ranked = find_regions(heatmap_of(values), 1, least_um=1)
     assert ([region.peak for region in ranked.listed], ranked.faint) == ([(30, 20), (0, 0)], 1)
+    whole = find_regions(heatmap_of(values), 1, least_um=1, fold=False)  # of a maximum over positions
+    assert whole.faint == 0 and len(whole.listed) == len(ranked.listed) + ranked.faint
 
 
 def test_where_no_cell_contributes_no_region_is_faint() -> None:
