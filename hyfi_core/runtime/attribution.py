@@ -238,11 +238,10 @@ def _logits(ranked: RankProgram, values: Values) -> tuple[torch.Tensor, str]:
     return values[names[0]], names[0]
 
 
-def last_map(ranked: RankProgram) -> tuple[str, int]:
+def last_map(ranked: RankProgram) -> tuple[str, int] | None:
     """Return (name, index of the instruction behind it) of the last split map on which the output depends.
 
-    Raises:
-        NoMapError: the output is not reduced from a map.
+    None if the output is not reduced from a map.
     """
     wanted = set(refs_in(ranked.outputs))
     for index in range(len(ranked.instructions) - 1, -1, -1):
@@ -254,16 +253,12 @@ def last_map(ranked: RankProgram) -> tuple[str, int]:
         if made is not None and ranked.floating(made) and _is_map(ranked, made):
             return made, index + 1
         wanted.update(name for name in instruction.inputs if name is not None)
-    raise NoMapError("the model does not pool a feature map into its output, so its pixels have no contributions")
+    return None
 
 
 def has_last_map(ranked: RankProgram) -> bool:
     """Whether the output is reduced from a map."""
-    try:
-        last_map(replace(ranked, instructions=parts_of(ranked.instructions)))
-    except NoMapError:
-        return False
-    return True
+    return last_map(replace(ranked, instructions=parts_of(ranked.instructions))) is not None
 
 
 def _is_map(ranked: RankProgram, name: str) -> bool:
@@ -273,8 +268,15 @@ def _is_map(ranked: RankProgram, name: str) -> bool:
 
 
 def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:
-    """Return (map, tape up to the last map, tape from there to the output), the latter with gradients of the map."""
-    name, index = last_map(ranked)
+    """Return (map, tape up to the last map, tape from there to the output), the latter with gradients of the map.
+
+    Raises:
+        NoMapError: the output is not reduced from a map.
+    """
+    found = last_map(ranked)
+    if found is None:
+        raise NoMapError("the model does not pool a feature map into its output, so its pixels have no contributions")
+    name, index = found
     body = build_tape(ranked, (), stop=index)
     head = build_tape(ranked, (name,), start=index)
     return name, body, head

@@ -205,13 +205,14 @@ class Ensemble:
             box = engine.input_box
             part = together(self._comm, lambda: read(box))
             found = _explained(engine, _boxes_of(part, box))
-        if not bool(torch.isfinite(found.logits).all()):
-            raise SlideError(f"the network's output is not finite: {found.logits[0].tolist()}")
-        logits = found.logits[0].double().cpu().numpy()
-        if not found.contributions.numel():
-            return self._without_map(logits, view)
+        logits = found if isinstance(found, torch.Tensor) else found.logits
+        if not bool(torch.isfinite(logits).all()):
+            raise SlideError(f"the network's output is not finite: {logits[0].tolist()}")
+        values = logits[0].double().cpu().numpy()
+        if isinstance(found, torch.Tensor):
+            return self._without_map(values, view)
         return Attribution(
-            logits,
+            values,
             (found.contributions[0].float().cpu().numpy(),),
             (position_scores(found, member.readout).cpu().numpy(),),
         )
@@ -223,13 +224,13 @@ class Ensemble:
         return Attribution(logits, (nothing,), (unknown,), mapped=False)
 
 
-def _explained(engine: Engine, images: Callable[[Box], torch.Tensor]) -> Explanation:
-    """Return the explanation of an image; without maps if the model does not pool one into its logits."""
+def _explained(engine: Engine, images: Callable[[Box], torch.Tensor]) -> Explanation | torch.Tensor:
+    """Return the explanation of an image; of a model that does not pool a map into its logits, these alone."""
     try:
         return engine.explain(images)
     except NoMapError:
-        logits = engine.predict(images).float()
-        return Explanation(logits, logits.new_empty(0), None)
+        logits: torch.Tensor = engine.predict(images)
+        return logits.float()
 
 
 class _ReadsOfCells:

@@ -165,13 +165,13 @@ class Lifetimes:
     def _kept_values(self, op: Operator) -> set[str]:
         """Return the values that its backward needs; parameters, buffers and constants are there anyway."""
         keeps = facts_of(op).keeps
+        if keeps == "nothing":
+            return set()
         outputs = {name for name in op.outputs if name is not None}
         inputs = {name for name in op.inputs if name in self._program.values}
         if keeps == "other factors":
             active = [name for name in op.inputs if name in self.active]
             inputs = {name for name in inputs if any(other != name for other in active) or active.count(name) > 1}
-        if keeps == "nothing":
-            return set()
         if keeps == "outputs":
             return outputs
         return (inputs | outputs if keeps == "inputs and outputs" else inputs) - self._fixed

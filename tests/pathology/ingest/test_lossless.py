@@ -135,11 +135,11 @@ def test_zarr_python_reads_it_with_the_codec_that_it_names(tmp_path: Path) -> No
     from zarr.abc.codec import ArrayBytesCodec
     from zarr.registry import register_codec
 
-    class Jpeg(ArrayBytesCodec):
+    class JpegBytes(ArrayBytesCodec):
         is_fixed_size = False
 
         @classmethod
-        def from_dict(cls, data: dict[str, object]) -> Jpeg:
+        def from_dict(cls, data: dict[str, object]) -> JpegBytes:
             assert data["name"] == "imagecodecs_jpeg"
             return cls()
 
@@ -153,7 +153,7 @@ def test_zarr_python_reads_it_with_the_codec_that_it_names(tmp_path: Path) -> No
         def compute_encoded_size(self, input_byte_length, chunk_spec):  # type: ignore[no-untyped-def]
             raise AssertionError("only a sharded store asks for it")
 
-    register_codec("imagecodecs_jpeg", Jpeg)
+    register_codec("imagecodecs_jpeg", JpegBytes)
     store, slide, _ = copied(write_jpeg_slide(tmp_path / "a.tiff", True, True), tmp_path / "store")
     group = zarr.open_group(store.path, mode="r")
     assert np.array_equal(group["0"][:], slide.read(Box(0, 700, 0, 900), 0).transpose(2, 0, 1))
