@@ -195,7 +195,7 @@ def to_geojson(
             "measurements": {
                 "mean score": round(region.score, 6),
                 "contribution to the logit": round(region.contribution, 6),
-                "share of the positive contribution": round(region.share or 0.0, 6),
+                **({} if region.share is None else {"share of the positive contribution": round(region.share, 6)}),
                 "area um^2": round(region.area_um2, 2),
             },
         }
