@@ -9,18 +9,19 @@ from pathlib import Path
 
 from data.csv_table import Table, natural_key, read_table
 from data.missing import MISSING
-from data.samples.labels import Labels, Target, cases_of
+from data.samples.labels import Labels, cases_of, named_cells, one_of_each
 from data.samples.names import with_one_name_each, without_missing
 from data.spelling import canonical, joined_note, one_spelling, shown
 from hyfi_core.errors import RequestError
 
 YES, NO, UNKNOWN = 1.0, 0.0, -1.0
 """Values of a label in a target."""
+States = tuple[float, ...]
+"""A target: one of these for each label."""
+NONE = "none"
+"""Text of a slide without any of the labels."""
 _YES = ("1", "true", "yes", "y", "positive", "pos", "+", "present", "mut", "mutated", "mutant")
 _NO = ("0", "false", "no", "n", "negative", "neg", "absent", "wt", "wild type", "wildtype", "wild-type")
-_NAMED = 3
-
-Named = tuple[Table, tuple[str, ...]]
 
 
 def load_label_sets(
@@ -63,11 +64,14 @@ def load_label_sets(
     else:
         names, found, note = _of_cells(table, columns[0], classes, merge_alike)
         notes += [note] if note else []
-    wrong = [name for name in names if ";" in name or "|" in name]
+    wrong = [name for name in names if ";" in name or "|" in name or name == NONE]
     if wrong:
-        raise RequestError(f"{table.name}: a label has no ; or | in its name: {shown(wrong[0])}")
-    indices = _one_of_each(table, found, names)
-    known = [target for target in indices.values() if isinstance(target, tuple)]
+        raise RequestError(
+            f"{table.name}: a label has no ; or | in its name and is not {NONE}, which means none of the labels: given "
+            f"{shown(wrong[0])}; rename it, or list it as data.missing"
+        )
+    indices = one_of_each(table, ", ".join(columns), found, lambda target: _text(target, names))
+    known = [target for target in indices.values() if target is not None]
     if not known:
         raise RequestError(f"{table.name}: {', '.join(columns)}: no slide has a label")
     if classes is None:
@@ -85,25 +89,24 @@ def state_of(text: str) -> float | None:
     return YES if word in _YES else NO if word in _NO else None
 
 
-def _of_columns(table: Table, columns: tuple[str, ...]) -> list[Target | None]:
+def _of_columns(table: Table, columns: tuple[str, ...]) -> list[States | None]:
     """Return the target of each row.
 
     Raises:
         RequestError: A cell is neither yes nor no.
     """
     for column in columns:
-        cells = [(line, row[column]) for line, row in zip(table.lines, table.rows, strict=True) if row[column]]
-        wrong = [(line, text) for line, text in cells if state_of(text) is None]
+        cells = [(line, row[column]) for line, row in zip(table.lines, table.rows, strict=True)]
+        wrong = [(line, shown(text)) for line, text in cells if text and state_of(text) is None]
         if wrong:
-            lines = ", ".join(f"{shown(text)} (line {line})" for line, text in wrong[:_NAMED])
-            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             raise RequestError(
-                f"{table.name}: {column}: {lines}{more}: write 1 or 0 (also yes and no, true and false, positive and "
-                "negative), and nothing where it is unknown; words that mean missing belong into data.missing"
+                f"{table.name}: {column}: {named_cells(wrong)}: write 1 or 0 (also yes and no, true and false, "
+                "positive and negative), and nothing where it is unknown; words that mean missing belong into "
+                "data.missing"
             )
-    found: list[Target | None] = []
+    found: list[States | None] = []
     for row in table.rows:
-        states = [state_of(row[column]) if row[column] else UNKNOWN for column in columns]
+        states = [state_of(row[column]) for column in columns]
         target = tuple(UNKNOWN if state is None else state for state in states)
         found.append(target if any(state != UNKNOWN for state in target) else None)
     return found
@@ -111,7 +114,7 @@ def _of_columns(table: Table, columns: tuple[str, ...]) -> list[Target | None]:
 
 def _of_cells(
     table: Table, column: str, classes: Sequence[str] | None, merge: bool
-) -> tuple[tuple[str, ...], list[Target | None], str]:
+) -> tuple[tuple[str, ...], list[States | None], str]:
     """Return the labels, the target of each row, and a note.
 
     Raises:
@@ -139,38 +142,14 @@ def _of_cells(
         line, part = unknown[0]
         raise RequestError(f"{where}: unknown label {shown(part)} (line {line}); known: {', '.join(names)}")
     sets = [{spelled.spelling[part] for part in cell} for cell in cells]
-    found: list[Target | None] = [
+    found: list[States | None] = [
         tuple(YES if name in one else NO for name in names) if row[column] else None
         for one, row in zip(sets, table.rows, strict=True)
     ]
     return names, found, joined_note(where, spelled.joined) if spelled.joined else ""
 
 
-def _one_of_each(table: Table, found: Sequence[Target | None], names: tuple[str, ...]) -> dict[str, Target | None]:
-    """Return slide or case to its target.
-
-    Raises:
-        RequestError: Two rows of one differ, or a row has labels but no key.
-    """
-    indices: dict[str, Target | None] = {}
-    lines: dict[str, int] = {}
-    for line, row, target in zip(table.lines, table.rows, found, strict=True):
-        item = row[table.key]
-        if not item:
-            if target is not None:
-                raise RequestError(f"{table.name}, line {line}: labels, but no {table.key}")
-            continue
-        if item in indices and indices[item] != target:
-            raise RequestError(
-                f"{table.name}: {table.key} {item} has two labels: {_text(indices[item], names)} on line {lines[item]} "
-                f"and {_text(target, names)} on line {line}"
-            )
-        indices.setdefault(item, target)
-        lines.setdefault(item, line)
-    return indices
-
-
-def _refuse_constant(table: Table, names: tuple[str, ...], known: Sequence[tuple[float, ...]]) -> None:
+def _refuse_constant(table: Table, names: tuple[str, ...], known: Sequence[States]) -> None:
     states = [{target[k] for target in known} - {UNKNOWN} for k in range(len(names))]
     same = [name for name, found in zip(names, states, strict=True) if len(found) < 2]
     if same:
@@ -179,11 +158,11 @@ def _refuse_constant(table: Table, names: tuple[str, ...], known: Sequence[tuple
         )
 
 
-def _text(target: Target | None, names: tuple[str, ...]) -> str:
-    return "none" if not isinstance(target, tuple) else label_set_text(target, names)
+def _text(target: States | None, names: tuple[str, ...]) -> str:
+    return NONE if target is None else label_set_text(target, names)
 
 
-def label_set_text(target: tuple[float, ...], names: Sequence[str]) -> str:
+def label_set_text(target: States, names: Sequence[str]) -> str:
     """Return the labels of a target with ``;`` between them, unknown ones with a question mark: ``TP53;KRAS?``."""
     parts = [f"{name}?" if value == UNKNOWN else name for name, value in zip(names, target, strict=True) if value != NO]
-    return ";".join(parts) or "none"
+    return ";".join(parts) or NONE

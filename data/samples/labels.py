@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from data.csv_table import Table, natural_key, read_table
 from data.missing import MISSING
@@ -15,6 +16,8 @@ from hyfi_core.errors import RequestError
 
 Target = int | tuple[float, ...]
 """The label of a slide: the index of a class, or numbers."""
+Value = TypeVar("Value")
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,10 @@ def load_labels(
     named = with_one_name_each(table, rows, merge=merge_alike, missing=words)
     named = column_of_classes(named, target, classes=classes, merge=merge_alike, missing=words)
     table = named.table
-    found = _class_names(table, key, target)
-    names = tuple(classes) if classes is not None else tuple(sorted(set(found.values()) - {""}, key=natural_key))
-    if not any(found.values()):
+    found = one_of_each(table, target, (row[target] or None for row in table.rows), lambda name: repr(name or ""))
+    present = {name for name in found.values() if name}
+    names = tuple(classes) if classes is not None else tuple(sorted(present, key=natural_key))
+    if not present:
         raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
     index = {name: i for i, name in enumerate(names)}
     unknown = {name: item for item, name in found.items() if name and name not in index}
@@ -114,25 +118,40 @@ def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None) -> list
     ]
 
 
-def _class_names(table: Table, key: str, target: str) -> dict[str, str]:
-    """Return slide or case to class name (``""``: unlabelled).
+def one_of_each(
+    table: Table, column: str, values: Iterable[Value | None], text: Callable[[Value | None], str], what: str = "labels"
+) -> dict[str, Value | None]:
+    """Return slide or case to its value; None: empty.
+
+    Args:
+        table: The table.
+        column: Its column that has the values, for messages.
+        values: The value of each row.
+        text: Returns a value as text, for messages.
+        what: What a slide has two of, for messages.
 
     Raises:
-        RequestError: A slide or case has two classes, or a row has a class but no key.
+        RequestError: Two rows of a slide or case differ, or a row has a value but no key.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Value | None] = {}
     lines: dict[str, int] = {}
-    for line, row in zip(table.lines, table.rows, strict=True):
-        item, name = row[key], row[target]
+    for line, row, value in zip(table.lines, table.rows, values, strict=True):
+        item = row[table.key]
         if not item:
-            if name:
-                raise RequestError(f"{table.name}, line {line}: {target} {name!r}, but no {key}")
+            if value is not None:
+                raise RequestError(f"{table.name}, line {line}: {column} {text(value)}, but no {table.key}")
             continue
-        if found.setdefault(item, name) != name:
-            first = f"{found[item]!r} on line {lines[item]}"
-            raise RequestError(f"{table.name}: {key} {item} has two labels: {first} and {name!r} on line {line}")
+        if found.setdefault(item, value) != value:
+            both = f"{text(found[item])} on line {lines[item]} and {text(value)} on line {line}"
+            raise RequestError(f"{table.name}: {table.key} {item} has two {what}: {both}")
         lines.setdefault(item, line)
     return found
+
+
+def named_cells(cells: Sequence[tuple[int, str]]) -> str:
+    """Return the first of some cells, (line, text), for a message: ``'-3' (line 2), 'x' (line 5) and 4 more``."""
+    more = f" and {len(cells) - _NAMED} more" if len(cells) > _NAMED else ""
+    return ", ".join(f"{text} (line {line})" for line, text in cells[:_NAMED]) + more
 
 
 def cases_of(table: Table) -> dict[str, str]:

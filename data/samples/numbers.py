@@ -10,7 +10,7 @@ from statistics import median
 
 from data.csv_table import Table, read_table
 from data.missing import MISSING
-from data.samples.labels import Labels, Target, cases_of
+from data.samples.labels import Labels, Target, cases_of, named_cells, one_of_each
 from data.samples.names import with_one_name_each, without_missing
 from data.spelling import shown
 from hyfi_core.errors import RequestError
@@ -23,7 +23,6 @@ _HINTS = (
     (re.compile(r"[+-]?[0-9.,]+\s*[^0-9.,]+"), "has a unit: name the unit in the column's name, and write the number"),
     (re.compile(r"[+-]?inf(inity)?", re.IGNORECASE), "is not finite"),
 )
-_NAMED = 3
 
 
 def load_numbers(
@@ -37,8 +36,7 @@ def load_numbers(
     """Read a number for each slide or case from the column ``target`` of a CSV; the arguments as of `load_labels`.
 
     Raises:
-        RequestError: The file or the column is missing, a value is no finite number, a slide has two, or there are not
-            two different ones.
+        RequestError: The file or the column is missing, a value is no finite number, a slide has two, or none has one.
     """
     table = read_table(csv, "labels")
     table.require(target, "the number of each slide: data.target")
@@ -49,8 +47,6 @@ def load_numbers(
     known = [number for number in numbers.values() if number is not None]
     if not known:
         raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
-    if len(set(known)) < 2:
-        raise RequestError(f"{table.name}: {target!r} is {known[0]:g} for every slide: there is nothing to learn")
     note = f"{target}: {len(known)} numbers from {min(known):g} to {max(known):g}, median {median(known):g}"
     if len(set(known)) == 2:
         note += "; only two are different: if these are classes, use data.task: multiclass"
@@ -66,28 +62,17 @@ def numbers_by_key(table: Table, column: str) -> dict[str, float | None]:
     Raises:
         RequestError: A value is no finite number, a slide or case has two, or a row has a number but no key.
     """
-    wrong = [(line, text) for line, row in zip(table.lines, table.rows, strict=True) if _is_wrong(text := row[column])]
+    cells = [(line, row[column]) for line, row in zip(table.lines, table.rows, strict=True)]
+    wrong = [(line, shown(text)) for line, text in cells if _is_wrong(text)]
     if wrong:
-        lines = ", ".join(f"{shown(text)} (line {line})" for line, text in wrong[:_NAMED])
-        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        hint = next((hint for form, hint in _HINTS if form.fullmatch(wrong[0][1].strip())), "is not a number")
+        first = next(text for _, text in cells if _is_wrong(text)).strip()
+        hint = next((hint for form, hint in _HINTS if form.fullmatch(first)), "is not a number")
         raise RequestError(
-            f"{table.name}: {column}: {lines}{more}: the first {hint}; words that mean missing belong into data.missing"
+            f"{table.name}: {column}: {named_cells(wrong)}: the first {hint}; words that mean missing belong into "
+            "data.missing"
         )
-    numbers: dict[str, float | None] = {}
-    lines_of: dict[str, int] = {}
-    for line, row in zip(table.lines, table.rows, strict=True):
-        item, number = row[table.key], float(row[column]) if row[column] else None
-        if not item:
-            if number is not None:
-                raise RequestError(f"{table.name}, line {line}: {column} {row[column]!r}, but no {table.key}")
-            continue
-        if item in numbers and numbers[item] != number:
-            both = f"{numbers[item]} on line {lines_of[item]} and {number} on line {line}"
-            raise RequestError(f"{table.name}: {table.key} {item} has two values of {column}: {both}")
-        numbers.setdefault(item, number)
-        lines_of.setdefault(item, line)
-    return numbers
+    numbers = (float(text) if text else None for _, text in cells)
+    return one_of_each(table, column, numbers, str, f"values of {column}")
 
 
 def _is_wrong(text: str) -> bool:

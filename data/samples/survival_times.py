@@ -8,7 +8,7 @@ from statistics import median
 
 from data.csv_table import Table, read_table
 from data.missing import MISSING
-from data.samples.labels import Labels, Target, cases_of
+from data.samples.labels import Labels, Target, cases_of, named_cells, one_of_each
 from data.samples.names import with_one_name_each, without_missing
 from data.samples.numbers import numbers_by_key
 from data.spelling import canonical, shown
@@ -41,8 +41,8 @@ def load_survival(
         missing: Words that mean that a value is missing.
 
     Raises:
-        RequestError: The file or a column is missing, a value is impossible, a slide has two, nobody has an event, or
-            all times are equal; the message names the lines.
+        RequestError: The file or a column is missing, a value is impossible, or a slide has two; the message names the
+            lines. Or no slide has both.
     """
     table = read_table(csv, "labels")
     table.require(time, "the time of each slide: the first of data.target")
@@ -59,11 +59,8 @@ def load_survival(
     if not labelled:
         raise RequestError(f"{table.name}: no slide has both {time!r} and {event!r}")
     count, ended = len(labelled), [at for at, event in labelled.values() if event]
-    if not ended:
-        raise RequestError(f"{table.name}: {event!r} is 0 for all {count} rows: nobody has the event")
-    if len({at for at, _ in labelled.values()}) < 2:
-        raise RequestError(f"{table.name}: {time!r} is the same for every slide: there is nothing to learn")
-    note = f"{time}, {event}: {len(ended)} events of {count}, at times up to {max(ended):g}, median {median(ended):g}"
+    at_times = f", at times up to {max(ended):g}, median {median(ended):g}" if ended else ""
+    note = f"{time}, {event}: {len(ended)} events of {count}{at_times}"
     halves = [line for line, row in zip(table.lines, table.rows, strict=True) if bool(row[time]) != bool(row[event])]
     notes = [f"{table.name}: {_rows_of(halves)} only one of {time} and {event}: not used"] if halves else []
     indices: dict[str, Target | None] = {item: labelled.get(item) for item in times}
@@ -81,27 +78,16 @@ def _events_by_key(table: Table, column: str) -> dict[str, float | None]:
     """Return slide or case to its event; None: empty.
 
     Raises:
-        RequestError: A value is neither, or a slide or case has two.
+        RequestError: A value is neither, a slide or case has two, or a row has an event but no key.
     """
-    values = [(line, row[table.key], row[column]) for line, row in zip(table.lines, table.rows, strict=True)]
-    wrong = [(line, text) for line, _, text in values if text and event_of(text) is None]
+    cells = [(line, row[column]) for line, row in zip(table.lines, table.rows, strict=True)]
+    wrong = [(line, shown(text)) for line, text in cells if text and event_of(text) is None]
     if wrong:
-        lines = ", ".join(f"{shown(text)} (line {line})" for line, text in wrong[:_NAMED])
-        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise RequestError(
-            f"{table.name}: {column}: {lines}{more}: write 1 for an event (also true, yes, dead) and 0 for a censored "
-            f"time (also false, no, alive){_hint({text for _, _, text in values if text})}"
+            f"{table.name}: {column}: {named_cells(wrong)}: write 1 for an event (also true, yes, dead) and 0 for a "
+            f"censored time (also false, no, alive){_hint({text for _, text in cells if text})}"
         )
-    events: dict[str, float | None] = {}
-    lines_of: dict[str, int] = {}
-    for line, item, text in values:
-        ended = event_of(text) if text else None
-        if item in events and events[item] != ended:
-            both = f"{events[item]} on line {lines_of[item]} and {ended} on line {line}"
-            raise RequestError(f"{table.name}: {table.key} {item} has two values of {column}: {both}")
-        events.setdefault(item, ended)
-        lines_of.setdefault(item, line)
-    return events
+    return one_of_each(table, column, (event_of(text) for _, text in cells), str, f"values of {column}")
 
 
 def _hint(values: set[str]) -> str:
@@ -117,10 +103,9 @@ def _refuse_negative(table: Table, time: str) -> None:
     rows = zip(table.lines, table.rows, strict=True)
     negative = [(line, row[time]) for line, row in rows if row[time] and float(row[time]) < 0]
     if negative:
-        lines = ", ".join(f"{text} (line {line})" for line, text in negative[:_NAMED])
-        more = f" and {len(negative) - _NAMED} more" if len(negative) > _NAMED else ""
         raise RequestError(
-            f"{table.name}: {time}: {lines}{more}: a time is not negative; leave the cell empty if it is unknown"
+            f"{table.name}: {time}: {named_cells(negative)}: a time is not negative; leave the cell empty if it is "
+            "unknown"
         )
 
 

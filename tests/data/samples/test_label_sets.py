@@ -46,6 +46,7 @@ def test_names_in_one_cell(tmp_path: Path) -> None:
         ("x,y", [",", ","], "no slide has a label"),
         ("x", ["a", "b"], "no cell has several labels.*data.task: multiclass"),
         ("x", ["1", "0"], "no cell has several labels.*name all columns of yes and no"),
+        ("none,y", ["1,0", "0,1"], "a label .* is not none, which means none of the labels"),
         ("x", ["a;b", "B", "c"], "differ only in case"),
     ],
 )

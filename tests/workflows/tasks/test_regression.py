@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,8 @@ def ages(folder: Path) -> Path:
     path = folder / "ages.csv"
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(("slide_id", "age", "split"))
-        rows.writerows((f"slide-{k:02d}", 40 + 30 * (k % 2) + k / 10, split) for k, split in enumerate(SPLITS))
+        rows.writerow(("slide_id", "age", "same", "split"))
+        rows.writerows((f"slide-{k:02d}", 40 + 30 * (k % 2) + k / 10, 1, split) for k, split in enumerate(SPLITS))
     return path
 
 
@@ -56,6 +57,12 @@ def test_a_number_is_learnt_and_validated(tmp_path: Path, store: Path, capfd: py
     rows = list(csv.DictReader((tmp_path / "page/predictions.csv").open()))
     assert [float(row["value"]) == pytest.approx(float(row["prediction"]), rel=1e-3) for row in rows] == [True] * 4
     assert rows[0]["value_low"] == "" and "Predicted and true" in (tmp_path / "page/index.html").read_text()
+    request = validate.EvaluationRequest(
+        best, store, tmp_path / "ages.csv", split="val", out=tmp_path / "same", target="same"
+    )
+    assert validate.run(request, None) == 0
+    metrics = json.loads((tmp_path / "same/metrics.json").read_text())
+    assert metrics["r2"] is metrics["spearman"] is None and metrics["mae"] > 1
 
 
 @pytest.mark.parametrize("plan", [["grids=[[1, 2]]"], ["grids=[[1, 1], [1, 1]]", "microbatches=2"], ["replicas=2"]])
@@ -117,6 +124,7 @@ def test_outputs_are_read_in_the_units_of_the_target() -> None:
     [
         ("data.target=[age, split]", "task regression needs 1 column"),
         ("data.target=split", "'train' .line 2.* the first is not a number"),
+        ("data.target=same", "'same' is 1 for all 6 training slides: there is nothing to learn"),
         ("data.loss=cox", "allowed for task regression: huber, mse"),
         ("validation.metric=auroc", "allowed for task regression: mae, rmse"),
         ("data.class_weights=balanced", "no classes to balance"),

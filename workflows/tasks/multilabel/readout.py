@@ -9,9 +9,9 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from data.samples.label_sets import NONE
 from pathology.predict.readout import PageColumn, ReadBar, Readout, Values, percent
 
-NONE = "none"
 HALF = 0.5
 _BRIEFLY = 4
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from data.missing import is_missing
-from data.samples.label_sets import NO, UNKNOWN, YES, label_set_text, load_label_sets, state_of
+from data.samples.label_sets import NO, NONE, UNKNOWN, YES, label_set_text, load_label_sets, state_of
 from data.samples.labels import Labels, Target
 from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
@@ -19,7 +19,7 @@ from workflows.config.data import DataConfig
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.multilabel.metrics import MEANS, best_thresholds, label_metrics, macro
 from workflows.tasks.multilabel.page import labels_section
-from workflows.tasks.multilabel.readout import HALF, NONE, LabelsReadout
+from workflows.tasks.multilabel.readout import HALF, LabelsReadout
 from workflows.tasks.page_section import PageSection
 from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
 

@@ -72,7 +72,10 @@ class Survival(Task):
                 "is nothing to learn; check the splits"
             )
         if len({time for time, _ in pairs}) < 2:
-            raise RequestError(f"data.target: all {len(pairs)} training slides have the time {pairs[0][0]:g}")
+            raise RequestError(
+                f"data.target: all {len(pairs)} training slides have the time {pairs[0][0]:g}: there is nothing to "
+                "learn"
+            )
         kind, bins = data.named_loss, data.time_bins or TIME_BINS
         edges = () if kind == COX else _quantiles(ended, [k / bins for k in range(1, bins + 1)])
         events = sum(event > 0 for _, event in pairs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +32,10 @@ def times(folder: Path) -> Path:
     path = folder / "times.csv"
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(("slide_id", "months", "died", "split"))
+        rows.writerow(("slide_id", "months", "died", "same", "left", "split"))
         for k, split in enumerate(SPLITS):
-            rows.writerow((f"slide-{k:02d}", 40 - 30 * (k % 2) + k / 2, "alive" if k % 5 == 0 else "dead", split))
+            died = "alive" if k % 5 == 0 else "dead"
+            rows.writerow((f"slide-{k:02d}", 40 - 30 * (k % 2) + k / 2, died, 2, "alive", split))
     return path
 
 
@@ -61,6 +64,11 @@ def test_risks_are_learnt_and_validated(tmp_path: Path, store: Path, loss: str) 
     assert rows[0]["label"] == "40 (censored)" and float(rows[0]["survival_41"]) > float(rows[1]["survival_41"])
     page = (tmp_path / "page/index.html").read_text()
     assert "Kaplan–Meier by predicted risk" in page and "low risk (6)" in page and "AUROC over time" in page
+    for target in ("months,left", "same,died", "same,left"):  # labels of a test set may be alike
+        request = replace(request, target=target, out=tmp_path / target)
+        assert validate.run(request, None) == 0
+        metrics = json.loads((tmp_path / target / "metrics.json").read_text())
+        assert (metrics["concordance"] is None) == (target != "same,died")
 
 
 @pytest.mark.parametrize(
@@ -140,6 +148,8 @@ def test_validation_without_events_is_refused() -> None:
     [
         ("data.target=months", "task survival needs 2 columns"),
         ("data.target=[died, months]", r"months: '40.0' .line 2.*data.target is \[time, event\], in this order"),
+        ("data.target=[months, left]", "none of 6 training slides has an event .*nothing to learn"),
+        ("data.target=[same, died]", "all 6 training slides have the time 2: there is nothing to learn"),
         ("data.target=[months, split]", "split: 'train' .line 2.*write 1 for an event"),
         ("data.loss=huber", "allowed for task survival: cox, hazards"),
         ("data.time_bins=3", "only task survival with loss hazards"),
