@@ -57,13 +57,14 @@ class InputLabels:
             model: ``model.json`` of the checkpoint.
 
         Raises:
-            RequestError: There is no such table or column, no slide has a label, or none is in the split.
+            RequestError: There is no such table or column, no slide has a label, none is in the split, or the target
+                has another number of columns than the model's.
         """
         from workflows.tasks.by_name import task_of
 
         task = task_of(model)
         if self.target is not None:
-            task = replace(task, columns=tuple(name.strip() for name in self.target.split(",")))
+            task = task.with_target(self.target)
         path = self._table(paths)
         rows = [{"slide_id": one.slide_id, "case_id": one.case_id, "status": "done"} for one in inputs]
         missing = MISSING if model.get("missing") is None else tuple(model["missing"])
@@ -71,9 +72,10 @@ class InputLabels:
         rows = with_cases(rows, known)
         match = match_labels(rows, known)
         match.check(str(path), allow_unmatched=bool(match.slides))
+        targets = [known.of(row["slide_id"], row["case_id"]) for row in rows]
         labelled = [
-            replace(one, case_id=row["case_id"], label=match.slides.get(one.slide_id, ""))
-            for one, row in zip(inputs, rows, strict=True)
+            replace(one, case_id=row["case_id"], label="" if target is None else task.text(target))
+            for one, row, target in zip(inputs, rows, targets, strict=True)
         ]
         return self._chosen(labelled, path, rows, model, missing), match.describe()
 
