@@ -25,6 +25,8 @@ MAX_COUNTS = 4_000_000
 """Most counts processed at once: 32 MB for each of a few temporary arrays."""
 
 Intervals = dict[str, list[float] | None]
+Draw = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+"""Returns the metrics of some rows of counts (draws, N), each (draws,); NaN if undefined."""
 
 
 def draw_cases(cases: int, draws: int = DRAWS, seed: int = SEED) -> torch.Tensor:
@@ -86,16 +88,20 @@ def wilson(share: float, cases: int) -> list[float]:
     return [max(0.0, (middle - half) / factor), min(1.0, (middle + half) / factor)]
 
 
-def resampled(
-    draw: Callable[[torch.Tensor], dict[str, torch.Tensor]], names: Sequence[str], counts: torch.Tensor
-) -> Intervals:
+def measured(draw: Draw, samples: int) -> dict[str, float | None]:
+    """Return the metrics of samples that are drawn once each; None if undefined."""
+    values = {name: float(value) for name, value in draw(torch.ones(1, samples, dtype=torch.float64)).items()}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def resampled(draw: Draw, names: Sequence[str], counts: torch.Tensor) -> Intervals:
     """Return {metric: [low, high]}: the middle 95 % of the draws in which the metric is defined.
 
     The interval is None if fewer than half of the draws define the metric, if it is the same in all, as where three
     cases are ranked without an error, or if there is only one case.
 
     Args:
-        draw: Returns the metrics of some rows of ``counts``, each (draws,); NaN if undefined.
+        draw: Returns the metrics of draws.
         names: The metrics.
         counts: (draws, N) how often each sample is in each draw; equal for samples of the same case.
     """

@@ -36,6 +36,11 @@ def case_indices(cases: Sequence[str]) -> torch.Tensor:
     return torch.tensor([numbers[case] for case in cases], dtype=torch.long)
 
 
+def members_of(of_slide: torch.Tensor) -> list[torch.Tensor]:
+    """Return the indices of each case's slides, ascending; ``of_slide``: (N,) index of each slide's case."""
+    return list(of_slide.argsort(stable=True).split(of_slide.bincount().tolist())) if len(of_slide) else []
+
+
 def by_case(logits: torch.Tensor, targets: torch.Tensor, cases: Sequence[str], how: Literal["mean", "max"]) -> Cases:
     """Aggregate the predictions of N slides by case.
 
@@ -59,8 +64,7 @@ def aggregated(
     log_p = logits.double().log_softmax(1)
     expected = log_p.exp() @ torch.arange(log_p.shape[1], dtype=torch.float64)
     rows, classes = [], []
-    for case in range(int(of_slide.max()) + 1 if len(of_slide) else 0):
-        members = (of_slide == case).nonzero()[:, 0]
+    for members in members_of(of_slide):
         if how == "mean":
             rows.append(log_p[members].logsumexp(0) - torch.tensor(len(members), dtype=torch.float64).log())
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,10 +53,8 @@ def shown_metric(name: str, value: float | None, bounds: Sequence[float] | None)
 def metric_numbers(
     values: Mapping[str, float | None], bounds: Mapping[str, Sequence[float] | None]
 ) -> dict[str, MetricNumber]:
-    """Return the numbers of metrics; values that are not finite are undefined."""
-    numbers = {}
-    for name, value in values.items():
-        interval = bounds.get(name)
-        finite = None if value is None or not math.isfinite(value) else value
-        numbers[name] = MetricNumber(finite, None if not interval else (interval[0], interval[1]))
-    return numbers
+    """Return metrics with their intervals."""
+    return {
+        name: MetricNumber(value, None if (interval := bounds[name]) is None else (interval[0], interval[1]))
+        for name, value in values.items()
+    }

@@ -18,7 +18,8 @@ from hyfi_core.errors import RequestError
 from pathology.predict.readout import ReadBar, Readout, Values
 from workflows.config.data import DataConfig
 from workflows.config.tasks import TASKS, TaskFacts
-from workflows.tasks.bootstrap import resampled
+from workflows.tasks.bootstrap import measured, resampled
+from workflows.tasks.cases import members_of
 from workflows.tasks.number_metrics import number_metrics
 from workflows.tasks.page_section import PageSection, metric_numbers, shown_metric
 from workflows.tasks.plots import scatter_plot
@@ -103,9 +104,8 @@ class Regression(Task):
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean or the largest output and the mean or the largest value of each case."""
-        cases = int(of_case.max()) + 1 if len(of_case) else 0
         reduce = torch.amax if how == "max" else torch.mean
-        members = [of_case == case for case in range(cases)]
+        members = members_of(of_case)
         merged = [torch.stack([reduce(all_of[one], 0) for one in members]) for all_of in (outputs, targets)]
         return merged[0], merged[1]
 
@@ -118,8 +118,8 @@ class Regression(Task):
         if not bool(outputs.isfinite().all()):
             return None
         residuals = (self._values(outputs) - targets).abs()
-        cases = int(of_case.max()) + 1
-        largest = torch.stack([residuals[of_case == case].amax() for case in range(cases)]).sort().values
+        largest = torch.stack([residuals[members].amax() for members in members_of(of_case)]).sort().values
+        cases = len(largest)
         rank = math.ceil((cases + 1) * LEVEL)
         if rank > cases:
             return None
@@ -178,9 +178,9 @@ class Regression(Task):
         def draw(counts: torch.Tensor) -> dict[str, torch.Tensor]:
             return number_metrics(predicted, true, counts)
 
-        once = {name: float(one) for name, one in draw(torch.ones(1, len(true), dtype=torch.float64)).items()}
+        once = measured(draw, len(true))
         bounds = resampled(draw, self.facts.metrics, torch.from_numpy(draws))
-        metrics = [shown_metric(n, v if math.isfinite(v) else None, bounds[n]) for n, v in once.items()]
+        metrics = [shown_metric(name, value, bounds[name]) for name, value in once.items()]
         plot = scatter_plot(true.numpy(), values, self.columns[0])
         errors = (predicted - true).abs().tolist()
         return PageSection(metrics, [plot], errors=dict(enumerate(errors)), numbers=metric_numbers(once, bounds))

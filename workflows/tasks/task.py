@@ -28,7 +28,7 @@ from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
 from workflows.config.data import DataConfig
 from workflows.config.tasks import TaskFacts
-from workflows.tasks.bootstrap import Intervals, resampled
+from workflows.tasks.bootstrap import Intervals, measured, resampled
 from workflows.tasks.own import load_loss, metric_name, own_numbers
 from workflows.tasks.page_section import PageSection
 
@@ -166,10 +166,9 @@ class Task(ABC):
         names = self.metric_names
         if not len(targets) or not bool(outputs.isfinite().all()):
             return dict.fromkeys((*names, *self.own_names))
-        once = torch.ones(1, len(targets), dtype=torch.float64)
-        drawn = self.drawn(outputs, targets, once)
-        values = {name: value if np.isfinite(value := float(drawn[name])) else None for name in names}
-        return {**values, **own_numbers(self.own_loss, self.own_metrics, self.in_units(outputs), targets)}
+        values = measured(lambda counts: self.drawn(outputs, targets, counts), len(targets))
+        own = own_numbers(self.own_loss, self.own_metrics, self.in_units(outputs), targets)
+        return {**{name: values[name] for name in names}, **own}
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
         """Return {metric: [low, high]}, 95 % intervals by bootstrap; None if undefined, see `resampled`."""

@@ -6,7 +6,9 @@ import torch
 
 from data.samples.label_sets import NO, UNKNOWN, YES
 
-MEANS = ("auroc", "average_precision", "balanced_accuracy", "f1")
+CALLED_MEANS = ("balanced_accuracy", "f1")
+"""Means over the labels that depend on thresholds."""
+MEANS = ("auroc", "average_precision", *CALLED_MEANS)
 """Metrics that are means over the labels in which they are defined."""
 
 

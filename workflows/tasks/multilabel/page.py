@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from data.samples.label_sets import NO, UNKNOWN, YES
-from workflows.tasks.bootstrap import resampled
+from workflows.tasks.bootstrap import measured, resampled
 from workflows.tasks.multilabel.metrics import MEANS, label_metrics, macro
 from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import ScoredClass, rate_plots
@@ -41,9 +41,9 @@ def labels_section(
         each = of_labels["auroc"]
         return means | {f"auroc_{name}": each[:, k] for k, name in enumerate(names)}
 
-    once = {name: float(value) for name, value in draw(torch.ones(1, len(scores), dtype=torch.float64)).items()}
+    once = measured(draw, len(scores))
     bounds = resampled(draw, list(once), torch.from_numpy(draws))
-    texts = {name: shown_metric(name, v if math.isfinite(v) else None, bounds[name])[1] for name, v in once.items()}
+    texts = {name: shown_metric(name, value, bounds[name])[1] for name, value in once.items()}
     shown = [(f"{name.replace('_', ' ')}, mean of the labels", texts[name]) for name in MEANS]
     wrong = ((called != (targets == YES)) & (targets != UNKNOWN)).double()
     sizes = (wrong * (scores - targets).abs()).sum(1)

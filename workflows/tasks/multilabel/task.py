@@ -17,7 +17,9 @@ from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
 from workflows.config.data import DataConfig
 from workflows.config.tasks import TASKS, TaskFacts
-from workflows.tasks.multilabel.metrics import MEANS, best_thresholds, label_metrics, macro
+from workflows.tasks.bootstrap import measured
+from workflows.tasks.cases import members_of
+from workflows.tasks.multilabel.metrics import CALLED_MEANS, MEANS, best_thresholds, label_metrics, macro
 from workflows.tasks.multilabel.page import labels_section
 from workflows.tasks.multilabel.readout import HALF, LabelsReadout
 from workflows.tasks.page_section import PageSection
@@ -124,8 +126,7 @@ class Multilabel(Task):
         """Return the logits of the mean or highest probability of each label; a case has the labels of any slide."""
         merged, of_any = [], []
         yes, no = (torch.nn.functional.logsigmoid(sign * outputs.double()) for sign in (1, -1))
-        for case in range(int(of_case.max()) + 1 if len(of_case) else 0):
-            members = of_case == case
+        for members in members_of(of_case):
             mean = yes[members].logsumexp(0) - no[members].logsumexp(0)  # exact where probabilities round to 1
             merged.append(mean if how == "mean" else outputs[members].double().amax(0))
             of_any.append(targets[members].amax(0))
@@ -149,9 +150,12 @@ class Multilabel(Task):
         readout = self.readout(fitted)
         scores = outputs.double().sigmoid()
         called = scores >= torch.tensor(readout.thresholds, dtype=torch.float64)
-        once = torch.ones(1, len(scores), dtype=torch.float64)
-        found = {name: float(macro(value)) for name, value in label_metrics(scores, called, targets, once).items()}
-        shown = {name: value if value == value else None for name, value in found.items() if name in MEANS[2:]}
+
+        def draw(counts: torch.Tensor) -> dict[str, torch.Tensor]:
+            found = label_metrics(scores, called, targets, counts)
+            return {name: macro(found[name]) for name in CALLED_MEANS}
+
+        shown = measured(draw, len(scores))
         texts = [f"{name.replace('_', ' ')} " + ("undefined" if v is None else f"{v:.3f}") for name, v in shown.items()]
         return f"with thresholds of the labels, mean {', '.join(texts)}", {**fitted, **shown, "slides": len(scores)}
 

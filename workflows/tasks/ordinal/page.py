@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workflows.tasks.bootstrap import resampled, share_interval
+from workflows.tasks.bootstrap import measured, resampled, share_interval
 from workflows.tasks.ordinal.corn import grade_metrics, predicted_grades
 from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import ScoredClass, confusion_plot, rate_plots
@@ -32,10 +31,13 @@ def grades_section(values: Array, grades: torch.Tensor, draws: Array, names: Seq
     def draw(part: torch.Tensor) -> dict[str, torch.Tensor]:
         return grade_metrics(predicted, grades, steps, part)
 
-    once = {name: float(value) for name, value in draw(torch.ones(1, len(grades), dtype=torch.float64)).items()}
-    bounds = share_interval(resampled(draw, list(once), counts), once["accuracy"], counts)
-    shown = [shown_metric(name, v if math.isfinite(v) else None, bounds[name]) for name, v in once.items()]
-    shown = [("mean error in grades" if name == "mae" else name, text) for name, text in shown]
+    once = measured(draw, len(grades))
+    right = float((predicted == grades).double().mean())
+    bounds = share_interval(resampled(draw, list(once), counts), right, counts)
+    shown = [
+        shown_metric("mean error in grades" if name == "mae" else name, value, bounds[name])
+        for name, value in once.items()
+    ]
     true, higher = grades.numpy(), 1 - probabilities.cumsum(1)
     curves = [ScoredClass(f"above {names[k]}", k, higher[:, k].numpy(), true > k, draws) for k in range(steps - 1)]
     off = (predicted - grades).abs()

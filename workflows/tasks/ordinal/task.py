@@ -15,6 +15,7 @@ from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.bootstrap import Intervals, share_interval
+from workflows.tasks.cases import members_of
 from workflows.tasks.multiclass import Multiclass
 from workflows.tasks.ordinal.corn import (
     above,
@@ -82,8 +83,7 @@ class Ordinal(Multiclass):
         """
         rows, highest = [], []
         higher = above(outputs.double())
-        for case in range(int(of_case.max()) + 1 if len(of_case) else 0):
-            members = (of_case == case).nonzero()[:, 0]
+        for members in members_of(of_case):
             count = torch.tensor(len(members), dtype=torch.float64)
             mean = outputs_of(higher[members].logsumexp(0) - count.log())
             most = outputs[members[higher[members].exp().sum(1).argmax()]].double()

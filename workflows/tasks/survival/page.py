@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workflows.tasks.bootstrap import resampled
+from workflows.tasks.bootstrap import measured, resampled
+from workflows.tasks.cases import members_of
 from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import GroupCurve, Plot, group_curves_plot, time_plot
 from workflows.tasks.survival.metrics import (
@@ -53,9 +54,9 @@ def survival_section(
     def draw(part: torch.Tensor) -> dict[str, torch.Tensor]:
         return survival_metrics(risks, known, targets, times, part)
 
-    once = {name: float(value) for name, value in draw(torch.ones(1, len(risks), dtype=torch.float64)).items()}
+    once = measured(draw, len(risks))
     bounds = resampled(draw, metrics, counts)
-    shown = [shown_metric(n, v if math.isfinite(v) else None, bounds[n]) for n, v in once.items()]
+    shown = [shown_metric(name, value, bounds[name]) for name, value in once.items()]
     case_risks, case_targets = _by_case(risks, targets, draws)
     middle = float(case_risks.median()) if cutoff is None else cutoff
     high = case_risks > middle
@@ -73,8 +74,8 @@ def survival_section(
 def _by_case(risks: torch.Tensor, targets: torch.Tensor, draws: Array) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean risk and the target of each case: slides of one case are in each draw equally often."""
     of_case = np.unique(draws, axis=1, return_inverse=True)[1].reshape(-1)
-    members = [np.flatnonzero(of_case == case) for case in range(int(of_case.max()) + 1)]
-    latest = [int(one[int(targets[one, 0].argmax())]) for one in members]
+    members = members_of(torch.from_numpy(of_case))
+    latest = [int(one[targets[one, 0].argmax()]) for one in members]
     return torch.stack([risks[one].mean() for one in members]), targets[latest]
 
 
@@ -119,10 +120,10 @@ def _areas(
         areas, _ = time_areas(risks, at, events, part * weights, times, part)
         return {f"{time}": areas[:, k] for k, time in enumerate(times)}
 
-    once = draw(torch.ones(1, len(risks), dtype=torch.float64))
+    once = measured(draw, len(risks))
     bounds = resampled(draw, list(once), counts)
-    rows = [(time, float(once[f"{time}"]), bounds[f"{time}"]) for time in times]
-    known = [(time, area, bound or [math.nan, math.nan]) for time, area, bound in rows if math.isfinite(area)]
+    rows = [(time, once[f"{time}"], bounds[f"{time}"]) for time in times]
+    known = [(time, area, bound or [math.nan, math.nan]) for time, area, bound in rows if area is not None]
     caption = "Slides with the event up to each time against those that survive it. Bands: 95 %, bootstrap over cases."
     return time_plot("AUROC over time", name, "AUROC", known, caption)
 

@@ -19,6 +19,7 @@ from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
 from workflows.config.data import DataConfig
 from workflows.config.tasks import TASKS, TaskFacts
+from workflows.tasks.cases import members_of
 from workflows.tasks.page_section import PageSection
 from workflows.tasks.survival.losses import cox_loss, drawn_cox_losses, hazard_losses, hazard_survival
 from workflows.tasks.survival.metrics import breslow, integrated_brier, kaplan_meier, log_rank, survival_metrics
@@ -145,8 +146,7 @@ class Survival(Task):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean outputs of each case, or those of the slide of highest risk, and its latest target."""
         merged, latest, risks = [], [], self._risks(outputs)
-        for case in range(int(of_case.max()) + 1 if len(of_case) else 0):
-            members = (of_case == case).nonzero()[:, 0]
+        for members in members_of(of_case):
             highest = members[risks[members].argmax()]
             merged.append(outputs[members].mean(0) if how == "mean" else outputs[highest])
             latest.append(targets[members[targets[members, 0].argmax()]])
