@@ -47,9 +47,9 @@ class Multiclass(Task):
             merge_alike=source.merge_alike,
             missing=source.missing,
         )
-        count = len(labels.classes)
-        if count < 2:
-            raise RequestError(f"{source.path}: {column!r} has {count} class; a classifier needs at least two")
+        if len(labels.classes) < 2:
+            name = labels.classes[0]
+            raise RequestError(f"{source.path}: {column!r} is {name} for every slide; at least two classes are needed")
         return labels
 
     @classmethod

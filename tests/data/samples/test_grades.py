@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data.samples.grades import load_grades
+from data.samples.grades import in_order
+from data.samples.labels import Labels, load_labels
 from hyfi_core.errors import RequestError
 
 
@@ -14,6 +15,10 @@ def write(folder: Path, *values: str) -> Path:
     path = folder / "labels.csv"
     path.write_text("slide_id,grade\n" + "".join(f"{'abcdefgh'[k]},{value}\n" for k, value in enumerate(values)))
     return path
+
+
+def load_grades(path: Path, column: str, classes: tuple[str, ...] | None = None) -> Labels:
+    return in_order(load_labels(path, column, classes=classes), str(path), given=classes is not None)
 
 
 @pytest.mark.parametrize(

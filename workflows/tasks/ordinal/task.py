@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import torch
 from numpy.typing import NDArray
 
-from data.samples.grades import load_grades
+from data.samples.grades import in_order
 from data.samples.labels import Labels, Target
-from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.bootstrap import Intervals, share_interval
@@ -39,19 +38,8 @@ class Ordinal(Multiclass):
 
     @classmethod
     def read_labels(cls, source: LabelSource) -> Labels:
-        """Return the grade of each slide; see ``Task`` and `data.samples.grades.load_grades`."""
-        (column,) = source.columns
-        labels = load_grades(
-            source.path,
-            column,
-            classes=source.classes,
-            rows=source.rows,
-            merge_alike=source.merge_alike,
-            missing=source.missing,
-        )
-        if len(labels.classes) < 2:
-            raise RequestError(f"{source.path}: {column!r} has 1 grade; at least two are needed")
-        return labels
+        """Return the grade of each slide; see ``Task`` and `data.samples.grades.in_order`."""
+        return in_order(super().read_labels(source), str(source.path), given=source.classes is not None)
 
     @property
     def outputs(self) -> int:
