@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ class TileExplanation:
 
     Attributes:
         logits: ``(K,)`` of the slide.
-        attention: ``(N,)``, with sum 1; None if the aggregator returns none.
+        attention: ``(N,)``, with sum 1; None if the aggregator returns none, or no weight for each tile.
         alone: ``(N, K)`` the logits of a slide that has this tile only.
         contributions: ``(N, K)``: attention × ``alone``. Their sum is the logits if the aggregator is a linear
             classifier of averaged vectors (mean, gated attention). Without attention: vectors × gradients of logits.
@@ -57,9 +58,9 @@ def explained(
         alone[own] = _alone(call, bag[own], None if coords is None else torch.as_tensor(coords)[own]).to(wide)
     if comm.size > 1:
         comm.all_reduce(alone)
-    if result[1] is None:
+    if result[1] is None or count not in result[1].shape:
         return TileExplanation(logits.to(wide), None, alone, _gradients(call, bag, coords).to(wide))
-    attention = attention_of_tiles(result[1]).to(wide)
+    attention = attention_of_tiles(result[1], count).to(wide)
     return TileExplanation(logits.to(wide), attention, alone, attention[:, None] * alone)
 
 
@@ -70,7 +71,8 @@ def _alone(call: AggregatorCall, bag: torch.Tensor, coords: torch.Tensor | None)
     def logits(tile: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
         return call(tile[None], None if place is None else place[None], None)[0]
 
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # vmap's request to report it to PyTorch
         try:
             together = torch.vmap(logits, chunk_size=_TOGETHER)
             return together(*given)

@@ -37,9 +37,14 @@ class AttentionSpread:
         return cls(peak, tiles)
 
 
-def attention_of_tiles(attention: torch.Tensor) -> torch.Tensor:
-    """Return attention ``(N,)`` that sums to 1, float32 or float64; heads or classes in shorter dims are averaged."""
+def attention_of_tiles(attention: torch.Tensor, count: int | None = None) -> torch.Tensor:
+    """Return attention ``(N,)`` that sums to 1, float32 or float64; heads or classes in other dims are averaged.
+
+    Args:
+        attention: of one slide, as the aggregator returns it.
+        count: N, which one of its dims must be; None: its longest dim is that of tiles.
+    """
     wide = attention.detach().to(torch.promote_types(attention.dtype, torch.float32))
-    tiles = wide.dim() and max(range(wide.dim()), key=lambda dim: wide.shape[dim])
+    tiles = wide.shape.index(max(wide.shape) if count is None else count) if wide.dim() else 0
     flat = wide.reshape(-1) if wide.dim() < 2 else wide.movedim(tiles, 0).flatten(1).mean(1)
     return flat / flat.sum().clamp(min=torch.finfo(flat.dtype).tiny)

@@ -45,8 +45,8 @@ def run(request: FeatureRequest, as_json: bool) -> int:
     folder.check(slides, request.overwrite)
     require_writable(request.out)
     console.say(str(encoder))
-    if request.weights is None and encoder.untrained:
-        console.warn("the encoder's weights are random (--random-weights): its features mean nothing")
+    if encoder.untrained:
+        console.warn(f"{encoder.describe_untrained()}; accepted by --random-weights, but its features mean nothing")
     number, parts = request.part
     advice = "choose another --out, or give each its own --part"
     owner = FolderOwner(request.out, advice, f"{number}-of-{parts}" if parts > 1 else "")

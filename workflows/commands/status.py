@@ -12,7 +12,7 @@ from typing import Any
 
 from hyfi_core.errors import RequestError
 from workflows.config.tasks import TASKS
-from workflows.console import counted, duration, emit_json, plain_number, say
+from workflows.console import counted, duration, emit_json, say
 from workflows.exit_codes import DONE
 from workflows.launch.log_summary import RankReport, first_failed, read_logs
 from workflows.launch.owner import describe_owner, owner_of
@@ -20,7 +20,7 @@ from workflows.launch.rank_log import FOLDER
 from workflows.paths import require_readable
 from workflows.training.metrics_log import describe_nonfinite, read_metrics
 from workflows.training.stragglers import describe_fullest, describe_stragglers
-from workflows.training.throughput import describe_loading, describe_throughput
+from workflows.training.throughput import describe_loading, describe_speed
 
 _RATES = ("images_per_second", "gigapixels_per_second", "flops_per_second", "utilisation", "memory_bytes")
 _LATEST_STEPS = 50
@@ -101,7 +101,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         "epoch": trained.get("epoch"),
         "loss": trained.get("loss"),
         **{key: trained.get(key) for key in _RATES},
-        "throughput": _throughput_text(trained),
+        "throughput": _throughput_text(folder, trained),
         "stragglers": compared.get("stragglers", []),
         "stragglers_step": compared.get("step"),
         "slowest": compared.get("slowest"),
@@ -139,13 +139,17 @@ def _age_s(metrics: Path) -> float | None:
 
 def _stall_s(folder: Path, records: Sequence[Mapping[str, Any]]) -> float:
     """Return after how many seconds without a record a run counts as stalled: the first validation may take long."""
-    match = re.search(r"^  stall_s: (\d[\d.]*)$", (folder / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    match = re.search(r"^  stall_s: (\d[\d.]*)$", _config(folder), re.MULTILINE)
     if match is not None:
         return float(match[1]) or float("inf")
     trained = [record for record in records if record["kind"] == "train"][1:]  # the first captures and compiles
     longest_s = max((_spent_s(record) for record in trained), default=0.0)
     least_s = _LEAST_STALL_S if any(record["kind"] == "validation" for record in records) else 5 * _LEAST_STALL_S
     return max(least_s, 10 * longest_s)
+
+
+def _config(folder: Path) -> str:
+    return (folder / "config.yaml").read_text(encoding="utf-8")
 
 
 def _spent_s(record: Mapping[str, Any]) -> float:
@@ -158,11 +162,12 @@ def _step_s(records: Sequence[Mapping[str, Any]]) -> float:
     return sum(map(_spent_s, latest)) / max(1, len(latest))
 
 
-def _throughput_text(trained: Mapping[str, Any]) -> str:
+def _throughput_text(folder: Path, trained: Mapping[str, Any]) -> str:
     if any(trained.get(key) is None for key in _RATES if key != "utilisation"):
         return ""  # written by an earlier version
     found = {key: trained.get(key) for key in _RATES}
-    return f"{plain_number(trained['images_per_second'], 3)} images/s, {describe_throughput(found)} on rank 0"
+    of_tiles = re.search(r"^  tiles: \{", _config(folder), re.MULTILINE) is not None  # plan.tiles is a number
+    return f"{describe_speed(trained['images_per_second'], found, of_tiles)} on rank 0"
 
 
 def _logs_text(folder: Path, state: str, logs: list[dict[str, Any]]) -> list[str]:

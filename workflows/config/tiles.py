@@ -60,7 +60,9 @@ class EncoderConfig(Section):
         "transformers, or a function of your own that returns a module, (n, 3, T, T) to (n, D)",
     )
     weights: UserPath | None = Field(
-        None, description="a .safetensors or .pth file: weights of the encoder; nothing is downloaded; default: random"
+        None,
+        description="a .safetensors or .pth file: weights of the encoder; nothing is downloaded; default: those of its "
+        "folder or factory; of timm:NAME they are random",
     )
     train: Annotated[str, Field(pattern=r"^(all|none|norms|last:[1-9]\d*|lora:[1-9]\d*)$"), BeforeValidator(_lora)] = (
         Field(

@@ -86,10 +86,14 @@ class TileEncoder:
             RequestError: Some of its tensors are random; the message ends with ``advice``.
         """
         if self.untrained:
-            total = len(self.module.state_dict())
-            which = "all" if len(self.untrained) >= total else f"{len(self.untrained)} of {total}: "
-            names = "" if which == "all" else listed(self.untrained, _NAMED)
-            raise RequestError(f"encoder {self.name}: its weights are random ({which}{names}); {advice}")
+            raise RequestError(f"{self.describe_untrained()}; {advice}")
+
+    def describe_untrained(self) -> str:
+        """Return how many of its tensors are random, and the names of some if not all are."""
+        total = len(self.module.state_dict())
+        some = f"{len(self.untrained)} of {total}: {listed(self.untrained, _NAMED)}"
+        which = "all" if len(self.untrained) >= total else some
+        return f"encoder {self.name}: its weights are random ({which})"
 
     def __str__(self) -> str:
         """Return one line for the user."""

@@ -10,14 +10,14 @@ from data.samples.coverage import write_coverage
 from data.samples.exclusion import write_excluded
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.saving.kept_checkpoints import prune, remove_leftovers, saved_steps
-from workflows.console import plain_number, say
+from workflows.console import say
 from workflows.training.best import last_step
 from workflows.training.checks.data_record import SlideTables
 from workflows.training.curves import write_curves
 from workflows.training.job import TrainingJob
 from workflows.training.metrics_log import MetricsLog, describe_nonfinite, nonfinite_steps
 from workflows.training.saving.run_folder import RunFolder
-from workflows.training.throughput import Throughput, describe_throughput
+from workflows.training.throughput import Throughput, describe_speed
 
 Metrics = Mapping[str, Any]
 
@@ -114,7 +114,7 @@ class Recorder:
         }
         self._log.write("train", step=step, **values)
         of_many = " on rank 0" if self._job.plan.ranks > 1 else ""
-        speed = f"{plain_number(images_per_s, 3)} images/s, {describe_throughput(found)}{of_many}"
+        speed = describe_speed(images_per_s, found, self._job.config.data.tiles is not None) + of_many
         self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {speed}"
         self._show("train", step, values)
 

@@ -46,6 +46,11 @@ class Throughput:
         }
 
 
+def describe_speed(images_per_s: float, found: Mapping[str, Any], of_tiles: bool) -> str:
+    """Return the speed as text: ``0.8 images/s, 170 MP/s, …``, or slides if each is a bag of tiles."""
+    return f"{plain_number(images_per_s, 3)} {'slides' if of_tiles else 'images'}/s, {describe_throughput(found)}"
+
+
 def describe_throughput(found: Mapping[str, Any]) -> str:
     """Return the values of ``Throughput.of`` as text: ``170 MP/s, 1.2 TFLOP/s (34 % of peak), 3.1 GB``."""
     share = found["utilisation"]

@@ -59,3 +59,29 @@ def test_what_tiles_say_without_attention() -> None:
     assert found.attention is None
     assert torch.allclose(found.contributions.sum(0) + linear.bias, found.logits)
     assert torch.allclose(found.alone.mean(0), found.logits)
+
+
+@pytest.mark.parametrize(("rows", "more"), [(8, 0), (3, 1)])
+def test_attention_is_that_of_the_tiles_whatever_dims_there_are(rows: int, more: int) -> None:
+    class Heads(nn.Module):
+        """Attention in more heads than a short slide has tiles, or with a token that is no tile."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.score = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, rows)
+
+        def forward(self, bag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            attention = self.score(bag).softmax(0).mT
+            return self.head(attention.mean(0) @ bag), nn.functional.pad(attention, (more, 0))
+
+    torch.manual_seed(4)
+    encoder, aggregator, (slide,) = small_cnn().double(), Heads().double(), bags([5])
+    found = hyfi_core.parallelize_tiles(encoder, aggregator, Plan(tiles=1), AloneCommunicator()).explain(slide)
+    if more:
+        assert found.attention is None
+        return
+    encoder.eval()
+    with torch.no_grad():
+        attention = aggregator(encoder(slide.read(range(5))))[1].mean(0)
+    assert torch.allclose(found.attention, attention)
+    assert torch.allclose(found.contributions.sum(0), found.logits)

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.errors import RequestError
 from tests.workflows.archive import make_config
 from tests.workflows.runs import run_on
 from workflows.config.load import load_config
+from workflows.training.inputs.encoder_flops import tile_flops
 from workflows.training.metrics_log import read_metrics
-from workflows.training.throughput import Throughput, describe_throughput, peak_flops_per_s
+from workflows.training.throughput import Throughput, describe_speed, describe_throughput, peak_flops_per_s
 
 
 def test_rates_are_those_of_the_images() -> None:
@@ -21,7 +23,21 @@ def test_rates_are_those_of_the_images() -> None:
     found = known.of(2.0)
     assert (found["gigapixels_per_second"], found["flops_per_second"], found["utilisation"]) == (0.004, 6e12, 0.25)
     assert found["memory_bytes"] is not None and found["memory_bytes"] > 1e7
-    assert describe_throughput({**found, "memory_bytes": 3.14e9}) == "4 MP/s, 6 TFLOP/s (25 % of peak), 3.1 GB"
+    found["memory_bytes"] = 3.14e9
+    assert describe_throughput(found) == "4 MP/s, 6 TFLOP/s (25 % of peak), 3.1 GB"
+    assert describe_speed(2.0, found, of_tiles=False) == f"2 images/s, {describe_throughput(found)}"
+    assert describe_speed(2.0, found, of_tiles=True) == f"2 slides/s, {describe_throughput(found)}"
+
+
+def test_operations_of_a_tile_are_those_of_what_is_trained() -> None:
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 10), nn.Linear(10, 7))
+    first, last = 2 * 48 * 10, 2 * 10 * 7
+    assert tile_flops(encoder, 4) == 2 * first + 3 * last  # pixels need no gradient
+    encoder[1].requires_grad_(False)
+    assert tile_flops(encoder, 4) == first + 2 * last
+    encoder[2].requires_grad_(False)
+    assert tile_flops(encoder, 4) == first + last
+    assert encoder.training and all(parameter.grad is None for parameter in encoder.parameters())
 
 
 def test_large_values_have_no_exponent() -> None:

@@ -22,7 +22,7 @@ from hyfi_core.tiles.spread import AttentionSpread
 from pathology.predict.members import Member
 from tests.pathology.slides import draw_slide, write_slide
 from tests.workflows.runs import assert_same_run, losses, run_here, run_on
-from workflows.commands import predict, validate
+from workflows.commands import predict, status, validate
 from workflows.commands.validate import EvaluationRequest
 from workflows.config.load import dump_resolved, load_config
 from workflows.training.metrics_log import read_metrics
@@ -87,6 +87,7 @@ def test_what_a_run_writes(alone: Path) -> None:
     assert {name.partition(".")[0] for name in names} == {"encoder", "aggregator"}
     assert "size_px: 32" in (alone / "config.yaml").read_text()
     assert load_config(alone / "config.yaml").data.tiles is not None
+    assert " slides/s, " in status.read_status(alone)["throughput"]
 
 
 def test_encoder_and_head_rates_and_parts(store: Path, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from hyfi_core.runtime.executor import evaluating
 def tile_flops(encoder: nn.Module, size_px: int) -> float:
     """Return the operations of forward and backward for one tile, as products and sums of matrices and convolutions.
 
-    Backward counts twice a forward if something is trained; what is computed again counts once.
+    Backward counts for what is trained: the last blocks, or updates of matrices, cost less than all. What is computed
+    again counts once.
 
     Args:
         encoder: In any mode, which it keeps.
@@ -20,7 +21,9 @@ def tile_flops(encoder: nn.Module, size_px: int) -> float:
     """
     like = next(encoder.parameters(), torch.empty(0))
     tile = torch.zeros((1, 3, size_px, size_px), dtype=like.dtype, device=like.device)
-    with evaluating(encoder, like.device), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        encoder(tile)
-    trains = any(parameter.requires_grad for parameter in encoder.parameters())
-    return float(counter.get_total_flops() * (3 if trains else 1))
+    trained = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+    with evaluating(encoder, like.device), torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        vectors = encoder(tile)
+        if vectors.requires_grad:
+            torch.autograd.grad(vectors.sum(), trained, allow_unused=True)
+    return float(counter.get_total_flops())
