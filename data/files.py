@@ -78,6 +78,15 @@ def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
     write_atomically(path, json_bytes(value))
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is no such file, or it has something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def json_bytes(value: dict[str, Any]) -> bytes:
     """Return the object as indented JSON in UTF-8; undecodable bytes of file names are kept."""
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "surrogateescape")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data.samples.augment import Augment
 from data.samples.coverage import MAX_LISTED
@@ -71,7 +72,7 @@ class TileBags:
 
     def coverage(self, index: int) -> float:
         """Return the share of a slide's tissue that is in its tiles."""
-        return tissue_in(self.slide(index), self.grid(index))
+        return tissue_seen(*self.slide(index).tissue(), self.grid(index))[0]
 
     def of(self, index: int, epoch: int | None = None) -> StoreTiles:
         """Return the tiles of a slide.
@@ -105,13 +106,12 @@ class TileBags:
         return rows
 
     def _row(self, slide_id: str, case_id: str, index: int, grid: TissueTiles) -> dict[str, Any]:
-        mask, mask_mpp = self.slide(index).tissue()
-        tissue_um2 = float(mask.sum()) * float(np.prod(mask_mpp))
+        coverage, tissue_px = tissue_seen(*self.slide(index).tissue(), grid)
         return {
             "slide_id": slide_id,
             "case_id": case_id,
-            "coverage": self.coverage(index),
-            "tissue_px": round(tissue_um2 / float(np.prod(grid.plane.mpp))),
+            "coverage": coverage,
+            "tissue_px": tissue_px,
             "flags": "",
             "pieces": len(grid),
             "fits_size_px": None,
@@ -119,9 +119,14 @@ class TileBags:
         }
 
 
-def tissue_in(slide: SlideStore, tiles: TissueTiles) -> float:
-    """Return the share of a slide's tissue that is in some tiles of it, by the pixels of the tissue mask."""
-    mask, mask_mpp = slide.tissue()
+def tissue_seen(mask: NDArray[np.bool_], mask_mpp: tuple[float, float], tiles: TissueTiles) -> tuple[float, int]:
+    """Return the share of a slide's tissue that is in some tiles of it, and all of its tissue in pixels of their plane.
+
+    Args:
+        mask: The slide's tissue ``(h, w)``.
+        mask_mpp: Microns per pixel (y, x) of the mask.
+        tiles: The tiles.
+    """
     scale = [mpp / coarse for mpp, coarse in zip(tiles.plane.mpp, mask_mpp, strict=True)]
     starts = np.floor(tiles.corners * scale + 0.5).astype(int)
     ends = np.floor((tiles.corners + tiles.size_px) * scale + 0.5).astype(int)
@@ -129,7 +134,8 @@ def tissue_in(slide: SlideStore, tiles: TissueTiles) -> float:
     for (y0, x0), (y1, x1) in zip(starts.tolist(), ends.tolist(), strict=True):
         covered[y0:y1, x0:x1] = True
     total = int(mask.sum())
-    return int((mask & covered).sum()) / total if total else 0.0
+    tissue_px = round(total * float(np.prod(mask_mpp)) / float(np.prod(tiles.plane.mpp)))
+    return int((mask & covered).sum()) / total if total else 0.0, tissue_px
 
 
 def _describe(empty: Sequence[str]) -> str:
@@ -138,7 +144,7 @@ def _describe(empty: Sequence[str]) -> str:
     return (
         f"data.tiles: {len(empty)} slide{'s have' if len(empty) > 1 else ' has'} no tile with enough tissue:\n"
         + "\n".join(lines)
-        + "\nUse a smaller data.tiles.min_tissue or size_px, or leave these slides out of the splits"
+        + "\nTrain with a smaller data.tiles.min_tissue or size_px, or leave these slides out of the splits"
     )
 
 

@@ -53,14 +53,14 @@ def _sums(
 ) -> NDArray[np.float32] | NDArray[np.float64]:
     """Return for each new pixel along the first axis the sum of what it covers, times the units covered.
 
-    ``largest``: bound of these sums; below 2²⁴ float32 has all whole numbers.
+    ``largest``: bound of these sums. float32 has all whole numbers to 2²⁴: half of it leaves room for rounding up.
     """
     values = np.ascontiguousarray(values)
     p, q = step.numerator, step.denominator
     begin = np.arange(start, start + length, dtype=np.int64) * p
     origin, _ = covered(start, start + length, step)
     first, last = begin // q, -(-(begin + p) // q) - 1
-    dtype = np.float32 if largest < 2**24 - 2**23 else np.float64
+    dtype = np.float32 if largest < 2**23 else np.float64
     total = np.zeros((length, *values.shape[1:]), dtype)
     part = np.empty_like(total)
     for tap in range(int((last - first).max()) + 1):

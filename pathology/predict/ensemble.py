@@ -198,9 +198,11 @@ class Ensemble:
             return member.normalisation(torch.from_numpy(dataset.read_view(index, view, box))[None])
 
         if engine.plan.cells is not None:
-            cells = _ReadsOfCells(read, self._comm.size > 1)
-            found = _explained(engine, cells)
-            together(self._comm, cells.raise_error)
+            late = LateErrors(self._comm.size > 1)  # ranks wait for each other's borders
+            found = _explained(
+                engine, lambda box: late.read_or(lambda: torch.zeros((1, 3, *box.shape)), lambda: read(box))
+            )
+            together(self._comm, late.raise_error)
         else:
             box = engine.input_box
             part = together(self._comm, lambda: read(box))
@@ -233,31 +235,31 @@ def _explained(engine: Engine, images: Callable[[Box], torch.Tensor]) -> Explana
         return logits.float()
 
 
-class _ReadsOfCells:
-    """Reads boxes for cells, each in its turn.
-
-    Ranks that share an image wait for each other's borders, so an error of one is raised when all have finished; in
-    place of pixels that cannot be read, zeros are computed with.
+class LateErrors:
+    """Reads while other ranks wait for what this one computes: an error is raised when all have finished.
 
     Args:
-        read: Returns a box of the image, ``(1, 3, h, w)``.
         shared: Whether there are other ranks.
     """
 
-    def __init__(self, read: Callable[[Box], torch.Tensor], shared: bool) -> None:
-        self._read, self._shared = read, shared
+    def __init__(self, shared: bool) -> None:
+        self._shared = shared
         self._error: Exception | None = None
 
-    def __call__(self, box: Box) -> torch.Tensor:
-        """Return a box of the image."""
+    def read_or(self, instead: Callable[[], torch.Tensor], read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what ``read`` does, or ``instead`` once it has failed.
+
+        Raises:
+            SlideError: It failed, and there are no other ranks.
+        """
         try:
             if self._error is None:
-                return self._read(box)
+                return read()
         except READ_ERRORS as error:
             if not self._shared:
                 raise SlideError(str(error)) from error
             self._error = error
-        return torch.zeros((1, 3, *box.shape))
+        return instead()
 
     def raise_error(self) -> None:
         """Raise the first error of this rank."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.files import write_json_atomically
+from data.files import read_json_object, write_json_atomically
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim
 from pathology.errors import SlideError
@@ -105,7 +104,7 @@ class OutFolder:
             if (self.path / FILE_NAME).exists():
                 raise RequestError(f"{self.path / FILE_NAME} was not written by hyfi predict; choose another --out")
             return None
-        before = _read(path)
+        before = read_json_object(path)
         for name, now in self._made_by.items():
             if before.get(name) != now:
                 return f"other {name} ({_short(before.get(name))}; now {_short(now)})"
@@ -127,7 +126,7 @@ class OutFolder:
         if row is None or row["status"] not in (DONE, INCOMPLETE) or not path.exists():
             return False
         as_requested = row["status"] == DONE or bool(row["prediction"]) == self._options.allow_partial
-        return as_requested and _read(path).get("key") == self._key(one)
+        return as_requested and read_json_object(path).get("key") == self._key(one)
 
     def _key(self, one: SlideInput) -> dict[str, Any]:
         """Return all that a slide's results depend on: checkpoints, settings, and the size and time of its file."""
@@ -153,14 +152,6 @@ def _identity(one: SlideInput) -> dict[str, int]:
     except (OSError, SlideError):
         return {}
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _short(value: object) -> str:

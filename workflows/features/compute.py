@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from data.store.slide_store import SlideStore, slide_path
 from data.tiles.reader import StoreTiles
 from data.tiles.tiling import Tiling
 from data.tiles.tissue_tiles import NoTilesError, TissueTiles, tissue_tiles
+from hyfi_core.tiles.chunks import TileChunk
+from hyfi_core.tiles.reading import read_ahead
 from workflows.encoders.tile_encoder import TileEncoder
 from workflows.features.errors import FeatureError
 from workflows.features.feature_file import FeatureFile
@@ -108,30 +109,15 @@ def _encode_slide(
     tiled = TiledSlide.of(slide, tiles, run.encoder.name)
     reader = StoreTiles(slide, tiles, threads=run.workers)
     autocast = _AUTOCAST[run.precision]
+    chunks = [TileChunk(0, start, min(start + run.batch, len(tiles))) for start in range(0, len(tiles), run.batch)]
     with FeatureFile(run.folder.path, tiled, run.encoder.features, run.folder.form) as file:
-        for start, pixels in _read_ahead(reader, run.batch):
+        for chunk, pixels in read_ahead([reader], chunks, ((3, tiles.size_px, tiles.size_px), torch.uint8)):
             vectors = run.encoder.encode(pixels, autocast).cpu().numpy()
-            _check_finite(vectors, tiles, start)
-            file.write(start, vectors)
+            _check_finite(vectors, tiles, chunk.start)
+            file.write(chunk.start, vectors)
             advance(len(vectors) / len(tiles), slide.slide_id)
         file.publish()
     run.folder.note_done(slide.slide_id, tiles.digest(), len(tiles))
-
-
-def _read_ahead(reader: StoreTiles, batch: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield batches of tiles in order; the next is read by another thread meanwhile."""
-    starts = range(0, len(reader), batch)
-
-    def read(start: int) -> torch.Tensor:
-        return reader.read(range(start, min(start + batch, len(reader))))
-
-    with ThreadPoolExecutor(1, thread_name_prefix="hyfi-tiles") as pool:
-        ahead = pool.submit(read, 0)
-        for start in starts:
-            pixels = ahead.result()
-            if start + batch < len(reader):
-                ahead = pool.submit(read, start + batch)
-            yield start, pixels
 
 
 def _check_finite(vectors: np.ndarray, tiles: TissueTiles, start: int) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data.csv_table import write_table
-from data.files import sha256_of, write_json_atomically
+from data.files import read_json_object, sha256_of, write_json_atomically
 from data.location import remove_tree
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim
@@ -85,7 +85,7 @@ class FeatureFolder:
             slide_id: The slide.
             tiles: Digest of its tiles.
         """
-        written = _read(self._sidecar(slide_id))
+        written = read_json_object(self._sidecar(slide_id))
         if written.get("status") != DONE:
             return "new"
         if written.get("tiles_sha256") != tiles:
@@ -134,13 +134,13 @@ class FeatureFolder:
 
     def _records(self) -> Iterator[dict[str, Any]]:
         for path in sorted((self.path / SIDECARS).glob("*.json")):
-            record = _read(path)
+            record = read_json_object(path)
             if {"slide_id", "status"} <= record.keys():
                 yield record
 
     def _before(self) -> dict[str, Any] | None:
         """Return the settings of the folder's features; None without features."""
-        return _read(self.path / RUN_FILE) if (self.path / RUN_FILE).exists() else None
+        return read_json_object(self.path / RUN_FILE) if (self.path / RUN_FILE).exists() else None
 
     def _remove_all(self) -> None:
         """Remove what sidecars list: these first, so that what is left is never taken for finished."""
@@ -175,14 +175,6 @@ def _remove(path: Path) -> None:
         remove_tree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _short(value: object) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from data.samples.dataset import SlideDataset
 from data.samples.view import View
 from data.store.slide_store import SlideStore
-from data.tiles.bags import tissue_in
+from data.tiles.bags import tissue_seen
 from data.tiles.reader import StoreTiles
 from data.tiles.tiling import Tiling
 from data.tiles.tissue_tiles import TissueTiles, tissue_tiles
@@ -21,7 +20,7 @@ from hyfi_core.tiles.engine import TilesEngine
 from hyfi_core.tiles.model import TileModel
 from hyfi_core.tiles.parallelize_tiles import parallelize_tiles
 from pathology.errors import SlideError
-from pathology.predict.ensemble import READ_ERRORS, Sight, together
+from pathology.predict.ensemble import LateErrors, Sight, together
 from pathology.predict.heatmap import Heatmap
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.options import PredictOptions
@@ -59,8 +58,7 @@ class TileEnsemble:
         if not mask.any():
             return Sight((), 0.0, ("no_tissue",), 0)
         tiles = together(self._comm, lambda: tissue_tiles(slide, self._tiling))
-        tissue_px = round(float(mask.sum()) * float(np.prod(mask_mpp)) / float(np.prod(tiles.plane.mpp)))
-        coverage = tissue_in(slide, tiles)
+        coverage, tissue_px = tissue_seen(mask, mask_mpp, tiles)
         view = View((tiles.size_px, tiles.size_px), (), coverage, tissue_px, ())
         return Sight((view,), coverage, (), tiles.plane.level, tiles)
 
@@ -77,9 +75,9 @@ class TileEnsemble:
         ]
 
     def _of_member(self, member: Member, engine: TilesEngine, slide: SlideStore, tiles: TissueTiles) -> Heatmap:
-        source = _CheckedTiles(StoreTiles(slide, tiles), self._comm.size > 1)
+        source = _CheckedTiles(StoreTiles(slide, tiles), late := LateErrors(self._comm.size > 1))
         found = engine.explain(source)
-        together(self._comm, source.raise_error)
+        together(self._comm, late.raise_error)
         if not bool(torch.isfinite(found.logits).all()):
             raise SlideError(f"the network's output is not finite: {found.logits.tolist()}")
         readout = member.readout
@@ -94,37 +92,24 @@ class TileEnsemble:
 
 
 class _CheckedTiles:
-    """Tiles of a slide; ranks wait for each other's vectors, so an error of one is raised when all have finished.
+    """Tiles of a slide, white ones in place of those that cannot be read: ranks wait for each other's vectors.
 
     Args:
         tiles: The tiles.
-        shared: Whether other ranks share them.
+        late: Has the error.
     """
 
-    def __init__(self, tiles: StoreTiles, shared: bool) -> None:
-        self._tiles, self._shared = tiles, shared
+    def __init__(self, tiles: StoreTiles, late: LateErrors) -> None:
+        self._tiles, self._late = tiles, late
         self.name, self.coords = tiles.name, tiles.coords
-        self._error: Exception | None = None
 
     def __len__(self) -> int:
         return len(self._tiles)
 
     def read(self, indices: Sequence[int]) -> torch.Tensor:
-        """Return tiles; white ones in place of those that cannot be read."""
-        try:
-            if self._error is None:
-                return self._tiles.read(indices)
-        except READ_ERRORS as error:
-            if not self._shared:
-                raise SlideError(str(error)) from error
-            self._error = error
-        size = self._tiles.tiles.size_px
-        return torch.full((len(indices), 3, size, size), 255, dtype=torch.uint8)
-
-    def raise_error(self) -> None:
-        """Raise the first error of this rank."""
-        if self._error is not None:
-            raise self._error
+        """Return tiles ``(n, 3, size_px, size_px)`` uint8."""
+        shape = (len(indices), 3, self._tiles.tiles.size_px, self._tiles.tiles.size_px)
+        return self._late.read_or(lambda: torch.full(shape, 255, dtype=torch.uint8), lambda: self._tiles.read(indices))
 
 
 def _engine(member: Member, comm: Communicator, options: PredictOptions) -> TilesEngine:

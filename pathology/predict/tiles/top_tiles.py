@@ -9,7 +9,7 @@ from data.tiles.reader import StoreTiles
 from pathology.pages import data_uri
 from pathology.predict.report import TilePicture
 from pathology.predict.slide_result import SlideResult, level0_of
-from pathology.predict.tiles.tile_heatmap import at_tiles, cell_px_of
+from pathology.predict.tiles.tile_heatmap import at_tiles
 
 MOST = 8
 _PICTURE_PX = 256
@@ -24,7 +24,7 @@ def top_tiles(result: SlideResult) -> list[TilePicture]:
     tiles, heatmap, channel = result.tiles, result.heatmap, result.channel
     if tiles is None or result.withheld:
         return []
-    level0, scores = level0_of(result), at_tiles(tiles, heatmap.scores[channel], cell_px_of(tiles))
+    level0, scores = level0_of(result), at_tiles(tiles, heatmap.scores[channel], heatmap.cell_px)
     weighing = heatmap.values[channel] if heatmap.attention is None else heatmap.attention
     weights = at_tiles(tiles, weighing, heatmap.cell_px)
     chosen = np.argsort(-weights, kind="stable")[:MOST]
