@@ -18,7 +18,7 @@ from data.samples.dataset import select_slides
 from data.samples.labels import Labels, load_labels, with_cases
 from data.samples.matching import match_labels
 from data.samples.splits import load_splits
-from data.spelling import canonical
+from data.spelling import canonical, without_ending
 from hyfi_core.errors import RequestError
 from workflows.commands.split import run
 
@@ -95,7 +95,7 @@ def outcome(path: Path, manifest: Rows, merge: bool) -> tuple[dict[str, tuple[st
     splits = load_splits(path, known, merge_alike=merge)
     chosen = {name: select_slides(known, labels, splits, name) for name in ("train", "val", "test")}
     return {
-        ref.slide_id: (canonical(labels.classes[ref.label or 0]).replace(" ", ""), split)
+        ref.slide_id: (canonical(without_ending(labels.classes[ref.label or 0])).replace(" ", ""), split)
         for split, refs in chosen.items()
         for ref in refs
     }, labels
