@@ -50,11 +50,15 @@ class Labels:
 
     def text(self, target: Target) -> str:
         """Return a label as text: the name of a class, names of several, or numbers, with ``;`` between them."""
-        if isinstance(target, int):
-            return self.classes[target]
-        if self.classes:
-            return ";".join(name for name, value in zip(self.classes, target, strict=True) if value == 1) or "none"
+        if isinstance(target, int) or self.classes:
+            return ";".join(self.names_of(target)) or "none"
         return ";".join(f"{number:g}" for number in target)
+
+    def names_of(self, target: Target) -> tuple[str, ...]:
+        """Return the class of a label, or its classes, where a slide may have several; none if labels are numbers."""
+        if isinstance(target, int):
+            return (self.classes[target],)
+        return tuple(name for name, value in zip(self.classes, target, strict=False) if value == 1)
 
     def case_of(self, slide_id: str, default: str = "") -> str:
         """Return the case of a slide if the CSV has it, else ``default``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from data.samples.labels import Labels, with_cases
 from data.spelling import canonical, without_ending
@@ -35,6 +35,7 @@ class LabelMatch:
         without_case: Slides of ``slides`` whose case is not known; each is a case of its own.
         without_split: Slides of ``slides`` that are in no split, so that they are not used.
         notes: Sentences for the user about how the labels were read, and about slides with the same content.
+        counts: Class to its number of ``slides``.
     """
 
     key: str
@@ -47,6 +48,7 @@ class LabelMatch:
     without_case: tuple[str, ...] = ()
     without_split: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return a text table: number of matches, of rows without slides, and of slides of each class."""
@@ -62,10 +64,7 @@ class LabelMatch:
             rows.append(("labelled slides without a case", len(self.without_case), own))
         if self.without_split:
             rows.append(("labelled slides in no split", len(self.without_split), _some(self.without_split)))
-        known = set(self.classes)
-        named = ([text] if text in known else text.split(";") for text in self.slides.values())
-        counts = Counter(name for names in named for name in names)
-        rows += [(f"class {name}", counts[name], "") for name in self.classes]
+        rows += [(f"class {name}", self.counts.get(name, 0), "") for name in self.classes]
         width = max(len(what) for what, _, _ in rows)
         lines = [f"  {what:<{width}}  {n:>6}  {names}".rstrip() for what, n, names in rows]
         return "\n".join(["labels:", *lines, *(f"  note: {note}" for note in self.notes)])
@@ -115,6 +114,7 @@ def match_labels(
     """Compare labels, and slide to split if there are splits, with the rows of a store's manifest."""
     known = with_cases(rows, labels)
     slides: dict[str, str] = {}
+    counts: Counter[str] = Counter()
     failed, unlabelled = [], []
     for row in known:
         index = labels.of(row["slide_id"], row["case_id"])
@@ -124,6 +124,7 @@ def match_labels(
             unlabelled.append(row["slide_id"])
         else:
             slides[row["slide_id"]] = labels.text(index)
+            counts.update(labels.names_of(index))
     names = {row[labels.key] for row in known} - {""}
     unmatched = [key for key, index in labels.indices.items() if index is not None and key not in names]
     by_plain = {plain_name(name): name for name in sorted(names)}
@@ -138,6 +139,7 @@ def match_labels(
         without_case=tuple(row["slide_id"] for row in known if row["slide_id"] in slides and not row["case_id"]),
         without_split=() if splits is None else tuple(slide for slide in slides if slide not in splits),
         notes=(*labels.notes, *_same_content_notes(known, slides)),
+        counts=counts,
     )
 
 

@@ -174,7 +174,10 @@ class FoldRuns:
     def is_evaluated(self, fold: int) -> bool:
         """Whether the fold's checkpoint was evaluated; one that training has replaced since was not."""
         from hyfi_core.runtime.checkpoint import read_model_json
+        from pathology.predict.table import FILE_NAME
 
+        if not (self.test_of(fold) / FILE_NAME).is_file():
+            return False
         try:
             metrics = json.loads((self.test_of(fold) / "metrics.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -244,13 +244,7 @@ def _selected(
 
 def _classes(labels: Labels, slides: Sequence[SlideRef]) -> set[str]:
     """Return the names of the classes, or of the labels, that slides have, none if labels are numbers."""
-    names: set[str] = set()
-    for target in map(_label, slides):
-        if isinstance(target, int):
-            names.add(labels.classes[target])
-        elif labels.classes:
-            names.update(name for name, value in zip(labels.classes, target, strict=True) if value == 1)
-    return names
+    return {name for target in map(_label, slides) for name in labels.names_of(target)}
 
 
 def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Sequence[SlideRef]) -> Task:

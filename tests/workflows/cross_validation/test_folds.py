@@ -87,6 +87,9 @@ def test_every_slide_is_reported_by_a_model_that_neither_trained_nor_chose_with_
     before = len(commands)
     assert train_folds.run(asked(config, "all", resume=True), as_json=False) == 0
     assert len(commands) == before  # nothing was left to do
+    (run / "fold-1/test/predictions.csv").unlink()
+    assert train_folds.run(asked(config, "all", resume=True), as_json=False) == 0
+    assert [words[0] for words in commands[before:]] == ["validate"]
 
 
 def test_a_fold_that_fails_ends_with_its_code(
