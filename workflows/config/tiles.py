@@ -5,9 +5,10 @@ Keys of whole images have no meaning in such a run, and are refused by name wher
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from workflows.config.section import Positive, Section, Share, UserPath
 
@@ -22,6 +23,10 @@ def _lora(value: Any) -> Any:
         if isinstance(inside, dict) and set(inside) == {"rank"}:
             return f"lora:{inside['rank']}"
     return value
+
+
+_CELLS_OF_SIDE = 8
+"""Most cells of a heatmap along the side of a tile."""
 
 
 class TilesConfig(Section):
@@ -43,6 +48,19 @@ class TilesConfig(Section):
         description="a whole number ≥ 1: tiles of a slide in a step, drawn anew in each epoch; default: all tiles. "
         "Validation and prediction always use all tiles",
     )
+
+    @model_validator(mode="after")
+    def _has_a_heatmap(self) -> TilesConfig:
+        """Check that cells of heatmaps, whose side divides size and stride, are not far smaller than tiles."""
+        stride, sides = self.stride_px or self.size_px, range(1, self.size_px + 1)
+        if self.size_px > _CELLS_OF_SIDE * gcd(self.size_px, stride):
+            cell = next(side for side in sides if self.size_px % side == 0 and self.size_px <= _CELLS_OF_SIDE * side)
+            raise ValueError(
+                f"stride_px: {stride} and size_px {self.size_px} have only {gcd(self.size_px, stride)} as common "
+                "divisor, and heatmaps would have cells of so few pixels; use "
+                f"{max(1, round(stride / cell)) * cell}, for example"
+            )
+        return self
 
     def build(self, mpp: float | None = None) -> Tiling:
         """Return the tiling; ``mpp``: microns per pixel where the key says none."""

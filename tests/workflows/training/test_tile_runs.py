@@ -132,6 +132,11 @@ def test_low_rank_updates_are_trained_saved_and_validated(
         ("data.tiles=null", r"data.size_px: missing; needed: a whole number .*; or data.tiles for an encoder"),
         ("model.encoder=null", r"model.encoder: missing; data.tiles needs it"),
         ("data.tiles.stride=8", r"data.tiles.stride: unknown \(given: 8\); did you mean data.tiles.stride_px\?"),
+        (
+            "data.tiles={size_px: 224, stride_px: 223}",
+            r"223 and size_px 224 have only 1 as common divisor.*use 224, for",
+        ),
+        ("data.tiles={size_px: 224, stride_px: 90}", r"have only 2 as common divisor.*use 84, for example"),
         ("data.tiles.size_px=4096", r"data.tiles: 6 slides have no tile with enough tissue:\n  slide slide-00"),
         ("model.encoder.train=last:9", r"train: last:9: the encoder has 2 blocks"),
         ("model.encoder.train=norms", r"train: norms: the encoder has no norm with parameters"),
