@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hyfi_core.plan.box import Box
-
 
 @dataclass(frozen=True)
 class BatchLayout:
@@ -78,34 +76,3 @@ class BatchLayout:
                 return position, replica
             position -= share
         raise AssertionError("unreachable: the shares add up to the samples of a round")
-
-
-@dataclass(frozen=True)
-class Part:
-    """A box of consecutive images of a batch: what one trainer needs.
-
-    Attributes:
-        box: The box of each image.
-        first, stop: The samples ``[first, stop)`` of the batch.
-    """
-
-    box: Box
-    first: int
-    stop: int
-
-    def has_sample(self, position: int) -> bool:
-        """Whether the part has the sample at this index of the batch."""
-        return self.first <= position < self.stop
-
-    def covers(self, box: Box, first: int, stop: int) -> bool:
-        """Whether the part contains ``box`` of the samples ``[first, stop)``."""
-        return self.box.contains(box) and self.first <= first and stop <= self.stop
-
-    def to_json(self) -> list[int]:
-        """Return [y0, y1, x0, x1, first, stop]."""
-        return [self.box.y0, self.box.y1, self.box.x0, self.box.x1, self.first, self.stop]
-
-    @classmethod
-    def from_json(cls, value: Sequence[int]) -> Part:
-        """Return the part from what ``to_json`` gave."""
-        return cls(Box(*value[:4]), value[4], value[5])

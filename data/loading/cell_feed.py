@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from data.loading.batches import Part
 from data.loading.decode import BANDS, part_bytes
 from data.loading.feed import BatchPixels, FeedSpec, Report
 from data.loading.loader_link import PIXELS_TAG, LoaderLink
 from data.loading.part_buffers import PartBuffers, not_sent
 from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.input_part import InputPart
 
 _LEAST_AHEAD = 2
 """Boxes on their way, so that one is decoded while another is read."""
@@ -57,8 +57,8 @@ class CellFeed:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._parts = tuple(part for part in spec.parts if not part.box.empty)
         self._ahead = self._parts_ahead(prefetch, ahead_bytes)
-        self._open: dict[tuple[int, Part], tuple[int, PartBuffers]] = {}  # requested, and not read yet
-        self._read: set[Part] = set()  # of the current turn
+        self._open: dict[tuple[int, InputPart], tuple[int, PartBuffers]] = {}  # requested, and not read yet
+        self._read: set[InputPart] = set()  # of the current turn
         self._turn, self._next = spec.turns[0] - 1, (spec.turns[0], 0)  # (turn, index of the part) to request next
         samples = max((part.stop - part.first for part in self._parts), default=0)
         hello = {
@@ -91,7 +91,7 @@ class CellFeed:
         Raises:
             ValueError: It is none of the trainer's parts.
         """
-        start_s, part = time.perf_counter(), Part(box, first, stop)
+        start_s, part = time.perf_counter(), InputPart(box, first, stop)
         if part not in self._spec.parts:
             raise ValueError(not_sent(part, self._spec.parts))
         if box.empty:
@@ -129,7 +129,7 @@ class CellFeed:
             if turn >= self._turn and not read and (turn, part) not in self._open:
                 self._request(turn, part)
 
-    def _request(self, turn: int, part: Part) -> None:
+    def _request(self, turn: int, part: InputPart) -> None:
         buffers, layout = PartBuffers((part,), self._device, self._stream), self._spec.layout
         numbers_of: dict[int, list[int]] = {}
         receives = []

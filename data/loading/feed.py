@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data.loading.batches import BatchLayout, Part
+from data.loading.batches import BatchLayout
 from data.loading.decode import BANDS, Lease, Samples, decode, part_bytes
 from data.loading.order import SampleStream
 from data.loading.sample_cache import SampleCache
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.input_part import InputPart
 
 Report = dict[str, int]
 """Report of a loader to a trainer: the fields of `Counts`, ``sent_bytes`` to all, and of these ``to_you_bytes``."""
@@ -82,7 +83,7 @@ class FeedSpec:
     stream: SampleStream
     layout: BatchLayout
     replica: int
-    parts: tuple[Part, ...]
+    parts: tuple[InputPart, ...]
     turns: tuple[int, int]
 
 

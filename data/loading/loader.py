@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from data.loading.backoff import Backoff
-from data.loading.batches import BatchLayout, Part
+from data.loading.batches import BatchLayout
 from data.loading.decode import BANDS, Samples, part_bytes
 from data.loading.decode_pool import Counts, DecodePool
 from data.loading.decode_worker import ChildWorker, StartWorker
@@ -29,6 +29,7 @@ from data.loading.order import SampleStream
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.plan.box import Box, hull
+from hyfi_core.plan.input_part import InputPart
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class _Client:
         sent_bytes: Bytes of pixels sent to it.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[InputPart, ...]
     replica: int
     every: tuple[int, int]
     ahead: int
@@ -206,7 +207,7 @@ class LoaderService:
             return False
         peer, message = found
         if message["kind"] == "hello":
-            parts = tuple(Part.from_json(part) for part in message["parts"])
+            parts = tuple(InputPart.from_json(part) for part in message["parts"])
             every, box_bytes = tuple(message["every"]), message.get("box_bytes", 0)
             self._trainers[peer] = _Client(parts, message["replica"], every, message["ahead"], box_bytes)
         elif message["kind"] == "request":

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from data.loading.batches import Part
 from data.loading.decode import BANDS
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.input_part import InputPart
 
 
 class PartBuffers:
@@ -20,7 +20,9 @@ class PartBuffers:
         stream: For copies, if the device is a GPU.
     """
 
-    def __init__(self, parts: Sequence[Part], device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[InputPart], device: torch.device, stream: torch.cuda.Stream | None = None
+    ) -> None:
         self._parts, self._device, self._stream = tuple(parts), device, stream
         shapes = [(part.stop - part.first, BANDS, *part.box.shape) for part in parts]
         self.buffers = [torch.empty(shape, dtype=torch.uint8, pin_memory=stream is not None) for shape in shapes]
@@ -67,10 +69,10 @@ class PartBuffers:
             if part.covers(box, first, stop):
                 rows, columns = box.relative_to(part.box).slices()
                 return images[first - part.first : stop - part.first, :, rows, columns]
-        raise ValueError(not_sent(Part(box, first, stop), self._parts))
+        raise ValueError(not_sent(InputPart(box, first, stop), self._parts))
 
 
-def not_sent(wanted: Part, parts: Sequence[Part]) -> str:
+def not_sent(wanted: InputPart, parts: Sequence[InputPart]) -> str:
     """Return the message for a box that the loaders do not send."""
     available = ", ".join(f"{part.box} of samples {part.first} to {part.stop}" for part in parts)
     return (

@@ -7,7 +7,6 @@ two directions, four micro-batches     stage 0, direction 0: its box of samples 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -19,27 +18,13 @@ from hyfi_core.capture.program import Program
 from hyfi_core.errors import RequestError
 from hyfi_core.ops.redistribute import is_channels_last
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.rules.table import facts_of
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
 
 Key = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class InputPart:
-    """A box of some samples of the batch.
-
-    Attributes:
-        box: of the image, halo included, within the image.
-        first: the first sample.
-        stop: the sample after the last.
-    """
-
-    box: Box
-    first: int
-    stop: int
 
 
 @runtime_checkable

@@ -26,12 +26,13 @@ from hyfi_core.cost.model_flops import training_flops
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segment_compiler import SegmentCompiler
 from hyfi_core.plan.box import Box, hull
+from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import resident_bytes
 from hyfi_core.rules.batch_norm import has_live_statistics
 from hyfi_core.runtime.attribution import Explanation, gather_explanation, has_last_map
-from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, lays_channels_last
+from hyfi_core.runtime.batch_reader import Images, MemoryFormat, lays_channels_last
 from hyfi_core.runtime.calls.engine_state import EngineState
 from hyfi_core.runtime.calls.gradient_scale import GradientScale
 from hyfi_core.runtime.calls.local_use import mark_stale, watch_local_use

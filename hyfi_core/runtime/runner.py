@@ -14,11 +14,12 @@ from hyfi_core.cells.pager import Pager
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import Tape
+from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.attribution import ExplainedPart, attribute, join_explanations
 from hyfi_core.runtime.backward import Values
-from hyfi_core.runtime.batch_reader import Images, InputPart, PixelParts, Reader, Shape, uploaded
+from hyfi_core.runtime.batch_reader import Images, PixelParts, Reader, Shape, uploaded
 from hyfi_core.runtime.calls.outputs import described, joined, undescribed
 from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model
 from hyfi_core.runtime.executor import autocasting
@@ -332,7 +333,7 @@ class StageRunner:
         if key in local:
             return local[key][start : start + size]
         part = parts[key]
-        chosen = InputPart(part.box, part.first + start, part.first + start + size)
+        chosen = part.microbatch(start, size)
         if self._pager is not None and trains and isinstance(images, PixelParts):
             pixels, prepare = self.reader.read_pixels(images, chosen)
             return self._pager.image(pixels, prepare)

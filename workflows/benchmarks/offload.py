@@ -223,7 +223,8 @@ def sleeper(classes: int, **_: Any) -> nn.Module:
 def _sleep_instead(setting: dict[str, Any]) -> None:
     from data.loading.feed import InlineFeed
     from hyfi_core.plan.box import Box
-    from hyfi_core.runtime.batch_reader import InputPart, read_part
+    from hyfi_core.plan.input_part import InputPart
+    from hyfi_core.runtime.batch_reader import read_part
     from hyfi_core.runtime.engine import Engine
 
     def accumulate(engine: Any, images: Any, labels: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyfi_core
-from data.loading.batches import BatchLayout, Part
+from data.loading.batches import BatchLayout
 from data.loading.feed import FeedSpec
 from data.loading.loader import LoaderService
 from data.loading.normalise import Normalisation
@@ -24,6 +24,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.lowering.segment_compiler import CompileMode
 from hyfi_core.models import resnet
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.input_part import InputPart
 from hyfi_core.runtime.engine import Engine
 from workflows.gpu_check.measure_step import Row, Step, free, step_s, tried
 from workflows.gpu_check.setting import Setting
@@ -167,7 +168,7 @@ def feed(setting: Setting, _: str) -> Iterator[Row]:
     engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator())
     images, labels = batch(setting, side_px)
     resident_s = step_s(lambda: engine.train_step(images, labels), setting.device, steps)
-    spec = FeedSpec(stream, layout, 0, (Part(Box.of_size(side_px, side_px), 0, 1),), turns)
+    spec = FeedSpec(stream, layout, 0, (InputPart(Box.of_size(side_px, side_px), 0, 1),), turns)
     source, numbers = RemoteFeed(comm, [1], spec, 2, setting.device), iter(range(*turns))
     waits: list[float] = []
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from data.loading.batches import Part
 from data.loading.cell_feed import CellFeed
 from data.loading.feed import BatchPixels, Feed, FeedSpec, InlineFeed
 from data.loading.loader import LoaderService
@@ -18,6 +17,7 @@ from data.store.node_cache import node_cache, share_on_node, user_folder
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.input_part import InputPart
 from hyfi_core.runtime.engine import Engine
 from workflows.config.data import DataConfig
 from workflows.evaluation.models import DTYPES, FORMATS
@@ -36,7 +36,7 @@ def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, d
     turns = (start_step * accumulate, job.steps * accumulate)
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     loaders, cells = roles.loaders_of.get(roles.world.rank, ()), engine.plan.cells is not None
-    parts = _in_order(engine) if cells else [Part(part.box, part.first, part.stop) for part in engine.input_parts]
+    parts = _in_order(engine) if cells else engine.input_parts
     spec = FeedSpec(job.stream, job.layout, replica, tuple(parts), turns)
     if loaders and cells:
         limit = engine.plan.memory_bytes if device.type == "cpu" else None  # else that of the GPU
@@ -47,16 +47,12 @@ def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, d
     return InlineFeed(job.train, spec, data.cache_bytes, device)
 
 
-def _in_order(engine: Engine) -> list[Part]:
+def _in_order(engine: Engine) -> list[InputPart]:
     """Return the boxes of a turn in the order in which cells read them: micro-batch after micro-batch."""
     plan = engine.plan
     rounds = plan.microbatches // plan.directions
     sizes = [(part, (part.stop - part.first) // rounds) for part in engine.input_parts]
-    return [
-        Part(part.box, part.first + k * size, part.first + (k + 1) * size)
-        for k in range(rounds)
-        for part, size in sizes
-    ]
+    return [part.microbatch(k * size, size) for k in range(rounds) for part, size in sizes]
 
 
 def preparation(job: TrainingJob) -> Callable[[torch.Tensor], torch.Tensor]:

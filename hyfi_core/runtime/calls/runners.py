@@ -11,8 +11,9 @@ from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.base import Communicator
 from hyfi_core.current_device import make_current
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.runtime.batch_reader import InputPart, Shape
+from hyfi_core.runtime.batch_reader import Shape
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.runner import StageRunner
 from hyfi_core.runtime.subject import Subject

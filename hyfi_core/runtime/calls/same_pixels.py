@@ -20,7 +20,8 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
-from hyfi_core.runtime.batch_reader import InputPart, Key
+from hyfi_core.plan.input_part import InputPart
+from hyfi_core.runtime.batch_reader import Key
 
 _EVERY = 64
 """The first calls are compared (1, 2, 4, 8 …), then each of this number."""

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from data.loading.batches import BatchLayout, Part
+from data.loading.batches import BatchLayout
 from data.loading.cell_feed import CellFeed
 from data.loading.decode import part_bytes
 from data.loading.decode_pool import Counts
@@ -18,6 +18,7 @@ from data.loading.order import SampleStream
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.input_part import InputPart
 from tests.data.loading.thread_worker import ThreadWorker
 from tests.data.numbered_images import HEIGHT, WIDTH, Images
 
@@ -25,11 +26,13 @@ HALVES = (0, 27), (25, 53)  # columns of two trainers that share each image, wit
 ROWS = (0, 14), (11, 26), (22, 37), (37, 37)  # of cells; the last has no pixels
 
 
-def parts_of(trainer: int, batch: int, microbatches: int = 1) -> tuple[Part, ...]:
+def parts_of(trainer: int, batch: int, microbatches: int = 1) -> tuple[InputPart, ...]:
     """The boxes of a turn, micro-batch after micro-batch, in the order of the cells."""
     x0, x1 = HALVES[trainer % len(HALVES)]
     size = batch // microbatches
-    return tuple(Part(Box(y0, y1, x0, x1), k * size, (k + 1) * size) for k in range(microbatches) for y0, y1 in ROWS)
+    return tuple(
+        InputPart(Box(y0, y1, x0, x1), k * size, (k + 1) * size) for k in range(microbatches) for y0, y1 in ROWS
+    )
 
 
 def spec_of(trainer: int, layout: BatchLayout, turns: tuple[int, int], microbatches: int = 1) -> FeedSpec:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from data.loading.batches import BatchLayout, Part
+from data.loading.batches import BatchLayout
 from data.loading.decode import part_bytes
 from data.loading.decode_worker import ChildWorker, StartWorker
 from data.loading.feed import Feed, FeedSpec, InlineFeed
@@ -18,6 +18,7 @@ from data.loading.remote_feed import RemoteFeed
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.input_part import InputPart
 from tests.data.loading.thread_worker import ThreadWorker
 from tests.data.numbered_images import HEIGHT, WIDTH, BrokenImages, Images
 from tests.fake_gpu import FakeGpu
@@ -36,16 +37,18 @@ def replica_of(trainer: int, layout: BatchLayout) -> int:
     return trainer // len(BOXES) if layout.replicas > 1 else 0
 
 
-def plain_parts(trainer: int, layout: BatchLayout) -> tuple[Part, ...]:
-    return (Part(BOXES[trainer % len(BOXES)], 0, layout.batch_of(replica_of(trainer, layout))),)
+def plain_parts(trainer: int, layout: BatchLayout) -> tuple[InputPart, ...]:
+    return (InputPart(BOXES[trainer % len(BOXES)], 0, layout.batch_of(replica_of(trainer, layout))),)
 
 
-def mirrored_parts(trainer: int, layout: BatchLayout) -> tuple[Part, ...]:
+def mirrored_parts(trainer: int, layout: BatchLayout) -> tuple[InputPart, ...]:
     """Three ranks, two directions: the first and the last are each other's mirror, the middle one needs no pixels."""
     half = layout.batch_of(0) // 2
-    return {0: (Part(BOXES[0], 0, half), Part(BOXES[1], half, layout.batch_of(0))), 1: (), 2: (Part(WHOLE, 0, half),)}[
-        trainer
-    ]
+    return {
+        0: (InputPart(BOXES[0], 0, half), InputPart(BOXES[1], half, layout.batch_of(0))),
+        1: (),
+        2: (InputPart(WHOLE, 0, half),),
+    }[trainer]
 
 
 def spec_of(trainer: int, layout: BatchLayout, turns: tuple[int, int], parts=plain_parts, weights=None) -> FeedSpec:
