@@ -106,12 +106,19 @@ def test_several_nodes_are_not_used_by_one_process(slurm: Slurm, tmp_path: Path,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_killed_rank_ends_all_within_seconds(slurm: Slurm, tmp_path: Path, store: Path) -> None:
-    """Without --kill-on-bad-exit srun let the others wait for ever."""
+def test_a_second_job_is_refused_and_a_killed_rank_ends_all_within_seconds(
+    slurm: Slurm, tmp_path: Path, store: Path
+) -> None:
+    """A second ``srun --resume`` names the first; without --kill-on-bad-exit srun let the others wait for ever."""
     config = make_config(tmp_path, store, run={"steps": 5000}, validation={"every_steps": 5000})
     words = ["srun", "--mpi=pmi2", "-N2", "-n2", *HYFI, "train", str(config), TWO]
     job = begin(slurm, tmp_path, *words, HYFI_TEST_MARK=str(tmp_path))
     wait_for_step(job, tmp_path / "run", 2)
+    code, said = run(slurm, tmp_path, *words, "--resume")
+    assert code == 2, said
+    (number,) = slurm.run("squeue", "-h", "-o", "%A").split()
+    assert said.count(f"{tmp_path / 'run'}: in use by process ") == 1 and f"job {number}" in said, said
+    assert job.poll() is None
     os.kill(_pid_of_rank(1, tmp_path), signal.SIGKILL)
     killed_s = time.monotonic()
     _, err = job.communicate(timeout=60)
