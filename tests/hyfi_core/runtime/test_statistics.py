@@ -1,0 +1,30 @@
+"""Running statistics that forwards have changed."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hyfi_core
+from hyfi_core.comm.alone import AloneCommunicator
+
+
+def test_running_statistics_are_stored_by_two_calls_for_all_norms() -> None:
+    """A copy for each buffer was most of what the engine added to a step on a GPU: three for each norm."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)) for _ in range(4)]
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+    plain = deepcopy(model)
+    images, labels = torch.randn(2, 3, 8, 8, dtype=torch.float64), torch.tensor([0, 2])
+    plan = hyfi_core.ParallelPlan(grids=((1, 1),))
+    engine = hyfi_core.parallelize(model, tuple(images.shape), plan, AloneCommunicator(), loss=F.cross_entropy)
+    with torch.profiler.profile() as profile:
+        engine.accumulate(images, labels)
+    assert sum(event.count for event in profile.key_averages() if event.key == "aten::_foreach_copy_") == 2
+    plain(images)
+    expected = dict(plain.named_buffers())
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, expected[name], rtol=0, atol=1e-14)
