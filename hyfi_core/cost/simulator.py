@@ -24,7 +24,7 @@ from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Schedule
+from hyfi_core.schedule.action import COMPUTE, Schedule
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.in_flight import fullest_moments
 from hyfi_core.schedule.lower import lower
@@ -113,7 +113,7 @@ def forecast_step(
     step_s = found.makespan_s + _update_s(plan, costs)
     rounds = plan.microbatches
     slowest = max(costs.stages, key=lambda stage: stage.forward_s + stage.backward_s)
-    computed_s = max((event.end_s for event in found.events if event.kind in ("F", "B")), default=0.0)
+    computed_s = max((event.end_s for event in found.events if event.kind in COMPUTE), default=0.0)
     exposed_s = {
         "halo": rounds * slowest.halo_s,
         "sums": rounds * slowest.sums_s,

@@ -13,14 +13,24 @@ from hyfi_core.errors import RequestError
 class Verb(StrEnum):
     """The type of an action.
 
-    F and B are *gang actions*: all ranks of the stage run them together. Receives are posted and sends are started
-    without waiting for the other side; F and B wait for the data that they need.
+    F, B, I and W are *gang actions*: all ranks of the stage run them together, and wait for the data that they need.
+    Receives are posted and sends are started without waiting for the other side.
+
+    A backward is one action, B, or two: I, for which earlier stages wait, and W, for which only the reduction of
+    gradients waits. Between the two a rank may do what others wait for::
+
+        rank 0   F0 F1 .  I0 W0 I1 W1
+        rank 1   .  F0 I0 F1 I1 W0 W1           rank 0 has I1's cotangents before W0 begins here
     """
 
     F = "F"
     """Forward of one micro-batch through one stage."""
     B = "B"
-    """Backward of one micro-batch through one stage."""
+    """Backward of one micro-batch through one stage: the gradients of its inputs and of its weights."""
+    I = "I"  # noqa: E741 - as in the literature on schedules
+    """The first part of a backward: the gradients of the stage's inputs."""
+    W = "W"
+    """The rest of that backward: the gradients of the stage's weights."""
     SEND_F = "SEND_F"
     """Start sending the values that ``peer``, a later stage, takes from this one."""
     RECV_F = "RECV_F"
@@ -39,8 +49,13 @@ class Verb(StrEnum):
     __hash__ = str.__hash__  # Enum's runs Python code: slow for keys of dicts
 
 
-COMPUTE = frozenset({Verb.F, Verb.B})
-_COUNTED = re.compile(r"(F|B)(\d+)\.s(\d+)\.d(\d+)")
+COMPUTE = frozenset({Verb.F, Verb.B, Verb.I, Verb.W})
+"""The gang actions."""
+TO_INPUTS = frozenset({Verb.B, Verb.I})
+"""Those that take the gradients of a stage's outputs, and after which those of its inputs are sent."""
+TO_WEIGHTS = frozenset({Verb.B, Verb.W})
+"""Those after which a micro-batch has added all that it adds to the gradients of a stage's weights."""
+_COUNTED = re.compile(r"(F|B|I|W)(\d+)\.s(\d+)\.d(\d+)")
 _MESSAGE = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B)(\d+)\.s(\d+)\.d(\d+)([<>])s(\d+)")
 _GRADIENT = re.compile(r"(SEND_G|RECV_G)\.s(\d+)\.d(\d+)([<>])d(\d+)")
 _REDUCE = re.compile(r"REDUCE\.s(\d+)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import Action, Schedule, Verb, act
@@ -12,9 +12,26 @@ from hyfi_core.schedule.routes import Edges
 Needs = Mapping[Action, Sequence[Action]]
 """For each action of a rank, the actions that must precede it in its list."""
 
+Backward = tuple[int, int, int]
+"""(stage, direction, micro-batch) of a backward."""
+
+
+def divided(schedule: Schedule) -> frozenset[Backward]:
+    """Return the backwards that a schedule divides into I and W: those of which any rank has either."""
+    return frozenset(
+        (action.stage, action.direction, action.microbatch)
+        for row in dict.fromkeys(schedule.actions)
+        for action in row
+        if action.verb in (Verb.I, Verb.W) and action.microbatch is not None
+    )
+
 
 def expected(
-    placement: Placement, edges: Edges, microbatches: Sequence[Sequence[int]], point_to_point: bool
+    placement: Placement,
+    edges: Edges,
+    microbatches: Sequence[Sequence[int]],
+    point_to_point: bool,
+    halves: frozenset[Backward] = frozenset(),
 ) -> list[Needs]:
     """Return the required actions of each rank.
 
@@ -23,12 +40,13 @@ def expected(
         edges: stages that exchange values.
         microbatches: of each direction.
         point_to_point: whether direction 1 sends its gradients to direction 0.
+        halves: the backwards that are divided into I and W.
     """
     ranks: list[dict[Action, Sequence[Action]]] = [{} for _ in range(placement.size)]
     backwards: list[dict[int, list[Action]]] = [{} for _ in range(placement.size)]
     for direction in range(placement.directions):
         for stage in range(placement.stages):
-            needs, last = _of_stage(stage, direction, microbatches[direction], edges)
+            needs, last = _of_stage(stage, direction, microbatches[direction], edges, halves)
             if point_to_point and direction == 1:
                 needs[act(Verb.SEND_G, stage, 1, None, 0)] = last
             for rank in placement.group(stage, direction):
@@ -46,15 +64,16 @@ def expected(
 
 
 def _of_stage(
-    stage: int, direction: int, microbatches: Sequence[int], edges: Edges
+    stage: int, direction: int, microbatches: Iterable[int], edges: Edges, halves: frozenset[Backward]
 ) -> tuple[dict[Action, Sequence[Action]], list[Action]]:
-    """Return the needs of all actions of one stage, and its backwards."""
+    """Return the needs of all actions of one stage, and the actions that complete its gradients."""
     needs: dict[Action, Sequence[Action]] = {}
-    backwards = []
+    complete = []
     sources, targets = edges.sources[stage], edges.targets[stage]
     for m in microbatches:
         forward = act(Verb.F, stage, direction, m)
-        backward = act(Verb.B, stage, direction, m)
+        half = (stage, direction, m) in halves
+        backward = act(Verb.I if half else Verb.B, stage, direction, m)
         values = [act(Verb.RECV_F, stage, direction, m, source) for source in sources]
         gradients = [act(Verb.RECV_B, stage, direction, m, target) for target in targets]
         needs.update(dict.fromkeys(values, ()))
@@ -65,8 +84,10 @@ def _of_stage(
             needs[act(Verb.SEND_F, stage, direction, m, target)] = [forward]
         for source in sources:
             needs[act(Verb.SEND_B, stage, direction, m, source)] = [backward]
-        backwards.append(backward)
-    return needs, backwards
+        complete.append(act(Verb.W, stage, direction, m) if half else backward)
+        if half:
+            needs[complete[-1]] = [backward]
+    return needs, complete
 
 
 def find_faults(schedule: Schedule, needs: Sequence[Needs]) -> list[Blame]:

@@ -6,8 +6,9 @@ with the n-th receive; the message starts when both have been posted::
     rank 0   F0 ── SEND ╌╌╌╌╌╌╌╌╌╮                       SEND is posted, rank 0 continues
     rank 1        …        RECV ─┴═══════▶ F0            RECV is posted: the message starts; F0 waits for it
 
-F and B wait for what their rank receives for them, and for all ranks of their stage (the *gang*). A REDUCE waits for
-the gradients of the other direction if these are sent. Reductions run in the order in which their ranks start them.
+Gang actions (F, B, I, W) wait for what their rank receives for them, and for all ranks of their stage (the *gang*). A
+REDUCE waits for the gradients of the other direction if these are sent. Reductions run in the order in which their
+ranks start them.
 
 With ``one_stream``, all sends and receives of a rank also go through one stream, as on a GPU with one communicator for
 all of them: a message starts when all that its rank posted before has ended.
@@ -20,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Action, Schedule, Verb, act
+from hyfi_core.schedule.action import COMPUTE, TO_WEIGHTS, Action, Schedule, Verb, act
 from hyfi_core.schedule.check import Needs
 from hyfi_core.schedule.fault import Blame
 from hyfi_core.schedule.routes import counterpart, receivers, senders
 from hyfi_core.schedule.trace import TraceEvent
 
-_F, _B, _REDUCE = Verb.F, Verb.B, Verb.REDUCE  # looked up once: the tests run this a million times
+_F, _REDUCE = Verb.F, Verb.REDUCE  # looked up once: the tests run this a million times
 _SENDS = (Verb.SEND_F, Verb.SEND_B, Verb.SEND_G)
 
 
@@ -44,6 +45,7 @@ class Durations:
     """Seconds of a forward, of a backward, of a message that the stage sends and of a reduction, for each stage.
 
     Attributes:
+        weight_s: of a backward's second part, W, where it has two; included in ``backward_s``.
         edge_s: (from, to) of stages -> seconds of a message in either direction; by default ``message_s``.
     """
 
@@ -51,7 +53,17 @@ class Durations:
     backward_s: Sequence[float]
     message_s: Sequence[float]
     reduce_s: Sequence[float]
+    weight_s: Sequence[float]
     edge_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+    def compute_s(self, action: Action) -> float:
+        """Return the seconds of a gang action."""
+        stage = action.stage
+        if action.verb is _F:
+            return self.forward_s[stage]
+        if action.verb is Verb.W:
+            return self.weight_s[stage]
+        return self.backward_s[stage] - (self.weight_s[stage] if action.verb is Verb.I else 0.0)
 
     def send_s(self, send: Action) -> float:
         """Return the seconds of a message."""
@@ -179,9 +191,9 @@ class DryRun:
         while rank.at < len(rank.row) and not rank.in_gang:
             action = rank.row[rank.at]
             verb = action.verb
-            if (verb is _F or verb is _B or verb is _REDUCE) and rank.missing() is not None:
+            if (verb in COMPUTE or verb is _REDUCE) and rank.missing() is not None:
                 return  # resumed by the arrival
-            if verb is _F or verb is _B:
+            if verb in COMPUTE:
                 self._join_gang(number, action)
                 return  # all are resumed by the last rank of the gang
             if verb is _REDUCE:
@@ -203,14 +215,14 @@ class DryRun:
         for n in gang:
             rank = self.ranks[n]
             start_s = max(start_s, rank.clock_s, *(rank.arrived_s.get(need, 0.0) for need in rank.needs[action]))
-        seconds = self._durations.forward_s if action.verb is _F else self._durations.backward_s
+        end_s = start_s + self._durations.compute_s(action)
         for n in gang:
-            self._compute(n, action, start_s, start_s + seconds[action.stage])
+            self._compute(n, action, start_s, end_s)
         self._ready += gang
 
     def _compute(self, number: int, action: Action, start_s: float, end_s: float) -> None:
         rank = self.ranks[number]
-        rank.live += 1 if action.verb is _F else -1
+        rank.live += (action.verb is _F) - (action.verb in TO_WEIGHTS)
         rank.peak_live = max(rank.peak_live, rank.live)
         rank.in_gang = False
         rank.at += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from hyfi_core.schedule.action import COMPUTE
 from hyfi_core.schedule.fault import MARK
 from hyfi_core.schedule.trace import TraceEvent
 
@@ -50,7 +51,7 @@ def list_grid(rows: Sequence[Sequence[object]], places: Mapping[int, int]) -> st
 
 
 def _cells(events: Iterable[TraceEvent], ranks: int) -> list[list[str]]:
-    compute = [event for event in events if event.kind in ("F", "B")]
+    compute = [event for event in events if event.kind in COMPUTE]
     columns = {start: column for column, start in enumerate(sorted({event.start_s for event in compute}))}
     rows: list[list[str]] = [[""] * len(columns) for _ in range(ranks)]
     for event in compute:

@@ -1,4 +1,4 @@
-"""Lowering: adds communication to a schedule of forwards and backwards.
+"""Lowering: adds communication to a schedule of forwards and backwards, the latter whole or in two parts.
 
 Messages between two ranks have no tags, and a send may complete only after its receive has been posted. So, for every
 ordered pair of ranks, receives are posted in the order of the sends. Posting and starting never wait, so if the
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 from hyfi_core.plan.parallel_plan import Mirror
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Action, Schedule, Verb, act
+from hyfi_core.schedule.action import TO_INPUTS, TO_WEIGHTS, Action, Schedule, Verb, act
 from hyfi_core.schedule.fault import ScheduleError
-from hyfi_core.schedule.order import Timed, common_order
+from hyfi_core.schedule.order import Timed, common_order, to_inputs
 from hyfi_core.schedule.routes import Edges, senders
 from hyfi_core.schedule.symmetry import represented
 
@@ -37,12 +37,12 @@ def lower(
     """Return a schedule with its sends, receives and gradient reductions.
 
     Args:
-        schedule: only F and B.
+        schedule: only F, B, I and W.
         placement: which ranks hold which stage.
         edges: pairs (from, to) of stages that exchange values, from < to; also of stages that are not neighbours.
         mirror: with two directions: "all_reduce": REDUCE sums the gradients of both; "point_to_point": each rank of
             direction 1 first sends its gradients to the rank with the same part in direction 0, which reduces them.
-        overlap_reduce: whether REDUCE starts after the stage's last backward on the rank, which requires that it does
+        overlap_reduce: whether REDUCE starts after the stage's last B or W on the rank, which requires that it does
             not block; else all start at the end.
 
     Raises:
@@ -103,9 +103,10 @@ class _Lowering:
         self._point_to_point = point_to_point
         self._place = {timed.action: index for index, timed in enumerate(order)}
         self._start = {timed.action: timed.start for timed in order}
+        self._backs = to_inputs(schedule)
         self._last: dict[tuple[int, int], Timed] = {}
         for timed in order:
-            if timed.action.verb is Verb.B:
+            if timed.action.verb in TO_WEIGHTS:
                 self._last[timed.action.stage, timed.action.direction] = timed
         ends: dict[int, tuple[int, int]] = {}
         for (stage, _), timed in self._last.items():
@@ -120,7 +121,8 @@ class _Lowering:
             for target in self._edges.targets[stage]:
                 yield act(Verb.SEND_F, stage, direction, microbatch, target)
             return
-        for source in reversed(self._edges.sources[stage]):  # the nearest stage needs it first
+        sources = self._edges.sources[stage] if action.verb in TO_INPUTS else []
+        for source in reversed(sources):  # the nearest stage needs it first
             yield act(Verb.SEND_B, stage, direction, microbatch, source)
         if self._point_to_point and direction == 1 and self._last[stage, 1].action == action:
             yield act(Verb.SEND_G, stage, 1, None, 0)
@@ -161,9 +163,12 @@ class _Lowering:
         for index, action in enumerate(self._rows[rank]):
             forward = action.verb is Verb.F
             stage, direction, microbatch = action.stage, action.direction, action.microbatch
+            if action.verb is Verb.W:
+                continue
             verb = Verb.RECV_F if forward else Verb.RECV_B
             for peer in self._edges.sources[stage] if forward else self._edges.targets[stage]:
-                sender = act(action.verb, peer, direction, microbatch)
+                of_peer = peer, direction, microbatch
+                sender = act(Verb.F, *of_peer) if forward else self._backs[of_peer]
                 yield (
                     (self._place[sender], self._rank_of_send(sender, stage)),
                     max(0, index - 1),

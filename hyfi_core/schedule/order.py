@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Action, Schedule, Verb, act
+from hyfi_core.schedule.action import TO_INPUTS, Action, Schedule, Verb, act
 from hyfi_core.schedule.fault import Blame, ScheduleError
 from hyfi_core.schedule.grid import list_grid
 from hyfi_core.schedule.routes import Edges
 
-_NOMINAL = {Verb.F: 1, Verb.B: 2}  # durations: a backward computes gradients of inputs and of weights
+_NOMINAL = {Verb.F: 1, Verb.B: 2, Verb.I: 1, Verb.W: 1}  # durations: a backward computes two gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A gang action and when it runs, if a forward takes 1, a backward 2 and a message 0."""
+    """A gang action and when it runs, if a forward takes 1, a backward 2 (each half 1) and a message 0."""
 
     action: Action
     start: int
@@ -23,12 +24,12 @@ class Timed:
 
 
 def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list[Timed]:
-    """Return the gang actions of a schedule with only F and B, sorted by start, each once.
+    """Return the gang actions of a schedule with nothing else, sorted by start, each once.
 
     Raises:
         ScheduleError: the ranks' lists have no common order, or an action is before one that it needs.
     """
-    rows = schedule.actions
+    rows, backs = schedule.actions, to_inputs(schedule)
     cursor = [0] * len(rows)
     clock = [0] * len(rows)
     ended: dict[Action, int] = {}
@@ -43,7 +44,7 @@ def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list
         gang = placement.group(action.stage, action.direction)
         if any(_current(rows[other], cursor[other]) != action for other in gang):
             continue  # the last rank of the gang continues
-        needs = _needs(action, edges)
+        needs = _needs(action, edges, backs)
         missing = next((need for need in needs if need not in ended), None)
         if missing is not None:
             waiting.setdefault(missing, []).append(rank)
@@ -58,7 +59,7 @@ def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list
         ready += gang
         ready += waiting.pop(action, ())
     if any(cursor[rank] < len(row) for rank, row in enumerate(rows)):
-        raise _stuck(schedule, placement, edges, cursor, ended)
+        raise _stuck(schedule, placement, edges, backs, cursor, ended)
     return sorted(done, key=lambda timed: timed.start)
 
 
@@ -66,24 +67,37 @@ def _current(row: tuple[Action, ...], cursor: int) -> Action | None:
     return row[cursor] if cursor < len(row) else None
 
 
-def _needs(action: Action, edges: Edges) -> list[Action]:
+Backs = Mapping[tuple[int, int, int | None], Action]
+"""(stage, direction, micro-batch) -> the action that computes the gradients of the stage's inputs: B or I."""
+
+
+def to_inputs(schedule: Schedule) -> Backs:
+    """Return those of a schedule."""
+    actions = (action for row in dict.fromkeys(schedule.actions) for action in row if action.verb in TO_INPUTS)
+    return {(action.stage, action.direction, action.microbatch): action for action in actions}
+
+
+def _needs(action: Action, edges: Edges, backs: Backs) -> list[Action]:
     """Return the gang actions whose results a gang action needs."""
     stage, direction, microbatch = action.stage, action.direction, action.microbatch
     if action.verb is Verb.F:
         return [act(Verb.F, source, direction, microbatch) for source in edges.sources[stage]]
-    later = [act(Verb.B, target, direction, microbatch) for target in edges.targets[stage]]
+    if action.verb is Verb.W:
+        return [act(Verb.I, stage, direction, microbatch)]
+    whole = (act(Verb.B, target, direction, microbatch) for target in edges.targets[stage])
+    later = [backs.get((back.stage, direction, microbatch), back) for back in whole]
     return [act(Verb.F, stage, direction, microbatch), *later]
 
 
 def _stuck(
-    schedule: Schedule, placement: Placement, edges: Edges, cursor: list[int], ended: dict[Action, int]
+    schedule: Schedule, placement: Placement, edges: Edges, backs: Backs, cursor: list[int], ended: dict[Action, int]
 ) -> ScheduleError:
     blames = []
     for rank, row in enumerate(schedule.actions):
         if cursor[rank] == len(row):
             continue
         action = row[cursor[rank]]
-        why = [f"{need} is not done" for need in _needs(action, edges) if need not in ended]
+        why = [f"{need} is not done" for need in _needs(action, edges, backs) if need not in ended]
         for other in placement.group(action.stage, action.direction):
             current = _current(schedule.actions[other], cursor[other])
             if current != action:

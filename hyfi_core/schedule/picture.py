@@ -1,6 +1,6 @@
 """A trace drawn as SVG.
 
-rank 0  ┃ 0 ┃ 1 ┃       ┃   0   ┃   1   ┃     forwards and backwards, with the number of the micro-batch
+rank 0  ┃ 0 ┃ 1 ┃       ┃   0   ┃   1   ┃     gang actions, with the number of the micro-batch
         ╺━╸ ╺━╸                 ╺━━━━━━╸      messages, reductions and the rest
         0       2       4       6       8 s
 """
@@ -12,11 +12,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from hyfi_core.errors import RequestError
-from hyfi_core.schedule.action import Action
+from hyfi_core.schedule.action import COMPUTE, Action
 from hyfi_core.schedule.trace import TraceEvent
 
-# Distinguishable by the colour-blind (Okabe and Ito): blue for direction 0, orange for 1; backwards are darker.
-_COMPUTE = {("F", 0): "#9ccbe8", ("B", 0): "#2f7fb5", ("F", 1): "#f6cf7f", ("B", 1): "#d98a00"}
+# Distinguishable by the colour-blind (Okabe and Ito): blue for direction 0, orange for 1; backwards are darker. Of a
+# backward in two parts, the one for which others wait has its colour, and the other is the lightest.
+_COMPUTE = {("F", 0): "#9ccbe8", ("B", 0): "#2f7fb5", ("I", 0): "#2f7fb5", ("W", 0): "#d4e3ec"}
+_COMPUTE |= {("F", 1): "#f6cf7f", ("B", 1): "#d98a00", ("I", 1): "#d98a00", ("W", 1): "#f7ead0"}
+_NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradient"}
 _OTHER = {"REDUCE": "#009e73", "SEND": "#999999"}
 _REST = "#cc79a7"
 _LEFT_PX, _TOP_PX, _RIGHT_PX, _BOTTOM_PX = 70, 56, 20, 30
@@ -62,7 +65,7 @@ def _event(event: TraceEvent, x: float, px_per_s: float) -> str:
     width = max((event.end_s - event.start_s) * px_per_s, 0.5)
     y = _TOP_PX + event.rank * _ROW_PX
     hint = f"{event.name}: {event.start_s:g} to {event.end_s:g} s"
-    if event.kind not in ("F", "B"):
+    if event.kind not in COMPUTE:
         return _rect(x, y + _BOX_PX + 2, width, _STRIP_PX, _colour(event), hint)
     label = _label(event)
     box = _rect(x, y, width, _BOX_PX, _colour(event), hint)
@@ -83,7 +86,7 @@ def _label(event: TraceEvent) -> str:
 
 
 def _colour(event: TraceEvent) -> str:
-    if event.kind in ("F", "B"):
+    if event.kind in COMPUTE:
         action = _action(event)
         return _COMPUTE[event.kind, 0 if action is None else action.direction]
     return _OTHER.get(event.kind.split("_")[0], _REST)
@@ -91,9 +94,7 @@ def _colour(event: TraceEvent) -> str:
 
 def _legend(events: Sequence[TraceEvent]) -> list[str]:
     """Return a coloured box and a label for each type of event in the trace."""
-    names = {
-        colour: f"{'forward' if verb == 'F' else 'backward'}, direction {d}" for (verb, d), colour in _COMPUTE.items()
-    }
+    names = {colour: f"{_NAMES[verb]}, direction {d}" for (verb, d), colour in _COMPUTE.items()}
     names |= {_OTHER["SEND"]: "send", _OTHER["REDUCE"]: "reduce", _REST: "other"}
     used = {_colour(event) for event in events}
     parts, x = [], float(_LEFT_PX)

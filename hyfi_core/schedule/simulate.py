@@ -9,7 +9,7 @@ from hyfi_core.plan.parallel_plan import Mirror
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule import deadlock
 from hyfi_core.schedule.action import Schedule
-from hyfi_core.schedule.check import expected, find_faults
+from hyfi_core.schedule.check import divided, expected, find_faults
 from hyfi_core.schedule.dry_run import DryRun, Durations, FaultFound
 from hyfi_core.schedule.fault import Blame, ScheduleError
 from hyfi_core.schedule.grid import error_grid, list_grid, time_grid
@@ -23,11 +23,14 @@ Seconds = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations in seconds. By default a backward takes as long as two forwards, and messages take no time.
+    """Durations in seconds. By default a backward takes as long as two forwards, half of it for the weights.
+
+    Messages take no time by default.
 
     Attributes:
         forward_s: of one forward of a stage, on all its ranks at once.
-        backward_s: of one backward.
+        backward_s: of one backward, whole or both of its parts.
+        weight_s: of its second part, W; at most ``backward_s``. None: half of it.
         message_s: of one message that a stage sends, from the moment at which both sides have been posted.
         reduce_s: of the reduction of a stage's gradients.
         edge_s: (from, to) of stages -> duration of a message in either direction, instead of ``message_s``.
@@ -37,15 +40,19 @@ class Costs:
     backward_s: Seconds = 2.0
     message_s: Seconds = 0.0
     reduce_s: Seconds = 0.0
+    weight_s: Seconds | None = None
     edge_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def of(self, stages: int) -> Durations:
         """Return the durations of each stage."""
         forms = (self.forward_s, self.backward_s, self.message_s, self.reduce_s)
-        forward, backward, message, reduce = (
-            [form(s) if callable(form) else form for s in range(stages)] for form in forms
-        )
-        return Durations(forward, backward, message, reduce, self.edge_s)
+        forward, backward, message, reduce = (_each(form, stages) for form in forms)
+        weight = [seconds / 2 for seconds in backward] if self.weight_s is None else _each(self.weight_s, stages)
+        return Durations(forward, backward, message, reduce, weight, self.edge_s)
+
+
+def _each(seconds: Seconds, stages: int) -> list[float]:
+    return [seconds(stage) if callable(seconds) else seconds for stage in range(stages)]
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,11 @@ class Simulation:
 
     Attributes:
         schedule: the lowered schedule.
-        events: every forward, backward, send (from its start to its arrival) and reduction, in any order.
+        events: every gang action, send (from its start to its arrival) and reduction, in any order.
         makespan_s: time until the last event ends.
         busy_s: for each rank, the time of its forwards and backwards.
-        peak_live: for each rank, the largest number of forwards whose backward is not done, of all its stages and
-            directions together.
+        peak_live: for each rank, the largest number of forwards whose backward, W included, is not done, of all its
+            stages and directions together.
     """
 
     schedule: Schedule
@@ -95,7 +102,7 @@ def simulate(
         edges: as for ``lower``.
         mirror: as for ``lower``.
         microbatches: of both directions together; None: those in the schedule.
-        costs: durations; by default 1 for a forward, 2 for a backward, 0 for the rest.
+        costs: durations; by default 1 for a forward, 2 for a backward (1 for each part), 0 for the rest.
         one_stream: whether all messages of a rank go through one stream, each after the previous one.
 
     Raises:
@@ -140,9 +147,8 @@ def _run(
     one_stream: bool = False,
 ) -> DryRun:
     point_to_point = _point_to_point(mirror, placement)
-    needs = expected(
-        placement, Edges(edges, placement.stages), _split(schedule, placement, microbatches), point_to_point
-    )
+    links, counts = Edges(edges, placement.stages), _split(schedule, placement, microbatches)
+    needs = expected(placement, links, counts, point_to_point, divided(schedule))
     _check_size(schedule, placement)
     if blames := find_faults(schedule, needs):
         raise ScheduleError(schedule, "its lists of actions are wrong", blames, _drawn_lists(schedule, blames))

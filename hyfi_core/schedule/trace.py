@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hyfi_core.schedule.action import COMPUTE
+
 _LANES = ("compute", "communication", "data")
-_LANE_OF = {"F": 0, "B": 0, "update": 0, "data": 2}
+_LANE_OF: dict[str, int] = {**dict.fromkeys(COMPUTE, 0), "update": 0, "data": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ def to_chrome(events: Iterable[TraceEvent], names: Mapping[int, str] | None = No
     Source: "Trace Event Format", complete ("X") and metadata ("M") events, microseconds.
 
     Args:
-        events: of all ranks; kinds other than ``F``, ``B``, ``update`` and ``data`` are communication.
+        events: of all ranks; kinds other than gang actions, ``update`` and ``data`` are communication.
         names: rank -> name of its process; by default ``rank 3``.
     """
     events = sorted(events, key=lambda event: (event.rank, event.start_s, -event.end_s))
@@ -72,7 +74,7 @@ def bubble(events: Iterable[TraceEvent]) -> float:
 
     Time counts from the first to the last forward or backward of any rank. A rank's own events must not overlap.
     """
-    compute = [event for event in events if event.kind in ("F", "B")]
+    compute = [event for event in events if event.kind in COMPUTE]
     if not compute:
         raise ValueError("a trace without forward and backward has no bubble")
     span_s = max(event.end_s for event in compute) - min(event.start_s for event in compute)

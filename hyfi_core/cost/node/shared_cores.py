@@ -17,9 +17,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hyfi_core.cost.machine import SharedCores
+from hyfi_core.schedule.action import COMPUTE
 from hyfi_core.schedule.simulate import Simulation
 
-_COMPUTES = ("F", "B", "REDUCE")
+_COMPUTES = COMPUTE | {"REDUCE"}
 """What takes a core; a reduction on one node copies and adds in memory."""
 
 
@@ -51,7 +52,7 @@ def on_shared_cores(run: Simulation, weights: Sequence[float], cores: SharedCore
     events = tuple(replace(event, start_s=at(event.start_s), end_s=at(event.end_s)) for event in run.events)
     busy_s = [0.0] * len(run.busy_s)
     for event in events:
-        if event.kind in ("F", "B"):
+        if event.kind in COMPUTE:
             busy_s[event.rank] += event.end_s - event.start_s
     return replace(run, events=events, makespan_s=later[-1], busy_s=tuple(busy_s))
 

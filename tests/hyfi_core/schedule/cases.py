@@ -90,12 +90,17 @@ def _any_order(plan: ParallelPlan, placement: Placement, edges: tuple[tuple[int,
     links = Edges(edges, plan.stages)
     half = plan.microbatches // plan.directions
     needs: dict[Action, set[Action]] = {}
+    backs: dict[tuple[int, int], Action] = {}
     for direction in range(plan.directions):
         for m in range(direction * half, (direction + 1) * half):
             for s in range(plan.stages):
-                forward, backward = (act(verb, s, direction, m) for verb in (Verb.F, Verb.B))
+                backs[s, m] = act(Verb.I if pick(0, 2) == 0 else Verb.B, s, direction, m)
+            for s in range(plan.stages):
+                forward, backward = act(Verb.F, s, direction, m), backs[s, m]
                 needs[forward] = {act(Verb.F, a, direction, m) for a in links.sources[s]}
-                needs[backward] = {act(Verb.B, b, direction, m) for b in links.targets[s]} | {forward}
+                needs[backward] = {backs[b, m] for b in links.targets[s]} | {forward}
+                if backward.verb is Verb.I:
+                    needs[act(Verb.W, s, direction, m)] = {backward}
     followers: dict[Action, list[Action]] = {}
     for action, before in needs.items():
         for need in before:
@@ -202,6 +207,27 @@ def swap_messages(case: Case, schedule: Schedule, rank: int, pick: Pick) -> Plan
     return _swapped("swapped messages", schedule, rank, row, pairs, pick)
 
 
+def weights_first(case: Case, schedule: Schedule, rank: int, pick: Pick) -> Plant | None:
+    """Weights' gradients are computed before those of the inputs of the same stage and micro-batch."""
+    row = list(schedule.actions[rank])
+    pairs = [(row.index(replace(a, verb=Verb.I)), j) for j, a in enumerate(row) if a.verb is Verb.W]
+    return _swapped("W before I", schedule, rank, row, pairs, pick)
+
+
+def weights_last(case: Case, schedule: Schedule, rank: int, pick: Pick) -> Plant | None:
+    """Weights' gradients are computed after they have been reduced, and so after the optimizer has used them."""
+    row = list(schedule.actions[rank])
+    places = [index for index, action in enumerate(row) if action.verb is Verb.W]
+    if not places:
+        return None
+    late = row.pop(places[pick(0, len(places) - 1)])
+    reduced = row.index(act(Verb.REDUCE, late.stage, 0)) if act(Verb.REDUCE, late.stage, 0) in row else -1
+    if reduced < 0:
+        return None
+    row.insert(pick(reduced + 1, len(row)), late)
+    return Plant("W after REDUCE", rank, reduced, reduced, _with(schedule, rank, row), f"{late}")
+
+
 def swap_reduces(case: Case, schedule: Schedule, rank: int, pick: Pick) -> Plant | None:
     """Two reductions are swapped on one rank; another rank has both of them in the right order."""
     row = list(schedule.actions[rank])
@@ -224,7 +250,7 @@ def _swapped(
     return Plant(what, rank, i, j, _with(schedule, rank, row))
 
 
-_PLANTS = (lose, repeat, misdirect, swap_gangs, swap_messages, swap_reduces)
+_PLANTS = (lose, repeat, misdirect, swap_gangs, swap_messages, swap_reduces, weights_first, weights_last)
 
 
 def run_batch(seed: int, count: int) -> dict[str, int]:

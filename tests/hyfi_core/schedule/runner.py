@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
-from hyfi_core.schedule.action import Action, Schedule, Verb
+from hyfi_core.schedule.action import COMPUTE, TO_WEIGHTS, Action, Schedule, Verb
 from tests.hyfi_core.schedule.cases import Case
 
 Gradients = dict[int, int]
@@ -69,7 +69,7 @@ class Rank:
 
     def live(self, row: tuple[Action, ...]) -> Iterator[None]:
         for action in row:
-            if action.verb in (Verb.F, Verb.B):
+            if action.verb in COMPUTE:
                 yield from self.compute(action)
             elif action.verb.startswith("SEND"):
                 self.send(action)
@@ -93,6 +93,7 @@ class Rank:
         receive = Verb.RECV_F if verb is Verb.F else Verb.RECV_B
         peers = [a for a, b in self.case.edges if b == stage] if verb is Verb.F else None
         peers = [b for a, b in self.case.edges if a == stage] if peers is None else peers
+        peers = [] if verb is Verb.W else peers
         taken = []
         for peer in sorted(peers):
             wanted = Action(receive, stage, action.direction, m, peer)
@@ -106,8 +107,9 @@ class Rank:
         part = gang.index(self.number)
         if verb is Verb.F:
             self.kept["F", stage, m] = mix("F", m, stage, part, tuple(taken))
-        else:
+        elif verb is not Verb.W:
             self.kept["B", stage, m] = mix("B", m, stage, part, self.kept["F", stage, m], tuple(taken))
+        if verb in TO_WEIGHTS:
             self.gradients[stage, action.direction] += self.kept["B", stage, m]
 
     def received(self, action: Action) -> tuple[int, ...] | None:

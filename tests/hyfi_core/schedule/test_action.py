@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyfi_core.errors import RequestError
-from hyfi_core.schedule.action import Action, Schedule, Verb
+from hyfi_core.schedule.action import COMPUTE, Action, Schedule, Verb
 
 NUMBER = st.integers(0, 200)
 
@@ -15,7 +15,7 @@ def actions(draw: st.DrawFn) -> Action:
         return Action(verb, draw(NUMBER), 0)
     if verb in (Verb.SEND_G, Verb.RECV_G):
         return Action(verb, draw(NUMBER), draw(NUMBER), None, draw(NUMBER))
-    peer = None if verb in (Verb.F, Verb.B) else draw(NUMBER)
+    peer = None if verb in COMPUTE else draw(NUMBER)
     return Action(verb, draw(NUMBER), draw(NUMBER), draw(NUMBER), peer)
 
 
@@ -24,6 +24,8 @@ def actions(draw: st.DrawFn) -> Action:
     [
         (Action(Verb.F, 1, 0, 0), "F0.s1.d0"),
         (Action(Verb.B, 12, 1, 34), "B34.s12.d1"),
+        (Action(Verb.I, 0, 0, 7), "I7.s0.d0"),
+        (Action(Verb.W, 3, 1, 2), "W2.s3.d1"),
         (Action(Verb.SEND_F, 1, 0, 0, 2), "SEND_F0.s1.d0>s2"),
         (Action(Verb.RECV_F, 2, 0, 0, 1), "RECV_F0.s2.d0<s1"),
         (Action(Verb.SEND_B, 2, 1, 5, 0), "SEND_B5.s2.d1>s0"),

@@ -219,3 +219,47 @@ def test_messages_of_one_direction_may_go_through_one_stream() -> None:
 """
     found = simulate(Schedule.from_text(text), placement, [(0, 1)], one_stream=True)
     assert found.makespan_s == 6
+
+
+IN_TWO = """schedule in two
+0: F0.s0.d0 F1.s0.d0 I0.s0.d0 W0.s0.d0 I1.s0.d0 W1.s0.d0
+1: F0.s1.d0 I0.s1.d0 F1.s1.d0 I1.s1.d0 W0.s1.d0 W1.s1.d0
+"""
+
+
+def in_two() -> tuple[Schedule, Placement]:
+    placement = Placement.of(ParallelPlan(((1, 1),) * 2, microbatches=2))
+    return lower(Schedule.from_text(IN_TWO), placement, chain(2)), placement
+
+
+def test_the_first_part_of_a_backward_sends_and_the_second_is_before_the_reduction() -> None:
+    schedule, placement = in_two()
+    assert schedule.to_text().splitlines()[2] == (
+        "1: RECV_F0.s1.d0<s0 F0.s1.d0 RECV_F1.s1.d0<s0 I0.s1.d0 SEND_B0.s1.d0>s0 F1.s1.d0 I1.s1.d0 SEND_B1.s1.d0>s0 "
+        "W0.s1.d0 W1.s1.d0 REDUCE.s1"
+    )
+    found = simulate(schedule, placement, chain(2))
+    assert found.makespan_s == 7 and found.bubble == pytest.approx(1 - 12 / 14)
+    assert found.peak_live == (2, 2)  # what weights need is kept until W
+    uneven = simulate(schedule, placement, chain(2), costs=Costs(backward_s=5.0, weight_s=lambda stage: 4.0 - stage))
+    assert uneven.busy_s == (12.0, 12.0)
+    assert {e.name: e.end_s - e.start_s for e in uneven.events if e.kind in ("I", "W") and "0.s" in e.name} == {
+        "I0.s0.d0": 1.0,
+        "W0.s0.d0": 4.0,
+        "I0.s1.d0": 2.0,
+        "W0.s1.d0": 3.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rank", "old", "new", "told"),
+    [
+        (0, "I1.s0.d0 W1.s0.d0", "W1.s0.d0 I1.s0.d0", "W1.s0.d0: comes before I1.s0.d0, which it needs"),
+        (1, "W0.s1.d0 ", "", "REDUCE.s1: needs W0.s1.d0, which is missing"),
+        (1, "W1.s1.d0 REDUCE.s1", "REDUCE.s1 W1.s1.d0", "REDUCE.s1: comes before W1.s1.d0, which it needs"),
+        (0, "I1.s0.d0", "B1.s0.d0", "B1.s0.d0: does not belong to this rank in this plan"),
+    ],
+)
+def test_weights_out_of_order_are_told(rank: int, old: str, new: str, told: str) -> None:
+    schedule, placement = in_two()
+    assert told in message(edited(schedule, rank, old, new), placement)

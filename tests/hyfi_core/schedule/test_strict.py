@@ -13,7 +13,7 @@ from hyfi_core.comm.pair_channels import with_pair_channels
 from hyfi_core.comm.threads import DeadlockError, run_ranks
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import COMPUTE, Action, Schedule, Verb
+from hyfi_core.schedule.action import COMPUTE, TO_WEIGHTS, Action, Schedule, Verb
 from hyfi_core.schedule.fault import ScheduleError
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.routes import counterpart, receivers, senders
@@ -60,15 +60,17 @@ class StrictRank:
         forward, m = action.verb is Verb.F, action.microbatch
         links = [a for a, b in self.case.edges if b == action.stage]
         links = links if forward else [b for a, b in self.case.edges if a == action.stage]
+        links = [] if action.verb is Verb.W else links
         receive = Verb.RECV_F if forward else Verb.RECV_B
         taken = tuple(self.taken(Action(receive, action.stage, action.direction, m, peer)) for peer in sorted(links))
         group = self.stages[action.stage, action.direction]
         group.barrier()
-        known = () if forward else (self.kept[Verb.F, action.stage, m],)
-        value = mix(str(action.verb), m, action.stage, group.rank, *known, taken)
-        self.kept[action.verb, action.stage, m] = value
-        if not forward:
-            self.gradients[action.stage, action.direction] += value
+        kind = Verb.F if forward else Verb.B
+        if action.verb is not Verb.W:
+            known = () if forward else (self.kept[Verb.F, action.stage, m],)
+            self.kept[kind, action.stage, m] = mix(str(kind), m, action.stage, group.rank, *known, taken)
+        if action.verb in TO_WEIGHTS:
+            self.gradients[action.stage, action.direction] += self.kept[kind, action.stage, m]
 
     def post(self, action: Action) -> None:
         sending = senders(self.placement, self.comm.rank, action)
