@@ -27,20 +27,20 @@ def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str) -> 
         device: device type; autocast differs between device types.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast(device, dtype), torch.no_grad():
-        made = {op_output for op in program.operators for op_output in op.outputs}
+        computed = {op_output for op in program.operators for op_output in op.outputs}
         values = {
             name: torch.empty(info.shape, dtype=info.dtype, device=device)
             for name, info in program.values.items()
-            if name not in made
+            if name not in computed
         }
         alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
         for op in program.operators:
             if not any(output in alive for output in op.outputs):
                 continue  # not executed by any rank, such as a check of dtypes without autocast
-            given = {key: substitute(item, values) for key, item in op.kwargs.items()}
-            if given.get("device") is not None:  # the device of capture; dtypes do not depend on it
-                given["device"] = torch.device(device)
-            results = op.target(*substitute(op.args, values), **given)
+            kwargs = {key: substitute(item, values) for key, item in op.kwargs.items()}
+            if kwargs.get("device") is not None:  # the device of capture; dtypes do not depend on it
+                kwargs["device"] = torch.device(device)
+            results = op.target(*substitute(op.args, values), **kwargs)
             if isinstance(results, torch.Tensor):
                 results = (results,)
             values.update((n, r) for n, r in zip(op.outputs, results, strict=False) if n is not None)

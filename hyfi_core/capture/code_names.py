@@ -10,19 +10,19 @@ import types
 @functools.cache
 def chains_in(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
     """Return the globals that code reads, with the attributes that it reads of them: chains of names."""
-    found: dict[tuple[str, ...], None] = {}
+    chains: dict[tuple[str, ...], None] = {}
     chain: list[str] = []
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
             chain.append(str(step.argval))
             continue
         if chain:
-            found[tuple(chain)] = None
+            chains[tuple(chain)] = None
         chain = [str(step.argval)] if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else []
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found.update(dict.fromkeys(chains_in(constant)))
-    return tuple(found)
+            chains.update(dict.fromkeys(chains_in(constant)))
+    return tuple(chains)
 
 
 @functools.cache
@@ -36,12 +36,12 @@ def globals_assigned_in(code: types.CodeType) -> tuple[str, ...]:
 @functools.cache
 def words_in(code: types.CodeType) -> frozenset[str]:
     """Return all names and texts in code: of globals and attributes, ``getattr(self, "name")``."""
-    found = {*code.co_names}
+    words = {*code.co_names}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= words_in(constant)
+            words |= words_in(constant)
         elif isinstance(constant, str):
-            found.add(constant)
+            words.add(constant)
         elif isinstance(constant, (tuple, frozenset)):
-            found.update(item for item in constant if isinstance(item, str))
-    return frozenset(found)
+            words.update(item for item in constant if isinstance(item, str))
+    return frozenset(words)

@@ -88,7 +88,7 @@ def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 def _difference(
     x: torch.Tensor, n: int = 1, dim: int = -1, prepend: torch.Tensor | None = None, append: torch.Tensor | None = None
 ) -> torch.Tensor:
-    ends = [one for one in (prepend, x, append) if one is not None]
+    ends = [part for part in (prepend, x, append) if part is not None]
     result = torch.cat(ends, dim) if len(ends) > 1 else x
     for _ in range(n):
         above, below = result.narrow(dim, 1, result.shape[dim] - 1), result.narrow(dim, 0, result.shape[dim] - 1)
@@ -113,8 +113,8 @@ def _decompositions(traced: ExportedProgram) -> dict[Any, Any]:
     PyTorch refuses those of operators that ``_own_composites_only`` does not list.
     """
     own = _targets(traced)
-    found = {target: made for target, made in _DECOMPOSED.items() if target in own}
-    return {torch.ops.aten.copy.default: _copied, **found}
+    replacements = {target: function for target, function in _DECOMPOSED.items() if target in own}
+    return {torch.ops.aten.copy.default: _copied, **replacements}
 
 
 def _targets(traced: ExportedProgram) -> set[Any]:
@@ -143,7 +143,7 @@ def _quiet() -> Iterator[None]:
     logger, module = logging.getLogger("torch"), importlib.import_module("torch.export._trace")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
-    vars(module)["print"] = lambda *given, **named: None  # in this module of PyTorch only
+    vars(module)["print"] = lambda *args, **named: None  # in this module of PyTorch only
     try:
         yield
     finally:
@@ -198,12 +198,12 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
 
 def _refuse_numbers(node: torch.fx.Node) -> None:
     """Refuse computation with a Python number read from a tensor."""
-    for given in node.all_input_nodes:
-        if isinstance(given.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            place = traced_line(node.meta.get("stack_trace") or "")
+    for source in node.all_input_nodes:
+        if isinstance(source.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            line = traced_line(node.meta.get("stack_trace") or "")
             raise RequestError(
                 "it takes a value out of a tensor (.item(), float(), int()) and computes with it, which differs from "
-                f"image to image{f' ({place})' if place else ''}; compute with the tensor itself"
+                f"image to image{f' ({line})' if line else ''}; compute with the tensor itself"
             )
 
 
@@ -226,9 +226,9 @@ def _declare(values: dict[str, ValueInfo], name: str, value: Any, traced: str | 
     try:
         shape = tuple(int(side) for side in value.shape)
     except RuntimeError:  # a size that only the image decides
-        place = traced_line(traced or "")
+        line = traced_line(traced or "")
         raise RequestError(
-            f"the shape of {name!r} depends on the image, as in x[x > 0] or nonzero(){f' ({place})' if place else ''}; "
+            f"the shape of {name!r} depends on the image, as in x[x > 0] or nonzero(){f' ({line})' if line else ''}; "
             f"compute with a mask instead, such as torch.where(x > 0, x, 0), or index by a list of numbers"
         ) from None
     values[name] = ValueInfo(shape, value.dtype)
@@ -274,9 +274,9 @@ def _assemble(
         elif out_spec.kind == OutputKind.USER_OUTPUT:
             returned.append(output)
         else:
-            what = f"the parameter {out_spec.target}" if "PARAMETER" in out_spec.kind.name else str(out_spec.target)
+            target = f"the parameter {out_spec.target}" if "PARAMETER" in out_spec.kind.name else str(out_spec.target)
             raise RequestError(
-                f"the model changes {what} in its forward ({out_spec.kind.name}); change it between steps under "
+                f"the model changes {target} in its forward ({out_spec.kind.name}); change it between steps under "
                 f"torch.no_grad(), or make it a buffer (register_buffer)"
             )
     spec_out = exported.call_spec.out_spec

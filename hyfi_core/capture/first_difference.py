@@ -16,29 +16,29 @@ _SMALL = 1e-3
 
 
 def equal(
-    wanted: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], tolerance: float
+    expected: Mapping[str, torch.Tensor | None], actual: Mapping[str, torch.Tensor | None], tolerance: float
 ) -> str | None:
     """Return None if all values are equal up to a tolerance, else a phrase about the first that is not."""
     sizes: dict[str, float] = {}
-    for name, value in wanted.items():
+    for name, value in expected.items():
         kind = name.split()[0]
         sizes[kind] = max(sizes.get(kind, 0.0), 0.0 if value is None else _norm(value))
-    for name, value in wanted.items():
-        other = found.get(name)
-        if value is None or other is None:
-            there = value if value is not None else other
-            if there is not None and _norm(there) > 0:
+    for name, value in expected.items():
+        actual_value = actual.get(name)
+        if value is None or actual_value is None:
+            present = value if value is not None else actual_value
+            if present is not None and _norm(present) > 0:
                 return (
                     f"{name} is {'None' if value is None else 'a tensor'} in the module and "
-                    f"{'None' if other is None else 'a tensor'} in the program"
+                    f"{'None' if actual_value is None else 'a tensor'} in the program"
                 )
             continue
-        if value.shape != other.shape or value.dtype != other.dtype:
+        if value.shape != actual_value.shape or value.dtype != actual_value.dtype:
             return (
-                f"{name} is {tuple(value.shape)} {value.dtype} in the module and {tuple(other.shape)} {other.dtype} "
-                f"in the program"
+                f"{name} is {tuple(value.shape)} {value.dtype} in the module and "
+                f"{tuple(actual_value.shape)} {actual_value.dtype} in the program"
             )
-        error, size = _norm(value.double() - other.double()), max(_norm(value), _SMALL * sizes[name.split()[0]])
+        error, size = _norm(value.double() - actual_value.double()), max(_norm(value), _SMALL * sizes[name.split()[0]])
         if not error <= tolerance * size:
             return f"{name} has a relative error of {error / size if size else error:.1e}"
     return None
@@ -46,20 +46,20 @@ def equal(
 
 def first_module(model: nn.Module, program: Program, image: torch.Tensor) -> str:
     """Return a phrase that names the first submodule whose output differs from its captured operators', or ""."""
-    made: dict[str, list[torch.Tensor]] = {}
+    captured: dict[str, list[torch.Tensor]] = {}
 
     def keep(op: Operator, values: Mapping[str, Any]) -> None:
         for name in op.outputs:
             if name is not None and isinstance(values.get(name), torch.Tensor):
-                made.setdefault(op.module, []).append(values[name])
+                captured.setdefault(op.module, []).append(values[name])
 
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     with torch.no_grad(), RepeatableDraws():
         interpret(program, parameters, {n: b.clone() for n, b in buffers.items()}, image, keep)
         outputs = _outputs(model, image)
     for path, output in outputs:
-        own = (value for at, values in made.items() if at == path or at.startswith(f"{path}.") for value in values)
-        if made.keys() & {path} and not any(_close(output, value) for value in own):
+        own = (value for at, values in captured.items() if at == path or at.startswith(f"{path}.") for value in values)
+        if captured.keys() & {path} and not any(_close(output, value) for value in own):
             return f"; the first module that differs is {path} ({type(model.get_submodule(path)).__name__})"
     return ""
 
@@ -69,7 +69,7 @@ def _outputs(model: nn.Module, image: torch.Tensor) -> list[tuple[str, torch.Ten
     outputs: list[tuple[str, torch.Tensor]] = []
 
     def hook(path: str) -> Any:
-        return lambda module, given, output: (
+        return lambda module, args, output: (
             outputs.append((path, output.detach().clone())) if isinstance(output, torch.Tensor) else None
         )
 
@@ -82,8 +82,8 @@ def _outputs(model: nn.Module, image: torch.Tensor) -> list[tuple[str, torch.Ten
     return outputs
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and _norm(one.double() - other.double()) <= 1e-4 * max(_norm(one), 1e-30)
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and _norm(a.double() - b.double()) <= 1e-4 * max(_norm(a), 1e-30)
 
 
 def _norm(value: torch.Tensor) -> float:

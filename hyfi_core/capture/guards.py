@@ -47,7 +47,7 @@ from hyfi_core.capture.storing.stored_tensors import Caches, StoredTensors
 from hyfi_core.capture.watched_calls import WatchedCalls
 from hyfi_core.errors import RequestError
 
-_here = threading.local()
+_trace = threading.local()
 """Whether this thread traces: other threads may run models with the same classes at the same time."""
 
 
@@ -69,7 +69,7 @@ def trace_guards(model: nn.Module, stored: StoredTensors, assigned: list[Stored]
     def inside() -> contextlib.AbstractContextManager[Any] | None:
         return _counted(calls) if _traces() else None
 
-    _here.traces = True
+    _trace.traces = True
     try:
         with (
             restored(model),
@@ -83,7 +83,7 @@ def trace_guards(model: nn.Module, stored: StoredTensors, assigned: list[Stored]
         ):
             yield
     finally:
-        _here.traces = False
+        _trace.traces = False
 
 
 @contextlib.contextmanager
@@ -94,10 +94,10 @@ def restored(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, values in before.items():
-            held = vars(module)
-            for name in held.keys() - values.keys():
-                del held[name]
-            held.update(values)
+            present = vars(module)
+            for name in present.keys() - values.keys():
+                del present[name]
+            present.update(values)
 
 
 def refuse_fake_constants(constants: dict[str, torch.Tensor]) -> None:
@@ -121,13 +121,13 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
     outside: Attributes = {}
     caches = Caches(model)
 
-    def begin(module: nn.Module, given: Any) -> None:
-        calls.of_image.add(torch.utils._pytree.tree_leaves(given))
+    def begin(module: nn.Module, args: Any) -> None:
+        calls.of_image.add(torch.utils._pytree.tree_leaves(args))
         before.update(attributes(model))
         outside.update(outside_attributes(model))
         calls.begin()
 
-    def end(module: nn.Module, given: Any, output: Any) -> None:
+    def end(module: nn.Module, args: Any, output: Any) -> None:
         calls.end()
         register_output(output)
         _refuse_counted(outside, outside_attributes(model))
@@ -160,8 +160,8 @@ def _counted(calls: WatchedCalls) -> Iterator[None]:
 
 def _refuse_changed(model: nn.Module, before: Attributes, after: Attributes, assigned: list[Stored] | None) -> None:
     """Refuse attributes that the forward has changed; tensors are allowed, because nothing reads them here."""
-    for (path, name), found in after.items():
-        if before.get((path, name)) == found or is_tensor(found):
+    for (path, name), value in after.items():
+        if before.get((path, name)) == value or is_tensor(value):
             continue
         holder = model.get_submodule(path)
         if assigned is not None and is_constant(vars(holder)[name]):
@@ -172,17 +172,17 @@ def _refuse_changed(model: nn.Module, before: Attributes, after: Attributes, ass
 
 def _refuse_counted(before: Attributes, after: Attributes) -> None:
     """Refuse counters and generators outside of the model that the forward has used; caches are allowed."""
-    for place, value in before.items():
-        if is_counted(value, after.get(place)):
+    for key, value in before.items():
+        if is_counted(value, after.get(key)):
             raise RequestError(
-                f"the forward changes {place[1]!r} outside of the model, which capture cannot record: it would keep "
+                f"the forward changes {key[1]!r} outside of the model, which capture cannot record: it would keep "
                 f"the first value. Make it a buffer (register_buffer) changed in place, or change it between steps; "
                 f"draw random numbers with torch (torch.rand(()))"
             )
 
 
 def _traces() -> bool:
-    return getattr(_here, "traces", False)
+    return getattr(_trace, "traces", False)
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
@@ -211,20 +211,20 @@ def _seed(seed: int) -> torch.Generator:
 _PLAIN_APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
 
-def _apply(function: Any, *given: Any, **named: Any) -> Any:
+def _apply(function: Any, *args: Any, **named: Any) -> Any:
     """``Function.apply``: those of the user's become operators of the program."""
     if not _traces() or function.__module__.startswith("torch."):
-        return _PLAIN_APPLY(function, *given, **named)
-    return recorded(function, given, _untraced)
+        return _PLAIN_APPLY(function, *args, **named)
+    return recorded(function, args, _untraced)
 
 
 @contextlib.contextmanager
 def _untraced() -> Iterator[None]:
-    _here.traces = False
+    _trace.traces = False
     try:
         yield
     finally:
-        _here.traces = True
+        _trace.traces = True
 
 
 _PLAIN_NORM: Any = _BatchNorm.forward
@@ -245,9 +245,9 @@ def _normalise(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
     batch = torch.zeros_like(running[0]), torch.zeros_like(running[1])
     result = F.batch_norm(x, *batch, module.weight, module.bias, True, 1.0, module.eps)
     batches.add_(1)
-    for kept, new in zip(running, batch, strict=True):
-        factor = 1.0 / batches.to(kept.dtype)
-        kept.copy_(kept * (1.0 - factor) + new * factor)
+    for statistic, of_batch in zip(running, batch, strict=True):
+        factor = 1.0 / batches.to(statistic.dtype)
+        statistic.copy_(statistic * (1.0 - factor) + of_batch * factor)
     return result
 
 
@@ -269,8 +269,8 @@ def _normalise_instances(module: _InstanceNorm, x: torch.Tensor) -> torch.Tensor
         return F.batch_norm(x, mean, variance, *affine, False, 0.0, module.eps)
     momentum = 0.0 if module.momentum is None else module.momentum
     of_images = torch.var_mean(x.detach().to(mean.dtype), (2, 3), correction=1)
-    for kept, new in zip((variance, mean), of_images, strict=True):
-        kept.copy_(kept * (1.0 - momentum) + new.mean(0) * momentum)
+    for statistic, per_image in zip((variance, mean), of_images, strict=True):
+        statistic.copy_(statistic * (1.0 - momentum) + per_image.mean(0) * momentum)
     return F.instance_norm(x, None, None, *affine, True, momentum, module.eps)
 
 
@@ -305,8 +305,8 @@ def _is_traced(value: torch.Tensor) -> bool:
 def register_output(output: Any) -> None:
     """Register the class of an output as a pytree node, unless it is one."""
     kind = type(output)
-    known = kind in _pytree.SUPPORTED_NODES or isinstance(output, (torch.Tensor, tuple, list, dict, type(None)))
-    if known or not (dataclasses.is_dataclass(output) or hasattr(output, "__dict__")):
+    is_known = kind in _pytree.SUPPORTED_NODES or isinstance(output, (torch.Tensor, tuple, list, dict, type(None)))
+    if is_known or not (dataclasses.is_dataclass(output) or hasattr(output, "__dict__")):
         return
     _pytree.register_pytree_node(kind, _attributes, lambda values, names: _put_together(kind, values, names))
 

@@ -72,9 +72,9 @@ class RepeatableDraws(TorchDispatchMode):
         """Call the operator, or return repeatable numbers instead."""
         aten = torch.ops.aten
         if function is aten.native_dropout.default and args[2]:
-            kept = _pattern(args[0]) < 1.0 - args[1]
+            survivors = _pattern(args[0]) < 1.0 - args[1]
             scale = 0.0 if args[1] == 1.0 else 1.0 / (1.0 - args[1])
-            return args[0] * kept * scale, kept
+            return args[0] * survivors * scale, survivors
         if function is aten.bernoulli_.float:
             return args[0].copy_(_pattern(args[0]) < (args[1] if len(args) > 1 else 0.5))
         if function is aten.bernoulli.p:

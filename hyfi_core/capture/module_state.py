@@ -96,20 +96,20 @@ def module_state(model: nn.Module) -> ModuleState:
 
 
 def outside_attributes(
-    model: nn.Module, held: Iterable[Any] | None = None, own: Mapping[int, Hashable] | None = None
+    model: nn.Module, roots: Iterable[Any] | None = None, own: Mapping[int, Hashable] | None = None
 ) -> Attributes:
     """Return the values that functions of the model read outside of it, under the path ``OUTSIDE``.
 
     Args:
         model: the user's module.
-        held: the attributes of its modules that are neither constant nor empty, if they are known.
+        roots: the attributes of its modules that are neither constant nor empty, if they are known.
         own: ``own_objects`` of the model, if they are known.
     """
-    seen = own_objects(model) if own is None else dict(own)
+    values = own_objects(model) if own is None else dict(own)
     return {
         # A program holds these tensors themselves, so that changes in place need no other one.
-        (OUTSIDE, name): (_Same(value),) if type(value) in _TENSORS else _comparable(value, _DEPTH, seen)
-        for name, value in outside_values(model, held)
+        (OUTSIDE, name): (_Same(value),) if type(value) in _TENSORS else _comparable(value, _DEPTH, values)
+        for name, value in outside_values(model, roots)
     }
 
 
@@ -118,47 +118,47 @@ def own_objects(model: nn.Module) -> dict[int, Hashable]:
 
     The model's modules are in it, too: their attributes are compared one by one.
     """
-    return {id(held): (_Same(held),) for held in (*model.parameters(), *model.buffers(), *model.modules())}
+    return {id(item): (_Same(item),) for item in (*model.parameters(), *model.buffers(), *model.modules())}
 
 
 def attributes(model: nn.Module) -> Attributes:
     """Return (path of a module, attribute) -> a comparable value; without parameters, buffers and submodules."""
-    seen = own_objects(model)
-    found: Attributes = {}
+    known_values = own_objects(model)
+    result: Attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name in HOOKS:  # what they hold is outside of the model
-                found[path, name] = tuple(_Same(hook) for hook in value.values())
+                result[path, name] = tuple(_Same(hook) for hook in value.values())
             elif name not in REGISTRIES:
-                found[path, name] = comparable(value, seen)
-    return found
+                result[path, name] = comparable(value, known_values)
+    return result
 
 
 def tensors_in_attributes(model: nn.Module) -> set[int]:
     """Return the ids of parameters and buffers that attributes of modules, or values outside of the model, hold."""
     own = own_objects(model)
     open_values: list[Hashable] = [*attributes(model).values(), *outside_attributes(model).values()]
-    found, seen = set[int](), set[int]()
+    ids, visited = set[int](), set[int]()
     while open_values:
         value = open_values.pop()
         if isinstance(value, _Same):
-            found |= {id(value.item)} & own.keys()
+            ids |= {id(value.item)} & own.keys()
         elif isinstance(value, _Identities):
-            found |= {*value.ids} & own.keys()
-        elif isinstance(value, tuple) and id(value) not in seen:
-            seen.add(id(value))
+            ids |= {*value.ids} & own.keys()
+        elif isinstance(value, tuple) and id(value) not in visited:
+            visited.add(id(value))
             open_values += value
-    return found
+    return ids
 
 
-def comparable(value: Any, seen: dict[int, Hashable]) -> Hashable:
-    """Return a hashable value that changes with an attribute; ``seen``: id of an object -> its value, to reuse."""
+def comparable(value: Any, values: dict[int, Hashable]) -> Hashable:
+    """Return a hashable value that changes with an attribute; ``values``: id of an object -> its value, to reuse."""
     kind = type(value)  # called for every attribute of every module: the common cases must be fast
     if kind in PLAIN_TYPES:
         return (kind, value)
     if is_empty(value):
         return (kind,)
-    return _comparable(value, _DEPTH, seen)
+    return _comparable(value, _DEPTH, values)
 
 
 def is_empty(value: Any) -> bool:
@@ -166,18 +166,20 @@ def is_empty(value: Any) -> bool:
     return type(value) in _CONTAINERS and not value
 
 
-def changed_since(before: Hashable, now: Hashable) -> list[tuple[str, str]]:
+def changed_since(before: Hashable, after: Hashable) -> list[tuple[str, str]]:
     """Return (path of a module, attribute) of all changes between two results of ``module_state``."""
-    assert isinstance(before, tuple) and isinstance(now, tuple)
-    old = dict(before[-1])
-    names = [place for place, value in now[-1] if old.get(place) != value]
-    return names + [(name, "") for (name, module), was in zip(now[2], before[2], strict=False) if (name, module) != was]
+    assert isinstance(before, tuple) and isinstance(after, tuple)
+    before_values = dict(before[-1])
+    names = [key for key, value in after[-1] if before_values.get(key) != value]
+    return names + [
+        (name, "") for (name, module), was in zip(after[2], before[2], strict=False) if (name, module) != was
+    ]
 
 
-def same_modes(before: Hashable, now: Hashable) -> bool:
+def same_modes(before: Hashable, after: Hashable) -> bool:
     """Whether two results of ``module_state`` have the same modules, tensors, ``training`` and ``requires_grad``."""
-    assert isinstance(before, tuple) and isinstance(now, tuple)
-    return before[:3] == now[:3] and all(name != "training" for _, name in changed_since(before, now))
+    assert isinstance(before, tuple) and isinstance(after, tuple)
+    return before[:3] == after[:3] and all(name != "training" for _, name in changed_since(before, after))
 
 
 def describe_value(model: nn.Module, path: str, name: str) -> str:
@@ -195,20 +197,20 @@ def describe_value(model: nn.Module, path: str, name: str) -> str:
     return f"a {type(value).__name__}"
 
 
-def is_counted(before: Hashable, now: Hashable) -> bool:
+def is_counted(before: Hashable, after: Hashable) -> bool:
     """Whether a number changed or was appended to a list, also within containers, or a generator was drawn from."""
-    if before == now or not isinstance(before, tuple) or not isinstance(now, tuple):
+    if before == after or not isinstance(before, tuple) or not isinstance(after, tuple):
         return False
-    if before[:1] == now[:1] == (list,) and len(now) > len(before):
-        return any(isinstance(item, tuple) and item[0] in (int, float) for item in now[len(before) :])
-    if len(before) != len(now):
+    if before[:1] == after[:1] == (list,) and len(after) > len(before):
+        return any(isinstance(item, tuple) and item[0] in (int, float) for item in after[len(before) :])
+    if len(before) != len(after):
         return False
-    if before[0] is now[0] and before[0] in (int, float):
+    if before[0] is after[0] and before[0] in (int, float):
         return True
     if isinstance(before[0], _Same) and isinstance(before[0].item, _GENERATORS):
         return True
     inside = isinstance(before[0], _Same) or before[0] in _CONTAINERS
-    return inside and any(is_counted(a, b) for a, b in zip(before[1:], now[1:], strict=True))
+    return inside and any(is_counted(a, b) for a, b in zip(before[1:], after[1:], strict=True))
 
 
 def is_tensor(attribute: Hashable) -> bool:
@@ -216,7 +218,7 @@ def is_tensor(attribute: Hashable) -> bool:
     return isinstance(attribute, tuple) and attribute[:1] == (torch.Tensor,)
 
 
-def _comparable(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
+def _comparable(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
     if value is None or isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, (_Same, _Identities)):
@@ -226,16 +228,16 @@ def _comparable(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
     if isinstance(value, StoredTensor):
         return _STORED
     if isinstance(value, torch.Tensor):
-        if id(value) in seen:
-            return seen[id(value)]
+        if id(value) in values:
+            return values[id(value)]
         return (torch.Tensor, _Same(value), 0 if value.is_inference() else value._version)
-    if id(value) not in seen:
-        seen[id(value)] = (_Same(value), "seen")  # for an object that contains itself
-        seen[id(value)] = _inside(value, depth, seen)
-    return seen[id(value)]
+    if id(value) not in values:
+        values[id(value)] = (_Same(value), "seen")  # for an object that contains itself
+        values[id(value)] = _inside(value, depth, values)
+    return values[id(value)]
 
 
-def _inside(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
+def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
     if isinstance(value, np.ndarray):
         data = value.tobytes()
         return (_Same(value), data if value.size <= _ITEMS else zlib.crc32(data))
@@ -246,18 +248,18 @@ def _inside(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
     if isinstance(value, torch.Generator):
         with _disable_current_modes():  # during a trace
             return (_Same(value), value.get_state().numpy().tobytes())
-    if depth == 0 or len(seen) > _OBJECTS or isinstance(value, (type, types.ModuleType)):
+    if depth == 0 or len(values) > _OBJECTS or isinstance(value, (type, types.ModuleType)):
         return (_Same(value),)
     if isinstance(value, (list, tuple, set, frozenset, dict)):
-        return _contained(value, depth, seen)
-    held = [*_items(getattr(value, "__dict__", {})), *_slots(value)]
+        return _contained(value, depth, values)
+    members = [*_items(getattr(value, "__dict__", {})), *_slots(value)]
     if isinstance(value, types.FunctionType):
-        held.append(value.__code__)  # a notebook that reloads a file replaces it
+        members.append(value.__code__)  # a notebook that reloads a file replaces it
         if depth < _DEPTH:  # what an attribute itself takes from around it is outside of the model
-            held += _cells(value)
+            members += _cells(value)
     if isinstance(value, functools.partial):
-        held += [value.func, value.args, value.keywords]
-    return (_Same(value), *(_comparable(item, depth - 1, seen) for item in held))
+        members += [value.func, value.args, value.keywords]
+    return (_Same(value), *(_comparable(item, depth - 1, values) for item in members))
 
 
 def _cells(function: types.FunctionType) -> Iterator[Any]:
@@ -286,9 +288,9 @@ def _items(container: Any) -> Iterator[Any]:
         yield from container
 
 
-def _contained(container: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
+def _contained(container: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
     """Return the value of a container; what capture itself has stored in it does not count."""
-    inside = [_comparable(item, depth - 1, seen) for item in _items(container)]
+    inside = [_comparable(item, depth - 1, values) for item in _items(container)]
     if any(item is _STORED for item in inside):
         if isinstance(container, dict):
             pairs = zip(inside[::2], inside[1::2], strict=True)

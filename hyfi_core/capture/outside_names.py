@@ -119,8 +119,8 @@ class _KnownClass:
         self._functions, self._codes = [*functions.values()], [f.__code__ for f in functions.values()]
         self.methods = [(name, function) for name, function in functions.items() if _is_users(function)]
         self.values = [(n, v) for n, v in self._held.items() if isinstance(v, _VALUES) and not n.startswith("__")]
-        others = [(n, v) for n, v in self._held.items() if not isinstance(v, (*_VALUES, types.FunctionType))]
-        self.objects = [(n, v) for n, v in others if type(v) not in _WRAPPERS and not n.startswith("__")]
+        members = [(n, v) for n, v in self._held.items() if not isinstance(v, (*_VALUES, types.FunctionType))]
+        self.objects = [(n, v) for n, v in members if type(v) not in _WRAPPERS and not n.startswith("__")]
 
     def is_same(self) -> bool:
         """Whether it holds the same objects under the same names, and its functions the same code."""
@@ -214,8 +214,8 @@ class _Walk:
         return True
 
     def _keep_memoised(self, values: Iterable[Any]) -> None:
-        found = (_unwrapped(value) for value in values)
-        self.memoised += [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
+        functions = (_unwrapped(value) for value in values)
+        self.memoised += [value for value in functions if isinstance(value, functools._lru_cache_wrapper)]
 
     def _add_class(self, kind: type, created: bool = False) -> None:
         """Add the members of a class and its bases; ``created``: by code that is reached."""
@@ -224,16 +224,16 @@ class _Walk:
                 self._reached += self._waiting.pop(_created_by(holder), ())
             if not self._is_new(holder):
                 continue
-            own, known = _is_own_class(holder), _CLASSES.get(holder)
-            if known is None or not known.is_same():
-                known = _CLASSES[holder] = _KnownClass(holder)
-            self._keep_memoised(value for _, value in known.objects)
+            own, entry = _is_own_class(holder), _CLASSES.get(holder)
+            if entry is None or not entry.is_same():
+                entry = _CLASSES[holder] = _KnownClass(holder)
+            self._keep_memoised(value for _, value in entry.objects)
             if own:
                 self.assigned += [
-                    (holder, name) for name, value in known.values if value is None or type(value) is bool
+                    (holder, name) for name, value in entry.values if value is None or type(value) is bool
                 ]
-                self.assigned += [(holder, name) for name, value in known.objects if isinstance(value, torch.Tensor)]
-            members = known.methods + (known.values if known.methods or own else []) + (known.objects if own else [])
+                self.assigned += [(holder, name) for name, value in entry.objects if isinstance(value, torch.Tensor)]
+            members = entry.methods + (entry.values if entry.methods or own else []) + (entry.objects if own else [])
             for name, value in members:
                 self._add_member((holder, name, value, own), created)
 
@@ -271,10 +271,10 @@ class _Walk:
             yield f"{name}()", (function.__defaults__, function.__kwdefaults__)
         for cell, variable in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             try:
-                found: Any = cell.cell_contents
+                content: Any = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            yield from self._found(f"{name}: {variable}", found, own, depth)
+            yield from self._found(f"{name}: {variable}", content, own, depth)
         self.assigned += [(function.__globals__, assigned) for assigned in globals_assigned_in(function.__code__)]
         for chain in chains_in(function.__code__):
             if own:
@@ -308,8 +308,8 @@ class _Walk:
                 self._add_class(value, created=True)
         elif isinstance(value, types.MethodType):
             yield from self._of_method(name, value, depth)
-        elif "__wrapped__" in (held := _dict_of(value)):  # functools.lru_cache
-            yield from self._found(name, held["__wrapped__"], True, depth)
+        elif "__wrapped__" in (attributes := _dict_of(value)):  # functools.lru_cache
+            yield from self._found(name, attributes["__wrapped__"], True, depth)
         else:
             yield from self._of_object(name, value)
 
@@ -318,14 +318,14 @@ def _looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, A
     """Return (name, value) of a chain ``name.attribute.attribute``, as far as it needs no computation."""
     value = names.get(chain[0], _NOTHING)
     for number, attribute in enumerate(chain[1:], 1):
-        found = _NOTHING
+        attribute_value = _NOTHING
         if value is not os.environ and not isinstance(value, (*_VALUES, types.FunctionType, torch.Tensor, nn.Module)):
-            found = _attribute(value, attribute)
-        if isinstance(value, (types.ModuleType, type)) and _is_replaceable(found):
-            found = _NOTHING
-        if found is _NOTHING:
+            attribute_value = _attribute(value, attribute)
+        if isinstance(value, (types.ModuleType, type)) and _is_replaceable(attribute_value):
+            attribute_value = _NOTHING
+        if attribute_value is _NOTHING:
             return ".".join(chain[:number]), value
-        value = found
+        value = attribute_value
     return ".".join(chain), value
 
 
@@ -333,34 +333,34 @@ def _holders(names: Mapping[str, Any], chain: tuple[str, ...]) -> Iterator[tuple
     """Yield (class or dict, name) of the attributes in a chain, to which a function may assign."""
     value = names.get(chain[0], _NOTHING)
     for attribute in chain[1:]:
-        held = value if isinstance(value, type) else _dict_of(value)
-        if attribute not in (vars(held) if isinstance(held, type) else held):
+        owner = value if isinstance(value, type) else _dict_of(value)
+        if attribute not in (vars(owner) if isinstance(owner, type) else owner):
             return
-        yield held, attribute
+        yield owner, attribute
         value = _attribute(value, attribute)
 
 
-def _is_replaceable(found: Any) -> bool:
+def _is_replaceable(value: Any) -> bool:
     """Whether this is a function of PyTorch, which a trace in another thread may replace in its module or class."""
-    return isinstance(found, _IDENTITIES) and found is not os.getenv and not _is_users(found)
+    return isinstance(value, _IDENTITIES) and value is not os.getenv and not _is_users(value)
 
 
 def _attribute(holder: Any, name: str) -> Any:
     """Return an attribute from the dicts of an object, a module or a class with its bases."""
     kinds = holder.__mro__ if isinstance(holder, type) else ()
-    for held in (_dict_of(holder), *(vars(kind) for kind in kinds)):
-        if name in held:
-            return _unwrapped(held[name]) if kinds else held[name]
+    for members in (_dict_of(holder), *(vars(kind) for kind in kinds)):
+        if name in members:
+            return _unwrapped(members[name]) if kinds else members[name]
     return _NOTHING
 
 
 def _dict_of(value: Any) -> Mapping[str, Any]:
     """Return the attributes that an object holds, without calling its ``__getattr__``, which may raise."""
     try:
-        held: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+        attributes: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return held
+    return attributes
 
 
 def _unwrapped(value: Any) -> Any:

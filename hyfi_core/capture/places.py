@@ -29,20 +29,20 @@ def calling_line() -> str:
 def traced_line(stack: str) -> str:
     """Return the innermost line of the user's code in the text of a stack, "" where there is none."""
     places = [(file, int(number)) for file, number in re.findall(r'File "(.+?)", line (\d+)', stack)]
-    users = [place for place in places if is_users_file(place[0])]
+    users = [frame for frame in places if is_users_file(frame[0])]
     return _line(*users[-1]) if users else ""
 
 
 def explained(error: Exception, model: nn.Module) -> str:
     """Return one line that says what failed during tracing, where, and what would help."""
     line, path = _failing_place(error, model)
-    found = dict(model.named_modules()).get(path or "")
-    place = f"in {path} ({type(found).__name__}), " if path else ""
-    where = place + (f"at {line}" if line else "")
-    return f"{where.removesuffix(', ')}: {_what(error)}".removeprefix(": ")
+    module = dict(model.named_modules()).get(path or "")
+    where_in_model = f"in {path} ({type(module).__name__}), " if path else ""
+    where = where_in_model + (f"at {line}" if line else "")
+    return f"{where.removesuffix(', ')}: {_described(error)}".removeprefix(": ")
 
 
-def _what(error: Exception) -> str:
+def _described(error: Exception) -> str:
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     kind = type(error).__name__
     missing = re.search(r"missing (?:a|\d+) required (?:[a-z-]+ )?arguments?: (.*)", message)

@@ -100,7 +100,7 @@ class Program:
         """Return the operator's index in the whole model."""
         if self.ordinals:
             return self.ordinals[op.name]
-        return next(at for at, other in enumerate(self.operators) if other.name == op.name)
+        return next(at for at, operator in enumerate(self.operators) if operator.name == op.name)
 
     def digest(self) -> str:
         """Return a hash that is equal on two ranks if they have captured the same program."""
@@ -119,11 +119,11 @@ class Program:
 
     def needed(self, roots: set[str]) -> set[str]:
         """Return the names of all values on which the ``roots`` depend, themselves included."""
-        wanted = set(roots)
+        names = set(roots)
         for op in reversed(self.operators):
-            if any(output in wanted for output in op.outputs if output is not None):
-                wanted.update(op.inputs)
-        return wanted
+            if any(output in names for output in op.outputs if output is not None):
+                names.update(op.inputs)
+        return names
 
 
 def refs_in(argument: Any) -> Iterator[str]:

@@ -45,15 +45,15 @@ class ReleasedTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         changes_it = name.endswith("_") and not name.endswith("__") and isinstance(args[0], ReleasedTensor)
         with torch._C.DisableTorchFunctionSubclass():
-            given = () if changes_it or name == "__get__" else _pytree.tree_leaves((args, kwargs))
-            if any(isinstance(item, torch.Tensor) and not item.is_meta for item in given):
+            leaves = () if changes_it or name == "__get__" else _pytree.tree_leaves((args, kwargs))
+            if any(isinstance(item, torch.Tensor) and not item.is_meta for item in leaves):
                 raise RequestError(
                     f"{name} was called with values and a released tensor of the model, whose values are on other "
                     "ranks only; call the engine (predict, gather_state_dict), or pass release=False"
                 )
-            found = func(*args, **kwargs)
-            plain = isinstance(found, torch.Tensor) and not isinstance(found, ReleasedTensor) and found.is_meta
-            return found.as_subclass(ReleasedTensor) if plain else found
+            result = func(*args, **kwargs)
+            plain = isinstance(result, torch.Tensor) and not isinstance(result, ReleasedTensor) and result.is_meta
+            return result.as_subclass(ReleasedTensor) if plain else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return another released tensor."""
@@ -76,8 +76,8 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's tensors; if all are on the meta device, torch's default one for their values."""
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
-    found = next((device for device in devices if device.type != "meta"), None)
-    return found or (torch.get_default_device() if devices else torch.device("cpu"))
+    device_with_values = next((device for device in devices if device.type != "meta"), None)
+    return device_with_values or (torch.get_default_device() if devices else torch.device("cpu"))
 
 
 def release(model: nn.Module, names: Collection[str]) -> Former:
@@ -90,8 +90,8 @@ def release(model: nn.Module, names: Collection[str]) -> Former:
         model: changed.
         names: of the tensors; all names of a tied one.
     """
-    held = tensors_in_attributes(model)
-    chosen = {n: t for n, t in named_tensors(model).items() if n in names and _is_plain(t) and id(t) not in held}
+    kept_ids = tensors_in_attributes(model)
+    chosen = {n: t for n, t in named_tensors(model).items() if n in names and _is_plain(t) and id(t) not in kept_ids}
     former = [(weakref.ref(tensor), name) for name, tensor in chosen.items()]
     _replace(model, {id(tensor): _without_values(tensor) for tensor in chosen.values()})
     chosen.clear()
@@ -126,12 +126,14 @@ def fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
         values: by one of the names of each tensor, with its shape, strides and dtype; used as they are.
     """
     named = named_tensors(model)
-    made = {}
+    replacements = {}
     for name, value in values.items():
-        old = named[name]
-        made[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-        _adopt(made[id(old)], old)
-    _replace(model, made)
+        former = named[name]
+        replacements[id(former)] = (
+            nn.Parameter(value, former.requires_grad) if isinstance(former, nn.Parameter) else value
+        )
+        _adopt(replacements[id(former)], former)
+    _replace(model, replacements)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -139,9 +141,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    made = _released_like(tensor)
-    _adopt(made, tensor)
-    return made
+    empty = _released_like(tensor)
+    _adopt(empty, tensor)
+    return empty
 
 
 def _released_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,24 +153,24 @@ def _released_like(tensor: torch.Tensor) -> torch.Tensor:
     return like.as_subclass(ReleasedTensor)
 
 
-def _adopt(made: torch.Tensor, tensor: torch.Tensor) -> None:
+def _adopt(target: torch.Tensor, tensor: torch.Tensor) -> None:
     """Give a tensor another's attributes and hooks; where it gets no gradient, they are only counted."""
-    vars(made).update(vars(tensor))
-    made._backward_hooks = tensor._backward_hooks
-    made._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+    vars(target).update(vars(tensor))
+    target._backward_hooks = tensor._backward_hooks
+    target._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _replace(model: nn.Module, made: Mapping[int, torch.Tensor]) -> None:
-    """Replace parameters and buffers; ``made``: id of the present one -> the new one."""
+def _replace(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> None:
+    """Replace parameters and buffers; ``replacements``: id of the present one -> the new one."""
     for module in model.modules():
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():
-                if tensor is not None and id(tensor) in made:
-                    registry[name] = made[id(tensor)]  # type: ignore[assignment]
+                if tensor is not None and id(tensor) in replacements:
+                    registry[name] = replacements[id(tensor)]  # type: ignore[assignment]
                     if isinstance(module, nn.RNNBase):  # it holds a list of its parameters, too
-                        setattr(module, name, made[id(tensor)])
+                        setattr(module, name, replacements[id(tensor)])

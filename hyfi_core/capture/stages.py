@@ -43,24 +43,24 @@ class Stage:
         return any(self.program.image in op.inputs for op in self.program.operators)
 
 
-def cut_program(program: Program, wanted: tuple[Any, ...], cuts: Sequence[str]) -> tuple[Stage, ...]:
+def cut_program(program: Program, results: tuple[Any, ...], cuts: Sequence[str]) -> tuple[Stage, ...]:
     """Cut a program after the last operators of the given modules.
 
     Args:
         program: the captured model.
-        wanted: the leaves of its output that are needed.
+        results: the leaves of its output that are needed.
         cuts: each stage but the last ends after this module.
 
     Raises:
         RequestError: a cut is no module with operators, cuts are out of order, or a buffer is used in two stages.
     """
-    alive = program.needed({*refs_in(wanted), *program.mutations.values()})
+    alive = program.needed({*refs_in(results), *program.mutations.values()})
     operators = tuple(op for op in program.operators if any(o in alive for o in op.outputs if o is not None))
     ends = _ends(operators, cuts)
-    owner = _owners(program, operators, ends, wanted)
+    owner = _owners(program, operators, ends, results)
     free = free_values(program, operators)
     pieces = [_operators_of(operators, free, owner, stage) for stage in range(len(ends))]
-    travels = _travels(operators, wanted, owner, free, len(ends))
+    travels = _travels(operators, results, owner, free, len(ends))
     _check_buffers(program, pieces)
     ordinals = {op.name: at for at, op in enumerate(program.operators)}
     return tuple(
@@ -68,7 +68,7 @@ def cut_program(program: Program, wanted: tuple[Any, ...], cuts: Sequence[str]) 
             _part_of(program, pieces[stage], ordinals),
             {a: names for (a, b), names in travels.items() if b == stage},
             {b: names for (a, b), names in travels.items() if a == stage},
-            wanted if stage == len(ends) - 1 else (),
+            results if stage == len(ends) - 1 else (),
         )
         for stage in range(len(ends))
     )
@@ -79,7 +79,7 @@ def edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a, stage in enumerate(stages) for b in sorted(stage.exits))
 
 
-def active_values(program: Program, wanted: tuple[Any, ...], sources: Iterable[str]) -> frozenset[str]:
+def active_values(program: Program, results: tuple[Any, ...], sources: Iterable[str]) -> frozenset[str]:
     """Return the values through which the output depends on a source: they carry gradients.
 
     A gradient ends where a value is detached or neither floating point nor complex, as in ``(x > 0).float()``.
@@ -87,19 +87,19 @@ def active_values(program: Program, wanted: tuple[Any, ...], sources: Iterable[s
 
     def carrying(names: Iterable[str | None]) -> list[str]:
         # An assertion (of a dtype before a cast) has a name, but its result is no tensor.
-        known = (name for name in names if name is not None and name in program.values)
-        return [name for name in known if program.values[name].differentiable]
+        values = (name for name in names if name is not None and name in program.values)
+        return [name for name in values if program.values[name].differentiable]
 
     passing = [op for op in program.operators if op.text != "aten.detach.default"]
     reached = set(sources)
     for op in passing:
         if any(name in reached for name in op.inputs):
             reached.update(carrying(op.outputs))
-    needed = set(carrying(refs_in(wanted)))
+    names = set(carrying(refs_in(results)))
     for op in reversed(passing):
-        if any(name in needed for name in carrying(op.outputs)):
-            needed.update(carrying(op.inputs))
-    return frozenset(reached & needed)
+        if any(name in names for name in carrying(op.outputs)):
+            names.update(carrying(op.inputs))
+    return frozenset(reached & names)
 
 
 def _ends(operators: Sequence[Operator], cuts: Sequence[str]) -> list[tuple[int, int]]:
@@ -125,7 +125,7 @@ def _ends(operators: Sequence[Operator], cuts: Sequence[str]) -> list[tuple[int,
 
 
 def _owners(
-    program: Program, operators: Sequence[Operator], ends: Sequence[tuple[int, int]], wanted: tuple[Any, ...]
+    program: Program, operators: Sequence[Operator], ends: Sequence[tuple[int, int]], results: tuple[Any, ...]
 ) -> dict[str, int]:
     """Return operator -> its stage.
 
@@ -133,7 +133,7 @@ def _owners(
     its inputs, which is where the model changes them.
     """
     owner = {op.name: stage for stage, (a, b) in enumerate(ends) for op in operators[a:b]}
-    serving = program.needed(set(refs_in(wanted)))
+    serving = program.needed(set(refs_in(results)))
     maker: dict[str, int] = {}
     for op in operators:
         inputs = [maker[name] for name in op.inputs if name in maker]
@@ -170,19 +170,19 @@ def _operators_of(
 ) -> tuple[Operator, ...]:
     """Return a stage's operators, with copies of earlier ones whose values it recomputes."""
     chosen = [op for op in operators if owner[op.name] == stage]
-    needed = {name for op in chosen for name in op.inputs}
+    names = {name for op in chosen for name in op.inputs}
     copies: set[str] = set()
     for op in reversed(operators):
-        made = {o for o in op.outputs if o is not None}
-        if owner[op.name] < stage and made & needed & free:
+        outputs = {o for o in op.outputs if o is not None}
+        if owner[op.name] < stage and outputs & names & free:
             copies.add(op.name)
-            needed.update(op.inputs)
+            names.update(op.inputs)
     return tuple(op for op in operators if owner[op.name] == stage or op.name in copies)
 
 
 def _travels(
     operators: Sequence[Operator],
-    wanted: tuple[Any, ...],
+    results: tuple[Any, ...],
     owner: Mapping[str, int],
     free: set[str],
     stages: int,
@@ -194,14 +194,14 @@ def _travels(
         for name in op.inputs:
             if name in maker and name not in free:
                 users[name].add(owner[op.name])
-    for name in refs_in(wanted):
+    for name in refs_in(results):
         if name in maker:
             users[name].add(stages - 1)
-    found: dict[tuple[int, int], list[str]] = {}
+    travels: dict[tuple[int, int], list[str]] = {}
     for name, first in maker.items():
         for to in sorted(users[name] - {first}):
-            found.setdefault((first, to), []).append(name)
-    return {edge: tuple(names) for edge, names in sorted(found.items())}
+            travels.setdefault((first, to), []).append(name)
+    return {edge: tuple(names) for edge, names in sorted(travels.items())}
 
 
 def _check_buffers(program: Program, pieces: Sequence[Sequence[Operator]]) -> None:
@@ -224,9 +224,9 @@ def _check_buffers(program: Program, pieces: Sequence[Sequence[Operator]]) -> No
 
 def _part_of(program: Program, operators: tuple[Operator, ...], ordinals: dict[str, int]) -> Program:
     """Return the program of some operators only, with the ``ordinals`` of all."""
-    made = {o for op in operators for o in op.outputs if o is not None}
+    computed = {o for op in operators for o in op.outputs if o is not None}
     used = {name for op in operators for name in op.inputs}
-    mutations = {name: value for name, value in program.mutations.items() if value in made}
+    mutations = {name: value for name, value in program.mutations.items() if value in computed}
     used.update(value for value, name in program.buffers.items() if name in mutations)
     return replace(
         program,

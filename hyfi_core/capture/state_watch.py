@@ -44,9 +44,9 @@ _MOST_CHANGES = 3
 class _Contents:
     """The names and values of a dict, by identity; they are kept alive, so that no address is used again."""
 
-    def __init__(self, held: dict[str, Any]) -> None:
-        self._held, self._values = held, [*held.values()]
-        self._names, self._ids = [*held], [*map(id, self._values)]
+    def __init__(self, contents: dict[str, Any]) -> None:
+        self._held, self._values = contents, [*contents.values()]
+        self._names, self._ids = [*contents], [*map(id, self._values)]
 
     def are_same(self) -> bool:
         """Whether the dict holds the same objects under the same names, in the same order."""
@@ -61,8 +61,10 @@ class _WatchedModule:
         attributes = [(name, value) for name, value in self._held.items() if name not in REGISTRIES]
         registries: list[dict[str, Any]] = [module._modules, module._buffers, module._parameters]
         self.empty = [value for _, value in attributes if is_empty(value) and not is_constant(value)]
-        self.empty += [held for held in registries if not held]
-        self._contents = [_Contents(held) for held in (self._held, *(held for held in registries if held))]
+        self.empty += [registry for registry in registries if not registry]
+        self._contents = [
+            _Contents(registry) for registry in (self._held, *(registry for registry in registries if registry))
+        ]
         self._others = [name for name, value in attributes if not is_empty(value) and not is_constant(value)]
         self._parameters = [p for p in module._parameters.values() if p is not None]
         self._trained = [p.requires_grad for p in self._parameters]
@@ -116,16 +118,16 @@ class StateWatch:
             RequestError: the forward changes something outside of the model, and computes otherwise afterwards.
         """
         with PATCHING:
-            before, made = self.take(), capture()
+            before, program = self.take(), capture()
             for _ in range(_MOST_CHANGES):
-                now = self.take()
-                if now == before:
+                after = self.take()
+                if after == before:
                     break
-                if not capture().equals(made):
-                    raise RequestError(_changes(before, now))
-                before = now
+                if not capture().equals(program):
+                    raise RequestError(_changes(before, after))
+                before = after
             self.take()
-        return made
+        return program
 
     def state(self) -> ModuleState:
         """Return a value equal to ``module_state`` of the model: the same object while nothing changes."""
@@ -135,8 +137,8 @@ class StateWatch:
 
     def compare(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count changes of these tensors from now on: a program that computes their values stands for one with them."""
-        known = {id(tensor) for tensor, _ in self._cached}
-        self._cached += [(tensor, _version(tensor)) for tensor in tensors if id(tensor) not in known]
+        ids = {id(tensor) for tensor, _ in self._cached}
+        self._cached += [(tensor, _version(tensor)) for tensor in tensors if id(tensor) not in ids]
 
     def _compute(self) -> ModuleState:
         self._modules = [_WatchedModule(module) for module in self._model.modules()]
@@ -149,23 +151,23 @@ class StateWatch:
         return self._state
 
     def _compared(self) -> list[Hashable]:
-        seen = dict(self._own)
-        others = [value for module in self._modules for value in module.others()]
-        found = [comparable(value, seen) for value in others]
-        return [*found, *outside_attributes(self._model, others, self._own).items(), *self._changed()]
+        values = dict(self._own)
+        attributes = [value for module in self._modules for value in module.others()]
+        compared = [comparable(value, values) for value in attributes]
+        return [*compared, *outside_attributes(self._model, attributes, self._own).items(), *self._changed()]
 
     def _changed(self) -> list[Hashable]:
         """Return the number and version of each cached tensor that has changed in place."""
         versions = [(_version(tensor), was) for tensor, was in self._cached]
-        return [(number, now) for number, (now, was) in enumerate(versions) if now != was]
+        return [(number, version) for number, (version, was) in enumerate(versions) if version != was]
 
 
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _changes(before: ModuleState, now: ModuleState) -> str:
-    names = [name if path == OUTSIDE else f"{path}.{name}" for path, name in changed_since(before, now)]
+def _changes(before: ModuleState, after: ModuleState) -> str:
+    names = [name if path == OUTSIDE else f"{path}.{name}" for path, name in changed_since(before, after)]
     return (
         f"the forward changes {names[0] if names else 'a value'!r} outside of the model and computes otherwise "
         f"afterwards, which capture cannot record. Make it a buffer (register_buffer) changed in place, or change it "

@@ -88,7 +88,7 @@ def _compare(
 
     for small in _small_shapes(shape):
         with contextlib.suppress(Exception), undisturbed(model), _without_caches(model, of_image):
-            wanted = _steps(model, small, dtype, run, lambda: dict(model.named_buffers()))
+            expected = _steps(model, small, dtype, run, lambda: dict(model.named_buffers()))
             break
     else:
         return f"it fails on every image size tried, up to {_SIDES_PX[-1]} px, in one process"
@@ -97,8 +97,8 @@ def _compare(
     except RequestError as error:
         return f"it cannot be captured for images of {small[2]} x {small[3]} px ({error})"
     computed = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
-    difference = equal(wanted, _of_program(model, program, small, dtype, pick), _TOLERANCE.get(computed, _COARSE))
-    if difference is None or not _exceeds_rounding(model, small, dtype, pick, wanted, program):
+    difference = equal(expected, _of_program(model, program, small, dtype, pick), _TOLERANCE.get(computed, _COARSE))
+    if difference is None or not _exceeds_rounding(model, small, dtype, pick, expected, program):
         return None
     with undisturbed(model):
         first = first_module(model, program, _image(small, dtype, model, 0))
@@ -150,8 +150,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(host[0])
         np.random.set_state(host[1])
-        for module, held in buffers:
-            module._buffers.update(held)  # a forward may have replaced them
+        for module, contents in buffers:
+            module._buffers.update(contents)  # a forward may have replaced them
         for tensor, value in zip(tensors, before, strict=True):
             if not torch.equal(tensor, value):
                 tensor.data.copy_(value)
@@ -169,8 +169,8 @@ def _of_program(model: nn.Module, program: Program, shape: Shape, dtype: torch.d
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
 
     def run(image: torch.Tensor) -> Any:
-        leaves, made = interpret(program, parameters, buffers, image)
-        buffers.update(made)
+        leaves, changed = interpret(program, parameters, buffers, image)
+        buffers.update(changed)
         return pick(program.unflatten(leaves))
 
     with undisturbed(model):
@@ -178,7 +178,7 @@ def _of_program(model: nn.Module, program: Program, shape: Shape, dtype: torch.d
 
 
 def _exceeds_rounding(
-    model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, wanted: Found, program: Program
+    model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, expected: Found, program: Program
 ) -> bool:
     """Whether a difference is more than rounding: it occurs in float64, too, or is large if float64 is not possible."""
     exact_dtype = torch.float64 if dtype.is_floating_point else dtype  # of images
@@ -187,13 +187,13 @@ def _exceeds_rounding(
     try:
         exact = copy.deepcopy(model).double()
         with undisturbed(exact):
-            wanted = _steps(
+            expected = _steps(
                 exact, shape, exact_dtype, lambda image: pick(exact(image)), lambda: dict(exact.named_buffers())
             )
-        found = _of_program(exact, capture(exact, shape, exact_dtype), shape, exact_dtype, pick)
+        actual = _of_program(exact, capture(exact, shape, exact_dtype), shape, exact_dtype, pick)
     except Exception:  # the model requires its own dtype
-        return equal(wanted, _of_program(model, program, shape, dtype, pick), _COARSE) is not None
-    return equal(wanted, found, _TOLERANCE[torch.float64]) is not None
+        return equal(expected, _of_program(model, program, shape, dtype, pick), _COARSE) is not None
+    return equal(expected, actual, _TOLERANCE[torch.float64]) is not None
 
 
 def _steps(
@@ -205,23 +205,23 @@ def _steps(
 ) -> Found:
     """Run forward and backward of each step; the loss is a randomly weighted sum of all outputs."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found: Found = {}
+    values: Found = {}
     for step in range(1, _STEPS + 1):
         with torch.enable_grad():
             leaves = [leaf for leaf in _pytree.tree_leaves(run(_image(shape, dtype, model, step)))]
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        found.update({f"output {n} of step {step}": leaf.detach().clone() for n, leaf in enumerate(outputs)})
+        values.update({f"output {n} of step {step}": leaf.detach().clone() for n, leaf in enumerate(outputs)})
         differentiable = [leaf for leaf in outputs if leaf.requires_grad]
         if differentiable and trained:
             weights = [_noise(leaf.shape, leaf.dtype, leaf.device, step) for leaf in differentiable]
             gradients = torch.autograd.grad(differentiable, list(trained.values()), weights, allow_unused=True)
             named = reversed([*zip(trained, gradients, strict=True)])  # in the order of backward
-            found.update({f"gradient of {name} in step {step}": gradient for name, gradient in named})
+            values.update({f"gradient of {name} in step {step}": gradient for name, gradient in named})
     cumulative = _cumulative(model)
     for name, buffer in buffers().items():
         if name.rpartition(".")[0] not in cumulative:
-            found[f"buffer {name}"] = buffer.detach().clone()
-    return found
+            values[f"buffer {name}"] = buffer.detach().clone()
+    return values
 
 
 def _cumulative(model: nn.Module) -> set[str]:

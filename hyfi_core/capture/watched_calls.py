@@ -110,9 +110,9 @@ class WatchedCalls(TorchFunctionMode):
             RequestError: there is one.
         """
         for tensor in tensors:
-            made: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
-            if isinstance(made, BackwardCFunction):
-                owner: Any = type(made)._forward_cls  # type: ignore[attr-defined]
+            node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+            if isinstance(node, BackwardCFunction):
+                owner: Any = type(node)._forward_cls  # type: ignore[attr-defined]
                 if owner.__module__ == "torch._library.autograd":
                     continue  # an operator of torch.library: capture keeps it, with its backward
                 used = "returned" if returned else f"used at {calling_line()}"
@@ -167,8 +167,8 @@ class WatchedCalls(TorchFunctionMode):
 
     def _check_change(self, tensor: torch.Tensor) -> None:
         """Refuse an in-place change that autograd has not recorded, or that recomputation would repeat."""
-        seen = torch.is_grad_enabled() and tensor.requires_grad
-        if not seen and StorageWeakRef(tensor.untyped_storage()) in self._tracked:
+        is_recorded = torch.is_grad_enabled() and tensor.requires_grad
+        if not is_recorded and StorageWeakRef(tensor.untyped_storage()) in self._tracked:
             raise RequestError(
                 f"the forward changes a tensor of shape {tuple(tensor.shape)} in place and hidden from autograd "
                 f"(through .data, .detach() or in no_grad), which capture cannot record: {calling_line()}. Compute a "
@@ -213,8 +213,8 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _detached(result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
+def _detached(result: torch.Tensor, args: Sequence[torch.Tensor]) -> torch.Tensor:
     """Detach a result without gradient explicitly, unless it is one of the arguments."""
-    if result.requires_grad or not result.is_floating_point() or any(result is tensor for tensor in given):
+    if result.requires_grad or not result.is_floating_point() or any(result is tensor for tensor in args):
         return result
     return result.detach()

@@ -70,31 +70,31 @@ def with_cells(
     if plan.cells != "auto":
         return plan
     memory_bytes = plan.memory_bytes or free_bytes(device) // 2
-    whole = replace(plan, cells=None, spill=None)
-    forecasts = forecast_memory(program, whole)
-    weights = max(one.largest_weight_bytes for one in forecasts)
+    uncut = replace(plan, cells=None, spill=None)
+    forecasts = forecast_memory(program, uncut)
+    weights = max(forecast.largest_weight_bytes for forecast in forecasts)
     costs = CellCosts(program) if costs is None else costs
     if trains:
-        peak, state = max(rank_peaks(whole, forecasts)), max(one.state_bytes for one in forecasts)
-        maps = max(one.working_bytes for one in forecasts)
+        peak, state = max(rank_peaks(uncut, forecasts)), max(forecast.state_bytes for forecast in forecasts)
+        maps = max(forecast.working_bytes for forecast in forecasts)
         steps = ((side, int(BORDERS * maps / side**2)) for side in SIDES)
     else:
         state, (rows, columns) = 0, plan.grids[0]
         peak = int(costs.of((1, 1)).peak_bytes) // (rows * columns)
         steps = ((n, int(costs.of((rows * n, columns * n)).step_bytes)) for n in SIDES if n > 1)
     if held_bytes + (FORECAST_OFF[device.type] if trains else _EVALUATION_OFF) * peak <= memory_bytes:
-        return whole
+        return uncut
     held_bytes += state
     records = len(program.operators) * STEP_BYTES[trains]
-    needed: dict[int, tuple[int, int]] = {}
+    needs: dict[int, tuple[int, int]] = {}
     for side, of in steps:  # the costs of many cells take long: up to those that have room
-        held, least = needed[side] = _of_cells(held_bytes, side, of, weights, records)
-        if held + _ROOM * (least - held) <= memory_bytes:
+        always, least = needs[side] = _of_cells(held_bytes, side, of, weights, records)
+        if always + _ROOM * (least - always) <= memory_bytes:
             return replace(plan, cells=(side, side))
-    for side, (_, least) in needed.items():
+    for side, (_, least) in needs.items():
         if least <= memory_bytes:
             return replace(plan, cells=(side, side))
-    smallest = min(least for _, least in needed.values())
+    smallest = min(least for _, least in needs.values())
     raise MemoryLimitError(
         f"plan.memory_bytes is {memory_bytes:,}, but with any number of cells a rank needs at least "
         f"{smallest:,} bytes, {held_bytes:,} of them for libraries, weights and optimizer state; raise "
@@ -105,8 +105,8 @@ def with_cells(
 
 def _of_cells(held_bytes: int, side: int, maps_bytes: int, weights_bytes: int, records_bytes: int) -> tuple[int, int]:
     """Return (what a rank always needs, the least it needs) with so many rows and columns of cells."""
-    held = held_bytes + LIBRARY_BYTES + side**2 * records_bytes
-    return held, least_bytes(held, PagedForecast(maps_bytes, 0, 0, weights_bytes))
+    always_bytes = held_bytes + LIBRARY_BYTES + side**2 * records_bytes
+    return always_bytes, least_bytes(always_bytes, PagedForecast(maps_bytes, 0, 0, weights_bytes))
 
 
 def evaluation_bytes(costs: CellCosts, grid: tuple[int, int], cells: tuple[int, int], held_bytes: int) -> int:
@@ -123,8 +123,10 @@ def evaluation_bytes(costs: CellCosts, grid: tuple[int, int], cells: tuple[int, 
         return held_bytes + int(_EVALUATION_OFF * costs.of((1, 1)).peak_bytes / ranks)
     cost = costs.of((grid[0] * cells[0], grid[1] * cells[1]))
     records = len(costs.program.operators) * STEP_BYTES[False]
-    held = held_bytes + LIBRARY_BYTES + prod(cells) * records
-    return held + int(_EVALUATION_OFF * max(cost.peak_bytes / ranks, cost.step_bytes) + WORKSPACE * cost.step_bytes)
+    fixed_bytes = held_bytes + LIBRARY_BYTES + prod(cells) * records
+    return fixed_bytes + int(
+        _EVALUATION_OFF * max(cost.peak_bytes / ranks, cost.step_bytes) + WORKSPACE * cost.step_bytes
+    )
 
 
 def page_limit(
@@ -144,7 +146,7 @@ def page_limit(
     if memory_bytes is None:
         return int(OF_FREE_MEMORY * free_bytes(device))
     largest = largest_step(forecasts)
-    records = LIBRARY_BYTES + sum(one.stays_bytes for one in forecasts)
+    records = LIBRARY_BYTES + sum(forecast.stays_bytes for forecast in forecasts)
     least = least_bytes(held_bytes + records, largest)
     if memory_bytes < least:
         raise MemoryLimitError(
@@ -175,7 +177,7 @@ def resident_limit(
 
 def largest_step(forecasts: Sequence[PagedForecast]) -> PagedForecast:
     """Return the largest needs of a step in any of the forecasts."""
-    working, weights = (max(getattr(one, n) for one in forecasts) for n in ("working_bytes", "weights_bytes"))
+    working, weights = (max(getattr(forecast, n) for forecast in forecasts) for n in ("working_bytes", "weights_bytes"))
     return PagedForecast(working, 0, 0, weights)
 
 

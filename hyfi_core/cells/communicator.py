@@ -164,18 +164,18 @@ class CellCommunicator:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives; messages to cells of this process are copied at once."""
         group = self.group
-        here = group.comm.rank
+        process_rank = group.comm.rank
         leaving, landing, near = [], [], []
         for message in sends:
             process, cell = group.members[message.peer]
-            if process == here:
+            if process == process_rank:
                 lane = group.lanes.setdefault((self._rank, message.peer, message.tag), deque())
                 lane.append(message.tensor.detach().clone())
             else:
                 leaving.append(Message(process, message.tensor, self._tag(self._cell, cell, message.tag)))
         for message in receives:
             process, cell = group.members[message.peer]
-            if process == here:
+            if process == process_rank:
                 near.append(message)
             else:
                 landing.append(Message(process, message.tensor, self._tag(cell, self._cell, message.tag)))
@@ -199,15 +199,15 @@ class CellCommunicator:
             group.shown.setdefault((self._rank, message.peer), deque()).append(shown)
         lanes = [(peer, self._rank) for peer in peers]
         group.turns.wait(lambda: all(group.shown.get(lane) for lane in lanes))
-        found = []
+        tensors = []
         for lane in lanes:
             tensor, version = group.shown[lane].popleft()
             if version_of(tensor) != version:
                 raise RuntimeError(
                     f"cell {lane[0]} changed a tensor of shape {tuple(tensor.shape)} before another cell had read it"
                 )
-            found.append(tensor)
-        return found
+            tensors.append(tensor)
+        return tensors
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; bitwise equal in every cell."""
@@ -240,8 +240,8 @@ class CellCommunicator:
 
     def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
         """Return all cells' values in rank order on the root, None elsewhere."""
-        found = self._all_objects(value)
-        return found if self._rank == root else None
+        values = self._all_objects(value)
+        return values if self._rank == root else None
 
     def barrier(self) -> None:
         """Return when every cell of the group has entered the call."""
@@ -256,9 +256,9 @@ class CellCommunicator:
             if comm is None:
                 return
             processes = comm.broadcast_object(comm.gather_objects(self.group.comm.rank))
-            place = {process: at for at, process in enumerate(processes)}
+            new_process = {process: at for at, process in enumerate(processes)}
             chosen = sorted((k, rank) for c, k, rank in votes if c == color)
-            members = [(place[self.group.members[rank][0]], self.group.members[rank][1]) for _, rank in chosen]
+            members = [(new_process[self.group.members[rank][0]], self.group.members[rank][1]) for _, rank in chosen]
             call.result = _Group(comm, self.group.turns, members)
 
         comm_key = min(k for _, k, rank in votes if rank in self.group.here)
@@ -289,8 +289,8 @@ class CellCommunicator:
             every = comm.broadcast_object(comm.gather_objects([[rank, call.given[rank]] for rank in self.group.here]))
             call.result = [item for _, item in sorted((pair for part in every for pair in part), key=lambda p: p[0])]
 
-        found: list[Any] = self._together(value, last)
-        return found
+        values: list[Any] = self._together(value, last)
+        return values
 
     def _tag(self, source: int, target: int, tag: int) -> int:
         """Return a tag that distinguishes messages of different cells of two processes."""

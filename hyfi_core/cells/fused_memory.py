@@ -122,12 +122,12 @@ def _peak_bytes(
 
     An operator that exchanges keeps its input until all cells have reached it; a reduction does not.
     """
-    known = _lives(sketch.image, sketch.layouts, operators)
-    lives = {value: life for value, life in known.items() if value in sketch.layouts}  # the image may be in no run
+    all_lives = _lives(sketch.image, sketch.layouts, operators)
+    lives = {value: life for value, life in all_lives.items() if value in sketch.layouts}  # the image may be in no run
     waits = sorted(_waits(sketch, operators, maps, margins))
     sizes = dict(cell_bytes)
-    for value, (made, last) in lives.items():
-        if any(2 * made + 1 < at <= 2 * last for at in waits):
+    for value, (first, last) in lives.items():
+        if any(2 * first + 1 < at <= 2 * last for at in waits):
             sizes[value] = sketch.layouts[value].map.area * sketch.pixel_bytes[value]
     return _peak(lives, sizes)
 
@@ -135,12 +135,12 @@ def _peak_bytes(
 def _peak(lives: Mapping[str, tuple[int, int]], sizes: Mapping[str, float]) -> float:
     """Return the largest sum of sizes of values that are alive at the same time."""
     change: dict[int, float] = {}
-    for value, (made, last) in lives.items():
-        change[made] = change.get(made, 0.0) + sizes[value]
+    for value, (first, last) in lives.items():
+        change[first] = change.get(first, 0.0) + sizes[value]
         change[last + 1] = change.get(last + 1, 0.0) - sizes[value]
     alive, peak = 0.0, 0.0
-    for place in sorted(change):
-        alive += change[place]
+    for point in sorted(change):
+        alive += change[point]
         peak = max(peak, alive)
     return peak
 
@@ -167,9 +167,9 @@ def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str],
         flow = flows.get(op.name)
         if flow is not None:
             boxes = margins.computed.get(flow.name, sketch.layouts[flow.makes[0]].parts)
-            new = {value for value, _ in reaching(sketch, flow, boxes) if value in margins.exchanged} - exchanged
-            exchanged |= new
-            if new:
+            exchanges = {value for value, _ in reaching(sketch, flow, boxes) if value in margins.exchanged} - exchanged
+            exchanged |= exchanges
+            if exchanges:
                 yield 2 * at
         elif any(name in maps for name in op.inputs):
             yield 2 * at if any(name in maps for name in op.outputs) else 2 * at + 1
@@ -178,15 +178,15 @@ def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str],
 def _cell_bytes(sketch: Sketch, margins: Margins) -> Mapping[str, float]:
     """Return map -> bytes of the largest part that a cell computes, or reads of the image."""
     read: list[Boxes] = []
-    found = {value: layout.parts.largest * sketch.pixel_bytes[value] for value, layout in sketch.layouts.items()}
+    sizes = {value: layout.parts.largest * sketch.pixel_bytes[value] for value, layout in sketch.layouts.items()}
     for flow in sketch.flows:
         boxes = margins.computed.get(flow.name, sketch.layouts[flow.makes[0]].parts)
-        found.update((value, boxes.largest * sketch.pixel_bytes[value]) for value in flow.makes)
+        sizes.update((value, boxes.largest * sketch.pixel_bytes[value]) for value in flow.makes)
         if sketch.image in flow.takes:
             read.append(flow.need(boxes, sketch.layouts[sketch.image].map))
     if read:
-        found[sketch.image] = _largest_read(read) * sketch.pixel_bytes[sketch.image]
-    return found
+        sizes[sketch.image] = _largest_read(read) * sketch.pixel_bytes[sketch.image]
+    return sizes
 
 
 def _largest_read(read: Sequence[Boxes]) -> int:
@@ -198,10 +198,10 @@ def _largest_read(read: Sequence[Boxes]) -> int:
 
 def _work(sketch: Sketch, margins: Margins) -> float:
     """Return the modelled time of all cells relative to one process."""
-    done = once = 0.0
+    computed = once = 0.0
     for flow in sketch.flows:
         layout = sketch.layouts[flow.makes[0]]
         pixel_s = DEFAULT_MACHINE.operator_s(flow.flops, flow.touched_bytes)
-        done += pixel_s * margins.computed.get(flow.name, layout.parts).area
+        computed += pixel_s * margins.computed.get(flow.name, layout.parts).area
         once += pixel_s * layout.map.area
-    return done / once if once else 1.0
+    return computed / once if once else 1.0

@@ -33,11 +33,11 @@ def _in_runs(record: OperatorFacts) -> OperatorFacts:
 
 def _emit_tap(builder: Builder, op: Operator, tap: Tap) -> None:
     name, (output,) = op.args[0].name, op.outputs
-    here, sizes = builder.splits[name], builder.shape(str(output))
-    height, width = (sizes[dim] for dim in here.dims)
-    split = builder.computed(op, Split(here.layout.through(tap.window, height, width), here.dims))
+    input_split, sizes = builder.splits[name], builder.shape(str(output))
+    height, width = (sizes[dim] for dim in input_split.dims)
+    split = builder.computed(op, Split(input_split.layout.through(tap.window, height, width), input_split.dims))
     canvas = builder.moved(name, tap.window.input_boxes(split.held), fill=tap.fill)
-    steps = {here.dims[0]: tap.window.y.stride, here.dims[1]: tap.window.x.stride}
+    steps = {input_split.dims[0]: tap.window.y.stride, input_split.dims[1]: tap.window.x.stride}
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[tuple(slice(None, None, steps.get(dim, 1)) for dim in range(tensor.dim()))]

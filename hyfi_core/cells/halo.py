@@ -72,12 +72,12 @@ def for_training(instruction: Instruction, spills: bool = False) -> Instruction:
     return changed
 
 
-def _with_halo(instruction: Instruction, made: Callable[[Redistribute], Redistribute]) -> Instruction:
+def _with_halo(instruction: Instruction, derive: Callable[[Redistribute], Redistribute]) -> Instruction:
     if not isinstance(instruction, CollectiveCall):
         return instruction
     operator = instruction.operator
     if isinstance(operator, Redistribute):
-        return replace(instruction, operator=made(operator))
+        return replace(instruction, operator=derive(operator))
     if isinstance(operator, (Convolution, Banded)):
-        return replace(instruction, operator=replace(operator, halo=made(operator.halo)))
+        return replace(instruction, operator=replace(operator, halo=derive(operator.halo)))
     return instruction

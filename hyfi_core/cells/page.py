@@ -82,8 +82,8 @@ class Page:
 
     def storage(self) -> torch.UntypedStorage | None:
         """Return the storage, None if it has been freed."""
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
-        return found
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        return storage
 
 
 @dataclass

@@ -75,12 +75,12 @@ def forecast_pages(
     sizes = _Sizes(ranked, position, dtypes, pixels)
     working = max((sum(map(sizes.of, {*taken_by(s), *made_by(s)})) for s in tape.steps), default=0)
     weights = max((sum(map(sizes.of_weight, taken_by(s))) for s in tape.steps), default=0)
-    kept = _Kept.of(tape, sizes) if trains else _Kept(frozenset(), ((),) * len(tape.steps))
-    every = (*map(sizes.of_kept, kept.names), *(size for of_step in kept.besides for size in of_step))
+    saved = _Kept.of(tape, sizes) if trains else _Kept(frozenset(), ((),) * len(tape.steps))
+    every = (*map(sizes.of_kept, saved.names), *(size for of_step in saved.besides for size in of_step))
     small = sum(size for size in every if size < SMALLEST_BYTES)
     records = len(tape.steps) * STEP_BYTES[trains]
-    again = sum(stored_bytes(sizes.of(name)) for name in kept.recomputed)
-    names = tuple(dict.fromkeys(name.split("~")[0] for name in kept.recomputed))
+    again = sum(stored_bytes(sizes.of(name)) for name in saved.recomputed)
+    names = tuple(dict.fromkeys(name.split("~")[0] for name in saved.recomputed))
     waits = tuple(
         (
             sum(stored_bytes(sizes.of(name)) for name in taken_by(step)),
@@ -89,7 +89,7 @@ def forecast_pages(
         for step in tape.steps
         if _waits(step)
     )
-    return PagedForecast(working, _peak(tape, sizes, kept, trains), records + small, weights, again, names, waits)
+    return PagedForecast(working, _peak(tape, sizes, saved, trains), records + small, weights, again, names, waits)
 
 
 def _waits(step: Step) -> bool:
@@ -151,7 +151,7 @@ class _Sizes:
         return tuple(self.of(str(step.call.inputs[0])) * count // transfer.have.area for count in pixels)
 
 
-def _peak(tape: Tape, sizes: _Sizes, kept: _Kept, trains: bool) -> int:
+def _peak(tape: Tape, sizes: _Sizes, kept_pages: _Kept, trains: bool) -> int:
     """Return the peak of kept bytes: values used after a wait and, in training, what backward needs.
 
     saved          values kept for backward: they grow through the forward and are all there at its end
@@ -171,7 +171,7 @@ def _peak(tape: Tape, sizes: _Sizes, kept: _Kept, trains: bool) -> int:
     saved, passing, cotangents = ([0] * (len(tape.steps) + 2) for _ in range(3))
     for name, at in maker.items():
         size, end = stored_bytes(sizes.of(name)), last.get(name, at)
-        if name in kept.names:
+        if name in kept_pages.names:
             saved[at + 1] += stored_bytes(sizes.of_kept(name))
         elif not trains:
             passing[at + 1] += size or sizes.of(name)
@@ -179,7 +179,7 @@ def _peak(tape: Tape, sizes: _Sizes, kept: _Kept, trains: bool) -> int:
         if trains and name in tape.active:
             cotangents[at + 1] += size
             cotangents[end + 1] -= size
-    for at, besides in enumerate(kept.besides):
+    for at, besides in enumerate(kept_pages.besides):
         saved[at + 1] += sum(map(stored_bytes, besides))
     saved, passing, cotangents = (list(accumulate(changes)) for changes in (saved, passing, cotangents))
     end = saved[-1]
@@ -208,8 +208,8 @@ class _Kept:
         recipes, 0 for a kept value and for the image; a value that would be deeper than ``DEEPEST`` is kept.
         """
         image = sizes.ranked.program.image
-        kept = {image} if image in sizes.ranked.splits else set()
-        depth, besides, again = dict.fromkeys(kept, 0), [], list[str]()
+        names = {image} if image in sizes.ranked.splits else set()
+        depth, besides, again = dict.fromkeys(names, 0), [], list[str]()
         for step in tape.steps:
             sources = [depth[name] for name in taken_by(step) if name in depth and sizes.of(name)]
             operator = step.call.operator if isinstance(step, OperatorStep) else None
@@ -219,11 +219,11 @@ class _Kept:
                 cheap = _is_cheap(step, name, sizes)
                 depth[name] = max(sources, default=DEEPEST) + (not in_place) if cheap else 0
                 if depth[name] > DEEPEST or not cheap:
-                    kept.add(name)
+                    names.add(name)
                     depth[name] = 0
                 elif not in_place:
                     again.append(name)
-        return cls(frozenset(kept), tuple(besides), tuple(again))
+        return cls(frozenset(names), tuple(besides), tuple(again))
 
 
 def _is_cheap(step: Step, name: str, sizes: _Sizes) -> bool:

@@ -28,11 +28,11 @@ Tensors = Mapping[str, torch.Tensor]
 class StepMemory(Protocol):
     """Callbacks before and after each step."""
 
-    def need(self, held: Any) -> None:
+    def need(self, tensors: Any) -> None:
         """Tensors are used outside of the tape's steps, before this cell's turn ends."""
         ...
 
-    def stay(self, held: Any) -> None:
+    def stay(self, tensors: Any) -> None:
         """Tensors have memory with another owner, such as a message's: they are not spilled."""
         ...
 
@@ -40,12 +40,12 @@ class StepMemory(Protocol):
         """Called before a step runs forward."""
         ...
 
-    def saving(self, segment: Segment, made: Tensors) -> contextlib.AbstractContextManager[None]:
+    def saving(self, segment: Segment, outputs: Tensors) -> contextlib.AbstractContextManager[None]:
         """Return the context in which autograd saves a segment's tensors for backward.
 
         Args:
             segment: that runs.
-            made: what it has computed so far and still needs.
+            outputs: what it has computed so far and still needs.
         """
         ...
 
@@ -65,16 +65,16 @@ class StepMemory(Protocol):
 class AllStays:
     """No paging: everything stays in memory."""
 
-    def need(self, held: Any) -> None:
+    def need(self, tensors: Any) -> None:
         """See ``StepMemory``."""
 
-    def stay(self, held: Any) -> None:
+    def stay(self, tensors: Any) -> None:
         """See ``StepMemory``."""
 
     def begin(self, step: Step, values: Tensors) -> None:
         """See ``StepMemory``."""
 
-    def saving(self, segment: Segment, made: Tensors) -> contextlib.AbstractContextManager[None]:
+    def saving(self, segment: Segment, outputs: Tensors) -> contextlib.AbstractContextManager[None]:
         """See ``StepMemory``."""
         return contextlib.nullcontext()
 
@@ -106,16 +106,16 @@ class UseOrder:
             self._maker.update((name, at) for name in made_by(step))
         self._times: list[int] = []
         waits = 0
-        for place, step in enumerate((*tape.steps, *reversed(tape.steps))):
+        for index, step in enumerate((*tape.steps, *reversed(tape.steps))):
             collective = isinstance(step, OperatorStep) and isinstance(step.call, CollectiveCall)
             waits += collective
-            self._times.append(waits << PLACES | place)
+            self._times.append(waits << PLACES | index)
             waits += collective
 
     def at(self, step: Step, back: bool = False) -> int:
         """Return when a step runs."""
-        place = self.steps[id(step)]
-        return self._times[len(self._times) - 1 - place if back else place]
+        index = self.steps[id(step)]
+        return self._times[len(self._times) - 1 - index if back else index]
 
     def of_value(self, name: str, after: int = -1) -> list[int]:
         """Return when a value is used in forward, after a step."""
@@ -147,13 +147,13 @@ class PagedSteps:
         self._taken: dict[str, torch.Tensor] = {}
         self._backward_use = -1  # of the running step: when its saved tensors are used
 
-    def need(self, held: Any) -> None:
+    def need(self, tensors: Any) -> None:
         """Load pages; see ``StepMemory``."""
-        self._pager.begin(held)
+        self._pager.begin(tensors)
 
-    def stay(self, held: Any) -> None:
+    def stay(self, tensors: Any) -> None:
         """Exclude tensors with another owner; see ``StepMemory``."""
-        self._pager.fix(tensors_in(held))
+        self._pager.fix(tensors_in(tensors))
 
     def begin(self, step: Step, values: Tensors) -> None:
         """Load the inputs of a step; see ``StepMemory``."""
@@ -164,33 +164,33 @@ class PagedSteps:
         self._pager.begin(self._taken, self._room(step, back=False))
 
     @contextlib.contextmanager
-    def saving(self, segment: Segment, made: Tensors) -> Iterator[None]:
+    def saving(self, segment: Segment, outputs: Tensors) -> Iterator[None]:
         """Register the tensors that autograd saves; see ``StepMemory``."""
         uses = [self._backward_use]
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            kept = tensor.detach()
-            page = self._pager.track(kept, uses)
+            saved = tensor.detach()
+            page = self._pager.track(saved, uses)
             if page is not None and page.recipe is None and self._recomputes:
-                name = convolved_by(segment, kept, {**self._taken, **made})
+                name = convolved_by(segment, saved, {**self._taken, **outputs})
                 if name is not None:
-                    recipe = self._recipe(page, Made(segment, self._taken, name, kept, None))
+                    recipe = self._recipe(page, Made(segment, self._taken, name, saved, None))
                     self._pager.note_recipe(page, recipe)
-            return kept
+            return saved
 
-        def unpack(kept: torch.Tensor) -> torch.Tensor:
-            self._pager.begin(kept)
-            return kept
+        def unpack(saved: torch.Tensor) -> torch.Tensor:
+            self._pager.begin(saved)
+            return saved
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
     def end(self, step: Step, values: Tensors, saved: Any) -> Any:
         """Register the outputs of a step; see ``StepMemory``."""
-        place, made_bytes = self._order.steps[id(step)], 0
+        index, made_bytes = self._order.steps[id(step)], 0
         for name in made_by(step):
             if name in values:
-                uses = self._order.of_value(name, place)
+                uses = self._order.of_value(name, index)
                 page = self._pager.track(values[name], uses)
                 made_bytes += 0 if page is None else page.size
         saved = self._compacted(step, saved)
@@ -251,15 +251,15 @@ class PagedSteps:
             if page is not None:
                 # other outputs of an operator are not maps
                 is_map = isinstance(step, Segment) or name == made_by(step)[0]
-                made = Made(step, self._taken, name, values[name], saved)
-                self._pager.note_recipe(page, self._recipe(page, made) if is_map else None)
+                source = Made(step, self._taken, name, values[name], saved)
+                self._pager.note_recipe(page, self._recipe(page, source) if is_map else None)
 
-    def _recipe(self, page: Page, made: Made) -> Recipe | None:
+    def _recipe(self, page: Page, source: Made) -> Recipe | None:
         """Return the recipe of a step's result, None if it is not cheap; an in-place step extends that of its input."""
-        found = call_of(made)
-        if found is None:
+        recomputation = call_of(source)
+        if recomputation is None:
             return None
-        call, inputs, in_place = found
+        call, inputs, in_place = recomputation
         if in_place and page.recipe is None:
             return None
         calls, earlier = (
@@ -270,4 +270,4 @@ class PagedSteps:
         depth = 1 + max(depths, default=0)
         if depth > DEEPEST or not sources:
             return None
-        return Recipe(calls, sources, form_of(made.result), made.result.dtype, depth, self._context)
+        return Recipe(calls, sources, form_of(source.result), source.result.dtype, depth, self._context)

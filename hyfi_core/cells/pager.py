@@ -81,34 +81,34 @@ class Pager:
 
     def fix(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep tensors (weights, buffers, outputs) in memory until ``reset``."""
-        found = list(tensors)
-        self._fixed.update(tensor.untyped_storage()._cdata for tensor in found)
-        pages = self._pages_of(found)
+        fixed = list(tensors)
+        self._fixed.update(tensor.untyped_storage()._cdata for tensor in fixed)
+        pages = self._pages_of(fixed)
         self._load(pages)
         for page in pages:
             page.stays = True
 
-    def begin(self, held: Any, room_bytes: int = 0) -> None:
+    def begin(self, tensors: Any, room_bytes: int = 0) -> None:
         """Load the inputs of a step, keep them in memory during this cell's turn, and make room for the results.
 
         Args:
-            held: tensors, in any structure.
+            tensors: tensors, in any structure.
             room_bytes: that the step will allocate.
         """
-        pages = self._pages_of(held)
+        pages = self._pages_of(tensors)
         self._pinned.setdefault(self._cell(), []).extend(pages)
         self.make_room(room_bytes + self._missing(pages))
         self._load(pages)
         self._read_ahead(room_bytes)
 
-    def end(self, now: int) -> None:
+    def end(self, time: int) -> None:
         """Release the inputs of the step.
 
         Args:
-            now: uses up to this one are past.
+            time: uses up to this one are past.
         """
         for page in self._pinned.pop(self._cell(), []):
-            while page.uses and page.uses[-1] <= now:
+            while page.uses and page.uses[-1] <= time:
                 page.uses.pop()
             page.check()
             self._enqueue(page)
@@ -209,9 +209,9 @@ class Pager:
         """Return the limit of pages in memory: less than ``limit_bytes`` if the rest of the process has grown."""
         return self.limit_bytes if self.resident is None else self.resident.pages(self.limit_bytes, self._memory_bytes)
 
-    def _pages_of(self, held: Any) -> list[Page]:
-        found = (self._pages.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(held))
-        return [page for page in found if page is not None and not page.memory.expired()]
+    def _pages_of(self, tensors: Any) -> list[Page]:
+        candidates = (self._pages.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(tensors))
+        return [page for page in candidates if page is not None and not page.memory.expired()]
 
     def _forget_freed(self) -> None:
         """Remove pages whose storage has been freed; their recipes may have kept others alive."""
@@ -252,12 +252,12 @@ class Pager:
 
     def _load(self, pages: Iterable[Page]) -> None:
         """Read or recompute pages that are not in memory; start all reads before the first wait."""
-        wanted = list(pages)
-        for page in wanted:
+        absent = list(pages)
+        for page in absent:
             self._ahead.pop(id(page), None)
             if not page.in_memory and page.recipe is None:
                 self._read(page)
-        for page in wanted:
+        for page in absent:
             if not page.in_memory:
                 self._compute(page)
             elif page.reading or page.copying:
@@ -278,7 +278,7 @@ class Pager:
         recipe.fill(storage)
         self._enqueue(page)
         if made_for_it and self._memory_bytes > self._limit_now():
-            pinned = {id(found) for found in self._pinned.get(self._cell(), [])}
+            pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
             for source in made_for_it:
                 if id(source) not in pinned and not source.stays:
                     self._drop(source)
@@ -321,16 +321,16 @@ class Pager:
             if (when, cell) != page.next or page.in_memory or page.memory.expired():
                 heapq.heappop(self._nearest)
                 continue
-            wanted = [page] if page.recipe is None else self._pages_of(page.recipe.sources)
-            wanted = [found for found in wanted if not found.in_memory and found.recipe is None]
-            size = sum(found.size for found in wanted)
+            upcoming = [page] if page.recipe is None else self._pages_of(page.recipe.sources)
+            upcoming = [candidate for candidate in upcoming if not candidate.in_memory and candidate.recipe is None]
+            size = sum(candidate.size for candidate in upcoming)
             if when >= NEVER >> PLACES or not self._drop_later_pages(room_bytes + size, (when, cell)):
                 return
             heapq.heappop(self._nearest)
-            for found in wanted:
-                self._read(found)
-                self._ahead[id(found)] = found
-                budget -= found.size
+            for candidate in upcoming:
+                self._read(candidate)
+                self._ahead[id(candidate)] = candidate
+                budget -= candidate.size
 
     def _drop_later_pages(self, room_bytes: int, before: When) -> bool:
         """Drop pages whose next use is later than ``before`` until there is room; return whether there is."""
@@ -352,12 +352,12 @@ class Pager:
 
     def _write_early(self) -> None:
         """Start writing the pages with the latest use, so that they can be dropped at once when memory is full."""
-        wanted = self._memory_bytes - EARLY * self.limit_bytes - self._ready_bytes
-        while wanted > 0 and self._dirty:
+        lacking_bytes = self._memory_bytes - EARLY * self.limit_bytes - self._ready_bytes
+        while lacking_bytes > 0 and self._dirty:
             page = self._pop(self._dirty)
             if page is not None and not page.can_be_dropped and page.work is None:
                 self._write(page)
-                wanted -= page.size
+                lacking_bytes -= page.size
 
     def _write(self, page: Page) -> None:
         """Start writing, after an earlier write of the same page."""

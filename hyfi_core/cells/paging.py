@@ -89,14 +89,14 @@ class Paging:
         """
         self.pager.reset()
         if key not in self._limits:
-            found = forecasts()
+            stages = forecasts()
             if self._held_bytes is None:
                 return_freed_now()
                 self._held_bytes = resident_bytes()
-            limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, found, self._device)
-            needed = _stored_bytes(found, limit, key.trains)
-            self.pager.store.require(needed)
-            self._limits[key] = _Limits(limit, resident_limit(self._memory_bytes, found, self._device), needed)
+            limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, stages, self._device)
+            stored_bytes = _stored_bytes(stages, limit, key.trains)
+            self.pager.store.require(stored_bytes)
+            self._limits[key] = _Limits(limit, resident_limit(self._memory_bytes, stages, self._device), stored_bytes)
         limits = self._limits[key]
         self.pager.limit_bytes, self.pager.resident = limits.pages_bytes, limits.resident
         return limits.stored_bytes
@@ -107,11 +107,14 @@ class Paging:
 
     def describe(self, key: PagedKey, forecasts: Sequence[PagedForecast]) -> str:
         """Return the bytes that a training step keeps and spills, as text for people."""
-        kept, largest = sum(one.kept_bytes for one in forecasts), max(one.working_bytes for one in forecasts)
-        again = sum(one.recomputed_bytes for one in forecasts)
+        kept_bytes, largest = (
+            sum(forecast.kept_bytes for forecast in forecasts),
+            max(forecast.working_bytes for forecast in forecasts),
+        )
+        again = sum(forecast.recomputed_bytes for forecast in forecasts)
         text = (
-            f"kept for backward: up to {kept:,} bytes; the largest step of a cell needs {largest:,}; maps of {again:,} "
-            f"are computed again"
+            f"kept for backward: up to {kept_bytes:,} bytes; the largest step of a cell needs {largest:,}; maps of "
+            f"{again:,} are computed again"
         )
         if key not in self._limits:
             return text
@@ -120,5 +123,8 @@ class Paging:
 
 def _stored_bytes(forecasts: Sequence[PagedForecast], limit_bytes: int, trains: bool) -> int:
     """Return how many bytes the store will have."""
-    kept, working = sum(one.kept_bytes for one in forecasts), max(one.working_bytes for one in forecasts)
-    return spilled_bytes(kept, limit_bytes, working, trains)
+    kept_bytes, working = (
+        sum(forecast.kept_bytes for forecast in forecasts),
+        max(forecast.working_bytes for forecast in forecasts),
+    )
+    return spilled_bytes(kept_bytes, limit_bytes, working, trains)

@@ -117,12 +117,14 @@ def prediction_plans(program: Program, needs: PredictionNeeds) -> PredictionSear
         RequestError: nothing fits, or the model cannot be divided so; the message says how much memory would do.
     """
     search = _PredictionTrials(program, needs)
-    found = [plan for grid in _grids(needs) for plan in search.fitting(grid)]
-    if not found and needs.spills:
-        found = [plan for grid in _grids(needs) for plan in search.spilling(grid)]
-    if not found:
+    fitting = [plan for grid in _grids(needs) for plan in search.fitting(grid)]
+    if not fitting and needs.spills:
+        fitting = [plan for grid in _grids(needs) for plan in search.spilling(grid)]
+    if not fitting:
         raise RequestError(search.why_none())
-    return PredictionSearch(tuple(sorted(found, key=lambda one: (one.each_s, one.slide_s))), search.refused)
+    return PredictionSearch(
+        tuple(sorted(fitting, key=lambda forecast: (forecast.each_s, forecast.slide_s))), search.refused
+    )
 
 
 def _grids(needs: PredictionNeeds) -> list[tuple[int, int]]:
@@ -148,12 +150,12 @@ class _PredictionTrials:
         for side in _CELLS if self._may_have_cells(grid) else (1,):
             cells = None if side == 1 and not self._own_slides(grid) else (side, side)
             try:
-                needed = evaluation_bytes(self._costs, grid, cells or (1, 1), self._held)
-                if needed > self._needs.memory_bytes:
-                    self._least(needed)
-                    self.refused[_named(grid, cells)] = f"needs {needed / 1e9:.3g} GB a rank"
+                rank_bytes = evaluation_bytes(self._costs, grid, cells or (1, 1), self._held)
+                if rank_bytes > self._needs.memory_bytes:
+                    self._least(rank_bytes)
+                    self.refused[_named(grid, cells)] = f"needs {rank_bytes / 1e9:.3g} GB a rank"
                     continue
-                yield self._forecast(grid, cells, needed)
+                yield self._forecast(grid, cells, rank_bytes)
             except RequestError as error:
                 self.refused[_named(grid, cells)] = str(error)
                 continue
@@ -166,8 +168,8 @@ class _PredictionTrials:
         limit = self._needs.memory_bytes
         plan = ParallelPlan((grid,), cells="auto", spill="memory", memory_bytes=limit)
         try:
-            found = with_cells(plan, self._program, self._held, torch.device("cpu"), False, self._costs)
-            yield self._forecast(grid, found.cell_grid, limit, spills=True)
+            resolved = with_cells(plan, self._program, self._held, torch.device("cpu"), False, self._costs)
+            yield self._forecast(grid, resolved.cell_grid, limit, spills=True)
         except MemoryLimitError as error:
             self._least(error.least_bytes)
             self.refused[f"{_named(grid, None)}, maps out of memory"] = f"needs {error.least_bytes / 1e9:.3g} GB a rank"
@@ -185,8 +187,8 @@ class _PredictionTrials:
             f"{'' if needs.spills else 'a folder for maps (--spill), '}more ranks (--ranks), or smaller images"
         )
 
-    def _least(self, needed: int) -> None:
-        self._least_bytes = min(needed, self._least_bytes or needed)
+    def _least(self, rank_bytes: int) -> None:
+        self._least_bytes = min(rank_bytes, self._least_bytes or rank_bytes)
 
     def _own_slides(self, grid: tuple[int, int]) -> bool:
         """Whether ``hyfi validate`` needs cells, even one, so that ranks have slides of their own."""

@@ -63,11 +63,11 @@ class Recipe:
         target = torch.empty(0, dtype=self.dtype, device=storage.device)
         target.set_(storage, offset, size, stride)
         with torch.no_grad(), self.context():
-            made: torch.Tensor | None = None
+            result: torch.Tensor | None = None
             for call in self.calls:
-                made = call(made)
-            assert made is not None
-            target.copy_(made)
+                result = call(result)
+            assert result is not None
+            target.copy_(result)
 
 
 @dataclass(frozen=True)
@@ -89,49 +89,53 @@ class Made:
     saved: Any
 
 
-def call_of(made: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
+def call_of(source: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
     """Return (recomputation, its input maps, whether it is in place); None if it is not cheap."""
-    over = [name for name, tensor in made.inputs.items() if same_memory(tensor, made.result)]
-    sources = tuple(t for t in tensors_in([made.inputs, made.saved]) if not same_memory(t, made.result))
+    over = [name for name, tensor in source.inputs.items() if same_memory(tensor, source.result)]
+    sources = tuple(t for t in tensors_in([source.inputs, source.saved]) if not same_memory(t, source.result))
     if len(over) > 1:
         return None
-    call = _operator_call(made, over) if isinstance(made.step, OperatorStep) else _segment_call(made.step, made, over)
+    call = (
+        _operator_call(source, over)
+        if isinstance(source.step, OperatorStep)
+        else _segment_call(source.step, source, over)
+    )
     return None if call is None else (call, sources, bool(over))
 
 
-def _operator_call(made: Made, over: Sequence[str]) -> Call | None:
-    assert isinstance(made.step, OperatorStep)
-    operator, names, saved = made.step.call.operator, made.step.call.inputs, made.saved
-    if not is_cheap(made.step.call, lambda name: made.inputs[name].shape) or saved is None:
+def _operator_call(source: Made, over: Sequence[str]) -> Call | None:
+    assert isinstance(source.step, OperatorStep)
+    operator, names, saved = source.step.call.operator, source.step.call.inputs, source.saved
+    if not is_cheap(source.step.call, lambda name: source.inputs[name].shape) or saved is None:
         return None
     assert isinstance(operator, Recomputable)
-    kept = {name: tensor for name, tensor in made.inputs.items() if name not in over}
+    inputs = {name: tensor for name, tensor in source.inputs.items() if name not in over}
     if isinstance(saved, torch.Tensor):
         saved = None  # it is the map itself: the recipe must not keep it alive
 
     def call(so_far: torch.Tensor | None) -> torch.Tensor:
-        given: Any = tuple(None if name is None else so_far if name in over else kept[name] for name in names)
-        return operator.recompute(given, saved)
+        arguments: Any = tuple(None if name is None else so_far if name in over else inputs[name] for name in names)
+        return operator.recompute(arguments, saved)
 
     return call
 
 
-def _segment_call(segment: Segment, made: Made, over: Sequence[str]) -> Call | None:
-    calls = cheap_calls(segment, made.name, lambda name: made.inputs[name].shape)
+def _segment_call(segment: Segment, source: Made, over: Sequence[str]) -> Call | None:
+    calls = cheap_calls(segment, source.name, lambda name: source.inputs[name].shape)
     if calls is None:
         return None
-    kept = {name: tensor.detach() for name, tensor in made.inputs.items() if name not in over}
-    wanted = made.name  # a reference to ``made`` would keep the map itself alive, and with it all that it is made of
+    inputs = {name: tensor.detach() for name, tensor in source.inputs.items() if name not in over}
+    name = source.name  # a reference to ``source`` would keep the map itself alive, and with it all that it is made of
 
     def call(so_far: torch.Tensor | None) -> torch.Tensor:
-        values = dict(kept)
+        values = dict(inputs)
         if over and so_far is not None:
             values[over[0]] = so_far
         for step in calls:
             results = step.function(*(values[name] for name in step.inputs))
             results = (results,) if isinstance(results, torch.Tensor) else results
             values.update((n, r) for n, r in zip(step.outputs, results, strict=False) if n is not None)
-        return values[wanted]
+        return values[name]
 
     return call
 
@@ -152,13 +156,13 @@ def cheap_calls(segment: Segment, name: str, shape_of: Shapes) -> tuple[LocalCal
         name: of the value.
         shape_of: returns the shape of an input of the segment.
     """
-    needed, chosen = {name}, []
+    unresolved, chosen = {name}, []
     for call in reversed(segment.calls):
-        if needed.intersection(call.outputs):
+        if unresolved.intersection(call.outputs):
             if call.empty is not None or not _is_cheap_call(call, segment, shape_of):
                 return None
             chosen.append(call)
-            needed.update(call.inputs)
+            unresolved.update(call.inputs)
     return tuple(reversed(chosen))
 
 
@@ -187,10 +191,10 @@ def convolved_by(segment: Segment, saved: torch.Tensor, values: Mapping[str, tor
         values: those of the segment so far.
     """
     for call in segment.calls:
-        given = values.get(call.inputs[0]) if _is_convolution(call) else None
-        if given is None or given.shape != saved.shape or given.stride() != saved.stride():
+        operand = values.get(call.inputs[0]) if _is_convolution(call) else None
+        if operand is None or operand.shape != saved.shape or operand.stride() != saved.stride():
             continue
-        if same_memory(given, saved) or torch.equal(given.to(saved.dtype), saved):
+        if same_memory(operand, saved) or torch.equal(operand.to(saved.dtype), saved):
             return call.inputs[0]
     return None
 
@@ -213,21 +217,21 @@ def image_of(pixels: torch.Tensor, image: torch.Tensor, prepare: Callable[[torch
     return Recipe((lambda so_far: prepare(pixels),), (pixels,), form_of(image), image.dtype, 0, nullcontext)
 
 
-def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors share their memory."""
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
-def tensors_in(held: Any) -> Iterator[torch.Tensor]:
+def tensors_in(holder: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in tuples, lists, mappings and dataclasses."""
-    if isinstance(held, torch.Tensor):
-        yield held
-    elif isinstance(held, Mapping):
-        for item in held.values():
+    if isinstance(holder, torch.Tensor):
+        yield holder
+    elif isinstance(holder, Mapping):
+        for item in holder.values():
             yield from tensors_in(item)
-    elif isinstance(held, (tuple, list)):
-        for item in held:
+    elif isinstance(holder, (tuple, list)):
+        for item in holder:
             yield from tensors_in(item)
-    elif is_dataclass(held) and not isinstance(held, type):
-        for item in fields(held):
-            yield from tensors_in(getattr(held, item.name))
+    elif is_dataclass(holder) and not isinstance(holder, type):
+        for item in fields(holder):
+            yield from tensors_in(getattr(holder, item.name))

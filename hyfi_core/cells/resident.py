@@ -37,8 +37,8 @@ class ResidentLimit:
             limit_bytes: at most.
             paged_bytes: of pages that are in memory now.
         """
-        others = resident_bytes() - paged_bytes
-        if self.most_bytes - others < limit_bytes and others > self.held_bytes + _GROWN_BYTES:
+        other_bytes = resident_bytes() - paged_bytes
+        if self.most_bytes - other_bytes < limit_bytes and other_bytes > self.held_bytes + _GROWN_BYTES:
             return_freed_now()
-            self.held_bytes = others = resident_bytes() - paged_bytes
-        return max(min(limit_bytes, self.least_bytes), min(limit_bytes, self.most_bytes - others))
+            self.held_bytes = other_bytes = resident_bytes() - paged_bytes
+        return max(min(limit_bytes, self.least_bytes), min(limit_bytes, self.most_bytes - other_bytes))

@@ -52,51 +52,55 @@ class SpillForecast:
     pixels: torch.dtype | None = torch.uint8
     pages_bytes: int | None = None
 
-    def __call__(self, program: Program, plan: ParallelPlan, known: LoweredPlans) -> tuple[SpilledMaps, ...]:
+    def __call__(self, program: Program, plan: ParallelPlan, lowered_plans: LoweredPlans) -> tuple[SpilledMaps, ...]:
         """Return what each stage spills.
 
         Args:
             program: the captured model, of one micro-batch.
             plan: with named cuts and with cells.
-            known: lowered plans, as for ``StageCosts``.
+            lowered_plans: lowered plans, as for ``StageCosts``.
 
         Raises:
             MemoryLimitError: the memory is too small for one step of a cell; the message says how much is needed.
         """
         assert plan.spill is not None
         placement = Placement.of(plan)
-        stages = self._stages(program, plan, known, placement.stages)
-        states = [one.state_bytes for one in forecast_memory(program, replace(plan, cells=None, spill=None))]
+        stages = self._stages(program, plan, lowered_plans, placement.stages)
+        states = [forecast.state_bytes for forecast in forecast_memory(program, replace(plan, cells=None, spill=None))]
         flights = max(microbatches_in_flight(plan, stage) for stage in range(plan.stages))
         cells = prod(plan.cell_grid or (1, 1))
-        found = [SpilledMaps(0.0, 0.0)] * len(stages)
+        spilled = [SpilledMaps(0.0, 0.0)] * len(stages)
         for hosted in {placement.hosted(rank) for rank in range(placement.size)}:
             numbers = [stage for stage, _ in hosted]
             pages = [stages[number].times(flights) for number in numbers]
             limit = self._limit(plan, pages, sum(states[number] for number in numbers))
             for number in numbers:
                 maps = _spilled(stages[number], pages, limit, cells)
-                found[number] = max(maps, found[number], key=lambda one: one.forward_bytes + one.backward_bytes)
-        return tuple(found)
+                spilled[number] = max(
+                    maps, spilled[number], key=lambda spill: spill.forward_bytes + spill.backward_bytes
+                )
+        return tuple(spilled)
 
     def _stages(
-        self, program: Program, plan: ParallelPlan, known: LoweredPlans, count: int
+        self, program: Program, plan: ParallelPlan, lowered_plans: LoweredPlans, count: int
     ) -> tuple[PagedForecast, ...]:
         """Return what a rank of each stage needs for all of its cells and one micro-batch."""
         fine, cells = plan.by_cells(), prod(plan.cell_grid or (1, 1))
-        lowered, dtypes = lowered_stages(program, plan, fine, self.machine, known), self._dtypes(program)
-        found = []
+        lowered, dtypes = lowered_stages(program, plan, fine, self.machine, lowered_plans), self._dtypes(program)
+        forecasts = []
         for index in range(count):
             piece, divided, _ = lowered.stage(index)
             rows, columns = fine.grids[index % len(fine.grids)]
             ranked = divided.planes[0]
-            ranked = replace(ranked, instructions=tuple(for_training(one, True) for one in ranked.instructions))
+            ranked = replace(
+                ranked, instructions=tuple(for_training(instruction, True) for instruction in ranked.instructions)
+            )
             entering = {name for names in piece.entries.values() for name in names}
             tape = build_tape(ranked, {*program.parameters, *entering} & lowered.active)
             middle = rows // 2 * columns + columns // 2
-            one = forecast_pages(ranked, tape, middle, dtypes, True, self.pixels)
-            found.append(one.times(cells))
-        return tuple(found)
+            forecast = forecast_pages(ranked, tape, middle, dtypes, True, self.pixels)
+            forecasts.append(forecast.times(cells))
+        return tuple(forecasts)
 
     def _dtypes(self, program: Program) -> Mapping[str, torch.dtype]:
         return {} if self.dtype is None else dtypes_under_autocast(program, getattr(torch, self.dtype), _HOST.type)
@@ -119,13 +123,13 @@ def _spilled(stage: PagedForecast, pages: Sequence[PagedForecast], limit_bytes: 
         limit_bytes: of maps in memory.
         cells: of a rank.
     """
-    kept, working = sum(one.kept_bytes for one in pages), largest_step(pages).working_bytes
-    stored = stage.kept_bytes * spilled_bytes(kept, limit_bytes, working, trains=True) / max(1, kept)
+    kept_bytes, working = sum(page.kept_bytes for page in pages), largest_step(pages).working_bytes
+    stored = stage.kept_bytes * spilled_bytes(kept_bytes, limit_bytes, working, trains=True) / max(1, kept_bytes)
     room = max(0.0, EARLY * limit_bytes - working)
     again = back = 0.0
     for inputs, cotangents in stage.waits:
         again += max(0.0, cells * inputs - room)
         if cotangents:  # they are written, too
-            both = inputs + cotangents
-            back += max(0.0, cells * both - room) * (1 + cotangents / both)
+            moved_bytes = inputs + cotangents
+            back += max(0.0, cells * moved_bytes - room) * (1 + cotangents / moved_bytes)
     return SpilledMaps(stored + again, stored + back, stage.recomputed)

@@ -159,13 +159,13 @@ class SpillFile:
         Raises:
             RequestError: the disk is full.
         """
-        held = _on_host(storage)
-        view = _bytes_of(held)
+        host = _on_host(storage)
+        view = _bytes_of(host)
         try:
             for start, stop in place.ranges:
-                piece, view, done = view[: stop - start], view[stop - start :], 0
-                while done < len(piece):
-                    done += os.pwrite(self._file.fileno(), piece[done:], start + done)
+                piece, view, written = view[: stop - start], view[stop - start :], 0
+                while written < len(piece):
+                    written += os.pwrite(self._file.fileno(), piece[written:], start + written)
         except OSError as error:
             raise RequestError(
                 f"cannot write to {self._folder} (plan.spill): {error.strerror}; free some space there and resume "
@@ -181,12 +181,12 @@ class SpillFile:
             return
         view = _bytes_of(storage)
         for start, stop in place.ranges:
-            piece, view, done = view[: stop - start], view[stop - start :], 0
-            while done < len(piece):
-                count = os.preadv(self._file.fileno(), [piece[done:]], start + done)
+            piece, view, count_read = view[: stop - start], view[stop - start :], 0
+            while count_read < len(piece):
+                count = os.preadv(self._file.fileno(), [piece[count_read:]], start + count_read)
                 if count <= 0:
                     raise OSError("the file of plan.spill is shorter than what was written to it")
-                done += count
+                count_read += count
 
 
 class SpillMemory:

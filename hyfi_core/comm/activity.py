@@ -59,19 +59,19 @@ class Activity:
         self.begun += 1
 
     @contextmanager
-    def slowly(self, what: str) -> Iterator[None]:
+    def slowly(self, action: str) -> Iterator[None]:
         """Record an action that may take many minutes without any event: compiling, writing to a slow disk."""
-        self.slow.append(what)
+        self.slow.append(action)
         try:
             yield
         finally:
-            self.slow.remove(what)
+            self.slow.remove(action)
             self.count += 1
 
     @contextmanager
-    def waiting(self, what: Callable[[], str], nbytes: int = 0) -> Iterator[None]:
+    def waiting(self, describe: Callable[[], str], nbytes: int = 0) -> Iterator[None]:
         """Record a wait during the body."""
-        self.wait = wait = Wait(what, time.monotonic(), nbytes=nbytes)
+        self.wait = wait = Wait(describe, time.monotonic(), nbytes=nbytes)
         try:
             yield
         finally:

@@ -258,16 +258,16 @@ class CallConsensus:
 
     def _refuse_factors(self, comm: Communicator) -> None:
         """Refuse gradients that were multiplied by other factors on other ranks, which are known to differ."""
-        what = (
+        question = (
             "the factor by which gradients were multiplied between engine.accumulate and engine.update (a rank has "
             "those of its own stages: clip by the norm of all with engine.update(max_norm=...))"
         )
-        compare(comm, {what: "not known" if self._factor is None else f"{self._factor:.6g}"})
+        compare(comm, {question: "not known" if self._factor is None else f"{self._factor:.6g}"})
 
     def _describe_changes(self) -> dict[str, str]:
         return {
-            f"{'.'.join(part for part in place if part)} (changed since the last call)": text
-            for place, text in self._changes().items()
+            f"{'.'.join(part for part in path if part)} (changed since the last call)": text
+            for path, text in self._changes().items()
         }
 
 

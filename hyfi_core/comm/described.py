@@ -33,29 +33,29 @@ def describe_labels(labels: torch.Tensor) -> str:
     return f"{tuple(labels.shape)} {first}{' …' if flat.numel() > 8 else ''} (digest {digest:08x})"
 
 
-def describe_function(given: object, without: Set[nn.Module] = _NO_MODULES) -> str:
+def describe_function(value: object, without: Set[nn.Module] = _NO_MODULES) -> str:
     """Return a function, a module or None as text that is equal where ranks were given the same.
 
     The text has the values that the function was given: closures, arguments of partials, attributes of objects,
     tensors of modules. Globals that it reads are left out.
 
     Args:
-        given: the function.
+        value: the function.
         without: modules to leave out where the function holds them: those of the model, whose weights may differ.
     """
-    if given is None:
+    if value is None:
         return "none"
-    settings = ", ".join(_settings(given, _DEPTH, without))
-    return _name(given) + (f" with {settings}" if settings else "")
+    settings = ", ".join(_settings(value, _DEPTH, without))
+    return _name(value) + (f" with {settings}" if settings else "")
 
 
-def _name(given: object) -> str:
-    if isinstance(given, nn.Module):
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(given))
-    if isinstance(given, functools.partial):
-        return f"partial of {_name(given.func)}"
-    code = getattr(given, "__code__", None)
-    name = getattr(given, "__qualname__", type(given).__qualname__)
+def _name(value: object) -> str:
+    if isinstance(value, nn.Module):
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    if isinstance(value, functools.partial):
+        return f"partial of {_name(value.func)}"
+    code = getattr(value, "__code__", None)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
     return name if code is None else f"{name} (digest {_digest_of_code(code):08x})"
 
 
@@ -73,27 +73,27 @@ def _constant(value: Any) -> str:
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-def _settings(given: Any, depth: int, without: Set[nn.Module]) -> Iterator[str]:
+def _settings(value: Any, depth: int, without: Set[nn.Module]) -> Iterator[str]:
     """Yield ``name=value`` of what a function or an object holds."""
-    if isinstance(given, nn.Module) and given in without:
+    if isinstance(value, nn.Module) and value in without:
         return
-    if isinstance(given, functools.partial):
-        yield from _settings(given.func, depth, without)
-        yield from _named({**{str(i): item for i, item in enumerate(given.args)}, **given.keywords}, depth, without)
-    elif isinstance(given, nn.Module):
-        for path, module in given.named_modules():
+    if isinstance(value, functools.partial):
+        yield from _settings(value.func, depth, without)
+        yield from _named({**{str(i): item for i, item in enumerate(value.args)}, **value.keywords}, depth, without)
+    elif isinstance(value, nn.Module):
+        for path, module in value.named_modules():
             yield from _named({f"{path}.{name}".lstrip("."): v for name, v in vars(module).items()}, depth, without)
-        yield from _named({**dict(given.named_parameters()), **dict(given.named_buffers())}, depth, without)
-    elif isinstance(given, types.MethodType):
-        yield from _settings(given.__self__, depth, without)
-    elif isinstance(given, types.FunctionType):
-        cells = zip(given.__code__.co_freevars, given.__closure__ or (), strict=True)
-        yield from _named({name: _held(cell) for name, cell in cells}, depth, without)
-    elif not isinstance(given, (type, types.ModuleType)):
-        yield from _named(getattr(given, "__dict__", {}), depth, without)
+        yield from _named({**dict(value.named_parameters()), **dict(value.named_buffers())}, depth, without)
+    elif isinstance(value, types.MethodType):
+        yield from _settings(value.__self__, depth, without)
+    elif isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from _named({name: _content(cell) for name, cell in cells}, depth, without)
+    elif not isinstance(value, (type, types.ModuleType)):
+        yield from _named(getattr(value, "__dict__", {}), depth, without)
 
 
-def _held(cell: types.CellType) -> Any:
+def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet

@@ -143,7 +143,7 @@ def _memory(part: Any) -> Any:
     return _pieces(part.buffer)[0] if isinstance(part, HostSlice) else part
 
 
-def _await_copy(part: HostSlice, requests: list[Any], what: Callable[[], str]) -> None:
+def _await_copy(part: HostSlice, requests: list[Any], describe: Callable[[], str]) -> None:
     """Return when a slice is on the host; until then, MPI goes on with earlier ones."""
 
     def ready() -> bool:
@@ -152,7 +152,7 @@ def _await_copy(part: HostSlice, requests: list[Any], what: Callable[[], str]) -
         MPI.Request.Testall(requests)
         return False
 
-    backed_off(ready, what)
+    backed_off(ready, describe)
 
 
 class _Requests:
@@ -165,7 +165,7 @@ class _Requests:
     def __init__(
         self,
         requests: list[Any],
-        what: Callable[[], str],
+        describe: Callable[[], str],
         keep: Sequence[Any] = (),
         finish: Callable[[], None] | None = None,
         landing: Iterable[tuple[Any, HostSlice]] = (),
@@ -173,7 +173,7 @@ class _Requests:
         self._landing = deque(landing)
         self._stream = torch.cuda.current_stream() if any(part.pinned for _, part in self._landing) else None
         self._requests = requests
-        self._what = what
+        self._what = describe
         self._keep: Sequence[Any] | None = keep
         self._finish = finish
 
@@ -229,14 +229,14 @@ class MpiCommunicator:
         for part in copied:
             part.copy_to_host()
         peers = [m.peer for m in (*receives, *sends)]
-        what = lambda: f"an exchange with {self._named(peers)}"  # noqa: E731
+        describe = lambda: f"an exchange with {self._named(peers)}"  # noqa: E731
         for message, part in leaving:
             if isinstance(part, HostSlice):
-                _await_copy(part, requests, what)
+                _await_copy(part, requests, describe)
             requests.append(self._comm.Isend([_memory(part), MPI.BYTE], message.peer, message.tag))
-        whole = [message.tensor for message in (*receives, *sends) if not _is_staged(message.tensor)]
-        keep = [*whole, *(part.buffer for part in (*copied, *(part for _, part in landing)))]
-        return _Requests(requests, what, keep, landing=landing)
+        direct = [message.tensor for message in (*receives, *sends) if not _is_staged(message.tensor)]
+        keep = [*direct, *(part.buffer for part in (*copied, *(part for _, part in landing)))]
+        return _Requests(requests, describe, keep, landing=landing)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; 16-bit floats are sent and added as float32 (see ``comm.wire``)."""
@@ -297,11 +297,11 @@ class MpiCommunicator:
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one received value, or None."""
         status = MPI.Status()
-        found = self._comm.Improbe(MPI.ANY_SOURCE if peer is None else peer, tag, status)
-        if found is None:
+        probed = self._comm.Improbe(MPI.ANY_SOURCE if peer is None else peer, tag, status)
+        if probed is None:
             return None
         data = torch.empty(status.Get_count(MPI.BYTE), dtype=torch.uint8)
-        found.Recv([_pieces(data)[0], MPI.BYTE])
+        probed.Recv([_pieces(data)[0], MPI.BYTE])
         return status.Get_source(), decoded(data)
 
     def barrier(self) -> None:

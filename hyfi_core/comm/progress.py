@@ -73,7 +73,7 @@ class _ProgressThread:
 
     def leave(self, pending: Pending) -> None:
         with self._changed:  # the helper thread makes calls only while it holds this
-            self._watched = [other for other in self._watched if other is not pending]
+            self._watched = [watched for watched in self._watched if watched is not pending]
 
     def _run(self, device: torch.device) -> None:
         make_current(device)
@@ -83,12 +83,12 @@ class _ProgressThread:
                 if not self._watched:
                     pause_s = _FIRST_S
                     self._changed.wait()
-                self._watched = [pending for pending in self._watched if not _done(pending)]
+                self._watched = [pending for pending in self._watched if not _is_over(pending)]
             time.sleep(pause_s)
             pause_s = min(_MOST_S, pause_s * 1.5)
 
 
-def _done(pending: Pending) -> bool:
+def _is_over(pending: Pending) -> bool:
     try:
         return pending.test()
     except Exception:
@@ -115,12 +115,12 @@ def polled(pending: Pending | None) -> Iterator[None]:
         _PROGRESS.leave(pending)
 
 
-def backed_off(ready: Callable[[], bool], what: Callable[[], str], nbytes: Callable[[], int] = int) -> None:
+def backed_off(ready: Callable[[], bool], describe: Callable[[], str], nbytes: Callable[[], int] = int) -> None:
     """Return when ``ready()``: first spin, then yield the core, then sleep for increasing times.
 
     Args:
         ready: called repeatedly.
-        what: describes the wait, called if it takes long.
+        describe: describes the wait, called if it takes long.
         nbytes: returns the pending bytes, called if it takes long.
     """
     start = time.perf_counter()
@@ -134,7 +134,7 @@ def backed_off(ready: Callable[[], bool], what: Callable[[], str], nbytes: Calla
     else:
         return
     sleep_s = _SLEEP_FIRST_S
-    with ACTIVITY.waiting(what, nbytes()):
+    with ACTIVITY.waiting(describe, nbytes()):
         while not ready():
             time.sleep(sleep_s)
             sleep_s = min(_patience.sleep_most_s, sleep_s * 1.5)

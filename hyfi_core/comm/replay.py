@@ -75,10 +75,10 @@ class _RecordedPending:
         return self._pending.needs_polls
 
     def test(self) -> bool:
-        done = self._pending.test()
-        if done:
+        is_over = self._pending.test()
+        if is_over:
             self._keep()
-        return done
+        return is_over
 
     def wait(self) -> None:
         self._pending.wait()
@@ -124,8 +124,8 @@ class ReplayingCommunicator:
         self._filled([tensor])
 
     def _filled(self, tensors: list[torch.Tensor]) -> Pending:
-        for tensor, kept in zip(tensors, self._log.pop(0), strict=True):
-            tensor.copy_(kept)
+        for tensor, recorded in zip(tensors, self._log.pop(0), strict=True):
+            tensor.copy_(recorded)
         return Completed()
 
     def __getattr__(self, name: str) -> Any:

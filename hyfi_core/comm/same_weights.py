@@ -46,10 +46,10 @@ class SameWeights:
     """
 
     def __init__(
-        self, watch: WeightWatch, held: HeldWeights, settle: Callable[[], None], resend: Callable[[], None]
+        self, watch: WeightWatch, weights: HeldWeights, settle: Callable[[], None], resend: Callable[[], None]
     ) -> None:
-        self._watch, self._held, self._settle, self._resend = watch, held, settle, resend
-        self._idle = {name: watch.digest(name) for name in watch.names if name not in held.names}
+        self._watch, self._held, self._settle, self._resend = watch, weights, settle, resend
+        self._idle = {name: watch.digest(name) for name in watch.names if name not in weights.names}
         self._turn = 0
         self._equal_arithmetic = True
 
@@ -78,14 +78,14 @@ class SameWeights:
     def _compare(self, comm: Communicator, scope: Scope, suspects: Iterable[str]) -> None:
         self._settle()
         changed, lost = self._watch.changed(scope), self._watch.lost()
-        asked = comm.gather_objects(sorted({*changed, *suspects}))
-        names = comm.broadcast_object(None if asked is None else sorted({name for of in asked for name in of}))
+        suspected = comm.gather_objects(sorted({*changed, *suspects}))
+        names = comm.broadcast_object(None if suspected is None else sorted({name for of in suspected for name in of}))
         facts = {name: self._facts(name, name in changed, name in lost) for name in names}
-        told = comm.gather_objects([_arithmetic(), facts])
+        answers = comm.gather_objects([_arithmetic(), facts])
         verdict: Any = None
-        if told is not None:
-            equal = len({arithmetic for arithmetic, _ in told}) == 1
-            by_name = {n: [_RankFacts(*facts[n]) for _, facts in told] for n in self._watch.names if n in names}
+        if answers is not None:
+            equal = len({arithmetic for arithmetic, _ in answers}) == 1
+            by_name = {n: [_RankFacts(*facts[n]) for _, facts in answers] for n in self._watch.names if n in names}
             verdict = [_refusal(by_name, equal), any(f.lost for of in by_name.values() for f in of), equal]
         refusal, overwritten, self._equal_arithmetic = comm.broadcast_object(verdict)
         if refusal is not None:
@@ -122,10 +122,10 @@ def _refusal(by_name: dict[str, list[_RankFacts]], equal_arithmetic: bool) -> st
         if facts.holds or facts.changed:
             values.setdefault(facts.digest, []).append(rank)
     changed = [rank for rank, facts in enumerate(ranks) if facts.changed]
-    others = [rank for rank, facts in enumerate(ranks) if facts.holds and not facts.changed]
+    unchanged = [rank for rank, facts in enumerate(ranks) if facts.holds and not facts.changed]
     if changed:
         cause = f"changed on {named_ranks(changed)} since the last step"
-        cause += f", but not on {named_ranks(others)}" if others else ", but not alike"
+        cause += f", but not on {named_ranks(unchanged)}" if unchanged else ", but not alike"
     else:
         cause = "changed through .data, or by gradients or optimizer states that were changed on some ranks only"
     differ = "; ".join(f"one value on {named_ranks(of)}" for of in values.values())
@@ -146,9 +146,9 @@ def _agree(ranks: list[_RankFacts], equal_arithmetic: bool) -> bool:
             return False
     elif not everywhere and any(facts.changed for facts in holders):
         return False
-    known = {facts.digest for facts in holders}
+    digests = {facts.digest for facts in holders}
     elsewhere = [facts for facts in ranks if facts.changed and not facts.holds]
-    return any(facts.changed for facts in holders) or all(facts.digest in known for facts in elsewhere)
+    return any(facts.changed for facts in holders) or all(facts.digest in digests for facts in elsewhere)
 
 
 def _arithmetic() -> str:

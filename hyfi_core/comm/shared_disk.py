@@ -35,20 +35,20 @@ def agree_everywhere(world: Communicator, check: Callable[[], T]) -> T:
         result = check()
     except RequestError as raised:
         refusal = str(raised)
-    found = world.gather_objects((refusal, socket.gethostname()))
-    text = world.broadcast_object(_first_of(found) if found is not None else None)
+    answers = world.gather_objects((refusal, socket.gethostname()))
+    text = world.broadcast_object(_first_of(answers) if answers is not None else None)
     if text is not None:
         raise RequestError(text)
     return result  # type: ignore[return-value]
 
 
-def require_shared(world: Communicator, folder: Path, what: str) -> None:
+def require_shared(world: Communicator, folder: Path, purpose: str) -> None:
     """Check that a folder which rank 0 has made is the same on every rank (collective).
 
     Args:
         world: All ranks.
         folder: The folder.
-        what: What it is, for the message, such as ``run.dir runs/mine``.
+        purpose: What it is, for the message, such as ``run.dir runs/mine``.
 
     Raises:
         RequestError: On every rank, if one does not see what rank 0 writes there.
@@ -59,15 +59,15 @@ def require_shared(world: Communicator, folder: Path, what: str) -> None:
     if world.rank == 0:
         (folder / mark).touch()  # a full disk is an error of this rank, told as such
     world.barrier()
-    found = world.gather_objects((_is_seen(folder / mark), socket.gethostname()))
+    answers = world.gather_objects((_is_seen(folder / mark), socket.gethostname()))
     if world.rank == 0:
         (folder / mark).unlink(missing_ok=True)
     text = None
-    if found is not None:
-        blind = [(rank, host) for rank, (seen, host) in enumerate(found) if not seen]
+    if answers is not None:
+        blind = [(rank, host) for rank, (sees, host) in enumerate(answers) if not sees]
         if blind:
             text = (
-                f"{what}: {_places(blind)} cannot see what rank 0 on {found[0][1]} writes there; "
+                f"{purpose}: {_places(blind)} cannot see what rank 0 on {answers[0][1]} writes there; "
                 "choose a folder on a disk that all nodes share"
             )
     text = world.broadcast_object(text)
@@ -88,13 +88,13 @@ def _is_seen(file: Path) -> bool:
     return True
 
 
-def _first_of(found: list[tuple[str | None, str]]) -> str | None:
+def _first_of(answers: list[tuple[str | None, str]]) -> str | None:
     """Return the first refusal, with the ranks that refused if not all did; None if none did."""
-    refused = [(rank, host, text) for rank, (text, host) in enumerate(found) if text is not None]
+    refused = [(rank, host, text) for rank, (text, host) in enumerate(answers) if text is not None]
     if not refused:
         return None
     text = refused[0][2]
-    if len(refused) == len(found):
+    if len(refused) == len(answers):
         return text
     places = [(rank, host) for rank, host, _ in refused]
     return f"{text} (only {_places(places)} found this: do all nodes see the same files?)"

@@ -76,8 +76,8 @@ class _ThreadReduction:
         self._tensor: torch.Tensor | None = tensor
         self._op = op
         self._comm = comm
-        what = f"all_reduce {op} of {tuple(tensor.shape)} {tensor.dtype}"
-        self._number, self._call = comm._enter(what, tensor.detach().clone())
+        name = f"all_reduce {op} of {tuple(tensor.shape)} {tensor.dtype}"
+        self._number, self._call = comm._enter(name, tensor.detach().clone())
 
     def test(self) -> bool:
         world = self._comm._group.world
@@ -128,12 +128,12 @@ class ThreadCommunicator:
         with self._group.world.lock:
             return _PostedExchange(self._group, self._rank, sends, receives)
 
-    def _enter(self, what: str, value: Any) -> tuple[int, GroupCall]:
+    def _enter(self, name: str, value: Any) -> tuple[int, GroupCall]:
         """Enter the group's next collective call; return its number and the call."""
         number = self._calls
         self._calls += 1
         with self._group.world.lock:
-            return number, self._group.enter(number, self._rank, what, value)
+            return number, self._group.enter(number, self._rank, name, value)
 
     def _leave(self, number: int, call: GroupCall) -> list[Any]:
         """Return the inputs of all ranks, in rank order."""
@@ -146,8 +146,8 @@ class ThreadCommunicator:
         if not group.complete(call):
             group.world.wait_for(group.members[self._rank], partial(group.complete, call), partial(group.missing, call))
 
-    def _gather_all(self, what: str, value: Any) -> list[Any]:
-        return self._leave(*self._enter(what, value))
+    def _gather_all(self, name: str, value: Any) -> list[Any]:
+        return self._leave(*self._enter(name, value))
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _ThreadReduction:
         """Start reducing in place, in rank order: bitwise equal on every rank."""
@@ -159,15 +159,15 @@ class ThreadCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
-        what = f"broadcast from {root} of {tuple(tensor.shape)} {tensor.dtype}"
-        parts = self._gather_all(what, tensor.detach().clone() if self._rank == root else None)
+        name = f"broadcast from {root} of {tuple(tensor.shape)} {tensor.dtype}"
+        parts = self._gather_all(name, tensor.detach().clone() if self._rank == root else None)
         if self._rank != root:
             tensor.copy_(parts[root])
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's value."""
-        what = f"broadcast_object from {root}"
-        return json.loads(self._gather_all(what, json.dumps(value) if self._rank == root else None)[root])
+        name = f"broadcast_object from {root}"
+        return json.loads(self._gather_all(name, json.dumps(value) if self._rank == root else None)[root])
 
     def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
         """Return all values on the root."""

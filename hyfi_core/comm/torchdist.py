@@ -43,13 +43,13 @@ class _Works:
     def __init__(
         self,
         works: list[Any],
-        what: Callable[[], str],
+        describe: Callable[[], str],
         keep: Sequence[torch.Tensor] = (),
         finish: Callable[[], None] | None = None,
         on_gpu: bool = False,
     ) -> None:
         self._works = works
-        self._what = what
+        self._what = describe
         self._keep = keep
         self._nbytes = sum(tensor.nbytes for tensor in keep)
         self._finish = finish  # copies the result to its destination, once
@@ -58,10 +58,10 @@ class _Works:
 
     def test(self) -> bool:
         if self._on_gpu:  # test without waiting; waiting would order the caller's stream after it
-            done = all(work.is_completed() for work in self._works)
-            if done:
+            is_over = all(work.is_completed() for work in self._works)
+            if is_over:
                 self.wait()
-            return done
+            return is_over
         if self._waiting is None:
             self._waiting = _WAITERS.submit(self._wait_for_all)
         if self._waiting.done():

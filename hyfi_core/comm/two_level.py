@@ -80,8 +80,8 @@ class TwoLevelCommunicator(ForwardingCommunicator):
             yield self._back.exchange([], [Message(0, tensor)])
             return
         yield self._across.start_all_reduce(tensor, op)
-        others = range(1, self._back.size)
-        yield self._back.exchange([Message(peer, tensor) for peer in others], [])
+        peers = range(1, self._back.size)
+        yield self._back.exchange([Message(peer, tensor) for peer in peers], [])
 
 
 def narrow(comm: Communicator) -> Communicator:
@@ -120,17 +120,17 @@ class NarrowCommunicator(ForwardingCommunicator):
     def _phases(self, tensor: torch.Tensor) -> Phases:
         flat = tensor.reshape(-1)
         parts = list(flat.tensor_split(self.size))
-        others = [peer for peer in range(self.size) if peer != self.rank]
+        peers = [peer for peer in range(self.size) if peer != self.rank]
         own = parts[self.rank]
-        received = {peer: torch.empty_like(own) for peer in others}
+        received = {peer: torch.empty_like(own) for peer in peers}
         yield self._scatter.exchange(
-            [Message(peer, parts[peer]) for peer in others if parts[peer].numel()],
+            [Message(peer, parts[peer]) for peer in peers if parts[peer].numel()],
             [Message(peer, tensor) for peer, tensor in received.items() if own.numel()],
         )
         total = reduced([received.get(rank, own) for rank in range(self.size)], "sum")
         yield self._gather.exchange(
-            [Message(peer, total) for peer in others if own.numel()],
-            [Message(peer, parts[peer]) for peer in others if parts[peer].numel()],
+            [Message(peer, total) for peer in peers if own.numel()],
+            [Message(peer, parts[peer]) for peer in peers if parts[peer].numel()],
         )
         own.copy_(total)
         if flat.data_ptr() != tensor.data_ptr():

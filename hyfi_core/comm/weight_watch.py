@@ -101,20 +101,20 @@ class WeightWatch:
 
     def _notice(self) -> None:
         """Add what was changed since the engine last changed something, or since the last notice."""
-        before, now = self._left, self._marks()
-        found = {name for name, a, b in zip(self._held, before[0], now[0], strict=True) if a != b}
-        found |= _changed_values(before[1], now[1])
-        if not found:
+        before, marks = self._left, self._marks()
+        changed = {name for name, a, b in zip(self._held, before[0], marks[0], strict=True) if a != b}
+        changed |= _changed_values(before[1], marks[1])
+        if not changed:
             return
-        self._left = now
+        self._left = marks
         for names in self._changed.values():
-            names |= found
+            names |= changed
         arriving = {id(tensor) for tensor in self._arriving()}
-        self._lost |= {name for name in found if id(self._tensors[name]) in arriving}
+        self._lost |= {name for name in changed if id(self._tensors[name]) in arriving}
 
     def _marks(self) -> tuple[list[tuple[int, int]], list[_Selection]]:
-        seen = [(0 if t.is_inference() else t._version, t.data_ptr()) for t in self._held.values()]
-        return seen, self._selected(self._compared, 0)
+        versions = [(0 if t.is_inference() else t._version, t.data_ptr()) for t in self._held.values()]
+        return versions, self._selected(self._compared, 0)
 
     def _selected(self, names: Sequence[str], turn: int) -> list[_Selection]:
         """Return a few values of each tensor, copied into one tensor for each dtype."""
@@ -151,11 +151,11 @@ def _digest(tensor: torch.Tensor, begun: int) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy().data, begun) if flat.numel() else begun
 
 
-def _changed_values(before: list[_Selection], now: list[_Selection]) -> set[str]:
+def _changed_values(before: list[_Selection], after: list[_Selection]) -> set[str]:
     """Return the names whose values differ, bit by bit."""
-    found: set[str] = set()
-    for (sizes, old), (_, new) in zip(before, now, strict=False):
-        if not torch.equal(old.view(torch.uint8), new.view(torch.uint8)):
-            pieces = zip(sizes, old.split([*sizes.values()]), new.split([*sizes.values()]), strict=True)
-            found |= {name for name, a, b in pieces if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))}
-    return found
+    changed: set[str] = set()
+    for (sizes, before_part), (_, after_part) in zip(before, after, strict=False):
+        if not torch.equal(before_part.view(torch.uint8), after_part.view(torch.uint8)):
+            pieces = zip(sizes, before_part.split([*sizes.values()]), after_part.split([*sizes.values()]), strict=True)
+            changed |= {name for name, a, b in pieces if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))}
+    return changed

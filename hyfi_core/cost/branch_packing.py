@@ -108,11 +108,11 @@ def pack_branches(
 
 
 def _chains(
-    program: Program, operators: Sequence[Operator], wanted: set[str], ranks: int, machine: MachineModel
+    program: Program, operators: Sequence[Operator], results: set[str], ranks: int, machine: MachineModel
 ) -> tuple[list[str], list[_Chain]]:
     """Return the operators that use no computed value, and the chains of all others, by their distance."""
     costs = {op.name: cost for op, cost in zip(program.operators, operator_costs(program, machine), strict=True)}
-    given = {*program.parameters, *program.buffers, *program.constants}
+    available = {*program.parameters, *program.buffers, *program.constants}
     free: list[str] = []
     chains: list[_Chain] = []
     maker: dict[str, int] = {}
@@ -120,9 +120,9 @@ def _chains(
     for op in operators:
         cost = costs[op.name]
         seconds = cost.forward_s(machine, 1 / ranks, False) + cost.backward_s(machine, 1 / ranks, False)
-        if all(name in given for name in op.inputs):
+        if all(name in available for name in op.inputs):
             free.append(op.name)
-            given.update(name for name in op.outputs if name is not None)
+            available.update(name for name in op.outputs if name is not None)
             continue
         sources = {maker[name] for name in op.inputs if name in maker}
         at = next(iter(sources)) if len(sources) == 1 else -1
@@ -138,31 +138,31 @@ def _chains(
             if name is not None:
                 maker[name] = at
                 chains[at].sent_bytes += value_bytes(program, name) // ranks
-                chains[at].is_result |= name in wanted
+                chains[at].is_result |= name in results
     return free, _sorted(chains)
 
 
 def _users(operators: Sequence[Operator]) -> dict[str, set[str]]:
     """Return operator -> the operators that use its values."""
     maker = {name: op.name for op in operators for name in op.outputs if name is not None}
-    found: dict[str, set[str]] = {op.name: set() for op in operators}
+    users: dict[str, set[str]] = {op.name: set() for op in operators}
     for op in operators:
         for name in op.inputs:
             if name in maker:
-                found[maker[name]].add(op.name)
-    return found
+                users[maker[name]].add(op.name)
+    return users
 
 
 def _sorted(chains: list[_Chain]) -> list[_Chain]:
     """Return the chains by level, with the numbers of their sources and users."""
     order = sorted(range(len(chains)), key=lambda at: (chains[at].level, at))
-    place = {at: new for new, at in enumerate(order)}
-    done = [chains[at] for at in order]
-    for at, chain in enumerate(done):
-        chain.sources = {place[source] for source in chain.sources}
+    position = {at: rank for rank, at in enumerate(order)}
+    ordered = [chains[at] for at in order]
+    for at, chain in enumerate(ordered):
+        chain.sources = {position[source] for source in chain.sources}
         for source in chain.sources:
-            done[source].users.add(at)
-    return done
+            ordered[source].users.add(at)
+    return ordered
 
 
 class _RegionSearch:
@@ -185,25 +185,25 @@ class _RegionSearch:
         """Return the regions, and chain -> plane for those that only one plane computes."""
         count = len(self._chains)
         least = [0.0, *[float("inf")] * count]
-        taken: list[tuple[int, dict[int, int]]] = [(0, {})] * (count + 1)
+        steps: list[tuple[int, dict[int, int]]] = [(0, {})] * (count + 1)
         for start in range(count):
             alone = least[start] + self._chains[start].seconds
             if alone <= least[start + 1]:
-                least[start + 1], taken[start + 1] = alone, (start, {})
+                least[start + 1], steps[start + 1] = alone, (start, {})
             groups: list[set[int]] = []
             for stop in range(start + 1, min(count, start + LONGEST_REGION) + 1):
                 groups = self._joined(groups, stop - 1)
                 if len(groups) > 1:
                     seconds, owners = self._packed(groups, stop)
                     if least[start] + seconds < least[stop]:
-                        least[stop], taken[stop] = least[start] + seconds, (start, owners)
-        regions, found, at = list[range](), dict[int, int](), count
+                        least[stop], steps[stop] = least[start] + seconds, (start, owners)
+        regions, plane_of, at = list[range](), dict[int, int](), count
         while at:
-            start, owners = taken[at]
+            start, owners = steps[at]
             regions.append(range(start, at))
-            found.update(owners)
+            plane_of.update(owners)
             at = start
-        return regions[::-1], found
+        return regions[::-1], plane_of
 
     def _joined(self, groups: Sequence[set[int]], chain: int) -> list[set[int]]:
         """Return the groups with one more chain, which joins those whose values it uses."""
@@ -221,7 +221,7 @@ class _RegionSearch:
             loads[plane] += sum(chains[at].seconds for at in group)
             sent[plane] += sum(chains[at].sent_bytes for at in group if self._last[at] >= stop)
             owners.update(dict.fromkeys(group, plane))
-        others = self._planes - 1
-        most = max(max(others * own, sum(sent) - own) for own in sent)
-        exchange_s = self._latency_s * others + most / self._bytes_per_s if most else 0.0
+        peers = self._planes - 1
+        most = max(max(peers * own, sum(sent) - own) for own in sent)
+        exchange_s = self._latency_s * peers + most / self._bytes_per_s if most else 0.0
         return max(loads) + 2 * exchange_s, owners

@@ -38,12 +38,12 @@ def best_of_all_plans(programs: Programs, request: PlanRequest, top: int = 1) ->
         RequestError: as ``best_plans``.
     """
     studies = ModelStudies(programs)
-    found = best_plans(programs, request, top, studies=studies)
+    search = best_plans(programs, request, top, studies=studies)
     for planes in _PLANES:
-        share = _share(programs, request, planes, found.plans[0]) if request.ranks % planes == 0 else None
+        share = _share(programs, request, planes, search.plans[0]) if request.ranks % planes == 0 else None
         if share is not None:
-            found = _with_planes(programs, request, top, planes, found, share, studies)
-    return found
+            search = _with_planes(programs, request, top, planes, search, share, studies)
+    return search
 
 
 def _with_planes(
@@ -51,7 +51,7 @@ def _with_planes(
     request: PlanRequest,
     top: int,
     planes: int,
-    found: PlanSearch,
+    search: PlanSearch,
     share: float,
     studies: ModelStudies,
 ) -> PlanSearch:
@@ -62,29 +62,29 @@ def _with_planes(
         request: ranks, batch, machine and limits.
         top: number of plans.
         planes: their number.
-        found: the result without them.
+        search: the result without them.
         share: the least part of a step that is left with so many planes.
         studies: of the model, by the search without planes.
     """
-    slowest_s = found.plans[-1].step_s if len(found.plans) == top else math.inf
+    slowest_s = search.plans[-1].step_s if len(search.plans) == top else math.inf
     fewer_ranks = replace(request, ranks=request.ranks // planes, spill=None)
     try:
         fewer = best_plans(programs, fewer_ranks, top, slowest_s / share, studies)
     except RequestError:  # none can be run
-        return found
-    plans: list[StepForecast] = list(found.plans)
-    for one in fewer.plans:
-        program = programs(request.batch // one.plan.replicas // one.plan.microbatches)
+        return search
+    plans: list[StepForecast] = list(search.plans)
+    for forecast in fewer.plans:
+        program = programs(request.batch // forecast.plan.replicas // forecast.plan.microbatches)
         try:
-            plan = replace(one.plan, branches=planes)
+            plan = replace(forecast.plan, branches=planes)
             plans.append(forecast_step(program, plan, request.machine, request.dtype))
         except RequestError:  # no stage has branches
             continue
     return replace(
-        found,
+        search,
         plans=tuple(sorted(plans, key=lambda plan: plan.step_s)[:top]),
-        simulated=found.simulated + fewer.simulated + len(fewer.plans),
-        candidates=found.candidates + fewer.candidates,
+        simulated=search.simulated + fewer.simulated + len(fewer.plans),
+        candidates=search.candidates + fewer.candidates,
     )
 
 

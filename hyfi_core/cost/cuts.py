@@ -83,7 +83,7 @@ def with_cuts(
     plan: ParallelPlan,
     program: Program,
     machine: MachineModel = DEFAULT_MACHINE,
-    known: MeasuredPrograms | None = None,
+    cache: MeasuredPrograms | None = None,
 ) -> ParallelPlan:
     """Return the plan with ``cuts="auto"`` replaced by names of modules.
 
@@ -91,17 +91,17 @@ def with_cuts(
         plan: any; returned unchanged if its cuts are named.
         program: the captured model, of one micro-batch.
         machine: the machine model.
-        known: of earlier calls with the same machine; this program is added.
+        cache: of earlier calls with the same machine; this program is added.
 
     Raises:
         RequestError: the model has too few modules for the stages, or no cut fits into ``plan.memory_bytes``.
     """
     if plan.cuts != "auto" or plan.stages == 1:
         return plan
-    known = {} if known is None else known
-    if id(program) not in known:
-        known[id(program)] = _Measured.of(program, machine)
-    measured = known[id(program)]
+    cache = {} if cache is None else cache
+    if id(program) not in cache:
+        cache[id(program)] = _Measured.of(program, machine)
+    measured = cache[id(program)]
     if len(measured.names) < plan.stages - 1:
         raise RequestError(
             f"plan.grids has {plan.stages} stages, but the model can be cut after {len(measured.names)} modules only; "
@@ -161,7 +161,7 @@ class _Search:
             RequestError: no cut fits into ``plan.memory_bytes``.
         """
         stages, places = self._plan.stages, len(self._places)
-        best = [0.0 if place == 0 else float("inf") for place in range(places)]
+        best = [0.0 if end == 0 else float("inf") for end in range(places)]
         choices: list[list[int]] = []
         for stage in range(stages):
             row, choice = [float("inf")] * places, [0] * places
@@ -176,10 +176,10 @@ class _Search:
             choices.append(choice)
         if best[-1] == float("inf"):
             raise RequestError(self._no_room())
-        place, cuts = places - 1, []
+        cut, cuts = places - 1, []
         for choice in reversed(choices[1:]):
-            place = choice[place]
-            cuts.append(self._names[place - 1])
+            cut = choice[cut]
+            cuts.append(self._names[cut - 1])
         return tuple(reversed(cuts))
 
     def _stage_s(self, stage: int, start: int, end: int) -> float:
@@ -201,14 +201,14 @@ class _Search:
         return sums[self._places[end]] - sums[self._places[start]]
 
     def _no_room(self) -> str:
-        whole = max(
-            min(self._stage_bytes(stage, place, place + 1) for stage in range(self._plan.stages))
-            for place in range(len(self._places) - 1)
+        largest_bytes = max(
+            min(self._stage_bytes(stage, start, start + 1) for stage in range(self._plan.stages))
+            for start in range(len(self._places) - 1)
         )
         return (
             f"plan.memory_bytes is {self._plan.memory_bytes:,}, and no choice of cuts into {self._plan.stages} "
-            f"stages fits; the largest module alone needs {whole:,.0f}: use more ranks in its stage, plan.recompute, "
-            f"or more micro-batches"
+            f"stages fits; the largest module alone needs {largest_bytes:,.0f}: use more ranks in its stage, "
+            f"plan.recompute, or more micro-batches"
         )
 
 
@@ -221,10 +221,10 @@ def _sums(items: Sequence[float]) -> list[float]:
 
 def _weight_bytes(program: Program) -> list[float]:
     """Return the bytes of the parameters that each operator is the first to use."""
-    seen: set[str] = set()
-    found = []
+    counted: set[str] = set()
+    sizes = []
     for op in program.operators:
-        new = [name for name in op.inputs if name in program.parameters and name not in seen]
-        seen.update(new)
-        found.append(float(sum(value_bytes(program, name) for name in new)))
-    return found
+        first_used = [name for name in op.inputs if name in program.parameters and name not in counted]
+        counted.update(first_used)
+        sizes.append(float(sum(value_bytes(program, name) for name in first_used)))
+    return sizes

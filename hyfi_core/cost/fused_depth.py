@@ -158,10 +158,12 @@ def _reached(parts: tuple[Interval, ...], need: tuple[Interval, ...]) -> frozens
     """Return what the rows need that differ: the ranks of most rows need the same."""
     starts, stops = [start for start, _ in parts], [stop for _, stop in parts]
     ordered = all(a <= b for ends in (starts, stops) for a, b in pairwise(ends))
-    found = set()
-    for at, wanted in enumerate(need):
+    needs = set()
+    for at, interval in enumerate(need):
         # Of many rows, those that meet an interval are next to each other.
-        first, last = (bisect_right(stops, wanted[0]), bisect_left(starts, wanted[1])) if ordered else (0, len(parts))
-        from_parts = {first + other: length(both) for other, both in meeting(parts[first:last], wanted)}
-        found.add(_AxisNeed(len(from_parts), sum(from_parts.values()), from_parts.get(at, 0)))
-    return frozenset(found)
+        first, last = (
+            (bisect_right(stops, interval[0]), bisect_left(starts, interval[1])) if ordered else (0, len(parts))
+        )
+        from_parts = {first + part: length(overlap) for part, overlap in meeting(parts[first:last], interval)}
+        needs.add(_AxisNeed(len(from_parts), sum(from_parts.values()), from_parts.get(at, 0)))
+    return frozenset(needs)

@@ -50,27 +50,29 @@ class LinkTraffic:
         """
         size, total = self.plan.ranks_per_replica, 0.0
         firsts = range(0, self.plan.ranks, size)
-        for (one, other), length in self.pairs.items():
-            total += length * sum(nodes[first + one] != nodes[first + other] for first in firsts)
+        for (a, b), length in self.pairs.items():
+            total += length * sum(nodes[first + a] != nodes[first + b] for first in firsts)
         for ranks, length in self.reduced.items():
             distinct = len({nodes[first + rank] for first in firsts for rank in ranks})
             total += 2 * (distinct - 1) * length  # each of n nodes sends 2 (n - 1) / n of the gradients
         return total
 
 
-def link_traffic(program: Program, plan: ParallelPlan, known: LoweredPlans | None = None) -> LinkTraffic:
+def link_traffic(program: Program, plan: ParallelPlan, lowered_plans: LoweredPlans | None = None) -> LinkTraffic:
     """Return the bytes of a step of a plan.
 
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts and without cells.
-        known: as for ``lowered_stages``.
+        lowered_plans: as for ``lowered_stages``.
 
     Raises:
         RequestError: the plan does not work for this model.
     """
     assert plan.cells is None, "cells send nothing between ranks"
-    stages = lowered_stages(program, plan, plan, DEFAULT_MACHINE, LoweredPlans() if known is None else known).whole()
+    stages = lowered_stages(
+        program, plan, plan, DEFAULT_MACHINE, LoweredPlans() if lowered_plans is None else lowered_plans
+    ).whole()
     placement = Placement.of(plan)
     pairs: _Pairs = {}
     for direction in range(plan.directions):
@@ -78,8 +80,8 @@ def link_traffic(program: Program, plan: ParallelPlan, known: LoweredPlans | Non
         for stage, divided in enumerate(stages.divided):
             group = placement.group(stage, direction)
             for plane, ranked in enumerate(divided.planes):
-                there = [plane * placement.size + rank for rank in group]
-                _add_halos(pairs, ranked, placement.grids[stage], there, rounds)
+                plane_ranks = [plane * placement.size + rank for rank in group]
+                _add_halos(pairs, ranked, placement.grids[stage], plane_ranks, rounds)
             _add_exchanges(pairs, divided.exchanges, group, placement.size, rounds)
         for (a, b), transfer in stages.between.items():
             for first in range(0, plan.ranks_per_replica, placement.size):
@@ -90,9 +92,9 @@ def link_traffic(program: Program, plan: ParallelPlan, known: LoweredPlans | Non
     return LinkTraffic(plan, pairs, _reduced(program, plan, placement, stages, pairs))
 
 
-def _add(pairs: _Pairs, one: int, other: int, length: float) -> None:
-    if one != other and length:
-        key = min(one, other), max(one, other)
+def _add(pairs: _Pairs, a: int, b: int, length: float) -> None:
+    if a != b and length:
+        key = min(a, b), max(a, b)
         pairs[key] = pairs.get(key, 0.0) + length
 
 
@@ -131,11 +133,11 @@ def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dic
             continue
         info = ranked.values[name]
         pixel_bytes = prod(info.shape) * info.dtype.itemsize / max(1, transfer.map.area)
-        for found, strips, sign in ((received, transfer.receives, 1), (sent, transfer.sends, -1)):
+        for totals, strips, sign in ((received, transfer.receives, 1), (sent, transfer.sends, -1)):
             for strip in strips:
                 y, x = divmod(strip.peer, columns)
                 way = sign * (y - middle[0]), sign * (x - middle[1])
-                found[way] = found.get(way, 0.0) + pixel_bytes * strip.box.area
+                totals[way] = totals.get(way, 0.0) + pixel_bytes * strip.box.area
     return sent | received
 
 
@@ -153,12 +155,12 @@ def _reduced(
     reduced: dict[frozenset[int], float] = {}
     for name, users in owners.items():
         length = float(value_bytes(program, name))
-        held = {r for stage in users for d in range(directions) for r in placement.group(stage, d)}
-        ranks = frozenset(first + r for r in held for first in firsts)
+        holders = {r for stage in users for d in range(directions) for r in placement.group(stage, d)}
+        ranks = frozenset(first + r for r in holders for first in firsts)
         reduced[ranks] = reduced.get(ranks, 0.0) + scale * length
         if directions < plan.directions:  # gradients there, weights back
             for stage in users:
                 ways = placement.group(stage, 0), placement.group(stage, 1)
-                for first, (one, other) in product(firsts, zip(*ways, strict=True)):
-                    _add(pairs, first + one, first + other, 2 * length)
+                for first, (a, b) in product(firsts, zip(*ways, strict=True)):
+                    _add(pairs, first + a, first + b, 2 * length)
     return {ranks: length for ranks, length in reduced.items() if len(ranks) * plan.replicas > 1}

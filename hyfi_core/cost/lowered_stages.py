@@ -75,11 +75,13 @@ class PartlyLowered:
         RequestError: as ``cut_program``.
     """
 
-    def __init__(self, program: Program, fine: ParallelPlan, machine: MachineModel, known: LoweredPlans) -> None:
+    def __init__(
+        self, program: Program, fine: ParallelPlan, machine: MachineModel, lowered_plans: LoweredPlans
+    ) -> None:
         assert fine.cuts != "auto" or fine.stages == 1, "cuts must be resolved first"
-        self._program, self._fine, self._machine, self._known = program, fine, machine, known
+        self._program, self._fine, self._machine, self._known = program, fine, machine, lowered_plans
         self._pieces = cut_program(program, program.outputs, () if fine.cuts == "auto" else fine.cuts)
-        self.active = known.active(program)
+        self.active = lowered_plans.active(program)
         self._splits: list[Splits] = []
         self._entries: list[Mapping[str, Any]] = []
         self._each: list[tuple[Stage, RankProgram, list[Operator]]] = []
@@ -170,16 +172,16 @@ class LoweredPlans:
 
     def stage(
         self,
-        given: tuple[Program, Stage, tuple[int, int], Mapping[str, Any], ParallelPlan],
+        identity: tuple[Program, Stage, tuple[int, int], Mapping[str, Any], ParallelPlan],
         lowered: Callable[[], tuple[DividedStage, list[Operator]]],
     ) -> tuple[DividedStage, list[Operator]]:
         """Return a stage that was lowered before, or lower it.
 
         Args:
-            given: the whole program, the stage, its grid, how values of other stages are split, and the plan.
+            identity: the whole program, the stage, its grid, how values of other stages are split, and the plan.
             lowered: lowers it.
         """
-        program, piece, grid, entries, fine = given
+        program, piece, grid, entries, fine = identity
         operators = tuple(op.name for op in piece.program.operators)
         sent = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
         settings = fine.branches, fine.fused_halo, fine.gather_bytes
@@ -194,14 +196,14 @@ _MOST_PLANS = 64
 _MOST_STAGES = 256
 
 
-def _make_room(known: dict[Hashable, Any], most: int) -> None:
+def _make_room(cache: dict[Hashable, Any], most: int) -> None:
     """Drop the oldest of what is known, so that one more may be added."""
-    while len(known) >= most:
-        known.pop(next(iter(known)))
+    while len(cache) >= most:
+        cache.pop(next(iter(cache)))
 
 
 def lowered_stages(
-    program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel, known: LoweredPlans
+    program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel, lowered_plans: LoweredPlans
 ) -> PartlyLowered:
     """Return the stages of a plan, none of them lowered yet if the plan is new.
 
@@ -210,12 +212,12 @@ def lowered_stages(
         plan: with named cuts.
         fine: the same plan with cells as ranks.
         machine: by which lengths of fused runs are chosen.
-        known: lowered plans of earlier calls with the same machine; this one is added.
+        lowered_plans: lowered plans of earlier calls with the same machine; this one is added.
 
     Raises:
         RequestError: as ``cut_program``.
     """
-    return known.plan(program, plan, fine, machine)
+    return lowered_plans.plan(program, plan, fine, machine)
 
 
 def _lower_stage(
@@ -238,10 +240,10 @@ def _lower_stage(
         ranked = trial  # which is what would be lowered once more
     else:
         ranked = lower(program, replace(target, plane=planes[0]), piece.outputs, exits, runs)
-    whole = replace(ranked, instructions=ranked.undivided or ranked.instructions, undivided=())
-    others = (on_plane(whole, plane, middle) for plane in planes[1:])
+    all_planes = replace(ranked, instructions=ranked.undivided or ranked.instructions, undivided=())
+    further = (on_plane(all_planes, plane, middle) for plane in planes[1:])
     sent = tuple(exchange.carrying(active) for exchange in exchanges(ranked, planes[0], middle))
-    stage = DividedStage(branches, (ranked, *others), sent)
+    stage = DividedStage(branches, (ranked, *further), sent)
     return stage, lowered_operators(program, piece.outputs, exits)
 
 

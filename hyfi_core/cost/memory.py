@@ -115,24 +115,28 @@ class MemoryForecast:
         return self.state_bytes + records + (PAGES + WORKSPACE) * working + WEIGHT_COPIES * self.largest_weight_bytes
 
 
-def held_bytes(held: Sequence[MemoryForecast], moments: Iterable[Moment], way: Way = "peak") -> int:
+def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], way: Way = "peak") -> int:
     """Return the most that a rank has in a step; of forecasts with arrays, an array.
 
     Args:
-        held: the forecast of each stage that it holds.
+        forecasts: the forecast of each stage that it holds.
         moments: of the rank.
         way: of counting.
     """
     copies = UPDATE_COPIES if way == "peak" else 0
-    update = sum(one.state_bytes for one in held) + copies * max_of(one.largest_weight_bytes for one in held)
-    always, found = sum(one.written_bytes for one in held), [update]
+    update = sum(forecast.state_bytes for forecast in forecasts) + copies * max_of(
+        forecast.largest_weight_bytes for forecast in forecasts
+    )
+    always, totals = sum(forecast.written_bytes for forecast in forecasts), [update]
     for moment in moments:
-        waits = sum(count * one.waiting_bytes for one, count in zip(held, moment.waiting, strict=True))
-        gradients = [has or one.gradients_stay for one, has in zip(held, moment.gradients, strict=True)]
-        others = sum(held[at].weight_bytes for at, has in enumerate(gradients) if has and at != moment.running)
-        runs = held[moment.running].backward_bytes(gradients[moment.running], way)
-        found.append(always + waits + others + runs)
-    return max_of(found)
+        waits = sum(count * forecast.waiting_bytes for forecast, count in zip(forecasts, moment.waiting, strict=True))
+        gradients = [has or forecast.gradients_stay for forecast, has in zip(forecasts, moment.gradients, strict=True)]
+        other_weights = sum(
+            forecasts[at].weight_bytes for at, has in enumerate(gradients) if has and at != moment.running
+        )
+        runs = forecasts[moment.running].backward_bytes(gradients[moment.running], way)
+        totals.append(always + waits + other_weights + runs)
+    return max_of(totals)
 
 
 def max_of(sizes: Iterable[int]) -> int:
@@ -200,13 +204,13 @@ class StageMaps:
         weights = [value_bytes(program, name) for name in piece.program.parameters]
         entering = {name for names in piece.entries.values() for name in names}
         leaving = {*refs_in(piece.outputs), *(name for names in piece.exits.values() for name in names)}
-        kept = {name: size for op in operators for name, size in lifetimes.of(op).kept.items()}
+        saved = {name: size for op in operators for name, size in lifetimes.of(op).kept.items()}
         carried = sum(value_bytes(program, name) for name in lifetimes.carried(entering))
         return cls(
             sum(weights),
             sum(value_bytes(program, name) for name in program.parameters),
             max(weights, default=0),
-            sum(kept.values()),
+            sum(saved.values()),
             sum(value_bytes(program, name) for name in entering or {program.image}),
             max((touched_bytes(program, op) for op in operators), default=0),
             len(operators),
@@ -228,10 +232,10 @@ def forecast_memory(
     if stages is None:
         pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
         stages = StageMaps.of(program, pieces)
-    found = []
+    forecasts = []
     for stage, (maps, (rows, columns)) in enumerate(zip(stages, Placement.of(plan).grids, strict=True)):
         ranks = rows * columns
-        found.append(
+        forecasts.append(
             MemoryForecast(
                 state_bytes=(1 + STATE_COPIES) * maps.weights,
                 saved_bytes=maps.saved // ranks,
@@ -245,7 +249,7 @@ def forecast_memory(
                 gradients_stay=plan.directions * plan.replicas * plan.branches * ranks > 1,
             )
         )
-    return tuple(found)
+    return tuple(forecasts)
 
 
 def touched_bytes(program: Program, op: Operator) -> int:

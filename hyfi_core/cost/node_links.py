@@ -66,11 +66,11 @@ class NodeLinks:
     def _between(self, edge: tuple[int, int], direction: int, incoming: Sequence[Messages]) -> dict[int, Messages]:
         """Return rank -> (rank, bytes) of what it receives for all of its cells, one message for each cell and peer."""
         cells = self._plan.cell_grid or (1, 1)
-        fine, found = self._placement.by_cells(cells), dict[int, list[tuple[int, float]]]()
+        fine, incoming_by_rank = self._placement.by_cells(cells), dict[int, list[tuple[int, float]]]()
         sources, targets = ([cell // prod(cells) for cell in fine.group(stage, direction)] for stage in edge)
         for target, messages in zip(targets, incoming, strict=True):
-            found.setdefault(target, []).extend((sources[source], length) for source, length in messages)
-        return dict(found)
+            incoming_by_rank.setdefault(target, []).extend((sources[source], length) for source, length in messages)
+        return dict(incoming_by_rank)
 
     def within_stage(self, stage: int) -> DeviceLink:
         """Return the slowest link among the ranks of a stage, in one plane."""
@@ -92,12 +92,12 @@ class NodeLinks:
     def _kinds(self, stage: int, ways: tuple[Way, ...]) -> frozenset[tuple[bool | None, ...]]:
         """Return, for each rank that differs, whether a message in each way leaves its node; None for no message."""
         grid, per_node = self._placement.grids[stage], self._machine.devices_per_node
-        found: frozenset[tuple[bool | None, ...]] = frozenset()
+        kinds: frozenset[tuple[bool | None, ...]] = frozenset()
         for direction in range(self._plan.directions):
             first = self._placement.group(stage, direction)[0]
             begins = tuple(sorted({(begin + first) % per_node for begin in self._begins}))
-            found |= _kinds(grid, begins, per_node, direction == 1, ways)
-        return found
+            kinds |= _kinds(grid, begins, per_node, direction == 1, ways)
+        return kinds
 
     def _messages_s(self, messages: Iterable[tuple[bool | None, float]]) -> tuple[float, float]:
         """Return (overhead of the messages, time of the bytes); both links carry bytes at the same time."""
@@ -124,7 +124,7 @@ def _kinds(
         ways: to peers.
     """
     (rows, columns), step = grid, -1 if backwards else 1
-    found = set()
+    kinds = set()
     for begin, y, x in product(begins, range(rows), range(columns)):
         node = (begin + step * (y * columns + x)) // per_node
         kind: list[bool | None] = []
@@ -132,5 +132,5 @@ def _kinds(
             inside = 0 <= y + down < rows and 0 <= x + right < columns
             peer = (begin + step * ((y + down) * columns + x + right)) // per_node
             kind.append(peer != node if inside else None)
-        found.add(tuple(kind))
-    return frozenset(found)
+        kinds.add(tuple(kind))
+    return frozenset(kinds)

@@ -111,23 +111,23 @@ def _cost(
     dtype: str | None,
     users: Mapping[str, int],
 ) -> OperatorCost:
-    made = [name for name in op.outputs if name is not None and name in program.values]
-    made_bytes = sum(value_bytes(program, name) for name in made)
-    taken = [name for name in op.inputs if name in program.values]
-    kind = _kind(program, op) if made else "view"
-    touched = 0 if kind == "view" else made_bytes + sum(value_bytes(program, name) for name in taken)
-    flops = _flops(program, op, made[0]) if kind in PRODUCTS else 0.0
-    own = str(program.values[made[0]].dtype).removeprefix("torch.") if made else "float32"
+    outputs = [name for name in op.outputs if name is not None and name in program.values]
+    made_bytes = sum(value_bytes(program, name) for name in outputs)
+    inputs = [name for name in op.inputs if name in program.values]
+    kind = _kind(program, op) if outputs else "view"
+    touched = 0 if kind == "view" else made_bytes + sum(value_bytes(program, name) for name in inputs)
+    flops = _flops(program, op, outputs[0]) if kind in PRODUCTS else 0.0
+    own = str(program.values[outputs[0]].dtype).removeprefix("torch.") if outputs else "float32"
     computed = dtype if dtype is not None and kind in PRODUCTS else own
     if computed not in machine.peak_flops_per_s:
         computed = "float32"  # integers and booleans
-    carried = {name for name in taken if name in active}
+    carried = {name for name in inputs if name in active}
     maps, weights = carried - set(program.parameters), carried & set(program.parameters)
-    gradients = bool(maps) + bool(weights) if any(name in active for name in made) else 0
+    gradients = bool(maps) + bool(weights) if any(name in active for name in outputs) else 0
     channels = _channels(program, op, kind)
     seconds = 0.0 if kind == "view" else machine.operator_s(flops, touched, kind, computed, channels=channels)
-    forks = sum(max(0, users.get(name, 0) - 1) for name in made if name in active)
-    weight_bytes = sum(value_bytes(program, name) for name in taken if name in program.parameters)
+    forks = sum(max(0, users.get(name, 0) - 1) for name in outputs if name in active)
+    weight_bytes = sum(value_bytes(program, name) for name in inputs if name in program.parameters)
     return OperatorCost(kind, computed, flops, touched, made_bytes, gradients, seconds, weight_bytes, forks, channels)
 
 

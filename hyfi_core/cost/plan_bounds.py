@@ -160,8 +160,10 @@ class PlanBounds:
             pieces = self.pieces(plan)
             works = []
             for piece, mode in zip(pieces, key[2], strict=True):
-                known = self._of_operators(key[0], mode)
-                works.append(_Work.sum(known[op.name] for op in piece.program.operators if op.name in known))
+                works_by_name = self._of_operators(key[0], mode)
+                works.append(
+                    _Work.sum(works_by_name[op.name] for op in piece.program.operators if op.name in works_by_name)
+                )
             self._stages[key] = tuple(works), max(update_s(piece.program, self._machine) for piece in pieces)
         stages, least_update_s = self._stages[key]
         each = zip(stages, plan.grids, _divided(plan), strict=True)
@@ -174,16 +176,16 @@ class PlanBounds:
             plan: any; its cuts do not matter.
             places: positions between operators, from the first to the last; always the same ones of a program.
         """
-        found, images = [], self._images(plan)
+        before, images = [], self._images(plan)
         for mode, grid, divided in zip(_modes(plan), plan.grids, _divided(plan), strict=True):
             if (images, mode) not in self._parts:
-                known, names = self._of_operators(images, mode), [op.name for op in self._programs(images).operators]
-                each = [_Work.sum(known[name] for name in names[a:b] if name in known) for a, b in pairwise(places)]
+                works, names = self._of_operators(images, mode), [op.name for op in self._programs(images).operators]
+                each = [_Work.sum(works[name] for name in names[a:b] if name in works) for a, b in pairwise(places)]
                 self._parts[images, mode] = each
             parts = self._parts[images, mode]
             seconds = (part.ranks_s([divided]) / prod(grid) + part.kernels_s for part in parts)
-            found.append(list(accumulate(seconds, initial=0.0)))
-        return found
+            before.append(list(accumulate(seconds, initial=0.0)))
+        return before
 
     def pieces(self, plan: ParallelPlan) -> tuple[Stage, ...]:
         """Return the stages of a plan with named cuts.
@@ -219,8 +221,8 @@ class PlanBounds:
         if images not in self._costs:
             captured = self._programs(images)
             program = pool_before_relu(captured, refs_in(captured.outputs))  # as far as any plan has it
-            found = operator_costs(program, self._machine, self._dtype)
-            each = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
+            costs = operator_costs(program, self._machine, self._dtype)
+            each = {op.name: cost for op, cost in zip(program.operators, costs, strict=True)}
             self._costs[images] = _PricedProgram(program, each, _map_sizes(program, each))
         return self._costs[images]
 
@@ -245,16 +247,19 @@ class PlanBounds:
 
 def _map_sizes(program: Program, costs: Mapping[str, OperatorCost]) -> dict[str, tuple[int, ...]]:
     """Return map -> its height and width: results of convolutions, and what windows and pixels are computed to next."""
-    found: dict[str, tuple[int, ...]] = {}
+    sizes: dict[str, tuple[int, ...]] = {}
     for op in program.operators:
         name, kind = op.first_output, costs[op.name].kind
         if name not in program.values or len(program.values[name].shape) != 4:
             continue
-        size, before = tuple(program.values[name].shape[-2:]), {found[taken] for taken in op.inputs if taken in found}
+        size, before = (
+            tuple(program.values[name].shape[-2:]),
+            {sizes[name_before] for name_before in op.inputs if name_before in sizes},
+        )
         pooled = before and facts_of(op).window is not None
         if kind.endswith("convolution") or pooled or (kind in ("norm", "elementwise", "view") and size in before):
-            found[name] = size
-    return found
+            sizes[name] = size
+    return sizes
 
 
 def _modes(plan: ParallelPlan) -> tuple[_Mode, ...]:
@@ -273,5 +278,5 @@ def _repeated(size: tuple[int, ...], grid: tuple[int, int]) -> float:
     """Return the least pixels of the largest part times the ranks, relative to the map; 1 for what is not a map."""
     if size == _NO_MAP or grid == _NO_MAP:
         return 1.0
-    both = grid, grid[::-1]  # y and x of a map may have been exchanged
-    return min(prod(ranks * -(-side // ranks) / side for side, ranks in zip(size, way, strict=True)) for way in both)
+    orders = grid, grid[::-1]  # y and x of a map may have been exchanged
+    return min(prod(ranks * -(-side // ranks) / side for side, ranks in zip(size, way, strict=True)) for way in orders)

@@ -72,8 +72,10 @@ def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
 def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[Schedule, ...]:
     """Return the schedules to try; in two directions, large stages of unequal sizes would wait for each other."""
     sizes = {rows * columns for rows, columns in grids}
-    both = len(grids) > 1 and (len(sizes) == 1 or sum(rows * columns for rows, columns in grids) <= _MOST_UNEQUAL)
-    return _SCHEDULES if both else _SCHEDULES[:1]
+    is_bidirectional = len(grids) > 1 and (
+        len(sizes) == 1 or sum(rows * columns for rows, columns in grids) <= _MOST_UNEQUAL
+    )
+    return _SCHEDULES if is_bidirectional else _SCHEDULES[:1]
 
 
 def plan_of(
@@ -107,11 +109,11 @@ def by_cells(request: PlanRequest) -> Iterator[ParallelPlan]:
 
 def _arrangements(ranks: int) -> list[tuple[tuple[int, int], ...]]:
     """Return divisions of the ranks of a replica into stages with grids."""
-    found: dict[tuple[tuple[int, int], ...], None] = {}
+    arrangements: dict[tuple[tuple[int, int], ...], None] = {}
     for sizes in _compositions(ranks):
-        found[tuple(squarest(size) for size in sizes)] = None
-        found[tuple((1, size) for size in sizes)] = None
-    return list(found)
+        arrangements[tuple(squarest(size) for size in sizes)] = None
+        arrangements[tuple((1, size) for size in sizes)] = None
+    return list(arrangements)
 
 
 def _compositions(ranks: int) -> Iterator[tuple[int, ...]]:
@@ -133,8 +135,8 @@ def _all_compositions(ranks: int) -> Iterator[tuple[int, ...]]:
     if ranks == 0:
         yield ()
     for first in range(1, ranks + 1):
-        for rest in _all_compositions(ranks - first):
-            yield (first, *rest)
+        for remainder in _all_compositions(ranks - first):
+            yield (first, *remainder)
 
 
 def divisors(number: int) -> list[int]:

@@ -111,13 +111,13 @@ def best_plans(
     studies = ModelStudies(programs) if studies is None else studies
     resized = studies.resized
     try:
-        found = _searched(studies.derived, request, top, below_s)
+        result = _searched(studies.derived, request, top, below_s)
     except RequestError:
         if resized.as_captured(max(1, request.batch // request.ranks)):
             raise
         return _searched(studies.captured, request, top, below_s)
-    if all(resized.as_captured(images_of(request, one.plan)) for one in found.plans):
-        return found
+    if all(resized.as_captured(images_of(request, forecast.plan)) for forecast in result.plans):
+        return result
     return _searched(studies.captured, request, top, below_s)
 
 
@@ -129,15 +129,15 @@ def images_of(request: PlanRequest, plan: ParallelPlan) -> int:
 def _searched(model: StudiedModel, request: PlanRequest, top: int, below_s: float) -> PlanSearch:
     search = _PlanTrials(model, request)
     plans = list(candidates(request))
-    found = search.best(plans, top, below_s)
-    if not found and request.spill is not None:
+    fastest = search.best(plans, top, below_s)
+    if not fastest and request.spill is not None:
         plans = list(by_cells(request))
-        found = search.best(plans, top, below_s)
+        fastest = search.best(plans, top, below_s)
     if below_s < math.inf:
-        return PlanSearch(tuple(found), {}, search.simulated, len(plans) + search.further)
-    if not found:
+        return PlanSearch(tuple(fastest), {}, search.simulated, len(plans) + search.further)
+    if not fastest:
         raise RequestError(search.why_none())
-    return PlanSearch(tuple(found), search.alternatives(), search.simulated, len(plans) + search.further)
+    return PlanSearch(tuple(fastest), search.alternatives(), search.simulated, len(plans) + search.further)
 
 
 @dataclass(order=True)
@@ -180,20 +180,20 @@ class _PlanTrials:
     def best(self, plans: Iterable[ParallelPlan], top: int, below_s: float = math.inf) -> list[StepForecast]:
         """Return the ``top`` fastest of the plans that fit and take less than ``below_s``, fastest first."""
         queue = self._queue(plans)
-        found: list[tuple[float, tuple[int, int], ParallelPlan]] = []
+        fastest: list[tuple[float, tuple[int, int], ParallelPlan]] = []
         while queue:
-            one = heapq.heappop(queue)
-            if one.bound_s >= (found[-1][0] if len(found) == top else below_s):
+            examined = heapq.heappop(queue)
+            if examined.bound_s >= (fastest[-1][0] if len(fastest) == top else below_s):
                 break
-            if one.costs is None:
-                for each in self._examined(one):
+            if examined.costs is None:
+                for each in self._examined(examined):
                     heapq.heappush(queue, each)
                 continue
             self.simulated += 1
-            seconds = step_s(one.plan, one.costs)
+            seconds = step_s(examined.plan, examined.costs)
             if seconds < below_s:
-                found = sorted([*found, (seconds, one.number, one.plan)])[:top]
-        return [self._forecast(plan) for _, _, plan in found]
+                fastest = sorted([*fastest, (seconds, examined.number, examined.plan)])[:top]
+        return [self._forecast(plan) for _, _, plan in fastest]
 
     def _queue(self, plans: Iterable[ParallelPlan]) -> list[_Examined]:
         queue: list[_Examined] = []
@@ -205,42 +205,42 @@ class _PlanTrials:
         heapq.heapify(queue)
         return queue
 
-    def _examined(self, one: _Examined) -> list[_Examined]:
+    def _examined(self, plan: _Examined) -> list[_Examined]:
         """Return what is still to be considered of a plan, with the next bound: it, or each way in which it fits."""
         try:
-            if not one.each_s:
-                return list(self._that_fit(one))
-            if not one.known and not self._memory.fits(one.plan):
+            if not plan.each_s:
+                return list(self._that_fit(plan))
+            if not plan.known and not self._memory.fits(plan.plan):
                 return []
-            if one.known + 1 < one.plan.stages:
-                (stage,) = self._costs(one.plan, one.known).stages
-                one.each_s[one.known] = stage.forward_s + stage.backward_s
-                one.update_s = max(one.update_s, stage.update_s)
-                bound_s = self.least_s(one.plan, one.each_s, one.update_s)
-                one.known += 1
+            if plan.known + 1 < plan.plan.stages:
+                (stage,) = self._costs(plan.plan, plan.known).stages
+                plan.each_s[plan.known] = stage.forward_s + stage.backward_s
+                plan.update_s = max(plan.update_s, stage.update_s)
+                bound_s = self.least_s(plan.plan, plan.each_s, plan.update_s)
+                plan.known += 1
             else:
-                one.costs = self._costs(one.plan)
-                each_s = [stage.forward_s + stage.backward_s for stage in one.costs.stages]
-                bound_s = self.least_s(one.plan, each_s, max(stage.update_s for stage in one.costs.stages))
+                plan.costs = self._costs(plan.plan)
+                each_s = [stage.forward_s + stage.backward_s for stage in plan.costs.stages]
+                bound_s = self.least_s(plan.plan, each_s, max(stage.update_s for stage in plan.costs.stages))
         except RequestError as error:
             self._refusal = str(error)
             if isinstance(error, MemoryLimitError):
                 self._memory.counted(error.least_bytes)
             return []
-        one.bound_s = max(one.bound_s, bound_s)
-        return [one]
+        plan.bound_s = max(plan.bound_s, bound_s)
+        return [plan]
 
-    def _that_fit(self, one: _Examined) -> Iterator[_Examined]:
+    def _that_fit(self, examined: _Examined) -> Iterator[_Examined]:
         """Yield each way in which a plan fits, with a bound from the operators of its stages."""
-        for way, plan in enumerate(self._memory.ways(self._with_cuts(one.plan))):
+        for way, plan in enumerate(self._memory.ways(self._with_cuts(examined.plan))):
             try:
                 each_s, update_s = self._bounds.of_stages(plan)
-                bound_s = max(one.bound_s, self.cut_bound_s(plan))
+                bound_s = max(examined.bound_s, self.cut_bound_s(plan))
             except RequestError as error:  # a buffer would be used in two stages
                 self._refusal = str(error)
                 continue
             self.further += way > 0
-            yield _Examined(bound_s, (one.number[0], way), plan, list(each_s), update_s)
+            yield _Examined(bound_s, (examined.number[0], way), plan, list(each_s), update_s)
 
     def _costs(self, plan: ParallelPlan, only: int | None = None) -> StageCosts:
         """Return the costs of a plan's stages, or of one of them; those before it are lowered, too."""
@@ -262,7 +262,7 @@ class _PlanTrials:
     def alternatives(self) -> dict[str, StepForecast | str]:
         """Return the forecasts of simple strategies, or the reasons why they do not work."""
         request, batch = self._request, self._request.batch
-        found: dict[str, StepForecast | str] = {}
+        forecasts: dict[str, StepForecast | str] = {}
         words: dict[str, tuple[Strategy, Schedule, int]] = {
             "data parallel": ("data", "1f1b", batch),
             "spatial only": ("spatial", "1f1b", batch),
@@ -272,11 +272,11 @@ class _PlanTrials:
         for name, (strategy, schedule, images) in words.items() if request.ranks > 1 else ():
             plan = plan_for(strategy, request.ranks, images)
             if batch % plan.replicas:
-                found[name] = f"a batch of {batch} cannot be divided among {plan.replicas} replicas"
+                forecasts[name] = f"a batch of {batch} cannot be divided among {plan.replicas} replicas"
                 continue
             rounds = 1 if schedule == "sequential" else plan.microbatches
-            found[name] = self._tried(plan_of(request, plan.grids, rounds, plan.replicas, schedule))
-        return found
+            forecasts[name] = self._tried(plan_of(request, plan.grids, rounds, plan.replicas, schedule))
+        return forecasts
 
     def why_none(self) -> str:
         """Return the message if no plan was found."""
@@ -292,9 +292,9 @@ class _PlanTrials:
     def _tried(self, plan: ParallelPlan) -> StepForecast | str:
         try:
             cut = self._with_cuts(plan)
-            needed = self._memory.needed_bytes(cut)
-            if needed > self._request.memory_bytes:
-                return f"needs {needed / 1e9:.3g} GB a rank"
+            rank_bytes = self._memory.needed_bytes(cut)
+            if rank_bytes > self._request.memory_bytes:
+                return f"needs {rank_bytes / 1e9:.3g} GB a rank"
             return self._forecast(cut)
         except RequestError as error:
             return f"refused: {error}"
@@ -313,7 +313,7 @@ class _PlanTrials:
                 self._cut[sizes] = with_cuts(free, program, self._request.machine, self._measured).cuts
             except RequestError as error:
                 self._cut[sizes] = error
-        known = self._cut[sizes]
-        if isinstance(known, RequestError):
-            raise known
-        return replace(plan, cuts=known)
+        cuts = self._cut[sizes]
+        if isinstance(cuts, RequestError):
+            raise cuts
+        return replace(plan, cuts=cuts)

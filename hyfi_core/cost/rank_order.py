@@ -22,7 +22,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 
 def in_blocks(nodes: Sequence[Hashable]) -> bool:
     """Whether the ranks of every node are consecutive, as launchers place them by default."""
-    changes = sum(one != other for one, other in pairwise(nodes))
+    changes = sum(node != following for node, following in pairwise(nodes))
     return changes == len(set(nodes)) - 1
 
 
@@ -53,9 +53,9 @@ def _chains(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]
         by_node.setdefault(node, []).append(rank)
     yield [rank for ranks in by_node.values() for rank in ranks]
     size = plan.ranks_per_replica
-    whole = {node: len(ranks) // size * size for node, ranks in by_node.items()}
-    filled = [rank for node, ranks in by_node.items() for rank in ranks[: whole[node]]]
-    yield [*filled, *(rank for node, ranks in by_node.items() for rank in ranks[whole[node] :])]
+    filled_ranks = {node: len(ranks) // size * size for node, ranks in by_node.items()}
+    filled = [rank for node, ranks in by_node.items() for rank in ranks[: filled_ranks[node]]]
+    yield [*filled, *(rank for node, ranks in by_node.items() for rank in ranks[filled_ranks[node] :])]
 
 
 def _places(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]]:
@@ -82,6 +82,6 @@ def _tiled(grid: tuple[int, int], tile: tuple[int, int]) -> list[int]:
 
 def _in_places(ranks: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
     order = [0] * len(places)
-    for rank, place in zip(ranks, places, strict=True):
-        order[place] = rank
+    for rank, position in zip(ranks, places, strict=True):
+        order[position] = rank
     return tuple(order)

@@ -37,9 +37,9 @@ class GradientHolders:
         """Return the group of a stage, with ranks in blocks on nodes."""
         placement = Placement.of(plan)
         directions = 1 if plan.mirror == "point_to_point" else placement.directions
-        held = {rank for direction in range(directions) for rank in placement.group(stage, direction)}
+        holders = {rank for direction in range(directions) for rank in placement.group(stage, direction)}
         firsts = range(0, plan.ranks, placement.size)  # of all planes of all replicas
-        counts = Counter((first + rank) // devices_per_node for first in firsts for rank in held)
+        counts = Counter((first + rank) // devices_per_node for first in firsts for rank in holders)
         return cls(len(counts), max(counts.values()))
 
     def exposed_s(self, gradients: Iterable[tuple[float, float]], backward_s: float, machine: MachineModel) -> float:

@@ -54,52 +54,52 @@ class _DiffersError(Exception):
     """Two programs differ in more than sizes."""
 
 
-def resized(one: Program, two: Program, images: int) -> Program:
-    """Return the program for ``images`` images; constants are those of ``one``.
+def resized(single: Program, two: Program, images: int) -> Program:
+    """Return the program for ``images`` images; constants are those of ``single``.
 
     Args:
-        one: for one image.
+        single: for one image.
         two: for two.
         images: of the micro-batch.
     """
     same = ("parameters", "buffers", "image", "outputs", "mutations")
-    sizes = [[(name, item.shape, item.dtype) for name, item in program.constants.items()] for program in (one, two)]
-    if any(getattr(one, name) != getattr(two, name) for name in same) or sizes[0] != sizes[1]:
+    sizes = [[(name, item.shape, item.dtype) for name, item in program.constants.items()] for program in (single, two)]
+    if any(getattr(single, name) != getattr(two, name) for name in same) or sizes[0] != sizes[1]:
         raise _DiffersError
-    if len(one.operators) != len(two.operators) or one.values.keys() != two.values.keys():
+    if len(single.operators) != len(two.operators) or single.values.keys() != two.values.keys():
         raise _DiffersError
-    pairs = zip(one.operators, two.operators, strict=True)
-    values = {name: _value(info, two.values[name], images) for name, info in one.values.items()}
-    return replace(one, operators=tuple(_operator(*pair, images) for pair in pairs), values=values)
+    pairs = zip(single.operators, two.operators, strict=True)
+    values = {name: _value(info, two.values[name], images) for name, info in single.values.items()}
+    return replace(single, operators=tuple(_operator(*pair, images) for pair in pairs), values=values)
 
 
-def _operator(one: Operator, two: Operator, images: int) -> Operator:
-    if (one.name, one.target, one.outputs, one.module) != (two.name, two.target, two.outputs, two.module):
+def _operator(single: Operator, two: Operator, images: int) -> Operator:
+    if (single.name, single.target, single.outputs, single.module) != (two.name, two.target, two.outputs, two.module):
         raise _DiffersError
-    if one == two:
-        return one
-    args, kwargs = _on_line((one.args, dict(one.kwargs)), (two.args, dict(two.kwargs)), images)
-    return replace(one, args=args, kwargs=kwargs)
+    if single == two:
+        return single
+    args, kwargs = _on_line((single.args, dict(single.kwargs)), (two.args, dict(two.kwargs)), images)
+    return replace(single, args=args, kwargs=kwargs)
 
 
-def _value(one: ValueInfo, two: ValueInfo, images: int) -> ValueInfo:
-    if one == two:
-        return one
-    if one.dtype != two.dtype:
+def _value(single: ValueInfo, two: ValueInfo, images: int) -> ValueInfo:
+    if single == two:
+        return single
+    if single.dtype != two.dtype:
         raise _DiffersError
-    return ValueInfo(_on_line(one.shape, two.shape, images), one.dtype)
+    return ValueInfo(_on_line(single.shape, two.shape, images), single.dtype)
 
 
-def _on_line(one: Any, two: Any, images: int) -> Any:
+def _on_line(single: Any, two: Any, images: int) -> Any:
     """Return an argument with every whole number extrapolated to ``images`` images."""
-    if type(one) is not type(two):
+    if type(single) is not type(two):
         raise _DiffersError
-    if type(one) is int:
-        return one + (two - one) * (images - 1)
-    if isinstance(one, (list, tuple)) and len(one) == len(two):
-        return type(one)(_on_line(a, b, images) for a, b in zip(one, two, strict=True))
-    if isinstance(one, Mapping) and one.keys() == two.keys():
-        return {name: _on_line(item, two[name], images) for name, item in one.items()}
-    if one != two:
+    if type(single) is int:
+        return single + (two - single) * (images - 1)
+    if isinstance(single, (list, tuple)) and len(single) == len(two):
+        return type(single)(_on_line(a, b, images) for a, b in zip(single, two, strict=True))
+    if isinstance(single, Mapping) and single.keys() == two.keys():
+        return {name: _on_line(item, two[name], images) for name, item in single.items()}
+    if single != two:
         raise _DiffersError
-    return one
+    return single

@@ -90,7 +90,7 @@ def forecast_step(
     plan: ParallelPlan,
     machine: MachineModel,
     dtype: str | None = None,
-    known: LoweredPlans | None = None,
+    lowered_plans: LoweredPlans | None = None,
     spills: SpillRule | None = None,
 ) -> StepForecast:
     """Return the forecast of a training step.
@@ -100,38 +100,38 @@ def forecast_step(
         plan: with named cuts, and with cells resolved.
         machine: the machine model.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
-        known: as for ``StageCosts``.
+        lowered_plans: as for ``StageCosts``.
         spills: likewise.
 
     Raises:
         RequestError: the plan does not work for this model.
         ScheduleError: its schedule deadlocks.
     """
-    costs = StageCosts(program, plan, machine, dtype, known, spills=spills)
-    found = _dry_run(plan, costs)
-    quick = _dry_run(plan, costs, free_messages=True) if any(costs.edges.values()) else found
-    step_s = found.makespan_s + _update_s(plan, costs)
+    costs = StageCosts(program, plan, machine, dtype, lowered_plans, spills=spills)
+    run = _dry_run(plan, costs)
+    quick = _dry_run(plan, costs, free_messages=True) if any(costs.edges.values()) else run
+    step_s = run.makespan_s + _update_s(plan, costs)
     rounds = plan.microbatches
     slowest = max(costs.stages, key=lambda stage: stage.forward_s + stage.backward_s)
-    computed_s = max((event.end_s for event in found.events if event.kind in COMPUTE), default=0.0)
+    computed_s = max((event.end_s for event in run.events if event.kind in COMPUTE), default=0.0)
     exposed_s = {
         "halo": rounds * slowest.halo_s,
         "sums": rounds * slowest.sums_s,
         "branches": rounds * slowest.branch_s,
         "spill": rounds * slowest.spilled.exposed_s,
-        "stage": max(0.0, found.makespan_s - quick.makespan_s),
-        "reduce": max(0.0, found.makespan_s - computed_s),
+        "stage": max(0.0, run.makespan_s - quick.makespan_s),
+        "reduce": max(0.0, run.makespan_s - computed_s),
     }
     return StepForecast(
         plan,
         step_s,
-        sum(found.busy_s) / len(found.busy_s) / step_s,
-        found.bubble,
+        sum(run.busy_s) / len(run.busy_s) / step_s,
+        run.bubble,
         exposed_s,
         rank_bytes(program, plan),
         grown_bytes(program, plan, machine.device),
         tuple(rounds * stage.computing_s for stage in costs.stages),
-        found,
+        run,
         rounds * slowest.spilled.moving_s,
         rounds * slowest.spilled.moved_bytes,
         rounds * slowest.spilled.again_s,
@@ -168,11 +168,11 @@ def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -
 def _update_s(plan: ParallelPlan, costs: StageCosts) -> float:
     """Return the time of the end of a step on the rank with the most weights to update."""
     placement = Placement.of(_collapsed(plan))
-    held = [
+    hosted = [
         {stage for stage, direction in placement.hosted(rank) if direction == 0 or plan.mirror == "all_reduce"}
         for rank in range(placement.size)
     ]
-    longest_s = costs.watch_s + max(sum(costs.stages[stage].update_s for stage in stages) for stages in held)
+    longest_s = costs.watch_s + max(sum(costs.stages[stage].update_s for stage in stages) for stages in hosted)
     cores, nodes = costs.machine.cores, -(-plan.ranks // costs.machine.devices_per_node)
     return longest_s if cores is None else longest_s * max(1.0, plan.ranks / nodes / cores.count)
 
@@ -202,16 +202,14 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
         edge_s={edge: 0.0 if free_messages else costs.edges[edge] - copied_s[edge] for edge in edges},
     )
     rounds, placement = small.microbatches, Placement.of(small)
-    found = simulate(
-        _actions(small, edges), placement, edges, mirror=small.mirror, microbatches=rounds, costs=durations
-    )
+    run = simulate(_actions(small, edges), placement, edges, mirror=small.mirror, microbatches=rounds, costs=durations)
     cores = costs.machine.cores
     if cores is None or not costs.machine.shared(plan.ranks):
-        return found
+        return run
     sizes = [prod(grid) for grid in plan.grids] if placement.size < plan.ranks_per_plane else [1] * placement.size
     nodes = -(-plan.ranks // costs.machine.devices_per_node)
     weights = [plan.replicas * plan.branches * size / nodes for size in sizes]  # ranks that each stands for
-    return on_shared_cores(found, weights, cores)
+    return on_shared_cores(run, weights, cores)
 
 
 def _copied_s(plan: ParallelPlan, costs: StageCosts) -> dict[tuple[int, int], float]:
@@ -239,8 +237,8 @@ def rank_bytes(program: Program, plan: ParallelPlan, stages: Sequence[StageMaps]
         plan: with named cuts, and with cells resolved.
         stages: of the plan, if they are known.
     """
-    needed = _plane_bytes(plan, forecast_memory(program, plan, stages))
-    return needed * plan.branches  # an upper bound: each plane has all branches
+    plane_bytes = _plane_bytes(plan, forecast_memory(program, plan, stages))
+    return plane_bytes * plan.branches  # an upper bound: each plane has all branches
 
 
 def grown_bytes(program: Program, plan: ParallelPlan, device: str) -> tuple[int, ...]:
@@ -254,13 +252,13 @@ def grown_bytes(program: Program, plan: ParallelPlan, device: str) -> tuple[int,
     if device != "cpu":
         return rank_bytes(program, plan)
     # In a heap, gradients do not take the place of maps that are freed meanwhile.
-    stages = [replace(one, gradients_stay=True) for one in forecast_memory(program, plan)]
-    placement, needed, found = Placement.of(plan), _plane_bytes(plan, stages), []
+    stages = [replace(stage, gradients_stay=True) for stage in forecast_memory(program, plan)]
+    placement, plane_bytes, grown = Placement.of(plan), _plane_bytes(plan, stages), []
     states = [sum(stages[stage].state_bytes for stage, _ in placement.hosted(rank)) for rank in range(placement.size)]
-    maps = [max(0, needs - state) for needs, state in zip(needed, states, strict=True)]
-    for needs, of_maps, kept in zip(needed, maps, kept_bytes(program, plan, maps), strict=True):
-        found.append(kept + needs - of_maps + of_maps // plan.branches)
-    return tuple(found) * plan.branches
+    maps = [max(0, needs - state) for needs, state in zip(plane_bytes, states, strict=True)]
+    for needs, of_maps, kept_by_rank in zip(plane_bytes, maps, kept_bytes(program, plan, maps), strict=True):
+        grown.append(kept_by_rank + needs - of_maps + of_maps // plan.branches)
+    return tuple(grown) * plan.branches
 
 
 def _plane_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast]) -> tuple[int, ...]:
@@ -270,6 +268,6 @@ def _plane_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast]) -> tuple[
     cells = prod(plan.cell_grid)
     if plan.spill is None:
         return rank_peaks(plan, [stage.in_cells(cells) for stage in stages])
-    placement, needed = Placement.of(plan), [stage.spilled_bytes(cells) for stage in stages]
-    sums = (sum(needed[stage] for stage, _ in placement.hosted(rank)) for rank in range(placement.size))
+    placement, least_bytes = Placement.of(plan), [stage.spilled_bytes(cells) for stage in stages]
+    sums = (sum(least_bytes[stage] for stage, _ in placement.hosted(rank)) for rank in range(placement.size))
     return tuple(max(stages[0].start_bytes, needs) for needs in sums)

@@ -140,7 +140,7 @@ class StageCosts:
         plan: ParallelPlan,
         machine: MachineModel,
         dtype: str | None = None,
-        known: LoweredPlans | None = None,
+        lowered_plans: LoweredPlans | None = None,
         only: int | None = None,
         spills: SpillRule | None = None,
     ) -> None:
@@ -151,10 +151,10 @@ class StageCosts:
         self._fine = plan.by_cells()
         self._turn_s = machine.turns_s(plan.ranks)
         self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
-        known = self._known = LoweredPlans() if known is None else known
-        lowered = lowered_stages(program, plan, self._fine, machine, known)
+        lowered_plans = self._known = LoweredPlans() if lowered_plans is None else lowered_plans
+        lowered = lowered_stages(program, plan, self._fine, machine, lowered_plans)
         counted = spills if plan.spill is not None and only is None else None
-        self._spilled: tuple[SpilledMaps, ...] = () if counted is None else counted(program, plan, known)
+        self._spilled: tuple[SpilledMaps, ...] = () if counted is None else counted(program, plan, lowered_plans)
         numbers = range(plan.stages * plan.interleave) if only is None else (only,)
         self.stages = tuple(
             self._stage(_LoweredStage(number, *lowered.stage(number), dtype, lowered.active)) for number in numbers
@@ -198,8 +198,8 @@ class StageCosts:
         leaving = tuple(Ref(name) for names in piece.exits.values() for name in names if name in active)
         entering = [name for names in piece.entries.values() for name in names if name in active]
         active_here = active_values(program, (piece.outputs, leaving), (*program.parameters, *entering))
-        found = operator_costs(program, self.machine, dtype, active_here)
-        costs = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
+        cost_list = operator_costs(program, self.machine, dtype, active_here)
+        costs = {op.name: cost for op, cost in zip(program.operators, cost_list, strict=True)}
         return self._computed(divided, operators, costs, ranks)
 
     def _computed(
@@ -233,7 +233,7 @@ class StageCosts:
                 if name in gradients:
                     clock.gradients.append((max(loads[plane] for plane in planes), gradients[name]))
             clock.backward_s = max(loads)
-        clock.gradients.sort(key=lambda found: found[0])
+        clock.gradients.sort(key=lambda gradient: gradient[0])
         return clock
 
     def _of_cells(self, cost: OperatorCost, seconds: Callable[..., float], fraction: float, kind: str | None) -> float:
@@ -298,12 +298,12 @@ class StageCosts:
 
     def _ways(self, grid: tuple[int, int], strips: Sequence[Strip], pixel_bytes: float) -> dict[Way, float]:
         """Return way to a peer -> bytes, of the rank in the middle of a grid, for which stages are lowered."""
-        (rows, columns), found = grid, dict[Way, float]()
+        (rows, columns), bytes_by_way = grid, dict[Way, float]()
         for strip in strips:
             y, x = divmod(strip.peer, columns)
             way = y - rows // 2, x - columns // 2
-            found[way] = found.get(way, 0.0) + pixel_bytes * strip.box.area
-        return found
+            bytes_by_way[way] = bytes_by_way.get(way, 0.0) + pixel_bytes * strip.box.area
+        return bytes_by_way
 
     def _branch_s(self, divided: DividedStage) -> float:
         """Return the waits for values of other planes in a forward."""
@@ -333,8 +333,8 @@ def update_s(program: Program, machine: MachineModel) -> float:
 
 def _gradient_bytes(program: Program, operators: Sequence[Operator]) -> dict[str, int]:
     """Return operator -> bytes of the gradients that its backward completes, because it was the first to use them."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     first = {name: op.name for op in reversed(operators) for name in op.inputs if name in program.parameters}
     for name, user in first.items():
-        found[user] = found.get(user, 0) + value_bytes(program, name)
-    return found
+        sizes[user] = sizes.get(user, 0) + value_bytes(program, name)
+    return sizes

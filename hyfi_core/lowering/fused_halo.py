@@ -50,9 +50,9 @@ class Flow:
     flops: float = 0.0
     touched_bytes: float = 0.0
 
-    def need(self, boxes: Boxes, whole: Box) -> Boxes:
+    def need(self, boxes: Boxes, map_box: Box) -> Boxes:
         """Return the box of an input, within the map, that each rank needs to compute ``boxes`` of the results."""
-        return boxes if self.window is None else _need(self.window, boxes, whole)
+        return boxes if self.window is None else _need(self.window, boxes, map_box)
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ class Margins:
 
 def unfused(sketch: Sketch) -> Margins:
     """Return the exchanges with one before each window operator; no margins are computed."""
-    wanted: dict[str, tuple[Boxes, ...]] = {}
+    exchanged: dict[str, tuple[Boxes, ...]] = {}
     for flow in sketch.flows:
         for value, need in reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts):
-            wanted[value] = (*wanted.get(value, ()), need)
-    wanted.pop(sketch.image, None)
-    return Margins({}, wanted)
+            exchanged[value] = (*exchanged.get(value, ()), need)
+    exchanged.pop(sketch.image, None)
+    return Margins({}, exchanged)
 
 
 def margins_of(sketch: Sketch, depth: int) -> Margins:
@@ -110,7 +110,7 @@ def margins_of(sketch: Sketch, depth: int) -> Margins:
     inner = {value for flow in sketch.flows for value in flow.makes} - sketch.fixed - exchanged
     wide: dict[str, Boxes] = {}
     computed: dict[str, Boxes] = {}
-    wanted: dict[str, tuple[Boxes, ...]] = {}
+    needed_boxes: dict[str, tuple[Boxes, ...]] = {}
     for flow in reversed(sketch.flows):
         layout = sketch.layouts[flow.makes[0]]
         boxes = _joined([wide.get(value, layout.parts) for value in flow.makes])
@@ -120,9 +120,9 @@ def margins_of(sketch: Sketch, depth: int) -> Margins:
             if value in inner and need.alike(sketch.layouts[value].parts):
                 wide[value] = _widened(sketch.layouts[value], wide.get(value), need)
             else:
-                wanted[value] = (*wanted.get(value, ()), need)
-    wanted.pop(sketch.image, None)  # a wider box is read
-    return Margins(computed, wanted)
+                needed_boxes[value] = (*needed_boxes.get(value, ()), need)
+    needed_boxes.pop(sketch.image, None)  # a wider box is read
+    return Margins(computed, needed_boxes)
 
 
 def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]]:
@@ -130,21 +130,21 @@ def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]
 
     ``boxes``: of the results, for each rank.
     """
-    found = []
+    needs = []
     for value in flow.takes:
         layout = sketch.layouts[value]
         need = flow.need(boxes, layout.map)
         if not _owned(layout, need):
-            found.append((value, need))
-    return found
+            needs.append((value, need))
+    return needs
 
 
 # Cached: networks repeat their blocks, and several depths are compared.
 
 
 @lru_cache(maxsize=4096)
-def _need(window: Window, boxes: Boxes, whole: Box) -> Boxes:
-    return window.input_boxes(boxes).within(whole)
+def _need(window: Window, boxes: Boxes, map_box: Box) -> Boxes:
+    return window.input_boxes(boxes).within(map_box)
 
 
 @lru_cache(maxsize=4096)
@@ -181,16 +181,16 @@ def _branch_point(
 
     The chain must have room for one more window, the one that has to exchange.
     """
-    here, passed = value, 1
-    while sketch.readers.get(here, 0) < 2:
-        at = made_by.get(here)
-        if at is None or here in sketch.fixed or len(sketch.flows[at].takes) != 1:
+    point, passed = value, 1
+    while sketch.readers.get(point, 0) < 2:
+        at = made_by.get(point)
+        if at is None or point in sketch.fixed or len(sketch.flows[at].takes) != 1:
             return value
-        here = sketch.flows[at].takes[0]
+        point = sketch.flows[at].takes[0]
         passed += bool(grows[at])
-        if passed > depth or here == sketch.image:
+        if passed > depth or point == sketch.image:
             return value
-    return here
+    return point
 
 
 def _alike(several: Sequence[Boxes]) -> bool:

@@ -48,16 +48,16 @@ def in_place(ranked: RankProgram, alone: bool = False) -> RankProgram:
     uses = Counter(name for instruction in ranked.instructions for name in instruction.inputs)
     uses.update((*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()))
     fresh: set[str] = set()
-    done: list[Instruction] = []
+    instructions: list[Instruction] = []
     for instruction in ranked.instructions:
         free = {name for name in instruction.inputs if name in fresh and uses[name] == 1}
         if isinstance(instruction, LocalCall) and not (alone and _is_small_relu(instruction, ranked)):
             instruction = _in_place(instruction, free)
-        done.append(instruction)
+        instructions.append(instruction)
         if _makes_fresh(instruction) and instruction.outputs[0] is not None:
             fresh.add(instruction.outputs[0])
     left = {*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()}
-    return replace(ranked, instructions=tuple(_pools_over(done, fresh - left)))
+    return replace(ranked, instructions=tuple(_pools_over(instructions, fresh - left)))
 
 
 def _is_small_relu(call: LocalCall, ranked: RankProgram) -> bool:
@@ -87,9 +87,9 @@ def _pools_over(instructions: list[Instruction], fresh: set[str]) -> Iterator[In
                 users.setdefault(name, []).append(index)
     for index, instruction in enumerate(instructions):
         if isinstance(instruction, (CustomCall, CollectiveCall)) and isinstance(instruction.operator, _POOLS):
-            others = (at for at in users.get(str(instruction.inputs[0]), ()) if at != index)
+            other_users = (at for at in users.get(str(instruction.inputs[0]), ()) if at != index)
             mine = str(instruction.inputs[0]) in users
-            if mine and all(_saves_nothing(instructions[at], of_map=at < index) for at in others):
+            if mine and all(_saves_nothing(instructions[at], of_map=at < index) for at in other_users):
                 operator: Any = replace(instruction.operator, overwrites_map=True)
                 yield replace(instruction, operator=operator)
                 continue
@@ -121,9 +121,9 @@ def _in_place(call: LocalCall, free: set[str]) -> Instruction:
     return call
 
 
-def _sum_over(target: int, other: int) -> Callable[..., torch.Tensor]:
+def _sum_over(target: int, addend: int) -> Callable[..., torch.Tensor]:
     def call(*operands: Any) -> Any:
-        result, added = operands[target], operands[other]
+        result, added = operands[target], operands[addend]
         # Under autocast their dtypes may differ.
         fits = result.shape == added.shape and result.dtype == added.dtype
         return result.add_(added) if fits else torch.add(*operands)

@@ -61,13 +61,13 @@ class JoinedCalls:
     @cached_property
     def _ended(self) -> tuple[tuple[str, ...], ...]:
         """The values that end with each call: it is their last user, or nobody uses them."""
-        found: list[tuple[str, ...]] = []
-        needed = set(self.outputs)
+        ended: list[tuple[str, ...]] = []
+        used_later = set(self.outputs)
         for call in reversed(self.calls):
             names = dict.fromkeys(name for name in (*call.inputs, *call.outputs) if name is not None)
-            found.append(tuple(name for name in names if name not in needed))
-            needed.update(call.inputs)
-        return tuple(reversed(found))
+            ended.append(tuple(name for name in names if name not in used_later))
+            used_later.update(call.inputs)
+        return tuple(reversed(ended))
 
 
 def join_calls(ranked: RankProgram) -> RankProgram:
@@ -81,26 +81,26 @@ def join_calls(ranked: RankProgram) -> RankProgram:
     drawn = {name for op in ranked.drawn for name in op.outputs if name is not None}
     uses = Counter(name for instruction in ranked.instructions for name in instruction.inputs if name is not None)
     uses.update(ranked.results)
-    done: list[Instruction] = []
+    instructions: list[Instruction] = []
     run: list[LocalCall] = []
     for instruction in ranked.instructions:
         if isinstance(instruction, LocalCall) and _can_join(instruction, drawn):
             run.append(instruction)
             continue
-        done.extend(_joined(run, ranked, uses))
-        done.append(instruction)
+        instructions.extend(_joined(run, ranked, uses))
+        instructions.append(instruction)
         run = []
-    done.extend(_joined(run, ranked, uses))
-    return replace(ranked, instructions=tuple(done))
+    instructions.extend(_joined(run, ranked, uses))
+    return replace(ranked, instructions=tuple(instructions))
 
 
 def parts_of(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
     """Return the instructions with joined calls apart again."""
-    found: list[Instruction] = []
+    apart: list[Instruction] = []
     for instruction in instructions:
         parts = instruction.parts if isinstance(instruction, LocalCall) else ()
-        found.extend(parts or (instruction,))
-    return tuple(found)
+        apart.extend(parts or (instruction,))
+    return tuple(apart)
 
 
 def _can_join(call: LocalCall, drawn: Set[str]) -> bool:
@@ -112,9 +112,9 @@ def _joined(run: list[LocalCall], ranked: RankProgram, uses: Counter[str]) -> li
     if sum(_fusible(call, ranked) for call in run) < FUSED_FROM:
         return run
     within = Counter(name for call in run for name in call.inputs)
-    made = dict.fromkeys(name for call in run for name in call.outputs if name is not None)
-    inputs = tuple(dict.fromkeys(name for call in run for name in call.inputs if name not in made))
-    outputs = tuple(name for name in made if uses[name] > within[name])
+    computed = dict.fromkeys(name for call in run for name in call.outputs if name is not None)
+    inputs = tuple(dict.fromkeys(name for call in run for name in call.inputs if name not in computed))
+    outputs = tuple(name for name in computed if uses[name] > within[name])
     return [LocalCall(JoinedCalls(tuple(run), inputs, outputs), inputs, outputs, parts=tuple(run))]
 
 

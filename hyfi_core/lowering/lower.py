@@ -116,8 +116,8 @@ def _lower_split(builder: Builder, op: Operator, facts: OperatorFacts) -> None:
     try:
         if facts.rule is None:
             alternative = f"{facts.instead}; or " if facts.instead else ""
-            what = "has no rule for maps that are split over ranks"
-            builder.refuse(op, what, f"{alternative}a grid of one rank")
+            problem = "has no rule for maps that are split over ranks"
+            builder.refuse(op, problem, f"{alternative}a grid of one rank")
         facts.rule(builder, op)
     except RequestError as refused:
         builder.rewind(mark)
@@ -127,8 +127,8 @@ def _lower_split(builder: Builder, op: Operator, facts: OperatorFacts) -> None:
             size = max(builder.nbytes(name) for name in op.inputs if name in builder.splits)
             if size <= builder.gather_bytes or isinstance(refused, GatherError) or draws_numbers(op):
                 raise refused from None
-            wanted = f"plan.gather_bytes={size} or more (now {builder.gather_bytes})"
-            raise RequestError(f"{refused}; or {wanted}, with which every rank has the whole map") from None
+            remedy = f"plan.gather_bytes={size} or more (now {builder.gather_bytes})"
+            raise RequestError(f"{refused}; or {remedy}, with which every rank has the whole map") from None
 
 
 def _lower_alone(builder: Builder, op: Operator, rule: Rule | None) -> None:

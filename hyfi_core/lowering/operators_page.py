@@ -46,10 +46,10 @@ def page() -> str:
         cells = _summary(facts), _KEPT.get(facts.keeps, facts.keeps), facts.kind.replace("_", " ")
         groups[cells].append(_short(text))
     rows = [_row(_code(names), *cells) for cells, names in sorted(groups.items(), key=_by_first_name)]
-    others = [_row(_code([name]), text) for name, text in sorted(instead.items())]
+    refused = [_row(_code([name]), text) for name, text in sorted(instead.items())]
     head = ["| operators | what they are | kept for backward | time modelled as |", "|---|---|---|---|"]
     table = ["## With a rule", "", f"{len(ruled)} operators.", "", *head, *rows]
-    return "\n".join([HEAD, *table, "", "## What to use instead", "", "| operator | use |", "|---|---|", *others, ""])
+    return "\n".join([HEAD, *table, "", "## What to use instead", "", "| operator | use |", "|---|---|", *refused, ""])
 
 
 def _row(*cells: str) -> str:

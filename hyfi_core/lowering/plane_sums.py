@@ -16,7 +16,7 @@ from hyfi_core.capture.program import Operator, Program, Ref, refs_in
 from hyfi_core.plan.branches import Branches
 
 
-def sum_in_planes(program: Program, branches: Branches, kept: Iterable[str]) -> tuple[Program, Branches]:
+def sum_in_planes(program: Program, branches: Branches, results: Iterable[str]) -> tuple[Program, Branches]:
     """Return a program whose sums of several values of one plane are computed there, and its division.
 
     Only sums of equal shapes and types are changed, and only by the order in which they are added.
@@ -24,12 +24,12 @@ def sum_in_planes(program: Program, branches: Branches, kept: Iterable[str]) -> 
     Args:
         program: a stage of a model.
         branches: which plane computes what.
-        kept: values that must not change: outputs and those that other stages use.
+        results: values that must not change: outputs and those that other stages use.
     """
     if not branches.owners:
         return program, branches
     uses = Counter(name for op in program.operators for name in op.inputs)
-    uses.update((*kept, *refs_in(program.outputs), *program.mutations.values()))
+    uses.update((*results, *refs_in(program.outputs), *program.mutations.values()))
     maker = {name: op for op in program.operators for name in op.outputs if name is not None}
     adds = {op.name for op in program.operators if op.name not in branches.owners and _is_sum(program, op)}
     inner = {
@@ -55,10 +55,11 @@ def sum_in_planes(program: Program, branches: Branches, kept: Iterable[str]) -> 
     if not instead:
         return program, branches
     positions = {op.name: program.ordinal(op) for op in program.operators}  # random numbers depend on them
-    operators = tuple(new for op in program.operators for new in instead.get(op.name, (op,)))
+    operators = tuple(replacement for op in program.operators for replacement in instead.get(op.name, (op,)))
     new_names = {name: tuple(op.name for op in ops) for name, ops in instead.items()}
     regions = tuple(
-        tuple(new for name in region for new in new_names.get(name, (name,))) for region in branches.regions
+        tuple(replacement for name in region for replacement in new_names.get(name, (name,)))
+        for region in branches.regions
     )
     return replace(program, operators=operators, ordinals=positions), replace(branches, regions=regions, owners=owners)
 
@@ -88,13 +89,13 @@ def _regrouped(
     tree: Sequence[Operator], terms: Sequence[str], together: dict[int, list[str]], owners: dict[str, int]
 ) -> list[Operator]:
     """Return the same sums, with the terms of each plane first; records which plane owns them."""
-    done: list[Operator] = []
+    sums: list[Operator] = []
 
     def total(names: Sequence[str], plane: int | None) -> str:
         first = names[0]
         for name in names[1:]:
-            op = tree[len(done)]
-            done.append(replace(op, args=(Ref(first), Ref(name))))
+            op = tree[len(sums)]
+            sums.append(replace(op, args=(Ref(first), Ref(name))))
             if plane is not None:
                 owners[op.name] = plane
             first = op.first_output
@@ -103,4 +104,4 @@ def _regrouped(
     partial = [total(names, plane) for plane, names in together.items()]
     grouped = {name for names in together.values() for name in names}
     total([*partial, *(name for name in terms if name not in grouped)], None)
-    return done
+    return sums

@@ -67,39 +67,41 @@ def on_plane(ranked: RankProgram, plane: Plane, rank: int) -> RankProgram:
         )
     if not plane.branches.owners:
         return ranked
-    done: list[Instruction] = []
+    instructions: list[Instruction] = []
     for step in _steps(ranked, plane, rank):
         if isinstance(step, PlaneExchange):
-            sent, taken = (tuple(value.name for value in values) for values in (step.sent, step.taken))
-            if sent or taken:
-                done.append(CollectiveCall(step, sent, taken, "stage", between_planes=True))
+            sent, received = (tuple(value.name for value in values) for values in (step.sent, step.taken))
+            if sent or received:
+                instructions.append(CollectiveCall(step, sent, received, "stage", between_planes=True))
         elif plane.index in step[1]:
-            done.append(step[0])
-    return replace(ranked, instructions=tuple(done), undivided=ranked.instructions)
+            instructions.append(step[0])
+    return replace(ranked, instructions=tuple(instructions), undivided=ranked.instructions)
 
 
 def exchanges(ranked: RankProgram, plane: Plane, rank: int) -> list[PlaneExchange]:
     """Return the exchanges of a divided program, with those in which this plane has no part; see ``on_plane``."""
     if not ranked.undivided:
         return []
-    whole = replace(ranked, instructions=ranked.undivided)
-    return [step for step in _steps(whole, plane, rank) if isinstance(step, PlaneExchange)]
+    undivided = replace(ranked, instructions=ranked.undivided)
+    return [step for step in _steps(undivided, plane, rank) if isinstance(step, PlaneExchange)]
 
 
 def _steps(ranked: RankProgram, plane: Plane, rank: int) -> Iterator[PlaneExchange | tuple[Instruction, _Planes]]:
     """Yield the instructions, each with the planes that compute it, and the exchanges between them."""
     computed, used = _where(ranked, plane.branches)
-    made: dict[str, int] = {}  # value that other planes need -> the plane that has it
+    owner_of: dict[str, int] = {}  # value that other planes need -> the plane that has it
     for index, instruction in enumerate(ranked.instructions):
-        if any(name in made and computed[index] - {made[name]} for name in instruction.inputs if name is not None):
-            yield _exchange(ranked, plane, rank, made, used)
-            made = {}
+        if any(
+            name in owner_of and computed[index] - {owner_of[name]} for name in instruction.inputs if name is not None
+        ):
+            yield _exchange(ranked, plane, rank, owner_of, used)
+            owner_of = {}
         yield instruction, computed[index]
         for name in instruction.outputs:
             if name is not None and not used[name] <= computed[index]:
-                made[name] = min(computed[index])
-    if made:
-        yield _exchange(ranked, plane, rank, made, used)
+                owner_of[name] = min(computed[index])
+    if owner_of:
+        yield _exchange(ranked, plane, rank, owner_of, used)
 
 
 def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_Planes], dict[str, _Planes]]:
@@ -122,22 +124,22 @@ def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_Planes], dict
     for instruction in reversed(ranked.instructions):
         outputs = [name for name in instruction.outputs if name is not None]
         owners = next((owner[name] for name in outputs if name in owner), None)
-        here = frozenset().union(*(used.get(name, frozenset()) for name in outputs)) if owners is None else owners
-        computed.append(here)
+        computing = frozenset().union(*(used.get(name, frozenset()) for name in outputs)) if owners is None else owners
+        computed.append(computing)
         for name in outputs:
             used.setdefault(name, frozenset())
-        for taken in instruction.inputs:
-            if taken is not None:
-                used[taken] = used.get(taken, frozenset()) | here
+        for value in instruction.inputs:
+            if value is not None:
+                used[value] = used.get(value, frozenset()) | computing
     return computed[::-1], used
 
 
 def _exchange(
-    ranked: RankProgram, plane: Plane, rank: int, made: Mapping[str, int], used: Mapping[str, _Planes]
+    ranked: RankProgram, plane: Plane, rank: int, owner_of: Mapping[str, int], used: Mapping[str, _Planes]
 ) -> PlaneExchange:
     """Return the exchange of these values."""
     values = []
-    for name, owner in made.items():
+    for name, owner in owner_of.items():
         info, split = ranked.values[name], ranked.splits.get(name)
         shape = info.shape if split is None else split.local_shape(info.shape, rank)
         dtype = plane.dtypes.get(name, info.dtype)

@@ -19,17 +19,17 @@ from hyfi_core.capture.program import Operator, Program, Ref, refs_in
 _POOLS = ("aten.max_pool2d.default", "aten.max_pool2d_with_indices.default")
 
 
-def pool_before_relu(program: Program, kept: Iterable[str]) -> Program:
+def pool_before_relu(program: Program, results: Iterable[str]) -> Program:
     """Return the program with every relu that is used only by a max pool moved after that pool.
 
     Names keep their order: the pool's result gets the name of the relu's.
 
     Args:
         program: a model or a stage of it.
-        kept: values that must not change: outputs and those that other stages use.
+        results: values that must not change: outputs and those that other stages use.
     """
     uses = Counter(name for op in program.operators for name in op.inputs)
-    uses.update((*kept, *refs_in(program.outputs), *program.mutations.values()))
+    uses.update((*results, *refs_in(program.outputs), *program.mutations.values()))
     relus = {op.outputs[0]: op for op in program.operators if op.text == "aten.relu.default"}
     pools = {
         relus[op.args[0].name].name: op

@@ -93,15 +93,15 @@ class BackwardMemory:
         if not any(name in active for name in call.inputs):
             return False, {}
         arriving = [self._pop(name) for name in call.outputs]
-        given = [item.memory for item in arriving]
-        may_overwrite = bool(given) and self._alone(given[0], (*self._memories(), *given[1:]))
-        everything = _NOTHING.union(*given)
+        memories = [item.memory for item in arriving]
+        may_overwrite = bool(memories) and self._alone(memories[0], (*self._memories(), *memories[1:]))
+        everything = _NOTHING.union(*memories)
         if isinstance(operator, SplitBackward):
             self._deferred |= everything  # its weight gradient may be computed later, from the same cotangent
         elif isinstance(operator, AsyncBackward):
             self._deferred = _NOTHING  # deferred gradients have been computed
         returns_own = getattr(operator, "own_cotangents", False)
-        found = []
+        arriving_at = []
         for name in call.inputs:
             if name is not None and name in active:
                 if returns_own:
@@ -112,35 +112,35 @@ class BackwardMemory:
                     memory = self._given_to_others(everything | self._new())
                 # Without a cotangent there is none of its inputs: what does not lead to the loss has none.
                 certain = returns_own and any(item.certain for item in arriving)
-                found.append((name, _Cotangent(memory, certain)))
-        return may_overwrite, self._add(found)
+                arriving_at.append((name, _Cotangent(memory, certain)))
+        return may_overwrite, self._add(arriving_at)
 
     def segment(self, calls: Iterable[LocalCall], inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, Over]:
         """Simulate a segment, whose backward is autograd's; return its sums."""
-        found = {name: self._pop(name) for name in outputs if name in self._held}
+        cotangents = {name: self._pop(name) for name in outputs if name in self._held}
         for call in reversed(tuple(calls)):
-            given = [found.pop(name) for name in call.outputs if name in found]
-            if given:
-                memory = _NOTHING.union(*(item.memory for item in given))
-                self._local(call, _Cotangent(memory, any(item.certain for item in given)), found)
-        return self._add([(name, found[name]) for name in inputs if name in found])
+            of_outputs = [cotangents.pop(name) for name in call.outputs if name in cotangents]
+            if of_outputs:
+                memory = _NOTHING.union(*(item.memory for item in of_outputs))
+                self._local(call, _Cotangent(memory, any(item.certain for item in of_outputs)), cotangents)
+        return self._add([(name, cotangents[name]) for name in inputs if name in cotangents])
 
-    def _local(self, call: LocalCall, given: _Cotangent, found: dict[str, _Cotangent]) -> None:
+    def _local(self, call: LocalCall, of_output: _Cotangent, cotangents: dict[str, _Cotangent]) -> None:
         """Assign cotangents to the inputs of a local call."""
         for name in dict.fromkeys(call.inputs):
             if name not in self._facts.active:
                 continue
             origin = self._origin(call, name)
-            memory = given.memory if origin == "given" else self._new()
+            memory = of_output.memory if origin == "given" else self._new()
             if origin == "unknown":
-                memory = self._given_to_others(memory | given.memory)
+                memory = self._given_to_others(memory | of_output.memory)
             if name in self._facts.parameters:
                 self._given_to_others(memory)  # to its ``grad``, and to hooks on it
                 continue
-            certain = given.certain and origin != "unknown" and call.empty is None
-            if name in found:  # autograd adds into memory without other references, or into new memory
-                memory, certain = self._new(), certain or found[name].certain
-            found[name] = _Cotangent(memory, certain)
+            certain = of_output.certain and origin != "unknown" and call.empty is None
+            if name in cotangents:  # autograd adds into memory without other references, or into new memory
+                memory, certain = self._new(), certain or cotangents[name].certain
+            cotangents[name] = _Cotangent(memory, certain)
 
     def _origin(self, call: LocalCall, name: str) -> Literal["own", "given", "unknown"]:
         """Return which memory autograd's gradient of a call's input uses."""
@@ -155,35 +155,35 @@ class BackwardMemory:
             return "given" if values[name].shape == values[call.outputs[0]].shape else "own"
         return "unknown"
 
-    def _add(self, found: list[tuple[str, _Cotangent]]) -> dict[str, Over]:
+    def _add(self, arriving: list[tuple[str, _Cotangent]]) -> dict[str, Over]:
         """Simulate ``BackwardPass._add``; return which of two added cotangents may be overwritten."""
         sums: dict[str, Over] = {}
-        times = Counter(name for name, _ in found)
-        while found:
-            name, new = found.pop(0)
+        times = Counter(name for name, _ in arriving)
+        while arriving:
+            name, addend = arriving.pop(0)
             if name in self._facts.parameters:
-                self._given_to_others(new.memory)
+                self._given_to_others(addend.memory)
                 continue
             if name in self._held:
-                held = self._pop(name)
-                others = (*self._memories(), *(rest.memory for _, rest in found))
+                present = self._pop(name)
+                elsewhere = (*self._memories(), *(later.memory for _, later in arriving))
                 total = self._new()
-                if times[name] == 1 and self._alone(held.memory, (*others, new.memory)):
-                    sums[name], total = "held", held.memory
-                elif times[name] == 1 and self._alone(new.memory, (*others, held.memory)):
-                    sums[name], total = "new", new.memory
+                if times[name] == 1 and self._alone(present.memory, (*elsewhere, addend.memory)):
+                    sums[name], total = "held", present.memory
+                elif times[name] == 1 and self._alone(addend.memory, (*elsewhere, present.memory)):
+                    sums[name], total = "new", addend.memory
                 # If one of the two does not exist, the other is passed on.
-                total |= _NOTHING if held.certain else new.memory
-                total |= _NOTHING if new.certain else held.memory
-                new = _Cotangent(total, held.certain or new.certain)
-            self._held[name] = new
+                total |= _NOTHING if present.certain else addend.memory
+                total |= _NOTHING if addend.certain else present.memory
+                addend = _Cotangent(total, present.certain or addend.certain)
+            self._held[name] = addend
         return sums
 
-    def _alone(self, memory: Memory, others: Iterable[Memory]) -> bool:
+    def _alone(self, memory: Memory, memories: Iterable[Memory]) -> bool:
         """Whether only one value can be in this memory."""
         if not memory or not memory.isdisjoint(self._shared) or not memory.isdisjoint(self._deferred):
             return False
-        return all(memory.isdisjoint(other) for other in others)
+        return all(memory.isdisjoint(used) for used in memories)
 
     def _pop(self, name: str | None) -> _Cotangent:
         return self._held.pop(name, _Cotangent(_NOTHING, False)) if name is not None else _Cotangent(_NOTHING, False)
@@ -201,18 +201,18 @@ class BackwardMemory:
 
 
 def writing_over(
-    call: CustomCall | CollectiveCall, may_overwrite: bool, made: Collection[str | None]
+    call: CustomCall | CollectiveCall, may_overwrite: bool, computed: Collection[str | None]
 ) -> CustomCall | CollectiveCall:
     """Return the call with an operator that overwrites cotangents where allowed.
 
     Args:
         call: any.
         may_overwrite: whether the cotangent of its first output may be overwritten.
-        made: values that the tape computes; other memory belongs to the caller.
+        computed: values that the tape computes; other memory belongs to the caller.
     """
     operator = call.operator
     if isinstance(operator, (Relu, BatchNorm)) and operator.overwrites_cotangent != may_overwrite:
         return replace(call, operator=replace(operator, overwrites_cotangent=may_overwrite))  # type: ignore[arg-type]
-    if isinstance(operator, (MaxPool, WholeMaxPool)) and operator.overwrites_map and call.inputs[0] not in made:
+    if isinstance(operator, (MaxPool, WholeMaxPool)) and operator.overwrites_map and call.inputs[0] not in computed:
         return replace(call, operator=replace(operator, overwrites_map=False))  # type: ignore[arg-type]
     return call

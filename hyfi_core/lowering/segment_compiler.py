@@ -103,8 +103,8 @@ class SegmentCompiler:
         """Return what was compiled, as text; None if nothing was."""
         if not self.segments:
             return None
-        what = "one segment" if self.segments == 1 else f"{self.segments} segments ({self.compiled} compiled anew)"
-        return f"compiled {what} of the model in {self.seconds:.0f} s"
+        segments = "one segment" if self.segments == 1 else f"{self.segments} segments ({self.compiled} compiled anew)"
+        return f"compiled {segments} of the model in {self.seconds:.0f} s"
 
     def leave(self, reason: str) -> None:
         """Count a function that runs as it is because compilation failed; warn at a new reason."""
@@ -120,12 +120,12 @@ class SegmentCompiler:
         graph = _traced(joined, tensors)
         if sum(_is_fused(node) for node in graph.graph.nodes) < FUSED_FROM:
             return joined, joined(*tensors)
-        known: Function | None = None
+        compiled: Function | None = None
         key: Hashable = None
         if not any(node.op == "get_attr" for node in graph.graph.nodes):  # otherwise its code is not all
             key = (BACKEND, graph.code, torch.is_grad_enabled(), tuple(map(_described, tensors)))
-            known = _CODE.get(key)
-        function = _compiled(graph) if known is None else known
+            compiled = _CODE.get(key)
+        function = _compiled(graph) if compiled is None else compiled
         # Backward, too, is compiled at the first call, where a failure can still be avoided.
         with _without_autocast(tensors[0]), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
             results = function(*tensors)
@@ -133,7 +133,7 @@ class SegmentCompiler:
             if len(_CODE) >= _CODES_KEPT:
                 _CODE.pop(next(iter(_CODE)))
             _CODE[key] = function
-        self.compiled += known is None
+        self.compiled += compiled is None
         self.segments += 1
         return function, results
 
@@ -167,8 +167,8 @@ class _CompiledCalls:
 
 def _reason(error: Exception) -> str:
     """Return the type of an error and its first line, and the next one where that only announces it."""
-    first, *others = str(error).strip().splitlines() or [""]
-    announced = f" {others[0].strip()}" if others and first.rstrip().endswith(":") else ""  # "backend='…' raised:"
+    first, *lines = str(error).strip().splitlines() or [""]
+    announced = f" {lines[0].strip()}" if lines and first.rstrip().endswith(":") else ""  # "backend='…' raised:"
     return f"{type(error).__name__}: {first}{announced}"
 
 

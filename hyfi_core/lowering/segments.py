@@ -113,15 +113,15 @@ def _writing_over(ranked: RankProgram, steps: list[Step], active: set[str]) -> t
     outputs, exits = active.intersection(refs_in(ranked.outputs)), active.intersection(ranked.exits)
     memory = BackwardMemory(TapeFacts(active, ranked.program.parameters, outputs, exits, ranked.values))
     calls = [call for step in steps for call in (step.calls if isinstance(step, Segment) else (step.call,))]
-    made = {name for call in calls for name in call.outputs}
-    done: list[Step] = []
+    computed = {name for call in calls for name in call.outputs}
+    new_steps: list[Step] = []
     for step in reversed(steps):
         if isinstance(step, Segment):
-            done.append(replace(step, sums=memory.segment(step.calls, step.inputs, step.outputs)))
+            new_steps.append(replace(step, sums=memory.segment(step.calls, step.inputs, step.outputs)))
         else:
             may_overwrite, sums = memory.operator(step.call)
-            done.append(replace(step, call=writing_over(step.call, may_overwrite, made), sums=sums))
-    return tuple(reversed(done))
+            new_steps.append(replace(step, call=writing_over(step.call, may_overwrite, computed), sums=sums))
+    return tuple(reversed(new_steps))
 
 
 def _last_uses(ranked: RankProgram) -> dict[str, int]:
@@ -155,11 +155,13 @@ def _active(ranked: RankProgram, chosen: tuple[Instruction, ...], sources: set[s
     for instruction in chosen:
         if any(name in reached for name in instruction.inputs):
             reached.update(o for o in instruction.outputs if o is not None and ranked.floating(o))
-    wanted = {*refs_in(ranked.outputs), *ranked.exits}
+    needed_names = {*refs_in(ranked.outputs), *ranked.exits}
     for instruction in reversed(chosen):
-        if any(output in wanted and ranked.floating(output) for output in instruction.outputs if output is not None):
-            wanted.update(name for name in instruction.inputs if name is not None and ranked.floating(name))
-    return reached & wanted
+        if any(
+            output in needed_names and ranked.floating(output) for output in instruction.outputs if output is not None
+        ):
+            needed_names.update(name for name in instruction.inputs if name is not None and ranked.floating(name))
+    return reached & needed_names
 
 
 def _detaches(instruction: Instruction) -> bool:
@@ -173,12 +175,12 @@ def _close(steps: list[Step], run: list[tuple[int, LocalCall]], last_use: dict[s
         return
     calls = tuple(call for _, call in run)
     end = run[-1][0]
-    made: dict[str, None] = {}
+    computed: dict[str, None] = {}
     inputs: dict[str, None] = {}
     for call in calls:
-        inputs.update((name, None) for name in call.inputs if name not in made)
-        made.update((name, None) for name in call.outputs if name is not None)
-    outputs = tuple(name for name in made if last_use[name] > end)
+        inputs.update((name, None) for name in call.inputs if name not in computed)
+        computed.update((name, None) for name in call.outputs if name is not None)
+    outputs = tuple(name for name in computed if last_use[name] > end)
     drops = tuple(_drops(index, call, last_use) for index, call in run)
     steps.append(Segment(calls, drops, tuple(inputs), outputs))
     run.clear()

@@ -15,23 +15,23 @@ Splits = Mapping[str, Split]
 Entries = Mapping[str, Split | None]
 
 
-def entries_of(stage: Stage, made: Sequence[Splits], grid: tuple[int, int]) -> dict[str, Split | None]:
+def entries_of(stage: Stage, splits: Sequence[Splits], grid: tuple[int, int]) -> dict[str, Split | None]:
     """Return how the values from other stages are split in a stage: evenly, None for replicated ones.
 
     Args:
         stage: that receives them.
-        made: for each earlier stage, how its values are split.
+        splits: for each earlier stage, how its values are split.
         grid: rows and columns of the receiving stage's ranks.
     """
-    found: dict[str, Split | None] = {}
+    entries: dict[str, Split | None] = {}
     for source, names in stage.entries.items():
         for name in names:
-            split = made[source].get(name)
+            split = splits[source].get(name)
             if split is not None:
                 layout = Layout.even(split.layout.height, split.layout.width, grid)
                 split = Split(layout, split.dims, leads=split.leads)
-            found[name] = split
-    return found
+            entries[name] = split
+    return entries
 
 
 def boundary(
@@ -58,12 +58,12 @@ def boundary(
     """
     carried = []
     for name in source.exits[target]:
-        info, split, wanted = source.program.values[name], have.get(name), need[name]
+        info, split, entry = source.program.values[name], have.get(name), need[name]
         dtype, gradient = dtypes.get(name, info.dtype), name in active
-        if split is None or wanted is None:
+        if split is None or entry is None:
             carried.append(BoundaryValue(name, info.shape, dtype, gradient))
         else:
-            parts = split.layout.parts, wanted.layout.parts
+            parts = split.layout.parts, entry.layout.parts
             shape, dims = split.opened(info.shape)
             carried.append(BoundaryValue(name, shape, dtype, gradient, dims, *parts, split.folded()))
     sizes = [rows * columns for rows, columns in grids]

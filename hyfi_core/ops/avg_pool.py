@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops.bands import AT_ONCE, Banded
-from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
 from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import like
@@ -55,7 +55,9 @@ class AvgPool(Banded):
         self.halo.give_back(pending_strips.strips)
         return (result.div_(self._counts(result)),), (None, own.shape, like(own, _PATTERN))
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> Cotangents:
         """Return (the cotangent of the map,): each output's cotangent is spread over its window."""
         back, shape, pattern = saved
         form = like(pattern, list(shape))
@@ -81,8 +83,8 @@ class AvgPool(Banded):
         if self.own.start == (0, 0):
             return self._back(dy, form, self.own.padding)
         d_own = form.zero_()
-        seen = self.seen(d_own)
-        seen.copy_(self._back(dy, like(form, list(seen.shape)), self.own.padding))
+        pooled = self.seen(d_own)
+        pooled.copy_(self._back(dy, like(form, list(pooled.shape)), self.own.padding))
         return d_own
 
     def _sums(self, tensor: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
@@ -105,18 +107,18 @@ class AvgPool(Banded):
     @cached_property
     def _counted(self) -> tuple[Constant, Constant]:
         """Number of rows and columns that each output's window counts."""
-        whole, out, (y, x) = self.halo.transfer.map, self.output, (self.window.y, self.window.x)
+        map_box, out, (y, x) = self.halo.transfer.map, self.output, (self.window.y, self.window.x)
         return (
-            Constant(counts(y, out.y0, out.y1, whole.height, self.include_pad)),
-            Constant(counts(x, out.x0, out.x1, whole.width, self.include_pad)),
+            Constant(counts(y, out.y0, out.y1, map_box.height, self.include_pad)),
+            Constant(counts(x, out.x0, out.x1, map_box.width, self.include_pad)),
         )
 
 
 def counts(window: AxisWindow, start: int, stop: int, length: int, include_pad: bool) -> list[int]:
     """Return how many positions of a map of this length, and of its padding if that counts, each window covers."""
     beyond = window.padding if include_pad else 0
-    found = []
+    numbers = []
     for output in range(start, stop):
         first, last = window.input_interval(output, output + 1)
-        found.append(max(1, min(last, length + beyond) - max(first, -beyond)))
-    return found
+        numbers.append(max(1, min(last, length + beyond) - max(first, -beyond)))
+    return numbers

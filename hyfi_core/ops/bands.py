@@ -93,9 +93,9 @@ class Banded:
             box = self.window.input_box(band)
             canvas = like(own, [*own.shape[:2], *box.shape]).fill_(self.halo.fill)
             for origin, piece in pieces:
-                both = box.intersect(origin)
-                if not both.empty:
-                    at(canvas, both, box).copy_(at(piece, both, origin))
+                common = box.intersect(origin)
+                if not common.empty:
+                    at(canvas, common, box).copy_(at(piece, common, origin))
             yield band, canvas
 
     def back(
@@ -129,6 +129,6 @@ class Banded:
 
 
 def _add(target: torch.Tensor, target_box: Box, more: torch.Tensor, more_box: Box) -> None:
-    both = target_box.intersect(more_box)
-    if not both.empty:
-        at(target, both, target_box).add_(at(more, both, more_box))
+    common = target_box.intersect(more_box)
+    if not common.empty:
+        at(target, common, target_box).add_(at(more, common, more_box))

@@ -20,7 +20,7 @@ from hyfi_core.comm.base import Communicator, Pending
 
 Tensors = tuple[torch.Tensor, ...]
 Cotangents = tuple[torch.Tensor | None, ...]
-Wanted = tuple[bool, ...]
+NeedsGrad = tuple[bool, ...]
 Rest = Callable[[], Cotangents]
 """The rest of a backward, without messages; like the backward, it returns a cotangent or None for every input."""
 
@@ -37,13 +37,13 @@ class CustomOperator(Protocol):
         """Return (outputs, saved)."""
         ...
 
-    def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(self, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()) -> Cotangents:
         """Return the cotangent of every input, None for one that has none.
 
         Args:
             saved: what ``forward`` saved.
             cotangents: of the outputs; None means zero.
-            wanted: for every input, whether its cotangent is needed; empty: all are.
+            needs_grad: for every input, whether its cotangent is needed; empty: all are.
         """
         ...
 
@@ -55,14 +55,16 @@ class Collective(Protocol):
         """Return (outputs, saved)."""
         ...
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> Cotangents:
         """Return the cotangent of every input, None for one that has none.
 
         Args:
             comm: the ranks of the stage.
             saved: what ``forward`` saved.
             cotangents: of the outputs; None means zero.
-            wanted: for every input, whether its cotangent is needed, the same on all ranks; empty: all are.
+            needs_grad: for every input, whether its cotangent is needed, the same on all ranks; empty: all are.
         """
         ...
 
@@ -112,7 +114,7 @@ class SplitBackward(ABC):
 
     @abstractmethod
     def backward_of_map(
-        self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
     ) -> tuple[Cotangents, Rest]:
         """Return the map's cotangent (None for other inputs), and a function that computes the others."""
 
@@ -130,6 +132,6 @@ class AsyncBackward(ABC):
 
     @abstractmethod
     def start_backward(
-        self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
     ) -> tuple[Pending, Rest]:
         """Start ``backward``; return the pending message, and a function that computes the cotangents afterwards."""

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from hyfi_core.comm.base import Communicator, Pending
-from hyfi_core.ops.base import AsyncBackward, Cotangents, Recomputable, Rest, Tensors, Wanted, is_expanded
+from hyfi_core.ops.base import AsyncBackward, Cotangents, NeedsGrad, Recomputable, Rest, Tensors, is_expanded
 from hyfi_core.plan.box import Box
 
 MOST_ROWS = 64
@@ -116,18 +116,20 @@ class BatchNorm(AsyncBackward, Recomputable):
         mean = first + ((means - first) * counts).sum(0) / self.count
         return mean, ((variances + (means - mean).square()) * counts).sum(0) / self.count
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> Cotangents:
         """Return the cotangents of map, weight and bias; the latter two as this rank's partial sums.
 
         With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), which is gain · dy + slope · x + shift
         with numbers for each channel. It overwrites dy where allowed: allocating a map costs more than the arithmetic.
         """
-        pending, finish = self.start_backward(comm, saved, cotangents, wanted)
+        pending, finish = self.start_backward(comm, saved, cotangents, needs_grad)
         pending.wait()
         return finish()
 
     def start_backward(
-        self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
     ) -> tuple[Pending, Rest]:
         """Start ``backward``: return the pending sums, and a function that computes the cotangents."""
         own, weight, mean, variance = saved
@@ -139,7 +141,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         d_affine = local[1].to(dtype), local[0].to(dtype)
 
         def finish() -> Cotangents:
-            if wanted and not wanted[0]:
+            if needs_grad and not needs_grad[0]:
                 return None, *d_affine
             gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
             in_place = self.overwrites_cotangent and not is_expanded(dy)
@@ -163,10 +165,10 @@ class BatchNorm(AsyncBackward, Recomputable):
         """
         gain, slope, shift = terms
         for top, height in _blocks(dx):
-            given, x, made = (one.narrow(2, top, height) if height else one for one in (dy, own, dx))
-            wide = torch.mul(given, gain)
-            self._counted(wide, top).addcmul_(self._counted(x, top), slope).add_(shift)
-            made.copy_(wide)
+            dy_rows, x_rows, dx_rows = (tensor.narrow(2, top, height) if height else tensor for tensor in (dy, own, dx))
+            wide = torch.mul(dy_rows, gain)
+            self._counted(wide, top).addcmul_(self._counted(x_rows, top), slope).add_(shift)
+            dx_rows.copy_(wide)
 
     def _centred(self, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return the pixels that count, in float64 less their mean: slope · x + shift cancels far from zero.

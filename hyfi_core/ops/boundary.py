@@ -144,30 +144,30 @@ class BoundaryTransfer:
 
     def arrived(self, target: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the values of the rank at ``target`` from all its received messages, in new memory."""
-        found, result = _unpacked(self, self.incoming(target), buffers), {}
+        received, result = _unpacked(self, self.incoming(target), buffers), {}
         for value in self.values:
-            box, parts = self.origin(value, target, at_source=False), found.get(value.name, [])
-            whole = self._only(value, box, parts)
-            if whole is None:
-                whole = self._canvas(value, box, buffers)
+            box, parts = self.origin(value, target, at_source=False), received.get(value.name, [])
+            full = self._only(value, box, parts)
+            if full is None:
+                full = self._canvas(value, box, buffers)
                 for piece, part in parts:
-                    value.cut(whole, piece.box, box).copy_(part)
-            result[value.name] = value.closed(whole)
+                    value.cut(full, piece.box, box).copy_(part)
+            result[value.name] = value.closed(full)
         return result
 
     def returned(self, source: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the sums of the cotangents received by the rank at ``source``, in new memory."""
-        found, result = _unpacked(self, self.outgoing(source, back=True), buffers), {}
+        received, result = _unpacked(self, self.outgoing(source, back=True), buffers), {}
         for value in self.values:
-            box, parts = self.origin(value, source, at_source=True), found.get(value.name, [])
+            box, parts = self.origin(value, source, at_source=True), received.get(value.name, [])
             if not value.gradient or (box is None and not parts):
                 continue
-            whole = self._only(value, box, parts)
-            if whole is None:
-                whole = self._canvas(value, box, buffers).zero_()
+            full = self._only(value, box, parts)
+            if full is None:
+                full = self._canvas(value, box, buffers).zero_()
                 for piece, part in parts:
-                    value.cut(whole, piece.box, box).add_(part)
-            result[value.name] = value.closed(whole)
+                    value.cut(full, piece.box, box).add_(part)
+            result[value.name] = value.closed(full)
         return result
 
     def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_Part]) -> torch.Tensor | None:
@@ -193,19 +193,19 @@ class BoundaryTransfer:
         """Return the pieces between the rank at ``position`` and each of the other stage, in the order of values."""
         key = position, at_source, back
         if key not in self._planned:
-            found: dict[int, list[BoundaryPiece]] = {}
+            pieces: dict[int, list[BoundaryPiece]] = {}
             for value in self.values:
                 if value.gradient or not back:
                     for peer, box in self._peers(value, position, at_source):
-                        found.setdefault(peer, []).append(BoundaryPiece(value, box))
-            self._planned[key] = {peer: tuple(found[peer]) for peer in sorted(found)}
+                        pieces.setdefault(peer, []).append(BoundaryPiece(value, box))
+            self._planned[key] = {peer: tuple(pieces[peer]) for peer in sorted(pieces)}
         return self._planned[key]
 
     def _peers(self, value: BoundaryValue, position: int, at_source: bool) -> Iterable[tuple[int, Box | None]]:
         """Return (position in the other stage, box) of all parts of a value between a rank and the other stage."""
         if value.have is not None and value.need is not None:
-            here, there = (value.have, value.need) if at_source else (value.need, value.have)
-            return there.meeting(here[position])
+            own, opposite = (value.have, value.need) if at_source else (value.need, value.have)
+            return opposite.meeting(own[position])
         peers = range(position, self.targets, self.sources) if at_source else (position % self.sources,)
         return ((peer, None) for peer in peers)
 
@@ -229,8 +229,8 @@ def pack(
             part = torch.zeros(piece.shape, dtype=piece.value.dtype, device=device)
         else:
             origin = boundary.origin(piece.value, position, at_source)
-            held = piece.value.cut(piece.value.opened(tensor, origin), piece.box, origin)
-            part = laid_out(held.to(piece.value.dtype), boundary.channels_last)
+            pixels = piece.value.cut(piece.value.opened(tensor, origin), piece.box, origin)
+            part = laid_out(pixels.to(piece.value.dtype), boundary.channels_last)
         parts.append(part.reshape(-1).view(torch.uint8))
     if len(parts) == 1:
         return parts[0]
@@ -252,11 +252,11 @@ def _unpacked(
     boundary: BoundaryTransfer, expected: Pieces, buffers: Mapping[int, torch.Tensor]
 ) -> dict[str, list[_Part]]:
     """Return value -> (piece, received tensor), over all messages."""
-    found: dict[str, list[_Part]] = {}
+    parts: dict[str, list[_Part]] = {}
     for position, pieces in expected.items():
         for piece, part in zip(pieces, unpack(boundary, buffers[position], pieces), strict=True):
-            found.setdefault(piece.value.name, []).append((piece, part))
-    return found
+            parts.setdefault(piece.value.name, []).append((piece, part))
+    return parts
 
 
 def _places(pieces: tuple[BoundaryPiece, ...]) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops import taps
-from hyfi_core.ops.base import Cotangents, HoldsBuffers, Recomputable, Rest, SplitBackward, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, HoldsBuffers, NeedsGrad, Recomputable, Rest, SplitBackward, Tensors
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import PendingStrips, Redistribute, like
 from hyfi_core.plan.box import Box
@@ -124,21 +124,21 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (convolved part,); saves the own part (without a copy) and the strips."""
-        given, weight, bias = inputs
-        own = given.to(_computed_in(given))
+        image, weight, bias = inputs
+        own = image.to(_computed_in(image))
         kernel = weight.to(own.dtype)
         offset = None if bias is None else bias.to(own.dtype)
         if self.own is None:
             (canvas,), _ = self.halo.forward(comm, (own,))
             result = self._convolve(canvas, kernel, offset, self.canvas_padding)
-            return (result,), _SavedConvolution(canvas, (), weight, given.dtype, given.shape)
+            return (result,), _SavedConvolution(canvas, (), weight, image.dtype, image.shape)
         pending_strips = self.halo.start(comm, own)
         conv_input = own[:, :, self.own.start[0] :, self.own.start[1] :]
         with polled(pending_strips.pending):
             result = self._convolve(conv_input, kernel, offset, self.own.padding)
         strips = pending_strips.wait()
         self._add_reached(result, kernel, conv_input, strips)
-        return (result,), _SavedConvolution(conv_input, strips, weight, given.dtype, given.shape)
+        return (result,), _SavedConvolution(conv_input, strips, weight, image.dtype, image.shape)
 
     def recompute(self, inputs: Tensors, saved: _SavedConvolution) -> torch.Tensor:
         """Return the convolved part once more, of what is saved; see ``ops.base.Recomputable``."""
@@ -178,32 +178,36 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
 
     # -- backward
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> Cotangents:
         """Return the cotangents of map, weight and bias; the latter two as this rank's partial sums."""
-        back = self._backward_arguments(saved, cotangents, wanted)
-        d_own, weight_back = self._map_back(comm, back, now=True)
+        back = self._backward_arguments(saved, cotangents, needs_grad)
+        d_own, weight_back = self._map_back(comm, back, at_once=True)
         return d_own, *(weight_back or self._weight_back(back))
 
     def backward_of_map(
-        self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
     ) -> tuple[Cotangents, Rest]:
         """Return (cotangent of the map, None, None), and the rest of the backward; see ``ops.base.SplitBackward``."""
-        back = self._backward_arguments(saved, cotangents, wanted)
-        d_own, weight_back = self._map_back(comm, back, now=False)
+        back = self._backward_arguments(saved, cotangents, needs_grad)
+        d_own, weight_back = self._map_back(comm, back, at_once=False)
         return (d_own, None, None), lambda: (None, *(weight_back or self._weight_back(back)))
 
     def give_back(self, saved: _SavedConvolution) -> None:
         """Release the strips."""
         self.halo.give_back(saved.strips)
 
-    def _backward_arguments(self, saved: _SavedConvolution, cotangents: Cotangents, wanted: Wanted) -> _Back:
+    def _backward_arguments(self, saved: _SavedConvolution, cotangents: Cotangents, needs_grad: NeedsGrad) -> _Back:
         conv_input, dy = saved.conv_input, cotangents[0]
         if dy is None:
             dy = conv_input.new_zeros((conv_input.shape[0], saved.weight.shape[0], *self.output.shape))
-        mask = (wanted[0], wanted[1], wanted[2]) if wanted else (True, True, True)
+        mask = (needs_grad[0], needs_grad[1], needs_grad[2]) if needs_grad else (True, True, True)
         return _Back(saved, dy.to(conv_input.dtype), saved.weight.to(conv_input.dtype), mask)
 
-    def _map_back(self, comm: Communicator, back: _Back, now: bool) -> tuple[torch.Tensor | None, _WeightBack | None]:
+    def _map_back(
+        self, comm: Communicator, back: _Back, at_once: bool
+    ) -> tuple[torch.Tensor | None, _WeightBack | None]:
         """Return the cotangent of the own part and, if computed during the exchange, those of weight and bias.
 
             send cotangents of strips ──▶ cotangent of own part ──▶ (weight and bias) ──▶ add what is received
@@ -211,22 +215,22 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         Args:
             comm: the ranks of the stage.
             back: arguments of the backward.
-            now: whether to compute weight and bias in any case; else only if this rank would have to wait.
+            at_once: whether to compute weight and bias in any case; else only if this rank would have to wait.
         """
         if not back.mask[0]:
             return None, None
         only = (True, False, False)
         if self.own is None:
             d_canvas = self._differentiate(back, only)[0]
-            given = (back.saved.shape, back.saved.conv_input.dtype, back.saved.conv_input.device)
-            d_own = self.halo.backward(comm, given, (d_canvas,))[0]
+            saved = (back.saved.shape, back.saved.conv_input.dtype, back.saved.conv_input.device)
+            d_own = self.halo.backward(comm, saved, (d_canvas,))[0]
             assert d_own is not None
             return d_own.to(back.saved.dtype), None
         pending_strips, weight_back = self._send_back(comm, back), None
         pending = pending_strips.pending
         with polled(pending):
             d_input = self._differentiate(back, only)[0]
-        if pending is not None and (now or not pending.test()):
+        if pending is not None and (at_once or not pending.test()):
             with polled(pending):
                 weight_back = self._weight_back(back)
         d_own = self._widened(d_input, back.saved)
@@ -253,8 +257,8 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
                 d_canvas = taps.back(canvas, tapped, part, *self._stride_dilation)
             else:
                 d_canvas = self._native_back(part, canvas, tapped, (0, 0), only)[0]
-            both = piece.call.inputs.intersect(piece.box)
-            at(backs[piece.index], both, piece.box).copy_(at(d_canvas, both, piece.call.inputs))
+            common = piece.call.inputs.intersect(piece.box)
+            at(backs[piece.index], common, piece.box).copy_(at(d_canvas, common, piece.call.inputs))
         return self.halo.start_back(comm, saved.conv_input, backs)
 
     def _add_strips(self, d_weight: torch.Tensor, back: _Back) -> None:
@@ -321,6 +325,6 @@ def _canvas(piece: _ReachingStrip, strips: tuple[torch.Tensor, ...], own: torch.
     canvas = like(own, [*own.shape[:2], *inputs.shape])
     if inputs != piece.box:
         canvas.zero_()
-    both = inputs.intersect(piece.box)
-    at(canvas, both, inputs).copy_(at(strip, both, piece.box))
+    common = inputs.intersect(piece.box)
+    at(canvas, common, inputs).copy_(at(strip, common, piece.box))
     return canvas

@@ -16,26 +16,28 @@ def at(tensor: torch.Tensor, box: Box, origin: Box) -> torch.Tensor:
     return tensor[:, :, y, x]
 
 
-def cut(held: Box, need: Box, whole: Box, dims: tuple[int, int], fill: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def cut(
+    have: Box, need: Box, map_box: Box, dims: tuple[int, int], fill: float
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function from the box that a rank has to the box that it needs.
 
     It returns a view if the needed box is within the map, and a padded copy otherwise.
 
     Args:
-        held: box of the tensor.
-        need: box to return; within the map it must be inside ``held``.
-        whole: the map.
+        have: box of the tensor.
+        need: box to return; within the map it must be inside ``have``.
+        map_box: the map.
         dims: which tensor dims are (y, x).
         fill: value outside the map.
     """
-    inside = need.intersect(whole)
+    inside = need.intersect(map_box)
     if inside.empty:
-        inside = Box(held.y0, held.y0, held.x0, held.x0)
+        inside = Box(have.y0, have.y0, have.x0, have.x0)
         above = below = left = right = 0
     else:
         above, below = inside.y0 - need.y0, need.y1 - inside.y1
         left, right = inside.x0 - need.x0, need.x1 - inside.x1
-    local = inside.relative_to(held)
+    local = inside.relative_to(have)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         result = tensor.narrow(dims[0], local.y0, local.height).narrow(dims[1], local.x0, local.width)

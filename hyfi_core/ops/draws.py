@@ -159,8 +159,8 @@ def poisson(key: int, where: torch.Tensor, dtype: torch.dtype, rate: torch.Tenso
         rate: of the shape of the positions; the result is NaN where it is negative or not finite.
     """
     number, wide = _uniform(key, where, torch.float64), rate.to(torch.float64).expand(where.shape)
-    known = (wide >= 0) & wide.isfinite()
-    wide = wide.where(known, 0.0)
+    valid = (wide >= 0) & wide.isfinite()
+    wide = wide.where(valid, 0.0)
     low, high = torch.zeros_like(wide), (wide + 10.0 * wide.sqrt() + 40.0).ceil()  # P(above) is below 2 ** -53
     for _ in range(_BISECTIONS):
         middle = ((low + high) / 2).floor()
@@ -168,7 +168,7 @@ def poisson(key: int, where: torch.Tensor, dtype: torch.dtype, rate: torch.Tenso
         low, high = low.where(enough, middle + 1.0), middle.where(enough, high)
         if not where.is_cuda and bool((low >= high).all()):
             break
-    return high.where(known, math.nan).to(dtype)
+    return high.where(valid, math.nan).to(dtype)
 
 
 def permutation(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

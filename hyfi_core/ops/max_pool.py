@@ -15,7 +15,7 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops.bands import AT_ONCE, Banded
-from hyfi_core.ops.base import Cotangents, RemakesSaved, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, NeedsGrad, RemakesSaved, Tensors
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.window_places import WindowPlaces
 from hyfi_core.plan.window import Window
@@ -65,8 +65,8 @@ class MaxPool(Banded, RemakesSaved):
             result, indices = self._pool(self.seen(own), self.own.padding)
         places = []
         for band, canvas in self.canvases(own, pending_strips.wait()):
-            found, where = self._pool(canvas, AT_ONCE)
-            at(result, band, self.output).copy_(found)
+            maxima, where = self._pool(canvas, AT_ONCE)
+            at(result, band, self.output).copy_(maxima)
             places.append(_Places(self._held(canvas), self._narrow(canvas, where, AT_ONCE)))
         self.halo.give_back(pending_strips.strips)
         return (result,), (self._held(own), self._kept(self.seen(own), indices, self.own.padding), tuple(places))
@@ -95,24 +95,26 @@ class MaxPool(Banded, RemakesSaved):
         if self.own is None:
             back, canvas, indices, none = saved
             return back, canvas, self._narrow(canvas, indices, self.canvas_padding), none
-        whole, indices, places = saved
-        shape_alone = whole.new_empty(whole.shape, device="meta")
-        return whole, self._narrow(self.seen(shape_alone), indices, self.own.padding), places
+        own, indices, places = saved
+        shape_alone = own.new_empty(own.shape, device="meta")
+        return own, self._narrow(self.seen(shape_alone), indices, self.own.padding), places
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> Cotangents:
         """Return (the cotangent of the map,): each output's cotangent goes to the position of its maximum."""
         dy = cotangents[0]
         if self.own is None:
             return self._back_from_canvas(comm, saved, dy)
-        whole, indices, places = saved
-        over = whole if self.overwrites_map and self.holds_map else None
+        own, indices, places = saved
+        over = own if self.overwrites_map and self.holds_map else None
         if dy is None:
-            dy = whole.new_zeros((*whole.shape[:2], *self.output.shape))
+            dy = own.new_zeros((*own.shape[:2], *self.output.shape))
         d_bands = [
-            self._back(at(dy, band, self.output), place.seen, place.indices, AT_ONCE)
-            for band, place in zip(self.bands, places, strict=True)
+            self._back(at(dy, band, self.output), saved_band.seen, saved_band.indices, AT_ONCE)
+            for band, saved_band in zip(self.bands, places, strict=True)
         ]
-        return (self.back(comm, whole, d_bands, lambda: self._back_of_own(dy, whole, indices, over)),)
+        return (self.back(comm, own, d_bands, lambda: self._back_of_own(dy, own, indices, over)),)
 
     def _back_from_canvas(self, comm: Communicator, saved: Any, dy: torch.Tensor | None) -> Cotangents:
         back, canvas, indices, _ = saved
@@ -122,27 +124,27 @@ class MaxPool(Banded, RemakesSaved):
             d_canvas = self._back(dy, canvas, indices, self.canvas_padding)
         return self.halo.backward(comm, back, (d_canvas,))
 
-    def _held(self, seen: torch.Tensor) -> torch.Tensor:
+    def _held(self, own: torch.Tensor) -> torch.Tensor:
         """Return what backward keeps of a map: it needs only the shape."""
         if self.holds_map:
-            return seen
-        shape_alone = torch.empty_like(seen)
+            return own
+        shape_alone = torch.empty_like(own)
         shape_alone.untyped_storage().resize_(0)
         return shape_alone
 
-    def _kept(self, seen: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
-        return indices if self.leaves_wide else self._narrow(seen, indices, padding)
+    def _kept(self, own: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+        return indices if self.leaves_wide else self._narrow(own, indices, padding)
 
-    def _narrow(self, seen: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
-        places = self._places(seen, padding)
+    def _narrow(self, own: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+        places = self._places(own, padding)
         return indices if self.holds_map or not places.fits else places.narrow(indices)
 
-    def _places(self, seen: torch.Tensor, padding: tuple[int, int]) -> WindowPlaces:
+    def _places(self, own: torch.Tensor, padding: tuple[int, int]) -> WindowPlaces:
         kernel, stride, dilation = self.steps
-        return WindowPlaces(seen.shape[3], kernel, stride, padding, dilation)
+        return WindowPlaces(own.shape[3], kernel, stride, padding, dilation)
 
     def _back_of_own(
-        self, dy: torch.Tensor, whole: torch.Tensor, indices: torch.Tensor, over: torch.Tensor | None
+        self, dy: torch.Tensor, own: torch.Tensor, indices: torch.Tensor, over: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the cotangent of the own part from the inner outputs, in the memory of ``over`` if given."""
         assert self.own is not None
@@ -151,10 +153,10 @@ class MaxPool(Banded, RemakesSaved):
             inner = torch.zeros_like(dy)
             at(inner, self.inner, self.output).copy_(at(dy, self.inner, self.output))
         if self.own.start == (0, 0):
-            return self._back(inner, whole, indices, self.own.padding, over)
-        d_own = torch.zeros_like(whole)
-        seen = self.seen(d_own)  # of the map, only the shape may be left
-        seen.copy_(self._back(inner, seen, indices, self.own.padding))
+            return self._back(inner, own, indices, self.own.padding, over)
+        d_own = torch.zeros_like(own)
+        pooled = self.seen(d_own)  # of the map, only the shape may be left
+        pooled.copy_(self._back(inner, pooled, indices, self.own.padding))
         return d_own
 
     def _pool(self, tensor: torch.Tensor, padding: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,13 +213,13 @@ class WholeMaxPool:
         result, indices = call(inputs[0], *self._settings)
         return (result,), (inputs[0], indices)
 
-    def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(self, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()) -> Cotangents:
         """Return (the cotangent of the map,): each output's cotangent goes to the position of its maximum."""
-        whole, indices = saved
-        result = _gradient_memory(whole, whole if self.overwrites_map else None)
-        dy = torch.zeros_like(indices, dtype=whole.dtype) if cotangents[0] is None else cotangents[0]
+        image, indices = saved
+        result = _gradient_memory(image, image if self.overwrites_map else None)
+        dy = torch.zeros_like(indices, dtype=image.dtype) if cotangents[0] is None else cotangents[0]
         call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
-        call(dy, whole, *self._settings, indices, grad_input=result)
+        call(dy, image, *self._settings, indices, grad_input=result)
         return (result,)
 
     @property

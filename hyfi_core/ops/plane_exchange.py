@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator, Message
-from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
 from hyfi_core.ops.message_layout import as_sent, laid_out
 
 SMALL_BYTES = 1 << 16
@@ -83,8 +83,8 @@ class PlaneExchange:
         """Bytes that the plane with the most of them sends or receives in a forward."""
         planes = {plane for value in self.values for plane in (value.owner, *value.takers)}
         sent = [sum(v.nbytes * len(v.takers) for v in self.values if v.owner == plane) for plane in planes]
-        taken = [sum(v.nbytes for v in self.values if plane in v.takers) for plane in planes]
-        return max(*sent, *taken)
+        received_bytes = [sum(v.nbytes for v in self.values if plane in v.takers) for plane in planes]
+        return max(*sent, *received_bytes)
 
     def carrying(self, active: frozenset[str]) -> PlaneExchange:
         """Return the same with the cotangents of ``active`` values."""
@@ -92,46 +92,48 @@ class PlaneExchange:
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (the values of other planes); saves nothing. Received tensors are new memory."""
-        given = {value.name: tensor for value, tensor in zip(self.sent, inputs, strict=True)}
-        taken = self._swap(comm, self.values, given, back=False)
-        return tuple(taken[v.name][0] if v.name in taken else self._zeros(v) for v in self.taken), None
+        own_values = {value.name: tensor for value, tensor in zip(self.sent, inputs, strict=True)}
+        received = self._swap(comm, self.values, own_values, back=False)
+        return tuple(received[v.name][0] if v.name in received else self._zeros(v) for v in self.taken), None
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> Cotangents:
         """Return the sums of what other planes return for the values of this plane, None for inactive ones."""
         carried = [value for value in self.values if value.name in self.active]
-        given = {}
+        own_cotangents = {}
         for value, cotangent in zip(self.taken, cotangents, strict=True):
-            given[value.name] = self._zeros(value) if cotangent is None else cotangent
-        found = self._swap(comm, carried, given, back=True)
-        return tuple(_total(found[value.name]) if value.name in found else None for value in self.sent)
+            own_cotangents[value.name] = self._zeros(value) if cotangent is None else cotangent
+        returned = self._swap(comm, carried, own_cotangents, back=True)
+        return tuple(_total(returned[value.name]) if value.name in returned else None for value in self.sent)
 
     def _swap(
-        self, comm: Communicator, values: Sequence[PlaneValue], given: Mapping[str, torch.Tensor], back: bool
+        self, comm: Communicator, values: Sequence[PlaneValue], own: Mapping[str, torch.Tensor], back: bool
     ) -> dict[str, list[torch.Tensor]]:
         """Send what this plane has of the values, or of their cotangents; return what it receives, by plane."""
         sends: list[Message] = []
         receives: list[Message] = []
         unpack: list[Callable[[], list[tuple[str, torch.Tensor]]]] = []
-        for other in sorted({plane for value in values for plane in (value.owner, *value.takers)} - {self.plane}):
-            mine = [value for value in values if value.owner == self.plane and other in value.takers]
-            theirs = [value for value in values if value.owner == other and self.plane in value.takers]
+        for peer in sorted({plane for value in values for plane in (value.owner, *value.takers)} - {self.plane}):
+            mine = [value for value in values if value.owner == self.plane and peer in value.takers]
+            theirs = [value for value in values if value.owner == peer and self.plane in value.takers]
             leaving, arriving = (theirs, mine) if back else (mine, theirs)
             for bundle in _bundles(leaving):
-                sends.append(Message(other, self._packed(bundle, given)))
+                sends.append(Message(peer, self._packed(bundle, own)))
             for bundle in _bundles(arriving):
                 buffer = torch.empty(sum(prod(v.shape) for v in bundle), dtype=bundle[0].dtype, device=self.device)
-                receives.append(Message(other, buffer))
+                receives.append(Message(peer, buffer))
                 unpack.append(lambda bundle=bundle, buffer=buffer: self._unpacked(bundle, buffer))  # type: ignore[misc]
         if sends or receives:
             comm.exchange(sends, receives).wait()
-        found: dict[str, list[torch.Tensor]] = {}
+        received: dict[str, list[torch.Tensor]] = {}
         for pieces in unpack:
             for name, tensor in pieces():
-                found.setdefault(name, []).append(tensor)
-        return found
+                received.setdefault(name, []).append(tensor)
+        return received
 
-    def _packed(self, bundle: Sequence[PlaneValue], given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        flat = [laid_out(given[value.name].to(value.dtype), self.channels_last).reshape(-1) for value in bundle]
+    def _packed(self, bundle: Sequence[PlaneValue], own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        flat = [laid_out(own[value.name].to(value.dtype), self.channels_last).reshape(-1) for value in bundle]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def _unpacked(self, bundle: Sequence[PlaneValue], buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -144,19 +146,19 @@ class PlaneExchange:
 
 def _bundles(values: Sequence[PlaneValue]) -> list[list[PlaneValue]]:
     """Divide values from one plane to another into messages: small ones of a dtype together, empty ones in none."""
-    found: list[list[PlaneValue]] = []
+    bundles: list[list[PlaneValue]] = []
     small: dict[torch.dtype, list[PlaneValue]] = {}
     for value in values:
         if not value.nbytes:
             continue
         if value.nbytes > SMALL_BYTES:
-            found.append([value])
+            bundles.append([value])
         elif value.dtype in small:
             small[value.dtype].append(value)
         else:
             small[value.dtype] = [value]
-            found.append(small[value.dtype])
-    return found
+            bundles.append(small[value.dtype])
+    return bundles
 
 
 def _total(tensors: list[torch.Tensor]) -> torch.Tensor:

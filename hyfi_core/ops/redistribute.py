@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator, Message, Pending
-from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
 from hyfi_core.ops.buffers import Buffers
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.transfer import Transfer
@@ -81,7 +81,9 @@ class Redistribute:
         self._view(result, transfer.kept, transfer.need).copy_(self._view(own, transfer.kept, transfer.have))
         return result
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> Cotangents:
         """Return (the cotangent of the own part,): this rank's plus those of other ranks."""
         shape, dtype, device = saved
         transfer = self.transfer
@@ -153,11 +155,11 @@ class Redistribute:
     def _own_cotangent(self, cotangent: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return this rank's contribution to the cotangent of its own part; zero for pixels that it does not need."""
         transfer = self.transfer
-        kept = self._view(cotangent, transfer.kept, transfer.need)
+        own_pixels = self._view(cotangent, transfer.kept, transfer.need)
         if transfer.kept == transfer.have and not transfer.have.empty:
-            return kept.clone(memory_format=_format_of(cotangent))
+            return own_pixels.clone(memory_format=_format_of(cotangent))
         result = like(cotangent, self._sized(shape, transfer.have)).zero_()
-        self._view(result, transfer.kept, transfer.have).copy_(kept)
+        self._view(result, transfer.kept, transfer.have).copy_(own_pixels)
         return result
 
     def _canvas(self, own: torch.Tensor) -> torch.Tensor:
@@ -170,12 +172,12 @@ class Redistribute:
 
     def _fill_outside(self, result: torch.Tensor) -> None:
         """Set the four bands of the needed box outside of the map."""
-        need, whole = self.transfer.need, self.transfer.map
+        need, map_box = self.transfer.need, self.transfer.map
         for band in (
-            Box(need.y0, min(whole.y0, need.y1), need.x0, need.x1),
-            Box(max(whole.y1, need.y0), need.y1, need.x0, need.x1),
-            Box(need.y0, need.y1, need.x0, min(whole.x0, need.x1)),
-            Box(need.y0, need.y1, max(whole.x1, need.x0), need.x1),
+            Box(need.y0, min(map_box.y0, need.y1), need.x0, need.x1),
+            Box(max(map_box.y1, need.y0), need.y1, need.x0, need.x1),
+            Box(need.y0, need.y1, need.x0, min(map_box.x0, need.x1)),
+            Box(need.y0, need.y1, max(map_box.x1, need.x0), need.x1),
         ):
             if not band.empty:
                 self._view(result, band, need).fill_(self.fill)

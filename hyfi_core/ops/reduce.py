@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from hyfi_core.comm.base import Communicator
-from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
 from hyfi_core.plan.box import Box
 
 _NOWHERE = torch.iinfo(torch.int64).max
@@ -37,7 +37,9 @@ class SumOverRanks:
         comm.all_reduce(_real(total))
         return (total,), total
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> Cotangents:
         """Return (sum of all ranks' cotangents,)."""
         (cotangent,) = cotangents
         total = torch.zeros_like(saved) if cotangent is None else cotangent.to(saved.dtype).contiguous().clone()
@@ -81,7 +83,9 @@ class MaxOverSpace:
         comm.all_reduce(top, "max")
         return (top if self.keepdim else self._squeeze(top),), (own, top)
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> Cotangents:
         """Return (cotangent of the map,): one all-reduce of cotangents and of the number of ties."""
         own, top = saved
         (cotangent,) = cotangents
@@ -109,7 +113,9 @@ class LargestOverRanks:
         comm.all_reduce(top, "max")
         return (top.masked_fill_(top == -torch.inf, 0.0),), None
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> Cotangents:
         """Return (None,)."""
         return (None,)
 
@@ -146,16 +152,18 @@ class FirstMaximum:
         top = mine.clone()
         comm.all_reduce(top, "max")
         if flat.numel():
-            place = (self.box.y0 + local // self.box.width) * self.width + self.box.x0 + local % self.box.width
+            position = (self.box.y0 + local // self.box.width) * self.width + self.box.x0 + local % self.box.width
             if self.last_nan:
-                place = torch.where(mine.isnan(), -place, place)  # so that the minimum is the last
-            where = torch.where((mine == top) | (mine.isnan() & top.isnan()), place, where)
+                position = torch.where(mine.isnan(), -position, position)  # so that the minimum is the last
+            where = torch.where((mine == top) | (mine.isnan() & top.isnan()), position, where)
         mine_at = where.clone()
         comm.all_reduce(where, "min")
         hits = (mine_at == where) & (where != _NOWHERE)
         return (top[:, :, None, None], where.abs()[:, :, None, None]), (own.shape, top, local, hits)
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> Cotangents:
         """Return (cotangent of the map,): zero except at the first maximum."""
         shape, top, local, hits = saved
         cotangent = cotangents[0]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hyfi_core.ops.base import Cotangents, Recomputable, Tensors, Wanted, is_expanded
+from hyfi_core.ops.base import Cotangents, NeedsGrad, Recomputable, Tensors, is_expanded
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Relu(Recomputable):
         """Return the rectified map."""
         return inputs[0].relu_() if self.overwrites_input else inputs[0].relu()
 
-    def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(self, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()) -> Cotangents:
         """Return (cotangent of the map,)."""
         dy = torch.zeros_like(saved) if cotangents[0] is None else cotangents[0].to(saved.dtype)
         if not self.overwrites_cotangent or is_expanded(dy):

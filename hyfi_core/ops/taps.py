@@ -28,8 +28,8 @@ def add_outputs(
 ) -> None:
     """Add the convolution of ``canvas`` ``(N, I, h, w)``, without padding, to ``outputs`` ``(N, O, h', w')``."""
     total: torch.Tensor | None = None
-    for (y, x), seen in _seen(canvas, kernel, outputs, stride, dilation):
-        pixels, weight = _matrix(seen), kernel[:, :, y, x].t()
+    for (y, x), pixels_read in _views_of_taps(canvas, kernel, outputs, stride, dilation):
+        pixels, weight = _matrix(pixels_read), kernel[:, :, y, x].t()
         total = torch.mm(pixels, weight) if total is None else total.addmm_(pixels, weight)
     if total is not None:
         outputs.add_(_map(total, outputs))
@@ -38,20 +38,20 @@ def add_outputs(
 def add_to_weight(d_kernel: torch.Tensor, canvas: torch.Tensor, dy: torch.Tensor, stride: Pair, dilation: Pair) -> None:
     """Add the cotangent of the weight to ``d_kernel``; ``dy`` is that of the outputs."""
     pixels = _matrix(dy).t()
-    for (y, x), seen in _seen(canvas, d_kernel, dy, stride, dilation):
-        d_kernel[:, :, y, x].addmm_(pixels, _matrix(seen))
+    for (y, x), pixels_read in _views_of_taps(canvas, d_kernel, dy, stride, dilation):
+        d_kernel[:, :, y, x].addmm_(pixels, _matrix(pixels_read))
 
 
 def back(canvas: torch.Tensor, kernel: torch.Tensor, dy: torch.Tensor, stride: Pair, dilation: Pair) -> torch.Tensor:
     """Return the cotangent of ``canvas``, whose values are not used."""
     d_canvas = torch.zeros_like(canvas)
     pixels = _matrix(dy)
-    for (y, x), seen in _seen(d_canvas, kernel, dy, stride, dilation):
-        seen.add_(_map(torch.mm(pixels, kernel[:, :, y, x]), seen))
+    for (y, x), pixels_read in _views_of_taps(d_canvas, kernel, dy, stride, dilation):
+        pixels_read.add_(_map(torch.mm(pixels, kernel[:, :, y, x]), pixels_read))
     return d_canvas
 
 
-def _seen(
+def _views_of_taps(
     canvas: torch.Tensor, kernel: torch.Tensor, outputs: torch.Tensor, stride: Pair, dilation: Pair
 ) -> Iterator[tuple[Pair, torch.Tensor]]:
     """Yield (tap, the view of the pixels that the outputs read through it)."""

@@ -48,9 +48,9 @@ class WindowPlaces:
     def wide(self, indices: torch.Tensor) -> torch.Tensor:
         """Return indices in windows as flat indices; the inverse of ``narrow``."""
         (dy, dx), (_, columns) = self.dilation, self.kernel
-        found = indices.long()
-        row = found.div(columns, rounding_mode="floor")
-        return found.sub_(row * columns).mul_(dx).add_(row.mul_(dy * self.width)).add_(self._first(indices))
+        flat = indices.long()
+        row = flat.div(columns, rounding_mode="floor")
+        return flat.sub_(row * columns).mul_(dx).add_(row.mul_(dy * self.width)).add_(self._first(indices))
 
     def _first(self, like: torch.Tensor) -> torch.Tensor:
         """Return the flat index of each window's first pixel, which may be in the padding."""

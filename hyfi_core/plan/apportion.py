@@ -34,7 +34,7 @@ def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[in
         RequestError: there are fewer units than replicas, or ``samples`` is not a multiple of the unit.
         ValueError: a number of seconds is not above 0, or not finite.
     """
-    if not seconds or not all(0 < taken < math.inf for taken in seconds):
+    if not seconds or not all(0 < duration < math.inf for duration in seconds):
         raise ValueError(f"seconds are {list(seconds)}; each must be a finite number above 0")
     replicas, units = len(seconds), samples // unit
     if samples % unit or units < replicas:
@@ -42,9 +42,9 @@ def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[in
             f"a batch of {samples} cannot be divided among {replicas} replicas in multiples of {unit}, at least "
             f"{unit} for each; use a batch of {max(replicas, units) * unit}, fewer micro-batches or fewer replicas"
         )
-    taken = [Fraction(one) for one in seconds]
+    durations = [Fraction(duration) for duration in seconds]
     counts = [1] * replicas
     for _ in range(units - replicas):
-        first = min(range(replicas), key=lambda replica: (counts[replica] + 1) * taken[replica])
+        first = min(range(replicas), key=lambda replica: (counts[replica] + 1) * durations[replica])
         counts[first] += 1
     return tuple(count * unit for count in counts)

@@ -98,11 +98,11 @@ class Boxes(Sequence[Box]):
         """Return the boxes with y and x exchanged."""
         return Boxes(self.columns, self.rows, not self.turned and len(self) > 1)
 
-    def within(self, whole: Box) -> Boxes:
+    def within(self, box: Box) -> Boxes:
         """Return the intersections with one box."""
         return self.each(
-            lambda start, stop: (max(start, whole.y0), min(stop, whole.y1)),
-            lambda start, stop: (max(start, whole.x0), min(stop, whole.x1)),
+            lambda start, stop: (max(start, box.y0), min(stop, box.y1)),
+            lambda start, stop: (max(start, box.x0), min(stop, box.x1)),
         )
 
     def alike(self, other: Boxes) -> bool:
@@ -119,12 +119,15 @@ class Boxes(Sequence[Box]):
         rows = tuple(map(_hull, self.rows, other.rows))
         return Boxes(rows, tuple(map(_hull, self.columns, other.columns)), self.turned)
 
-    def cover(self, need: Boxes, whole: Box) -> bool:
-        """Whether each rank's box contains the pixels of ``whole`` that the rank needs."""
-        wanted = need.within(whole)
+    def cover(self, need: Boxes, map_box: Box) -> bool:
+        """Whether each rank's box contains the pixels of ``map_box`` that the rank needs."""
+        needed_boxes = need.within(map_box)
         if not self.alike(need):
-            return all(has.contains(box) for has, box in zip(self, wanted, strict=True))
-        along_y, along_x = _wanted(self.rows, wanted.rows), _wanted(self.columns, wanted.columns)
+            return all(has.contains(box) for has, box in zip(self, needed_boxes, strict=True))
+        along_y, along_x = (
+            _needed_pairs(self.rows, needed_boxes.rows),
+            _needed_pairs(self.columns, needed_boxes.columns),
+        )
         if not along_y or not along_x:  # all needed boxes are empty
             return True
         return all(has[0] <= part[0] and part[1] <= has[1] for has, part in (*along_y, *along_x))
@@ -140,9 +143,9 @@ class Boxes(Sequence[Box]):
             yield from ((row * width + column, Box(*y, *x)) for row, y in along_y for column, x in along_x)
 
 
-def _wanted(held: Sequence[Interval], need: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
+def _needed_pairs(have: Sequence[Interval], need: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
     """Return (held, needed) where something is needed."""
-    return [(has, part) for has, part in zip(held, need, strict=True) if length(part)]
+    return [(has, part) for has, part in zip(have, need, strict=True) if length(part)]
 
 
 def length(interval: Interval) -> int:
@@ -150,16 +153,16 @@ def length(interval: Interval) -> int:
     return max(0, interval[1] - interval[0])
 
 
-def _hull(one: Interval, other: Interval) -> Interval:
-    if not length(one):
-        return other
-    return one if not length(other) else (min(one[0], other[0]), max(one[1], other[1]))
+def _hull(a: Interval, b: Interval) -> Interval:
+    if not length(a):
+        return b
+    return a if not length(b) else (min(a[0], b[0]), max(a[1], b[1]))
 
 
 def meeting(intervals: Sequence[Interval], interval: Interval) -> Iterator[tuple[int, Interval]]:
     """Yield (index, intersection) of the intervals that meet one."""
     start, stop = interval
     for at, (first, last) in enumerate(intervals):
-        both = (max(start, first), min(stop, last))
-        if both[0] < both[1]:
-            yield at, both
+        common = (max(start, first), min(stop, last))
+        if common[0] < common[1]:
+            yield at, common

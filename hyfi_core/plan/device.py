@@ -77,42 +77,42 @@ def assign_devices(
     """
     if request == "cpu":
         return ["cpu"] * len(trainers)
-    taken: dict[tuple[str, str], int] = {}
+    users: dict[tuple[str, str], int] = {}
     devices = []
     for trainer in trainers:
         key = (trainer.host, trainer.visible)
-        devices.append(f"cuda:{taken.get(key, 0)}")
-        taken[key] = taken.get(key, 0) + 1
-    lacking = next((t for t in trainers if taken[t.host, t.visible] > t.count), None)
+        devices.append(f"cuda:{users.get(key, 0)}")
+        users[key] = users.get(key, 0) + 1
+    lacking = next((t for t in trainers if users[t.host, t.visible] > t.count), None)
     if lacking is None:
         return devices
     if request == "auto":
         return ["cpu"] * len(trainers)
-    here = taken[lacking.host, lacking.visible]
-    seen = "no GPU" if not lacking.count else f"{lacking.count} GPU{'s' if lacking.count > 1 else ''}"
+    sharing = users[lacking.host, lacking.visible]
+    gpus = "no GPU" if not lacking.count else f"{lacking.count} GPU{'s' if lacking.count > 1 else ''}"
     raise RequestError(
-        f"{option.rstrip('= ')} is cuda, but {here} {role}{'s' if here > 1 else ''} on {lacking.host} "
-        f"see{'' if here > 1 else 's'} {seen}; start at most one {role} for each GPU, or use {option}cpu"
+        f"{option.rstrip('= ')} is cuda, but {sharing} {role}{'s' if sharing > 1 else ''} on {lacking.host} "
+        f"see{'' if sharing > 1 else 's'} {gpus}; start at most one {role} for each GPU, or use {option}cpu"
     )
 
 
-def spare_devices(request: DeviceRequest, trainers: Sequence[RankGpus], others: Sequence[RankGpus]) -> list[str]:
+def spare_devices(request: DeviceRequest, trainers: Sequence[RankGpus], extra_ranks: Sequence[RankGpus]) -> list[str]:
     """Return the device of each rank that computes in addition to trainers: a GPU that these leave free, else ``cpu``.
 
     Args:
         request: with ``cpu`` none uses a GPU.
         trainers: GPUs of the trainers, which use them if there are enough.
-        others: GPUs of the other ranks, in rank order.
+        extra_ranks: GPUs of the other ranks, in rank order.
     """
     if request == "cpu":
-        return ["cpu"] * len(others)
+        return ["cpu"] * len(extra_ranks)
     lacking = any(sum((t.host, t.visible) == (s.host, s.visible) for s in trainers) > t.count for t in trainers)
-    taken: dict[tuple[str, str], int] = {}
+    users: dict[tuple[str, str], int] = {}
     for trainer in () if lacking else trainers:
-        taken[trainer.host, trainer.visible] = taken.get((trainer.host, trainer.visible), 0) + 1
+        users[trainer.host, trainer.visible] = users.get((trainer.host, trainer.visible), 0) + 1
     devices = []
-    for other in others:
-        number = taken.get((other.host, other.visible), 0)
-        taken[other.host, other.visible] = number + 1
-        devices.append(f"cuda:{number}" if number < other.count else "cpu")
+    for rank in extra_ranks:
+        number = users.get((rank.host, rank.visible), 0)
+        users[rank.host, rank.visible] = number + 1
+        devices.append(f"cuda:{number}" if number < rank.count else "cpu")
     return devices

@@ -212,10 +212,10 @@ class ParallelPlan:
         Raises:
             RequestError: a field is unknown, missing or not legal.
         """
-        known = tuple(cls.__dataclass_fields__)
-        unknown = sorted(set(fields) - set(known))
+        names = tuple(cls.__dataclass_fields__)
+        unknown = sorted(set(fields) - set(names))
         if unknown:
-            raise RequestError(f"a plan has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+            raise RequestError(f"a plan has no field {unknown[0]!r}; its fields are {', '.join(names)}")
         if "grids" not in fields and fields.get("tiles") is None:
             raise RequestError("a plan needs 'grids': rows x columns of ranks for each stage, e.g. [[1, 2]]")
         return cls(**fields)

@@ -111,9 +111,9 @@ class Placement:
 
     @cached_property
     def _hosted(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.size)]
+        hosted: list[list[tuple[int, int]]] = [[] for _ in range(self.size)]
         for direction, groups in enumerate(self.ranks):
             for stage, group in enumerate(groups):
                 for rank in group:
-                    found[rank].append((stage, direction))
-        return tuple(map(tuple, found))
+                    hosted[rank].append((stage, direction))
+        return tuple(map(tuple, hosted))

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 
 from hyfi_core.errors import RequestError
 
-Wanted = int | str
+HostChoice = int | str
 """A number of ranks, or a pattern of host names (``dpu-*``)."""
 
 
@@ -37,7 +37,7 @@ class RankRoles:
         return self.trainers + self.loaders + self.validators
 
 
-def assign_roles(hosts: Sequence[str], trainers: int, loaders: Wanted, validators: Wanted) -> RankRoles:
+def assign_roles(hosts: Sequence[str], trainers: int, loaders: HostChoice, validators: HostChoice) -> RankRoles:
     """Assign ranks to roles.
 
     Hosts that match a pattern have only this role; if a host matches both, its ranks alternate between loading and
@@ -57,10 +57,10 @@ def assign_roles(hosts: Sequence[str], trainers: int, loaders: Wanted, validator
     validate = _matching(hosts, validators, "roles.validators")
     load, validate = _taking_turns(hosts, load, validate)
     if isinstance(validators, int):
-        validate = _others(hosts, load)[len(_others(hosts, load)) - validators :]
+        validate = _without(hosts, load)[len(_without(hosts, load)) - validators :]
     if isinstance(loaders, int):
-        load = _spread(hosts, _others(hosts, validate), loaders)
-    train = _others(hosts, [*load, *validate])
+        load = _spread(hosts, _without(hosts, validate), loaders)
+    train = _without(hosts, [*load, *validate])
     if len(train) != trainers:
         raise RequestError(
             f"of {len(hosts)} ranks, {len(load)} are loaders (roles.loaders: {loaders}) and {len(validate)} are "
@@ -82,13 +82,13 @@ def with_spare(hosts: Sequence[str], trainers: int, pattern: str) -> RankRoles:
         RequestError: no host matches, or the number of other ranks is not ``trainers``.
     """
     spare = _matching(hosts, pattern, "roles.spare")
-    others = _others(hosts, spare)
-    if len(others) != trainers:
+    permanent = _without(hosts, spare)
+    if len(permanent) != trainers:
         raise RequestError(
-            f"of {len(hosts)} ranks, {len(spare)} are spare (roles.spare: {pattern}), which leaves {len(others)}; "
+            f"of {len(hosts)} ranks, {len(spare)} are spare (roles.spare: {pattern}), which leaves {len(permanent)}; "
             f"the plan needs {trainers} trainers. Hosts: {', '.join(dict.fromkeys(hosts))}"
         )
-    return RankRoles((*others, *spare), (), ())
+    return RankRoles((*permanent, *spare), (), ())
 
 
 def loaders_of(hosts: Sequence[str], roles: RankRoles) -> dict[int, tuple[int, ...]]:
@@ -102,32 +102,34 @@ def loaders_of(hosts: Sequence[str], roles: RankRoles) -> dict[int, tuple[int, .
     spare = [host for host in dict.fromkeys(loading) if host not in homes]
     short = [home for home in homes if home not in loading] or homes
     near = {home: {home, *_paired(spare, short.index(home), len(short))} if home in short else {home} for home in homes}
-    found = {rank: tuple(r for r in roles.loaders if hosts[r] in near[hosts[rank]]) for rank in roles.trainers}
-    return {rank: loaders or roles.loaders for rank, loaders in found.items()}
+    nearby = {rank: tuple(r for r in roles.loaders if hosts[r] in near[hosts[rank]]) for rank in roles.trainers}
+    return {rank: loaders or roles.loaders for rank, loaders in nearby.items()}
 
 
-def _paired(spare: Sequence[str], place: int, of: int) -> Sequence[str]:
-    """Return the spare hosts of the ``place``-th of ``of`` hosts: several, or one shared with others."""
+def _paired(spare: Sequence[str], index: int, of: int) -> Sequence[str]:
+    """Return the spare hosts of the ``index``-th of ``of`` hosts: several, or one shared with others."""
     if len(spare) >= of:
-        return spare[place::of]
-    return [spare[place * len(spare) // of]] if spare else []
+        return spare[index::of]
+    return [spare[index * len(spare) // of]] if spare else []
 
 
-def _matching(hosts: Sequence[str], wanted: Wanted, key: str) -> list[int]:
-    if isinstance(wanted, int):
+def _matching(hosts: Sequence[str], ranks_wanted: HostChoice, key: str) -> list[int]:
+    if isinstance(ranks_wanted, int):
         return []
-    found = [rank for rank, host in enumerate(hosts) if fnmatchcase(host, wanted)]
-    if not found:
-        raise RequestError(f"{key}: no host matches {wanted!r}; the ranks run on {', '.join(dict.fromkeys(hosts))}")
-    return found
+    ranks = [rank for rank, host in enumerate(hosts) if fnmatchcase(host, ranks_wanted)]
+    if not ranks:
+        raise RequestError(
+            f"{key}: no host matches {ranks_wanted!r}; the ranks run on {', '.join(dict.fromkeys(hosts))}"
+        )
+    return ranks
 
 
 def _taking_turns(hosts: Sequence[str], load: list[int], validate: list[int]) -> tuple[list[int], list[int]]:
     """Divide the ranks that match both patterns, host by host."""
-    both = [rank for rank in load if rank in validate]
-    seen: dict[str, int] = {}
-    for rank in both:
-        turn = seen[hosts[rank]] = seen.get(hosts[rank], -1) + 1
+    common = [rank for rank in load if rank in validate]
+    turns: dict[str, int] = {}
+    for rank in common:
+        turn = turns[hosts[rank]] = turns.get(hosts[rank], -1) + 1
         (validate if turn % 2 == 0 else load).remove(rank)
     return load, validate
 
@@ -138,12 +140,12 @@ def _spread(hosts: Sequence[str], ranks: Sequence[int], count: int) -> list[int]
     for rank in ranks:
         by_host.setdefault(hosts[rank], []).append(rank)
     sizes = {host: len(of) for host, of in by_host.items()}
-    taken: list[int] = []
-    while len(taken) < min(count, len(ranks)):
+    chosen: list[int] = []
+    while len(chosen) < min(count, len(ranks)):
         host = max(by_host, key=lambda h: sizes[h] / (sizes[h] - len(by_host[h]) + 1) if by_host[h] else 0.0)
-        taken.append(by_host[host].pop())
-    return sorted(taken)
+        chosen.append(by_host[host].pop())
+    return sorted(chosen)
 
 
-def _others(hosts: Sequence[str], ranks: Sequence[int]) -> list[int]:
+def _without(hosts: Sequence[str], ranks: Sequence[int]) -> list[int]:
     return [rank for rank in range(len(hosts)) if rank not in ranks]

@@ -55,23 +55,23 @@ class Transfer:
         return sum(strip.box.area for strip in self.receives)
 
 
-def plan_transfer(have: Sequence[Box], need: Sequence[Box], whole: Box, rank: int) -> Transfer:
+def plan_transfer(have: Sequence[Box], need: Sequence[Box], map_box: Box, rank: int) -> Transfer:
     """Return the transfer of ``rank``.
 
     Args:
         have: what each rank owns; the boxes do not overlap and cover the map.
         need: what each rank needs; boxes may overlap and extend beyond the map.
-        whole: the map.
+        map_box: the map.
         rank: of the result.
     """
     sends = tuple(Strip(peer, box) for peer, box in _meeting(need, have[rank]) if peer != rank)
     receives = tuple(Strip(peer, box) for peer, box in _meeting(have, need[rank]) if peer != rank)
-    return Transfer(have[rank], need[rank], whole, sends, receives, have[rank].intersect(need[rank]))
+    return Transfer(have[rank], need[rank], map_box, sends, receives, have[rank].intersect(need[rank]))
 
 
 def _meeting(boxes: Sequence[Box], box: Box) -> Iterable[tuple[int, Box]]:
     """Yield (rank, intersection) of all ranks whose boxes meet ``box``, in rank order."""
     if isinstance(boxes, Boxes):
         return boxes.meeting(box)
-    both = ((rank, other.intersect(box)) for rank, other in enumerate(boxes))
-    return ((rank, common) for rank, common in both if not common.empty)
+    intersections = ((rank, rank_box.intersect(box)) for rank, rank_box in enumerate(boxes))
+    return ((rank, common) for rank, common in intersections if not common.empty)

@@ -96,10 +96,10 @@ def _own_along(window: AxisWindow, have: Interval, outputs: Interval) -> tuple[i
     return (start, padding) if count > 0 and room >= 0 and room // window.stride + 1 == count else None
 
 
-def inner_outputs(window: Window, have: Box, whole: Box, outputs: Box) -> Box:
+def inner_outputs(window: Window, have: Box, map_box: Box, outputs: Box) -> Box:
     """Return the outputs of a rank whose windows, within the map, read only its own part; may be empty."""
-    y = _inner_along(window.y, (have.y0, have.y1), whole.y1, (outputs.y0, outputs.y1))
-    x = _inner_along(window.x, (have.x0, have.x1), whole.x1, (outputs.x0, outputs.x1))
+    y = _inner_along(window.y, (have.y0, have.y1), map_box.y1, (outputs.y0, outputs.y1))
+    x = _inner_along(window.x, (have.x0, have.x1), map_box.x1, (outputs.x0, outputs.x1))
     return Box(*y, *x)
 
 

@@ -49,15 +49,15 @@ def on_maps_or_flat(rule: Rule) -> Rule:
     @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
         name, output = op.args[0].name, op.outputs[0]
-        here = builder.split_of(op.args[0])
-        if here is None or here.dims != (2, 2) or here.leads != (1, 1) or output is None:
+        split = builder.split_of(op.args[0])
+        if split is None or split.dims != (2, 2) or split.leads != (1, 1) or output is None:
             rule(builder, op)
             return
-        opened = builder.opened(builder.part(name, here.owned))
+        opened = builder.opened(builder.part(name, split.owned))
         result = builder.fresh(output, builder.shape(opened))
         rule(builder, replace(renamed(op, {name: opened}), outputs=(result, *op.outputs[1:])))
-        shape = here.owned.local_shape(builder.shape(output), builder.rank)
+        shape = split.owned.local_shape(builder.shape(output), builder.rank)
         part = builder.part(result, builder.splits[opened])
-        builder.compute(lambda tensor: tensor.reshape(shape).clone(), (part,), (output,), here.owned)
+        builder.compute(lambda tensor: tensor.reshape(shape).clone(), (part,), (output,), split.owned)
 
     return checked

@@ -46,12 +46,12 @@ def batch_norm_training(builder: Builder, op: Operator) -> None:
     outputs = (normalised, batch_mean, batch_var)
     _communicate(builder, _collective(builder, split, count, eps), (part, *affine), outputs, split)
     unbias = count / max(count - 1, 1)
-    for running, batch, new, factor in (
+    for running, batch, output, factor in (
         (running_mean.name, batch_mean, new_mean, 1.0),
         (running_var.name, batch_var, new_var, unbias),
     ):
-        if new is not None:
-            builder.compute(_running(momentum, factor), (running, batch), (new,))
+        if output is not None:
+            builder.compute(_running(momentum, factor), (running, batch), (output,))
 
 
 def batch_norm_without_statistics(builder: Builder, op: Operator) -> None:
@@ -135,22 +135,22 @@ class NativeBatchNorm:
     momentum: float
     eps: float
 
-    def __call__(self, x: Any, mean: Any, variance: Any, *rest: Any) -> tuple[Any, ...]:
+    def __call__(self, x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, ...]:
         """Return (result, None, None, running mean, running variance)."""
         # Copies, because they may be outputs of an earlier call of the same norm.
         mean, variance = mean.detach().clone(), variance.detach().clone()
-        result = F.batch_norm(x, mean, variance, *self._affine(rest), True, self.momentum, self.eps)
+        result = F.batch_norm(x, mean, variance, *self._affine(affine), True, self.momentum, self.eps)
         return result, None, None, mean, variance
 
-    def traceable(self, x: Any, mean: Any, variance: Any, *rest: Any) -> tuple[Any, ...]:
+    def traceable(self, x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, ...]:
         """Return the same by an operator that declares what it changes, so that a graph of it computes the same."""
         mean, variance = mean.detach().clone(), variance.detach().clone()
         norm = torch.ops.aten._native_batch_norm_legit.default
-        result = norm(x, *self._affine(rest), mean, variance, True, self.momentum, self.eps)[0]
+        result = norm(x, *self._affine(affine), mean, variance, True, self.momentum, self.eps)[0]
         return result, None, None, mean, variance
 
-    def _affine(self, rest: tuple[Any, ...]) -> tuple[Any, Any]:
-        return rest[0] if self.has_weight else None, rest[self.has_weight] if self.has_bias else None
+    def _affine(self, affine: tuple[Any, ...]) -> tuple[Any, Any]:
+        return affine[0] if self.has_weight else None, affine[self.has_weight] if self.has_bias else None
 
 
 def _without_statistics(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
@@ -175,8 +175,8 @@ def _collective(builder: Builder, split: Split, count: int, eps: float) -> Batch
     """Return the operator for owned parts or, in a fused run, for computed boxes."""
     if split.boxes is None:
         return BatchNorm(count, eps)
-    owned, held = split.layout.parts[builder.rank], split.held[builder.rank]
-    return FusedBatchNorm(count, eps, Box(0, 0, 0, 0) if owned.empty else owned.relative_to(held))
+    owned, computed = split.layout.parts[builder.rank], split.held[builder.rank]
+    return FusedBatchNorm(count, eps, Box(0, 0, 0, 0) if owned.empty else owned.relative_to(computed))
 
 
 def _communicate(

@@ -136,14 +136,14 @@ class Builder:
         """Return the layout of results that have the same pixels as the map ``name``; see ``computed``."""
         return self.computed(op, self.splits[name])
 
-    def refuse(self, op: Operator, what: str, alternative: str, kind: type[RequestError] = RequestError) -> NoReturn:
+    def refuse(self, op: Operator, problem: str, alternative: str, kind: type[RequestError] = RequestError) -> NoReturn:
         """Refuse an operator by name.
 
         Raises:
             RequestError: always, of the given kind.
         """
         where = f" in module {op.module!r}" if op.module else ""
-        raise kind(f"{op.text}{where} {what}; what works: {alternative}")
+        raise kind(f"{op.text}{where} {problem}; what works: {alternative}")
 
     # -- emission
 
@@ -172,10 +172,10 @@ class Builder:
             split: how the outputs are split.
             source: the operator of the model that this call computes, so that passes can recognise it.
         """
-        given = self._lay_out(outputs, split)
+        splits = self._lay_out(outputs, split)
         empty = None
-        if any(item is not None and item.held[self.rank].empty for item in given):
-            shapes = zip(outputs, given, strict=True)
+        if any(item is not None and item.held[self.rank].empty for item in splits):
+            shapes = zip(outputs, splits, strict=True)
             empty = tuple(self._local_info(o, item) for o, item in shapes)
         self._steps.append(LocalCall(function, inputs, outputs, empty, source))
 
@@ -205,11 +205,11 @@ class Builder:
 
     def _lay_out(self, outputs: Sequence[str | None], split: Splits) -> Sequence[Split | None]:
         """Record how outputs are split; return one entry for each."""
-        given = [split] * len(outputs) if split is None or isinstance(split, Split) else split
-        for output, item in zip(outputs, given, strict=True):
+        splits = [split] * len(outputs) if split is None or isinstance(split, Split) else split
+        for output, item in zip(outputs, splits, strict=True):
             if output is not None and item is not None:
                 self._splits[output] = item
-        return given
+        return splits
 
     def _local_info(self, name: str | None, split: Split | None) -> ValueInfo:
         """Return shape and dtype of this rank's part of an output."""
@@ -225,12 +225,12 @@ class Builder:
         Raises:
             RequestError: the layout has other pixels, or has them in other dims.
         """
-        here = self.splits[name]
-        if here == split and name != self.program.image:
+        current = self.splits[name]
+        if current == split and name != self.program.image:
             return name
-        if (here.dims, here.space) != (split.dims, split.space):
+        if (current.dims, current.space) != (split.dims, split.space):
             raise RequestError(
-                f"a map of {here.layout.map.shape} pixels in dims {here.dims} is combined with one of "
+                f"a map of {current.layout.map.shape} pixels in dims {current.dims} is combined with one of "
                 f"{split.layout.map.shape} pixels in dims {split.dims}; what works: maps of equal size in the same dims"
             )
         return self.moved(name, split.held, split)
@@ -244,38 +244,38 @@ class Builder:
             split: how the result is split, if other rules may use it.
             fill: value outside the map.
         """
-        here = self.splits[name]
+        current = self.splits[name]
         if name == self.program.image:
             return self._read(name, need[self.rank], split, fill)
-        if need == here.held:
+        if need == current.held:
             return name
-        if not here.plain:
+        if not current.plain:
             return self._moved_folded(name, need, split, fill)
         source = self._covering(name, need)
         if source is not None:
             return self._cut(source, need, split, fill)
         name = self.owned(name)
         result = self.fresh(name)
-        transfer = plan_transfer(here.layout.parts, need, here.layout.map, self.rank)
-        self.communicate(Redistribute(transfer, here.dims, fill), (name,), (result,), "halo", split)
+        transfer = plan_transfer(current.layout.parts, need, current.layout.map, self.rank)
+        self.communicate(Redistribute(transfer, current.dims, fill), (name,), (result,), "halo", split)
         return result
 
     def _moved_folded(self, name: str, need: Boxes, split: Split | None, fill: float) -> str:
         """Redistribute a value whose height and width are not separate dims: with separate dims, then reshaped back."""
-        here = self.splits[name]
-        shape = replace(here, boxes=need).local_shape(self.shape(name), self.rank)
+        current = self.splits[name]
+        shape = replace(current, boxes=need).local_shape(self.shape(name), self.rank)
         moved, result = self.moved(self.opened(name), need, fill=fill), self.fresh(name)
         self.compute(lambda tensor: tensor.reshape(shape), (moved,), (result,), split)
         return result
 
     def opened(self, name: str) -> str:
         """Return the name of the value with height and width as separate dims."""
-        here = self.splits[name]
-        if here.plain:
+        folded = self.splits[name]
+        if folded.plain:
             return name
-        shape, dims = here.opened(self.shape(name))
-        split, result = Split(here.layout, dims), self.fresh(name, shape)
-        local = here.opened_here(self.shape(name), self.rank)
+        shape, dims = folded.opened(self.shape(name))
+        split, result = Split(folded.layout, dims), self.fresh(name, shape)
+        local = folded.opened_here(self.shape(name), self.rank)
         self.compute(lambda tensor: tensor.reshape(local), (name,), (result,), split)
         return result
 
@@ -288,32 +288,32 @@ class Builder:
 
     def _covering(self, name: str, need: Boxes) -> str | None:
         """Return a value of a fused run that has all needed boxes of ``name``; None if there is none."""
-        here = self.splits[name]
-        if here.boxes is not None and here.boxes.cover(need, here.layout.map):
+        current = self.splits[name]
+        if current.boxes is not None and current.boxes.cover(need, current.layout.map):
             return name
         shared = self.runs.shared.get(name)
-        if shared is None or not shared.cover(need, here.layout.map):
+        if shared is None or not shared.cover(need, current.layout.map):
             return None
         if name not in self._shared:
-            transfer = plan_transfer(here.layout.parts, shared, here.layout.map, self.rank)
+            transfer = plan_transfer(current.layout.parts, shared, current.layout.map, self.rank)
             source, wide = self.owned(name), self.fresh(name)
-            split = Split(here.layout, here.dims, shared)
-            self.communicate(Redistribute(transfer, here.dims), (source,), (wide,), "halo", split)
+            split = Split(current.layout, current.dims, shared)
+            self.communicate(Redistribute(transfer, current.dims), (source,), (wide,), "halo", split)
             self._shared[name] = wide
         return self._shared[name]
 
     def owned(self, name: str) -> str:
         """Return the name of the owned parts of a value, without margins."""
-        here = self.splits[name]
-        return name if here.boxes is None else self._cut(name, here.layout.parts, here.owned, 0.0)
+        split = self.splits[name]
+        return name if split.boxes is None else self._cut(name, split.layout.parts, split.owned, 0.0)
 
     def _cut(self, name: str, need: Boxes, split: Split | None, fill: float) -> str:
         """Return the name of a smaller or padded box of each local tensor, without communication."""
         key = (name, need, fill)
         if key not in self._cuts:
-            here = self.splits[name]
+            current = self.splits[name]
             self._cuts[key] = result = self.fresh(name)
-            local = cut(here.held[self.rank], need[self.rank], here.layout.map, here.dims, fill)
+            local = cut(current.held[self.rank], need[self.rank], current.layout.map, current.dims, fill)
             self.compute(local, (name,), (result,))
         self._lay_out((self._cuts[key],), split)
         return self._cuts[key]
@@ -329,7 +329,7 @@ class Builder:
             self.compute(_itself, (name,), (result,))
         return result
 
-    def gather(self, op: Operator, name: str, what: str = "cannot be computed part by part") -> str:
+    def gather(self, op: Operator, name: str, problem: str = "cannot be computed part by part") -> str:
         """Gather a value for an operator that needs all of it, if it is small enough; return its name.
 
         Raises:
@@ -341,7 +341,7 @@ class Builder:
         if size > self.gather_bytes and self.grid != (1, 1):
             self.refuse(
                 op,
-                f"{what}; every rank would gather {info.shape}, {size} bytes",
+                f"{problem}; every rank would gather {info.shape}, {size} bytes",
                 f"a plan with gather_bytes={size} or more (now {self.gather_bytes}), or a grid of one rank",
                 GatherError,
             )
@@ -374,25 +374,25 @@ class Builder:
     def finish(self, outputs: tuple[Any, ...], exits: tuple[str, ...] = ()) -> RankProgram:
         """Return the program, with ``outputs`` as the leaves of the output and ``exits`` for other stages."""
         instructions, read_box = self._read_image()
-        made = (self._splits, outputs, self.program, self._values, exits)
+        record = (self._splits, outputs, self.program, self._values, exits)
         return RankProgram(
-            instructions, read_box, *made, frozenset(self._fusible), tuple(self._gathered), tuple(self._drawn)
+            instructions, read_box, *record, frozenset(self._fusible), tuple(self._gathered), tuple(self._drawn)
         )
 
     def _read_image(self) -> tuple[tuple[Instruction, ...], Box]:
         """Determine the box of the image to read, and turn its sub-boxes into local copies."""
         image = self.program.image
-        whole = self.splits[image].layout.map
-        reads = [step.need.intersect(whole) for step in self._steps if isinstance(step, _ImageRead)]
+        map_box = self.splits[image].layout.map
+        reads = [step.need.intersect(map_box) for step in self._steps if isinstance(step, _ImageRead)]
         read_box = hull(box for box in reads if not box.empty)
-        done: list[Instruction] = []
+        instructions: list[Instruction] = []
         for step in self._steps:
             if isinstance(step, _ImageRead):
-                transfer = Transfer(read_box, step.need, whole, (), (), read_box.intersect(step.need))
-                done.append(LocalCall(Redistribute(transfer, fill=step.fill).placed, (image,), (step.name,)))
+                transfer = Transfer(read_box, step.need, map_box, (), (), read_box.intersect(step.need))
+                instructions.append(LocalCall(Redistribute(transfer, fill=step.fill).placed, (image,), (step.name,)))
             else:
-                done.append(step)
-        return tuple(done), read_box
+                instructions.append(step)
+        return tuple(instructions), read_box
 
 
 def _itself(tensor: Any) -> Any:

@@ -27,18 +27,20 @@ def emit(
     builder.compute(function, inputs, op.outputs, split, source)
 
 
-def emit_on_part(builder: Builder, op: Operator, held: Split, split: Splits, source: Operator | None = None) -> None:
+def emit_on_part(
+    builder: Builder, op: Operator, part_split: Split, split: Splits, source: Operator | None = None
+) -> None:
     """Emit an operator of the model, called on this rank's part of its first argument, which is its only map.
 
     Args:
         builder: of the rank's program.
         op: the operator.
-        held: how the map is split when the operator is called; it is redistributed if necessary.
+        part_split: how the map is split when the operator is called; it is redistributed if necessary.
         split: how the outputs are split.
         source: as for ``Builder.compute``.
     """
     name = op.args[0].name
-    emit(builder, op, {name: builder.part(name, held)}, split, source)
+    emit(builder, op, {name: builder.part(name, part_split)}, split, source)
 
 
 def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
@@ -52,12 +54,12 @@ def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
     if any(True for _ in refs_in(tuple(op.kwargs.values()))):
         return call, names
     first = next((at for at, item in enumerate(op.args) if not isinstance(item, Ref)), len(op.args))
-    rest = op.args[first:]
-    if tuple(item.name for item in op.args[:first]) != names or any(True for _ in refs_in(rest)):
+    constants = op.args[first:]
+    if tuple(item.name for item in op.args[:first]) != names or any(True for _ in refs_in(constants)):
         return call, names
     # The usual operator, called at every step: its values, each once, and then constants.
     target, kwargs = op.target, dict(op.kwargs)
-    return lambda *tensors: target(*tensors, *rest, **kwargs), names
+    return lambda *tensors: target(*tensors, *constants, **kwargs), names
 
 
 def renamed(op: Operator, names: dict[str, str]) -> Operator:

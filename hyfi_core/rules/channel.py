@@ -29,28 +29,28 @@ AlongSpace = Callable[[Builder, Operator, int], None]
 """Lowers an operator along height or width, the dim that it is given."""
 
 
-def _here(builder: Builder, op: Operator) -> Split:
+def _split_outside_space(builder: Builder, op: Operator) -> Split:
     return builder.same_pixels(op, op.args[0].name)
 
 
 def _per_pixel(builder: Builder, op: Operator, split: Split) -> None:
     """Emit an operator whose output pixels depend on the same pixels of its only map."""
-    emit_on_part(builder, op, _here(builder, op), split)
+    emit_on_part(builder, op, _split_outside_space(builder, op), split)
 
 
 def channel_norm(builder: Builder, op: Operator) -> None:
     """Layer norm and RMS norm over trailing dims without height and width; layer norm also over (C, H, W)."""
     name, normalised = op.args[0].name, op.args[1]
-    here, rank = builder.splits[name], len(builder.shape(name))
+    split, rank = builder.splits[name], len(builder.shape(name))
     over = set(range(rank - len(normalised), rank))
-    if not over & set(here.dims):
-        _per_pixel(builder, op, _here(builder, op))
-    elif op.text == "aten.layer_norm.default" and over == {1, 2, 3} and here.dims == (2, 3) and rank == 4:
+    if not over & set(split.dims):
+        _per_pixel(builder, op, _split_outside_space(builder, op))
+    elif op.text == "aten.layer_norm.default" and over == {1, 2, 3} and split.dims == (2, 3) and rank == 4:
         _layer_norm_of_maps(builder, op, name)
     else:
         builder.refuse(
             op,
-            f"normalises dims {sorted(over)} of a map whose height and width are dims {here.dims}",
+            f"normalises dims {sorted(over)} of a map whose height and width are dims {split.dims}",
             "normalisation of channels only",
         )
 
@@ -65,7 +65,7 @@ def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
     plain = normalise(eps, False, False)
 
     def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
-        own = [whole[:, box.y0 : box.y1, box.x0 : box.x1] for whole in affine]
+        own = [factor[:, box.y0 : box.y1, box.x0 : box.x1] for factor in affine]
         result = plain(x, moments)
         if weight is not None:
             result = result * own[0]
@@ -77,20 +77,20 @@ def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
 
 def linear(builder: Builder, op: Operator) -> None:
     """A linear layer over the last dim, which must be neither height nor width."""
-    here, rank = _here(builder, op), len(builder.shape(op.args[0].name))
-    if rank - 1 in here.dims:
+    split, rank = _split_outside_space(builder, op), len(builder.shape(op.args[0].name))
+    if rank - 1 in split.dims:
         builder.refuse(op, "mixes the pixels of a row", "a linear layer over channels in the last dim, (B, H, W, C)")
-    _per_pixel(builder, op, here)
+    _per_pixel(builder, op, split)
 
 
 def prelu(builder: Builder, op: Operator) -> None:
     """PReLU, with one slope for all values, or one for each channel in dim 1."""
-    here, slopes = _here(builder, op), builder.shape(op.args[1].name)
-    if 1 in here.dims and slopes not in ((), (1,)):
+    split, slopes = _split_outside_space(builder, op), builder.shape(op.args[1].name)
+    if 1 in split.dims and slopes not in ((), (1,)):
         builder.refuse(
             op, "has one slope for each row or column", "slopes for channels in dim 1, or a single slope, PReLU()"
         )
-    _per_pixel(builder, op, here)
+    _per_pixel(builder, op, split)
 
 
 def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: Rule | None = None) -> Rule:
@@ -105,17 +105,17 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: 
 
     def rule(builder: Builder, op: Operator) -> None:
         """An operator along one dim; along height or width, it is computed on whole rows or columns."""
-        here, rank = _here(builder, op), len(builder.shape(op.args[0].name))
+        split, rank = _split_outside_space(builder, op), len(builder.shape(op.args[0].name))
         dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", default)
         if not isinstance(dim, int):
             builder.refuse(op, "works on the flattened tensor, across all dims", "an explicit dim")
         reduced = None if keepdim_at is None else _keeps(op, keepdim_at)
         if positions is not None and over_positions(builder, op, dim):
             positions(builder, op)
-        elif dim % rank in here.dims:
+        elif dim % rank in split.dims:
             along_space(builder, op, (dim % rank,), reduced)
         else:
-            _per_pixel(builder, op, here if reduced is None else _reduced(here, dim % rank, reduced))
+            _per_pixel(builder, op, split if reduced is None else _reduced(split, dim % rank, reduced))
 
     return rule
 
@@ -135,15 +135,15 @@ def extreme(builder: Builder, op: Operator) -> None:
         along(1, 2)(builder, op)
 
 
-def _reduced(here: Split, dim: int, keep: bool) -> Split:
+def _reduced(split: Split, dim: int, keep: bool) -> Split:
     if keep:
-        return here
-    return replace(here, dims=(here.dims[0] - (dim < here.dims[0]), here.dims[1] - (dim < here.dims[1])))
+        return split
+    return replace(split, dims=(split.dims[0] - (dim < split.dims[0]), split.dims[1] - (dim < split.dims[1])))
 
 
 def per_pixel(builder: Builder, op: Operator) -> None:
     """An operator that computes each pixel from the same pixel, and may append dims."""
-    _per_pixel(builder, op, _here(builder, op))
+    _per_pixel(builder, op, _split_outside_space(builder, op))
 
 
 def cosine_similarity(builder: Builder, op: Operator) -> None:
@@ -151,14 +151,14 @@ def cosine_similarity(builder: Builder, op: Operator) -> None:
     first, second = (builder.shape(item.name) for item in op.args[:2])
     sizes = torch.broadcast_shapes(first, second)
     dim = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 1)) % len(sizes)
-    names, here = operands(builder, op, sizes)
-    if dim in here.dims:
+    names, split = operands(builder, op, sizes)
+    if dim in split.dims:
         builder.refuse(
             op,
             f"is along dim {dim}, which is height or width",
             "a dim other than height and width, such as channels (1)",
         )
-    emit(builder, op, names, _reduced(here, dim, keep=False))
+    emit(builder, op, names, _reduced(split, dim, keep=False))
 
 
 def channelwise(at: int, over_space: AlongSpace) -> Rule:

@@ -29,37 +29,37 @@ _CHANNELS = "entries of a dim other than height and width, such as channels (1)"
 def index(builder: Builder, op: Operator) -> None:
     """``y[:, [2, 0]]``: indices along dims other than height and width; or by replicated indices of a flat map."""
     name = op.args[0].name
-    given = [item for item in op.args[1] if item is not None]
+    indices = [item for item in op.args[1] if item is not None]
     at = builder.splits[name].dims[0] if name in builder.splits else 0
-    by_numbers = all(item.name not in builder.splits and not _is_mask(builder, item.name) for item in given)
+    by_numbers = all(item.name not in builder.splits and not _is_mask(builder, item.name) for item in indices)
     if by_numbers and at < len(op.args[1]) and op.args[1][at] is not None and positions.over_positions(builder, op, at):
         positions.index(builder, op)
         return
-    here = builder.same_pixels(op, name)
-    split = _indexed(builder, op, here)
-    emit_on_part(builder, op, here, split)
+    input_split = builder.same_pixels(op, name)
+    split = _indexed(builder, op, input_split)
+    emit_on_part(builder, op, input_split, split)
 
 
 def _is_mask(builder: Builder, name: str) -> bool:
     return builder.values[name].dtype in (torch.bool, torch.uint8)
 
 
-def _indexed(builder: Builder, op: Operator, here: Split) -> Split:
-    """Return how ``y[indices]`` is split, where ``y`` is split as ``here``."""
-    given = [at for at, item in enumerate(op.args[1]) if item is not None]
-    infos = [builder.values[op.args[1][at].name] for at in given]
-    if set(given) & set(here.dims) or any(_is_mask(builder, op.args[1][at].name) for at in given):
-        builder.refuse(op, f"indexes dims {given} of a map whose height and width are dims {here.dims}", _CHANNELS)
-    if any(op.args[1][at].name in builder.splits for at in given):
+def _indexed(builder: Builder, op: Operator, split: Split) -> Split:
+    """Return how ``y[indices]`` is split, where ``y`` is split as ``split``."""
+    indexed = [at for at, item in enumerate(op.args[1]) if item is not None]
+    infos = [builder.values[op.args[1][at].name] for at in indexed]
+    if set(indexed) & set(split.dims) or any(_is_mask(builder, op.args[1][at].name) for at in indexed):
+        builder.refuse(op, f"indexes dims {indexed} of a map whose height and width are dims {split.dims}", _CHANNELS)
+    if any(op.args[1][at].name in builder.splits for at in indexed):
         builder.refuse(op, "indexes by a feature map", "torch.gather, or indices that are not computed from a map")
     more = len(torch.broadcast_shapes(*(info.shape for info in infos)))
-    together = given == list(range(given[0], given[0] + len(given)))
+    together = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
 
     def renumbered(dim: int) -> int:
-        before = sum(at < dim for at in given)
-        return dim - before + (more if not together or given[0] < dim else 0)
+        before = sum(at < dim for at in indexed)
+        return dim - before + (more if not together or indexed[0] < dim else 0)
 
-    return replace(here, dims=(renumbered(here.dims[0]), renumbered(here.dims[1])))
+    return replace(split, dims=(renumbered(split.dims[0]), renumbered(split.dims[1])))
 
 
 def index_put(builder: Builder, op: Operator) -> None:
@@ -69,13 +69,13 @@ def index_put(builder: Builder, op: Operator) -> None:
         builder.refuse(
             op, "writes a map into a tensor that is not a map", "a map as destination, such as torch.zeros_like(y)"
         )
-    here = builder.splits[name].owned
-    inner = _indexed(builder, op, here)
+    split = builder.splits[name].owned
+    inner = _indexed(builder, op, split)
     values = op.args[2].name
     rank = len(builder.shape(name)) - sum(item is not None for item in op.args[1])
     rank += len(torch.broadcast_shapes(*(builder.shape(item.name) for item in op.args[1] if item is not None)))
-    names = {name: builder.part(name, here), values: _fitted(builder, op, values, inner, rank)}
-    emit(builder, op, names, here)
+    names = {name: builder.part(name, split), values: _fitted(builder, op, values, inner, rank)}
+    emit(builder, op, names, split)
 
 
 def _fitted(builder: Builder, op: Operator, name: str, split: Split, rank: int) -> str:
@@ -108,38 +108,43 @@ def by_map(builder: Builder, op: Operator) -> None:
     if op.text == "aten.gather.default" and replicated and positions.over_positions(builder, op, dim):
         positions.gather(builder, op)
         return
-    names, here = operands(builder, op, shape)
-    sides = {tuple(builder.shape(item)[at] for at in here.dims) for item in op.inputs if len(builder.shape(item))}
-    if dim in here.dims or len(sides) != 1:
+    names, split = operands(builder, op, shape)
+    sides = {tuple(builder.shape(item)[at] for at in split.dims) for item in op.inputs if len(builder.shape(item))}
+    if dim in split.dims or len(sides) != 1:
         builder.refuse(
             op,
             f"works along dim {dim} of maps whose sizes differ: {sorted(sides)}",
             f"maps of equal size in the same dims, and {_CHANNELS}",
         )
-    emit(builder, op, names, here)
+    emit(builder, op, names, split)
 
 
 def slice_scatter(builder: Builder, op: Operator) -> None:
     """``y[:, 2:5] = z``, along any dim."""
     name, source = op.args[0].name, op.args[1].name
-    given = dict(zip(("dim", "start", "stop", "step"), op.args[2:6], strict=False))
-    dim, start, stop, step = given.get("dim", 0), given.get("start"), given.get("stop"), given.get("step", 1)
+    arguments = dict(zip(("dim", "start", "stop", "step"), op.args[2:6], strict=False))
+    dim, start, stop, step = (
+        arguments.get("dim", 0),
+        arguments.get("start"),
+        arguments.get("stop"),
+        arguments.get("step", 1),
+    )
     dim %= len(builder.shape(name))
     if name in builder.splits and dim in builder.splits[name].dims:
         _overwrite_pixels(builder, op, dim, range(builder.shape(name)[dim])[start:stop:step], source)
         return
-    names, here = operands(builder, op, builder.shape(name))
-    if dim in here.dims:
+    names, split = operands(builder, op, builder.shape(name))
+    if dim in split.dims:
         builder.refuse(
             op,
             "writes a slice of a map into a tensor that is not a map",
             "a map as destination, such as torch.zeros_like(y)",
         )
-    emit(builder, op, names, here)
+    emit(builder, op, names, split)
 
 
-def _overwrite_pixels(builder: Builder, op: Operator, dim: int, kept: range, source: str) -> None:
-    """Emit the overwriting of the rows or columns ``kept``.
+def _overwrite_pixels(builder: Builder, op: Operator, dim: int, lines: range, source: str) -> None:
+    """Emit the overwriting of the rows or columns ``lines``.
 
     Each rank needs the rows of ``source`` that are written into its part::
 
@@ -147,30 +152,30 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, kept: range, sou
         rank 0 needs row 0 of z, for row 1; rank 1 rows 1 and 2, for rows 4 and 7
     """
     name = op.args[0].name
-    here = builder.splits[name].owned
-    if not here.plain:
+    split = builder.splits[name].owned
+    if not split.plain:
         builder.refuse(
             op, "overwrites pixels of a map whose height and width are flattened into one dim", "either height or width"
         )
-    along_y = here.dims[0] == dim
+    along_y = split.dims[0] == dim
 
     def written(start: int, stop: int) -> tuple[int, int]:
-        return _count_below(kept, start), _count_below(kept, stop)
+        return _count_below(lines, start), _count_below(lines, stop)
 
-    parts = here.layout.parts
+    parts = split.layout.parts
     need = parts.each(written, _as_it_is) if along_y else parts.each(_as_it_is, written)
-    given = builder.splits.get(source)
-    if given is not None and (given.dims != here.dims or not given.plain):
+    source_split = builder.splits.get(source)
+    if source_split is not None and (source_split.dims != split.dims or not source_split.plain):
         builder.refuse(
             op,
-            f"writes a map whose height and width are dims {given.dims} into one where they are {here.dims}",
+            f"writes a map whose height and width are dims {source_split.dims} into one where they are {split.dims}",
             "maps in the same dims",
         )
     box = need[builder.rank]
-    if given is None:
+    if source_split is None:
         own = builder.fresh(source)
         shape = builder.shape(source)
-        builder.compute(_cut_at(box, here.dims, shape), (source,), (own,))
+        builder.compute(_cut_at(box, split.dims, shape), (source,), (own,))
     else:
         own = builder.moved(source, need)
     part = parts[builder.rank]
@@ -179,21 +184,21 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, kept: range, sou
     def call(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         if box.empty:
             return tensor.clone()
-        low = kept[begin] - first
-        high = kept[end - 1] - first + 1
-        result: torch.Tensor = torch.ops.aten.slice_scatter.default(tensor, values, dim, low, high, kept.step)
+        low = lines[begin] - first
+        high = lines[end - 1] - first + 1
+        result: torch.Tensor = torch.ops.aten.slice_scatter.default(tensor, values, dim, low, high, lines.step)
         return result
 
-    builder.compute(call, (builder.part(name, here), own), op.outputs, here)
+    builder.compute(call, (builder.part(name, split), own), op.outputs, split)
 
 
 def _as_it_is(start: int, stop: int) -> tuple[int, int]:
     return start, stop
 
 
-def _count_below(kept: range, value: int) -> int:
-    """Return how many of ``kept`` are below ``value``."""
-    return min(len(kept), max(0, -(-(value - kept.start) // kept.step)))
+def _count_below(lines: range, value: int) -> int:
+    """Return how many of ``lines`` are below ``value``."""
+    return min(len(lines), max(0, -(-(value - lines.start) // lines.step)))
 
 
 def _cut_at(box: Box, dims: tuple[int, int], shape: tuple[int, ...]) -> Any:
@@ -208,33 +213,33 @@ def _cut_at(box: Box, dims: tuple[int, int], shape: tuple[int, ...]) -> Any:
 def repeat(builder: Builder, op: Operator) -> None:
     """``repeat`` and ``tile`` along dims other than height and width, including new ones; or of whole maps."""
     name, result = op.args[0].name, builder.shape(op.first_output)
-    here, shape = builder.same_pixels(op, name), builder.shape(name)
+    split, shape = builder.same_pixels(op, name), builder.shape(name)
     more = len(result) - len(shape)
-    dims = (here.dims[0] + more, here.dims[1] + more)
-    if any(result[now] != shape[before] for now, before in zip(dims, here.dims, strict=True)):
-        others = [dim for dim in range(len(shape)) if dim not in here.dims]
-        if not here.plain or more or any(result[dim] != shape[dim] for dim in others):
+    dims = (split.dims[0] + more, split.dims[1] + more)
+    if any(result[dim] != shape[old_dim] for dim, old_dim in zip(dims, split.dims, strict=True)):
+        channel_dims = [dim for dim in range(len(shape)) if dim not in split.dims]
+        if not split.plain or more or any(result[dim] != shape[dim] for dim in channel_dims):
             builder.refuse(
                 op,
-                f"repeats height and width (dims {here.dims}) together with other dims",
+                f"repeats height and width (dims {split.dims}) together with other dims",
                 "separate repeats for space and for channels",
             )
         repeat_space(builder, op, (result[dims[0]] // shape[dims[0]], result[dims[1]] // shape[dims[1]]))
         return
-    emit_on_part(builder, op, here, replace(here, dims=dims))
+    emit_on_part(builder, op, split, replace(split, dims=dims))
 
 
 def diagonal(builder: Builder, op: Operator) -> None:
     """A diagonal of two dims other than height and width; it becomes the last dim."""
     name = op.args[0].name
-    here, rank = builder.same_pixels(op, name), len(builder.shape(name))
+    split, rank = builder.same_pixels(op, name), len(builder.shape(name))
     gone = [(op.args[at] if len(op.args) > at else default) % rank for at, default in ((2, 0), (3, 1))]
-    if set(gone) & set(here.dims):
+    if set(gone) & set(split.dims):
         builder.refuse(
-            op, f"takes the diagonal of dims {gone}, which include height or width (dims {here.dims})", _CHANNELS
+            op, f"takes the diagonal of dims {gone}, which include height or width (dims {split.dims})", _CHANNELS
         )
-    dims = tuple(dim - sum(at < dim for at in gone) for dim in here.dims)
-    emit_on_part(builder, op, here, replace(here, dims=(dims[0], dims[1])))
+    dims = tuple(dim - sum(at < dim for at in gone) for dim in split.dims)
+    emit_on_part(builder, op, split, replace(split, dims=(dims[0], dims[1])))
 
 
 _BY_MAP = "gather scatter.src scatter.value scatter.reduce scatter.value_reduce scatter_add scatter_reduce.two"

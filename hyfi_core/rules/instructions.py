@@ -100,14 +100,14 @@ class Split:
 
     def folded(self) -> tuple[tuple[int, int], ...]:
         """Return (first, last) dims of the opened value that are one dim of this value, in descending order."""
-        found, more = [], 0
+        folds, more = [], 0
         for dim in sorted(set(self.dims)):
             axes = [axis for axis in (0, 1) if self.dims[axis] == dim]
             inner = len(axes) - 1 + (self.leads[axes[0]] != 1)
             if inner:
-                found.append((dim + more, dim + more + inner))
+                folds.append((dim + more, dim + more + inner))
             more += inner
-        return tuple(reversed(found))
+        return tuple(reversed(folds))
 
     @property
     def owned(self) -> Split:

@@ -63,16 +63,16 @@ def normalise(eps: float, has_weight: bool, has_bias: bool) -> Any:
 
 def response_norm(builder: Builder, op: Operator) -> None:
     """``avg_pool3d`` of (B, 1, C, H, W) over channels only, as in local response normalisation."""
-    here = builder.same_pixels(op, op.args[0].name)
-    kernel, stride, padding = (list(given) for given in arguments(op.args[:4], ([], [0, 0, 0]), 2)[1:])
+    split = builder.same_pixels(op, op.args[0].name)
+    kernel, stride, padding = (list(setting) for setting in arguments(op.args[:4], ([], [0, 0, 0]), 2)[1:])
     channels_only = kernel[1:] == [1, 1] and (not stride or stride[1:] == [1, 1]) and not any(padding[1:])
-    if here.dims != (3, 4) or not channels_only:
+    if split.dims != (3, 4) or not channels_only:
         builder.refuse(
             op,
-            f"pools with kernel {kernel} over a map whose height and width are dims {here.dims}",
+            f"pools with kernel {kernel} over a map whose height and width are dims {split.dims}",
             "nn.LocalResponseNorm on (B, C, H, W)",
         )
-    emit_on_part(builder, op, here, here)
+    emit_on_part(builder, op, split, split)
 
 
 FACTS = {

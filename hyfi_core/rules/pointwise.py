@@ -74,23 +74,25 @@ def _from_right(builder: Builder, name: str, rank: int) -> Split:
 def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[int]) -> Split:
     """Return how the result is split: like the first map of the same size, or evenly if there is none."""
     first = maps[0]
-    if all(one.dims == first.dims and one.space == first.space for one in maps) and _fits(first, sizes):
+    if all(split.dims == first.dims and split.space == first.space for split in maps) and _fits(first, sizes):
         return builder.computed(op, first)
     y, x = first.dims
-    full = next((one for one in maps if _fits(one, sizes)), None)
-    odd = next((one for one in maps if set(one.dims) != {y, x} or one.flat or one.leads != (1, 1)), None)
-    if odd is not None or not all(_broadcasts(one, sizes) for one in maps):
-        other = odd or next(one for one in maps if not _broadcasts(one, sizes))
+    full = next((split for split in maps if _fits(split, sizes)), None)
+    odd = next((split for split in maps if set(split.dims) != {y, x} or split.flat or split.leads != (1, 1)), None)
+    if odd is not None or not all(_broadcasts(split, sizes) for split in maps):
+        unfit = odd or next(split for split in maps if not _broadcasts(split, sizes))
         builder.refuse(
             op,
             f"combines a map of {first.layout.map.shape} pixels in dims {first.dims} with one of "
-            f"{other.layout.map.shape} pixels in dims {other.dims}",
+            f"{unfit.layout.map.shape} pixels in dims {unfit.dims}",
             "maps of equal size, or of size 1, in the same dims",
         )
     if full is not None:
         return full.owned
-    rows = next((one.layout.rows for one in maps if one.dims == (y, x) and one.layout.height == sizes[y]), None)
-    columns = next((one.layout.columns for one in maps if one.dims == (y, x) and one.layout.width == sizes[x]), None)
+    rows = next((split.layout.rows for split in maps if split.dims == (y, x) and split.layout.height == sizes[y]), None)
+    columns = next(
+        (split.layout.columns for split in maps if split.dims == (y, x) and split.layout.width == sizes[x]), None
+    )
     if rows and columns and (len(rows) - 1) * (len(columns) - 1) == len(first.layout.parts):
         return Split(Layout(rows, columns), (y, x))
     return Split(Layout.even(sizes[y], sizes[x], builder.grid), (y, x))
@@ -116,11 +118,11 @@ def _aligned(builder: Builder, name: str, split: Split, anchor: Split) -> str:
     """
     if split.dims == anchor.dims and split.space == anchor.space:
         return builder.part(name, replace(anchor, dims=builder.splits[name].dims))
-    whole, turned = split.layout.map, split.dims != anchor.dims
+    map_box, turned = split.layout.map, split.dims != anchor.dims
     need = anchor.held.transposed() if turned else anchor.held
     need = need.each(
-        lambda y0, y1: (0, int(y0 < y1)) if whole.height == 1 else (y0, y1),
-        lambda x0, x1: (0, int(x0 < x1)) if whole.width == 1 else (x0, x1),
+        lambda y0, y1: (0, int(y0 < y1)) if map_box.height == 1 else (y0, y1),
+        lambda x0, x1: (0, int(x0 < x1)) if map_box.width == 1 else (x0, x1),
     )
     return builder.moved(name, need)
 

@@ -28,21 +28,21 @@ def over_positions(builder: Builder, op: Operator, dim: int) -> bool:
     A ``dim`` may be negative.
     """
     name = op.args[0].name
-    here = builder.splits.get(name)
+    split = builder.splits.get(name)
     rank = len(builder.shape(name))
     return (
-        here is not None
-        and here.flat
-        and here.leads == (1, 1)
-        and dim % rank == here.dims[0]
+        split is not None
+        and split.flat
+        and split.leads == (1, 1)
+        and dim % rank == split.dims[0]
         and builder.values[name].dtype.is_floating_point
     )
 
 
-def _places(here: Split, rank: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(split: Split, rank: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (positions in this rank's part, 0 elsewhere; whether they are there) of positions in the flat map."""
-    box, width = here.layout.parts[rank], here.layout.map.width
-    positions = torch.where(positions < 0, positions + here.layout.map.area, positions)
+    box, width = split.layout.parts[rank], split.layout.map.width
+    positions = torch.where(positions < 0, positions + split.layout.map.area, positions)
     y, x = positions // width, positions % width
     inside = (y >= box.y0) & (y < box.y1) & (x >= box.x0) & (x < box.x1)
     return torch.where(inside, (y - box.y0) * box.width + x - box.x0, 0), inside
@@ -51,44 +51,44 @@ def _places(here: Split, rank: int, positions: torch.Tensor) -> tuple[torch.Tens
 def gather(builder: Builder, op: Operator) -> None:
     """``gather`` and ``index_select`` along the positions, by indices that every rank has."""
     name, dim, index = op.args[0].name, op.args[1], op.args[2].name
-    here, select = builder.splits[name].owned, op.text.startswith("aten.index_select")
+    split, select = builder.splits[name].owned, op.text.startswith("aten.index_select")
     dim %= len(builder.shape(name))
 
     def own(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        local, inside = _places(here, builder.rank, positions)
+        local, inside = _places(split, builder.rank, positions)
         if not tensor.numel():
             return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
         if select:
-            taken = tensor.index_select(dim, local)
+            entries = tensor.index_select(dim, local)
             inside = inside.view(-1, *[1] * (tensor.dim() - 1 - dim))
         else:
-            taken = tensor.gather(dim, local)
-        return torch.where(inside, taken, 0.0)
+            entries = tensor.gather(dim, local)
+        return torch.where(inside, entries, 0.0)
 
-    sum_of_parts(builder, own, (builder.part(name, here), index), op.first_output)
+    sum_of_parts(builder, own, (builder.part(name, split), index), op.first_output)
 
 
 def index(builder: Builder, op: Operator) -> None:
     """``h[rows, positions]``, by indices that every rank has."""
-    name, given = op.args[0].name, op.args[1]
-    here = builder.splits[name].owned
-    at = [dim for dim, item in enumerate(given) if item is not None]
-    indices = tuple(given[dim].name for dim in at)
+    name, indexers = op.args[0].name, op.args[1]
+    split = builder.splits[name].owned
+    at = [dim for dim, item in enumerate(indexers) if item is not None]
+    indices = tuple(indexers[dim].name for dim in at)
     first = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
-    place = at.index(here.dims[0])
+    along = at.index(split.dims[0])
 
     def own(tensor: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
         if not tensor.numel():
             return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
-        local, inside = _places(here, builder.rank, numbers[place])
+        local, inside = _places(split, builder.rank, numbers[along])
         chosen: list[Any] = [slice(None)] * tensor.dim()
-        for dim, number in zip(at, (*numbers[:place], local, *numbers[place + 1 :]), strict=True):
+        for dim, number in zip(at, (*numbers[:along], local, *numbers[along + 1 :]), strict=True):
             chosen[dim] = number
-        taken = tensor[tuple(chosen)]
+        entries = tensor[tuple(chosen)]
         inside = inside.expand(torch.broadcast_shapes(*(number.shape for number in numbers)))
-        return torch.where(inside.reshape(*inside.shape, *[1] * (taken.dim() - first - inside.dim())), taken, 0.0)
+        return torch.where(inside.reshape(*inside.shape, *[1] * (entries.dim() - first - inside.dim())), entries, 0.0)
 
-    inputs = (builder.part(name, here), *indices)
+    inputs = (builder.part(name, split), *indices)
     if len(set(inputs)) < len(inputs):
         builder.refuse(op, "uses one tensor as index of two dims", "a tensor for each")
     sum_of_parts(builder, own, inputs, op.first_output)
@@ -97,13 +97,13 @@ def index(builder: Builder, op: Operator) -> None:
 def extreme(builder: Builder, op: Operator) -> None:
     """``max``, ``min``, ``argmax`` and ``argmin`` along the positions: the first of equal extremes."""
     name = op.args[0].name
-    here, shape = builder.splits[name].owned, builder.shape(name)
+    split, shape = builder.splits[name].owned, builder.shape(name)
     dim = op.args[1] % len(shape)
     keepdim = bool(op.args[2] if len(op.args) > 2 else op.kwargs.get("keepdim", False))
-    box, lowest = here.layout.parts[builder.rank], "min" in op.text
-    others = (*shape[:dim], *shape[dim + 1 :])
-    opened = (math.prod(others), 1, box.height, box.width)
-    result = (*shape[:dim], 1, *shape[dim + 1 :]) if keepdim else others
+    box, lowest = split.layout.parts[builder.rank], "min" in op.text
+    leading = (*shape[:dim], *shape[dim + 1 :])
+    opened = (math.prod(leading), 1, box.height, box.width)
+    result = (*shape[:dim], 1, *shape[dim + 1 :]) if keepdim else leading
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.movedim(dim, -1).reshape(opened)
@@ -115,24 +115,24 @@ def extreme(builder: Builder, op: Operator) -> None:
 
     maps, top = builder.fresh(name, opened), builder.fresh(name, (opened[0], 1, 1, 1))
     where = builder.fresh(name, (opened[0], 1, 1, 1), torch.int64)
-    builder.compute(own, (builder.part(name, here),), (maps,))
-    builder.communicate(FirstMaximum(box, here.layout.map.width, last_nan=False), (maps,), (top, where), "reduce")
+    builder.compute(own, (builder.part(name, split),), (maps,))
+    builder.communicate(FirstMaximum(box, split.layout.map.width, last_nan=False), (maps,), (top, where), "reduce")
     builder.compute(finish, (top, where), op.outputs)
 
 
 def topk(builder: Builder, op: Operator) -> None:
     """``topk`` along the positions of a map that is too large to be gathered."""
     name, count = op.args[0].name, int(op.args[1])
-    here, shape = builder.splits[name].owned, builder.shape(name)
-    info, ranks = builder.values[name], len(here.layout.parts)
+    split, shape = builder.splits[name].owned, builder.shape(name)
+    info, ranks = builder.values[name], len(split.layout.parts)
     dim = (op.args[2] if len(op.args) > 2 else -1) % len(shape)
     largest = bool(op.args[3]) if len(op.args) > 3 else True
     small = math.prod(shape) * info.dtype.itemsize <= builder.gather_bytes
     if small or ranks * count >= shape[dim]:
         builder.refuse(op, f"takes the {count} largest of {shape[dim]} positions", "fewer values, or a gathered map")
-    box, width = here.layout.parts[builder.rank], here.layout.map.width
+    box, width = split.layout.parts[builder.rank], split.layout.map.width
     wide = torch.promote_types(info.dtype, torch.float32)
-    kept = (ranks, *shape[:dim], *shape[dim + 1 :], count)
+    gathered_shape = (ranks, *shape[:dim], *shape[dim + 1 :], count)
 
     def placed(tensor: torch.Tensor, fill: float) -> torch.Tensor:
         tensor = torch.nn.functional.pad(tensor, (0, count - tensor.shape[-1]), value=fill)
@@ -153,9 +153,12 @@ def topk(builder: Builder, op: Operator) -> None:
         top, at = values.topk(count, -1, largest)
         return top.to(info.dtype).movedim(-1, dim).clone(), where.gather(-1, at).movedim(-1, dim).clone()
 
-    rows, all_rows = builder.fresh(name, kept, wide), builder.fresh(name, kept, wide)
-    places, all_places = builder.fresh(name, kept, torch.int64), builder.fresh(name, kept, torch.int64)
-    builder.compute(own, (builder.part(name, here),), (rows, places))
+    rows, all_rows = builder.fresh(name, gathered_shape, wide), builder.fresh(name, gathered_shape, wide)
+    places, all_places = (
+        builder.fresh(name, gathered_shape, torch.int64),
+        builder.fresh(name, gathered_shape, torch.int64),
+    )
+    builder.compute(own, (builder.part(name, split),), (rows, places))
     builder.communicate(SumOverRanks(), (rows,), (all_rows,), "reduce")
     builder.communicate(SumOverRanks(), (places,), (all_places,), "reduce")
     builder.compute(finish, (all_rows, all_places), op.outputs)

@@ -55,10 +55,10 @@ def einsum(builder: Builder, op: Operator) -> None:
     """``einsum`` with a letter for every dim."""
     names = [item.name for item in op.args[1]]
     equation = _spelled(str(op.args[0]).replace(" ", ""), [len(builder.shape(name)) for name in names])
-    given, arrow, result = equation.partition("->")
-    terms = given.split(",")
+    operands, arrow, result = equation.partition("->")
+    terms = operands.split(",")
     if not arrow:
-        result = "".join(sorted(letter for letter in set(given) - {","} if given.count(letter) == 1))
+        result = "".join(sorted(letter for letter in set(operands) - {","} if operands.count(letter) == 1))
     if "." in equation or any(len(set(term)) < len(term) for term in terms):
         builder.refuse(op, f"has the equation {equation!r}", "one letter for each dim, none twice in one operand")
     _product(builder, op, Letters(tuple(zip(names, terms, strict=True)), result))
@@ -71,8 +71,8 @@ def _spelled(equation: str, ranks: list[int]) -> str:
     """
     if "..." not in equation:
         return equation
-    given, arrow, result = equation.partition("->")
-    terms = given.split(",")
+    operands, arrow, result = equation.partition("->")
+    terms = operands.split(",")
     counts = [rank - len(term) + 3 for term, rank in zip(terms, ranks, strict=True) if "..." in term]
     dots = "ABCDEFGH"[: max(counts)]
     if set(dots) & set(equation) or max(counts) > 8:
@@ -82,8 +82,8 @@ def _spelled(equation: str, ranks: list[int]) -> str:
         count = rank - len(term) + 3
         spelled.append(term.replace("...", dots[len(dots) - count :]))
     if not arrow:
-        letters = {letter for letter in given if letter.isalpha()}
-        result = "..." + "".join(sorted(letter for letter in letters if given.count(letter) == 1))
+        letters = {letter for letter in operands if letter.isalpha()}
+        result = "..." + "".join(sorted(letter for letter in letters if operands.count(letter) == 1))
     return ",".join(spelled) + "->" + result.replace("...", dots)
 
 
@@ -99,11 +99,11 @@ def _product(builder: Builder, op: Operator, letters: Letters) -> None:
         if name not in names:
             names[name] = _laid_out(builder, op, name, term, anchor, space)
     function, inputs = bound(renamed(op, names))
-    kept = [letter in letters.result for letter in space]
-    if all(kept):
+    survives = [letter in letters.result for letter in space]
+    if all(survives):
         dims = letters.result.index(space[0]), letters.result.index(space[1])
         builder.compute(function, inputs, op.outputs, replace(anchor, dims=dims))
-    elif any(kept):
+    elif any(survives):
         builder.refuse(op, "sums over only one of height and width", "a sum over both, or over neither")
     else:
         sum_of_parts(builder, function, inputs, op.first_output)
@@ -111,10 +111,10 @@ def _product(builder: Builder, op: Operator, letters: Letters) -> None:
 
 def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Split, space: tuple[str, str]) -> str:
     """Return a factor with the pixels of the anchor, or gathered if its height and width have other letters."""
-    here = builder.splits.get(name)
-    if here is not None and (term[here.dims[0]], term[here.dims[1]]) == space and here.space == anchor.space:
-        return builder.part(name, replace(anchor, dims=here.dims))
-    if here is not None:
+    split = builder.splits.get(name)
+    if split is not None and (term[split.dims[0]], term[split.dims[1]]) == space and split.space == anchor.space:
+        return builder.part(name, replace(anchor, dims=split.dims))
+    if split is not None:
         name = builder.gather(op, name, "multiplies two maps over their pixels")
     if not any(letter in term for letter in space):
         return name

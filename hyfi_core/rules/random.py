@@ -63,8 +63,8 @@ def dropout(builder: Builder, op: Operator) -> None:
     scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
 
     def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        kept = numbers(draws.uniform, key, tensor.device, torch.float64) >= probability
-        result: torch.Tensor = tensor * (kept.to(tensor.dtype) * scale)
+        survives = numbers(draws.uniform, key, tensor.device, torch.float64) >= probability
+        result: torch.Tensor = tensor * (survives.to(tensor.dtype) * scale)
         return result
 
     builder.compute(call, (name, KEY), op.outputs[:1], split)

@@ -36,16 +36,16 @@ def _reduced_dims(
     """Return (input, reduced dims, keepdim) of a reduction, from its arguments with these indices."""
     name = op.args[0].name
     rank = len(builder.shape(name))
-    given = op.args[dims_at] if len(op.args) > dims_at else None
-    dims = range(rank) if given is None else [given] if isinstance(given, int) else given
+    argument = op.args[dims_at] if len(op.args) > dims_at else None
+    dims = range(rank) if argument is None else [argument] if isinstance(argument, int) else argument
     keepdim = op.args[keepdim_at] if len(op.args) > keepdim_at else op.kwargs.get("keepdim", False)
     return name, tuple(sorted(dim % rank for dim in dims)), bool(keepdim)
 
 
 def _pointwise(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> None:
     """Emit a reduction over dims other than height and width."""
-    here = builder.splits[op.args[0].name]
-    emit_on_part(builder, op, here, here if keepdim else _fewer(here, dims))
+    split = builder.splits[op.args[0].name]
+    emit_on_part(builder, op, split, split if keepdim else _fewer(split, dims))
 
 
 def _sum(builder: Builder, op: Operator, mean: bool) -> None:
@@ -67,7 +67,7 @@ def _sum(builder: Builder, op: Operator, mean: bool) -> None:
 
 def _fewer(split: Split, gone: tuple[int, ...]) -> Split:
     """Return how a value is split after dims other than height and width are removed."""
-    y, x = (dim - sum(one < dim for one in gone) for dim in split.dims)
+    y, x = (dim - sum(removed < dim for removed in gone) for dim in split.dims)
     return Split(split.layout, (y, x), leads=split.leads)
 
 
@@ -77,10 +77,10 @@ def _in_profile(builder: Builder, name: str, dims: tuple[int, ...], keepdim: boo
     The sum over ranks is then the whole profile, which is small (of length H or W) and replicated.
     """
     split = builder.splits[name]
-    box, whole = split.layout.parts[builder.rank], split.layout.map
+    box, map_box = split.layout.parts[builder.rank], split.layout.map
     along_y = split.dims[1] in dims
     left = split.dims[0] if along_y else split.dims[1]
-    before, behind = (box.y0, whole.height - box.y1) if along_y else (box.x0, whole.width - box.x1)
+    before, behind = (box.y0, map_box.height - box.y1) if along_y else (box.x0, map_box.width - box.x1)
     rank = len(builder.shape(name))
     if not keepdim:
         left -= sum(dim < left for dim in dims)
@@ -141,10 +141,10 @@ def maximum(builder: Builder, op: Operator) -> None:
     """``amax``, ``amin``, and ``max`` and ``min`` over all dims; tied pixels have equal gradients, on any rank."""
     name, dims, keepdim = _reduced_dims(builder, op)
     space = set(builder.splits[name].dims)
-    taken = set(dims) & space
-    if not taken:
+    reduced = set(dims) & space
+    if not reduced:
         _pointwise(builder, op, dims, keepdim)
-    elif taken != space:
+    elif reduced != space:
         along_space(builder, op, dims, keepdim)
     else:
         part = builder.part(name, builder.splits[name])
@@ -212,8 +212,8 @@ def variance(builder: Builder, op: Operator) -> None:
     """``var``, ``std``, ``var_mean`` and ``std_mean``, with any correction."""
     rooted = op.text.startswith("aten.std")
     with_mean = "_mean." in op.text
-    given = op.kwargs.get("correction")
-    correction = 1 if given is None else given
+    setting = op.kwargs.get("correction")
+    correction = 1 if setting is None else setting
     if op.text.endswith(".dim"):
         correction = int(op.args[2]) if len(op.args) > 2 else 1
     name, dims, keepdim = _reduced_dims(builder, op, 1, 3)
@@ -257,7 +257,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
 
     own_shape, count = folded(split.local_shape(builder.shape(name), rank)), counted(builder.shape(name))
     own_count = math.prod(own_shape[dim] for dim in dims)
-    counts = [counted(split.local_shape(builder.shape(name), other)) for other in range(ranks)] if apart else []
+    counts = [counted(split.local_shape(builder.shape(name), rank)) for rank in range(ranks)] if apart else []
     shares = Constant(torch.tensor(counts, dtype=torch.float64).div_(count))
 
     def moments(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,20 +285,20 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
         mean = first + ((means - first) * weights).sum(0)
         return torch.stack([mean, ((variances + (means - mean).square()) * weights).sum(0)])
 
-    rows, summed, both = (builder.fresh(part, (), torch.float64) for _ in range(3))
+    rows, summed, moments_name = (builder.fresh(part, (), torch.float64) for _ in range(3))
     builder.compute(moments, (part,), (rows,))
     builder.communicate(SumOverRanks(), (rows,), (summed,), "reduce")
-    builder.compute(together, (summed,), (both,))
-    return both
+    builder.compute(together, (summed,), (moments_name,))
+    return moments_name
 
 
 def _not_over_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> bool:
     """Emit a reduction that is not over both height and width; return whether it is one."""
     space = set(builder.splits[op.args[0].name].dims)
-    taken = space & set(dims)
-    if taken == space:
+    reduced = space & set(dims)
+    if reduced == space:
         return False
-    if taken:
+    if reduced:
         along_space(builder, op, dims, keepdim)
     else:
         _pointwise(builder, op, dims, keepdim)

@@ -33,39 +33,43 @@ def replicated(builder: Builder, op: Operator) -> None:
     builder.compute(function, inputs, op.outputs)
 
 
-def gathered(builder: Builder, op: Operator, what: str = "cannot be computed part by part") -> None:
+def gathered(builder: Builder, op: Operator, problem: str = "cannot be computed part by part") -> None:
     """Gather the maps that an operator takes and compute it as a whole on every rank; then keep only parts of maps.
 
     Args:
         builder: of the rank's program.
         op: any operator.
-        what: the reason, for the message about maps that are too large.
+        problem: the reason, for the message about maps that are too large.
 
     Raises:
         RequestError: a map is larger than ``gather_bytes``, or the operator draws random numbers.
     """
     maps = {name: builder.splits[name] for name in dict.fromkeys(op.inputs) if name in builder.splits}
-    names = {name: builder.gather(op, name, what) for name in maps}
+    names = {name: builder.gather(op, name, problem) for name in maps}
     if builder.grid == (1, 1):
         replicated(builder, renamed(op, names))
         return
     wholes = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
     replicated(builder, replace(renamed(op, names), outputs=wholes))
-    for output, whole in zip(op.outputs, wholes, strict=True):
-        if output is None or whole is None:
+    for output, result in zip(op.outputs, wholes, strict=True):
+        if output is None or result is None:
             continue
         split = next((split for name, split in maps.items() if _alike(builder, name, output, split)), None)
         if split is None:
-            builder.compute(lambda tensor: torch.ops.aten.alias.default(tensor), (whole,), (output,))
+            builder.compute(lambda tensor: torch.ops.aten.alias.default(tensor), (result,), (output,))
         else:
             part = cut_of_whole(split.owned, builder.rank, tuple(builder.shape(output)))
-            builder.compute(part, (whole,), (output,), split.owned)
+            builder.compute(part, (result,), (output,), split.owned)
 
 
 def _alike(builder: Builder, name: str, output: str, split: Split) -> bool:
     """Whether an output has the same pixels in the same dims as a gathered input."""
-    taken, made = builder.shape(name), builder.shape(output)
-    return split.plain and len(taken) == len(made) and all(taken[dim] == made[dim] for dim in split.dims)
+    input_shape, output_shape = builder.shape(name), builder.shape(output)
+    return (
+        split.plain
+        and len(input_shape) == len(output_shape)
+        and all(input_shape[dim] == output_shape[dim] for dim in split.dims)
+    )
 
 
 def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -76,12 +80,12 @@ def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[t
         rank: of the result.
         shape: of the replicated value.
     """
-    box, here = split.held[rank], split
+    box, divided = split.held[rank], split
     if not split.plain:
         return _cut_of_folded(split, rank, shape)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        for dim, start, length in ((here.dims[0], box.y0, box.height), (here.dims[1], box.x0, box.width)):
+        for dim, start, length in ((divided.dims[0], box.y0, box.height), (divided.dims[1], box.x0, box.width)):
             if dim >= 0 and shape[dim] > 1:
                 tensor = tensor.narrow(dim, start, length)
         return tensor
@@ -91,7 +95,7 @@ def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[t
 
 def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the same for values whose height and width are not separate dims."""
-    box, whole, (y, x) = split.held[rank], split.layout.map, split.dims
+    box, map_box, (y, x) = split.held[rank], split.layout.map, split.dims
     cuts = [(y, box.y0, box.height), (x, box.x0, box.width)]
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,12 +103,12 @@ def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[
         if split.flat:
             if y < 0 or (shape[y] == 1 and split.sides[0] != 1):
                 return tensor
-            opened = tensor.unflatten(y, (split.leads[0], *whole.shape))
+            opened = tensor.unflatten(y, (split.leads[0], *map_box.shape))
             cut: torch.Tensor = opened.narrow(y + 1, box.y0, box.height).narrow(y + 2, box.x0, box.width)
             return cut.flatten(y, y + 2)
         for axis, (dim, start, length) in sorted(enumerate(cuts), key=lambda item: -item[1][0]):
             if dim >= 0 and shape[dim] > 1:
-                opened = tensor.unflatten(dim, (split.leads[axis], whole.shape[axis]))
+                opened = tensor.unflatten(dim, (split.leads[axis], map_box.shape[axis]))
                 tensor = opened.narrow(dim + 1, start, length).flatten(dim, dim + 1)
         return tensor
 

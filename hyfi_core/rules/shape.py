@@ -29,37 +29,37 @@ from hyfi_core.rules.windows.taps import of_slice
 def view(builder: Builder, op: Operator) -> None:
     """``view`` and ``reshape``; small maps are gathered if height and width are mixed with other dims."""
     name, sizes = op.args[0].name, builder.shape(op.first_output)
-    shape, here = builder.shape(name), builder.splits[name]
-    dims = _viewed(shape, here, sizes)
+    shape, split_before = builder.shape(name), builder.splits[name]
+    dims = _viewed(shape, split_before, sizes)
     if dims is None and view_of_blocks(builder, op):
         return
     if dims is None:
         gathered(builder, op, f"reshapes {shape} to {sizes}, which mixes height and width with other dims")
         return
-    if here.flat == (dims[0] == dims[1]):
-        here = builder.same_pixels(op, name)
+    if split_before.flat == (dims[0] == dims[1]):
+        split_before = builder.same_pixels(op, name)
     else:  # flat values take no part in fused runs
-        name, here = builder.owned(name), here.owned
-    split = replace(here, dims=dims)
+        name, split_before = builder.owned(name), split_before.owned
+    split = replace(split_before, dims=dims)
     local = split.local_shape(sizes, builder.rank)
-    part = builder.part(name, here)
+    part = builder.part(name, split_before)
     builder.compute(lambda tensor: tensor.reshape(local), (part,), op.outputs, split)
 
 
-def _viewed(shape: tuple[int, ...], here: Split, sizes: tuple[int, ...]) -> tuple[int, int] | None:
+def _viewed(shape: tuple[int, ...], split: Split, sizes: tuple[int, ...]) -> tuple[int, int] | None:
     """Return the dims of height and width after a view; None if they are mixed with other dims."""
-    y, x = (_survivor(shape, dim, sizes) for dim in here.dims)
-    if y is not None and x is not None and (here.flat or y != x):
+    y, x = (_survivor(shape, dim, sizes) for dim in split.dims)
+    if y is not None and x is not None and (split.flat or y != x):
         return y, x
-    if here.leads != (1, 1):
+    if split.leads != (1, 1):
         return None
-    ahead = prod(shape[: here.dims[0]])
-    height, width = here.layout.map.shape
-    if here.flat:
-        found = (at for at in range(len(sizes) - 1) if sizes[at : at + 2] == (height, width))
-        at = next((at for at in found if prod(sizes[:at]) == ahead), None)
+    ahead = prod(shape[: split.dims[0]])
+    height, width = split.layout.map.shape
+    if split.flat:
+        starts = (at for at in range(len(sizes) - 1) if sizes[at : at + 2] == (height, width))
+        at = next((at for at in starts if prod(sizes[:at]) == ahead), None)
         return None if at is None else (at, at + 1)
-    if here.dims[1] != here.dims[0] + 1:
+    if split.dims[1] != split.dims[0] + 1:
         return None
     at = next((at for at, size in enumerate(sizes) if size == height * width and prod(sizes[:at]) == ahead), None)
     return None if at is None else (at, at)
@@ -83,8 +83,8 @@ def permute(builder: Builder, op: Operator) -> None:
     else:
         first, second = (dim % count for dim in op.args[1:3])
         order[first], order[second] = second, first
-    here = builder.same_pixels(op, name)
-    _rename(builder, op, replace(here, dims=(order.index(here.dims[0]), order.index(here.dims[1]))))
+    split = builder.same_pixels(op, name)
+    _rename(builder, op, replace(split, dims=(order.index(split.dims[0]), order.index(split.dims[1]))))
 
 
 def unsqueeze(builder: Builder, op: Operator) -> None:
@@ -97,27 +97,27 @@ def unsqueeze(builder: Builder, op: Operator) -> None:
 def squeeze(builder: Builder, op: Operator) -> None:
     """``squeeze``; a map of one row or column that loses height or width is gathered."""
     name = op.args[0].name
-    shape, here = builder.shape(name), builder.same_pixels(op, name)
-    given = op.args[1] if len(op.args) > 1 else range(len(shape))
-    asked = [given] if isinstance(given, int) else given
-    gone = [dim % len(shape) for dim in asked if shape[dim] == 1]
-    if set(gone) & set(here.dims):
-        gathered(builder, op, f"squeezes height or width (dims {here.dims})")
+    shape, split = builder.shape(name), builder.same_pixels(op, name)
+    argument = op.args[1] if len(op.args) > 1 else range(len(shape))
+    dims = [argument] if isinstance(argument, int) else argument
+    gone = [dim % len(shape) for dim in dims if shape[dim] == 1]
+    if set(gone) & set(split.dims):
+        gathered(builder, op, f"squeezes height or width (dims {split.dims})")
     else:
-        _rename(builder, op, _renumbered(here, lambda dim: dim - sum(at < dim for at in gone)))
+        _rename(builder, op, _renumbered(split, lambda dim: dim - sum(at < dim for at in gone)))
 
 
 def select(builder: Builder, op: Operator) -> None:
     """One index of a dim (``select``) or all (``unbind``); one row or column is gathered, for all of them the map."""
     name = op.args[0].name
-    here = builder.same_pixels(op, name)
+    split = builder.same_pixels(op, name)
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
-    if dim in here.dims and here.plain and op.text == "aten.select.int":
+    if dim in split.dims and split.plain and op.text == "aten.select.int":
         _row(builder, op, dim)
-    elif dim in here.dims:
+    elif dim in split.dims:
         gathered(builder, op, f"splits dim {dim}, which is height or width")
     else:
-        _rename(builder, op, _renumbered(here, lambda at: at - (dim < at)))
+        _rename(builder, op, _renumbered(split, lambda at: at - (dim < at)))
 
 
 def _row(builder: Builder, op: Operator, dim: int) -> None:
@@ -125,22 +125,22 @@ def _row(builder: Builder, op: Operator, dim: int) -> None:
     name = op.args[0].name
     shape = builder.shape(name)
     at = op.args[2] % shape[dim]
-    kept = builder.fresh(name, (*shape[:dim], 1, *shape[dim + 1 :]))
-    slice_of_space(builder, replace(op, args=(op.args[0], dim, at, at + 1), outputs=(kept,)), dim)
+    line = builder.fresh(name, (*shape[:dim], 1, *shape[dim + 1 :]))
+    slice_of_space(builder, replace(op, args=(op.args[0], dim, at, at + 1), outputs=(line,)), dim)
     gathered(
-        builder, replace(op, args=(Ref(kept), dim, 0)), f"selects one index of dim {dim}, which is height or width"
+        builder, replace(op, args=(Ref(line), dim, 0)), f"selects one index of dim {dim}, which is height or width"
     )
 
 
 def stack(builder: Builder, op: Operator) -> None:
     """Equal maps along a new dim."""
     names = [item.name for item in op.args[0]]
-    here = next(builder.same_pixels(op, name) for name in names if name in builder.splits)
+    split = next(builder.same_pixels(op, name) for name in names if name in builder.splits)
     if not all(name in builder.splits for name in names):
         builder.refuse(op, "stacks maps with tensors that are not maps", "maps of equal size")
     at = (op.args[1] if len(op.args) > 1 else 0) % (len(builder.shape(names[0])) + 1)
-    parts = {name: builder.part(name, here) for name in names}
-    emit(builder, op, parts, _renumbered(here, lambda dim: dim + (dim >= at)))
+    parts = {name: builder.part(name, split) for name in names}
+    emit(builder, op, parts, _renumbered(split, lambda dim: dim + (dim >= at)))
 
 
 def expand(builder: Builder, op: Operator) -> None:
@@ -165,14 +165,14 @@ def _rename(builder: Builder, op: Operator, split: Split) -> None:
 def new_like(builder: Builder, op: Operator) -> None:
     """``new_zeros`` and similar operators, with the shape of the map, or without height and width."""
     name, sizes = op.args[0].name, builder.shape(op.first_output)
-    here = builder.splits[name]
+    split = builder.splits[name]
     if sizes == builder.shape(name):
-        local = here.local_shape(sizes, builder.rank)
-        part = builder.part(name, here)
+        local = split.local_shape(sizes, builder.rank)
+        part = builder.part(name, split)
         function, inputs = bound(_sized(renamed(op, {name: part}), list(local)))
-        builder.compute(function, inputs, op.outputs, here)
+        builder.compute(function, inputs, op.outputs, split)
     elif sizes[-2:] == (1, 1) or len(sizes) < 3:
-        emit(builder, op, {name: builder.part(name, here)})
+        emit(builder, op, {name: builder.part(name, split)})
     else:
         builder.refuse(
             op, f"creates a tensor of shape {sizes} from a map", "the map's own shape, or one without height and width"

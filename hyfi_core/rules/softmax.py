@@ -29,41 +29,41 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 def softmax(builder: Builder, op: Operator) -> None:
     """``softmax`` and ``log_softmax`` over the pixels of a flat map."""
     name = op.args[0].name
-    here = builder.splits[name].owned
-    if not here.flat:
+    split = builder.splits[name].owned
+    if not split.flat:
         builder.refuse(
             op, "is over only one of height and width", "softmax over all pixels, x.flatten(2).softmax(-1), or channels"
         )
-    part = builder.part(name, here)
+    part = builder.part(name, split)
     output = op.first_output
-    largest, total = _exponentials(builder, part, (here.dims[0],))
+    largest, total = _exponentials(builder, part, (split.dims[0],))
     logarithm = "log_softmax" in op.text
-    asked = op.args[2] if len(op.args) > 2 else op.kwargs.get("dtype")
+    requested = op.args[2] if len(op.args) > 2 else op.kwargs.get("dtype")
     narrow = builder.values[output].dtype
 
     def finish(x: torch.Tensor, shift: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         exponents = x.to(sums.dtype) - shift
         result = exponents - sums.log() if logarithm else exponents.exp() / sums
-        wide = isinstance(asked, torch.dtype) or torch.is_autocast_enabled(x.device.type)
+        wide = isinstance(requested, torch.dtype) or torch.is_autocast_enabled(x.device.type)
         return result if wide else result.to(narrow)
 
-    builder.compute(finish, (part, largest, total), op.outputs[:1], here)
+    builder.compute(finish, (part, largest, total), op.outputs[:1], split)
 
 
 def logsumexp(builder: Builder, op: Operator) -> None:
     """``logsumexp`` over any dims."""
     name = op.args[0].name
-    here, shape = builder.splits[name].owned, builder.shape(name)
-    given = op.args[1]
-    dims = tuple(sorted(dim % len(shape) for dim in ([given] if isinstance(given, int) else given)))
+    split, shape = builder.splits[name].owned, builder.shape(name)
+    argument = op.args[1]
+    dims = tuple(sorted(dim % len(shape) for dim in ([argument] if isinstance(argument, int) else argument)))
     keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(op.kwargs.get("keepdim", False))
-    taken = set(here.dims) & set(dims)
-    part = builder.part(name, here)
-    if not taken:
-        kept = here.dims if keepdim else tuple(d - sum(r < d for r in dims) for d in here.dims)
-        emit(builder, op, {name: part}, Split(here.layout, (kept[0], kept[1]), leads=here.leads))
+    reduced = set(split.dims) & set(dims)
+    part = builder.part(name, split)
+    if not reduced:
+        map_dims = split.dims if keepdim else tuple(d - sum(r < d for r in dims) for d in split.dims)
+        emit(builder, op, {name: part}, Split(split.layout, (map_dims[0], map_dims[1]), leads=split.leads))
         return
-    if taken != set(here.dims):
+    if reduced != set(split.dims):
         along_space(builder, op, dims, keepdim)
         return
     largest, total = _exponentials(builder, part, dims)
@@ -113,12 +113,12 @@ def attention(builder: Builder, op: Operator) -> None:
     queries are pixels                      keys and values are gathered, if they are small enough
     only keys and values are pixels         softmax over all ranks, see ``_pooled``
     """
-    given: dict[str, Any] = {**dict(zip(_ATTENTION, op.args, strict=False)), **op.kwargs}
-    if _within_windows(builder, op, given):
+    arguments: dict[str, Any] = {**dict(zip(_ATTENTION, op.args, strict=False)), **op.kwargs}
+    if _within_windows(builder, op, arguments):
         return
-    if given.get("attn_mask") is not None or given.get("is_causal") or given.get("dropout_p"):
+    if arguments.get("attn_mask") is not None or arguments.get("is_causal") or arguments.get("dropout_p"):
         builder.refuse(op, "has a mask or dropout", "attention without a mask and without dropout")
-    names = [given[key].name for key in ("query", "key", "value")]
+    names = [arguments[key].name for key in ("query", "key", "value")]
     rank = len(builder.shape(names[0]))
     for name in names:
         split = builder.splits.get(name)
@@ -139,35 +139,35 @@ def attention(builder: Builder, op: Operator) -> None:
         builder.refuse(op, "has keys and values, and only one of them is a map", "maps for both, or for neither")
     if builder.shape(query)[:-2] != builder.shape(key)[:-2]:
         builder.refuse(op, "has different numbers of heads for queries and keys", "the same number of heads")
-    _pooled(builder, op, (query, key, value), given.get("scale"))
+    _pooled(builder, op, (query, key, value), arguments.get("scale"))
 
 
-def _within_windows(builder: Builder, op: Operator, given: dict[str, Any]) -> bool:
+def _within_windows(builder: Builder, op: Operator, arguments: dict[str, Any]) -> bool:
     """Emit attention within windows that each lie on one rank; return whether it is of this kind."""
-    splits = [builder.split_of(given[key]) for key in ("query", "key", "value")]
-    rank = len(builder.shape(given["query"].name))
+    splits = [builder.split_of(arguments[key]) for key in ("query", "key", "value")]
+    rank = len(builder.shape(arguments["query"].name))
     first = splits[0]
-    if first is None or max(first.dims) >= rank - 2 or given.get("dropout_p"):
+    if first is None or max(first.dims) >= rank - 2 or arguments.get("dropout_p"):
         return False
     if any(split is None or split.dims != first.dims or split.space != first.space for split in splits):
         return False
-    names, here = operands(builder, op, builder.shape(op.first_output))
+    names, split = operands(builder, op, builder.shape(op.first_output))
     function, inputs = bound(renamed(op, names))
-    builder.compute(function, inputs, op.outputs[:1], here)
+    builder.compute(function, inputs, op.outputs[:1], split)
     return True
 
 
 def _pooled(builder: Builder, op: Operator, names: tuple[str, str, str], scale: float | None) -> None:
     """Emit attention of replicated queries over the pixels of all ranks."""
     query, key, value = names
-    here = builder.splits[key].owned
-    key, value = builder.part(key, here), builder.part(value, here)
+    key_split = builder.splits[key].owned
+    key, value = builder.part(key, key_split), builder.part(value, key_split)
     shape, output = builder.shape(query), op.first_output
     wide = torch.promote_types(builder.values[query].dtype, torch.float32)
     factor = 1.0 / math.sqrt(shape[-1]) if scale is None else float(scale)
     pixels = builder.shape(key)[-2]
     scores = builder.fresh(query, (*shape[:-1], pixels), wide)
-    split = Split(here.layout, (len(shape) - 1, len(shape) - 1), leads=here.leads)
+    split = Split(key_split.layout, (len(shape) - 1, len(shape) - 1), leads=key_split.leads)
     builder.compute(lambda q, k: (q * factor) @ k.transpose(-1, -2), (query, key), (scores,), split)
     largest = largest_over_ranks(builder, scores, (len(shape) - 1,))
     partial, total = builder.fresh(output, dtype=wide), builder.fresh(output, dtype=wide)

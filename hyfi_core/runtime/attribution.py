@@ -85,10 +85,11 @@ def attribute(
     Raises:
         RequestError: the output is not one tensor of logits reduced from a map, or branches are divided.
     """
-    whole = compiled.only.ranked
-    if whole.undivided:
+    ranked_model = compiled.only.ranked
+    if ranked_model.undivided:
         raise RequestError("contributions need a plan whose planes have the whole model; use plan.branches=1")
-    ranked = replace(whole, instructions=parts_of(whole.instructions))  # the last map may be inside of joined calls
+    # The last map may be inside of joined calls.
+    ranked = replace(ranked_model, instructions=parts_of(ranked_model.instructions))
     name, body, head = split_tape(ranked)
     Executor(body, stage, memory=memory_of(body)).forward(values, record=False)
     part = attribute_head(ranked, name, head, values, stage, memory_of(head))
@@ -98,12 +99,12 @@ def attribute(
 def join_explanations(pieces: Sequence[ExplainedPart]) -> ExplainedPart:
     """Return one part for the micro-batches of a batch, in order."""
     positions = [piece.found.positions for piece in pieces if piece.found.positions is not None]
-    found = Explanation(
+    explanation = Explanation(
         torch.cat([piece.found.logits for piece in pieces]),
         torch.cat([piece.found.contributions for piece in pieces]),
         torch.cat(positions) if len(positions) == len(pieces) else None,
     )
-    return ExplainedPart(found, pieces[0].layout, pieces[0].position)
+    return ExplainedPart(explanation, pieces[0].layout, pieces[0].position)
 
 
 def gather_explanation(
@@ -125,7 +126,7 @@ def gather_explanation(
         of_processes.parts, Boxes.same(layout.map, of_processes.parts.grid), layout.map, stage.rank
     )
 
-    def whole(maps: Sequence[torch.Tensor]) -> torch.Tensor:
+    def joined_map(maps: Sequence[torch.Tensor]) -> torch.Tensor:
         joined = maps[0] if len(maps) == 1 else maps[0].new_empty((*maps[0].shape[:2], *own.shape))
         for part, values in zip(parts if len(maps) > 1 else (), maps, strict=False):
             rows, columns = part.box.relative_to(own).slices()
@@ -135,8 +136,8 @@ def gather_explanation(
     positions = [part.found.positions for part in parts if part.found.positions is not None]
     return Explanation(
         parts[0].found.logits,
-        whole([part.found.contributions for part in parts]),
-        whole(positions) if len(positions) == len(parts) else None,
+        joined_map([part.found.contributions for part in parts]),
+        joined_map(positions) if len(positions) == len(parts) else None,
     )
 
 
@@ -173,9 +174,9 @@ def attribute_head(
     for index in range(logits.shape[1]):
         seed = torch.zeros_like(logits)
         seed[:, index] = float(stage.rank == 0)  # a replicated output: its cotangent is a sum over ranks
-        found = executor.backward(records, {output: seed}, {}, keep=True).get(name)
-        memory.need([activation, found])
-        contribution = torch.zeros_like(activation) if found is None else activation * found
+        gradient = executor.backward(records, {output: seed}, {}, keep=True).get(name)
+        memory.need([activation, gradient])
+        contribution = torch.zeros_like(activation) if gradient is None else activation * gradient
         maps.append(contribution.float().sum(1, keepdim=True))
     return Explanation(logits.float(), torch.cat(maps, 1), positions)
 
@@ -195,35 +196,35 @@ def position_logits(program: Program, name: str, part: torch.Tensor, values: Val
     Returns:
         ``(B, K, h, w)`` float32; None if the head needs more than one pixel.
     """
-    steps, made = [], {name}
+    steps, dependent = [], {name}
     for op in program.operators:
-        if made.intersection(op.inputs):
+        if dependent.intersection(op.inputs):
             steps.append(op)
-            made.update(name for name in op.outputs if name is not None)
+            dependent.update(name for name in op.outputs if name is not None)
     output = next(item.name for item in program.outputs if isinstance(item, Ref))
 
-    def head(place: torch.Tensor) -> torch.Tensor:
-        known = {**values, name: place[None, :, None, None]}
+    def head(pixel: torch.Tensor) -> torch.Tensor:
+        computed = {**values, name: pixel[None, :, None, None]}
         for op in steps:
-            kwargs = {key: substitute(value, known) for key, value in op.kwargs.items()}
-            found = op.target(*substitute(op.args, known), **kwargs)
-            outputs = found if isinstance(found, (tuple, list)) else (found,)
-            known.update((o, out) for o, out in zip(op.outputs, outputs, strict=False) if o is not None)
-        logits: torch.Tensor = known[output].reshape(-1)
+            kwargs = {key: substitute(value, computed) for key, value in op.kwargs.items()}
+            returned = op.target(*substitute(op.args, computed), **kwargs)
+            outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
+            computed.update((o, out) for o, out in zip(op.outputs, outputs, strict=False) if o is not None)
+        logits: torch.Tensor = computed[output].reshape(-1)
         return logits
 
     batch, channels, height, width = part.shape
     places = part.permute(0, 2, 3, 1).reshape(-1, channels)
     # all ranks must find out in the same way whether it works
-    asked = places if len(places) else part.new_zeros((1, channels))
+    pixels = places if len(places) else part.new_zeros((1, channels))
     try:
         with torch.no_grad():
-            found = torch.vmap(head, chunk_size=POSITIONS_AT_ONCE)(asked)[: len(places)]
+            scores = torch.vmap(head, chunk_size=POSITIONS_AT_ONCE)(pixels)[: len(places)]
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError):
         return None  # the head needs a map of the captured size
-    if found.shape[1] != program.values[output].shape[-1]:
+    if scores.shape[1] != program.values[output].shape[-1]:
         return None
-    return found.float().reshape(batch, height, width, found.shape[1]).permute(0, 3, 1, 2)
+    return scores.float().reshape(batch, height, width, scores.shape[1]).permute(0, 3, 1, 2)
 
 
 def _logits(ranked: RankProgram, values: Values) -> tuple[torch.Tensor, str]:
@@ -243,16 +244,16 @@ def last_map(ranked: RankProgram) -> tuple[str, int] | None:
 
     None if the output is not reduced from a map.
     """
-    wanted = set(refs_in(ranked.outputs))
+    needed_names = set(refs_in(ranked.outputs))
     for index in range(len(ranked.instructions) - 1, -1, -1):
         instruction = ranked.instructions[index]
-        outputs = [o for o in instruction.outputs if o in wanted and o is not None]
+        outputs = [o for o in instruction.outputs if o in needed_names and o is not None]
         if not outputs:
             continue
-        made = next((o for o in outputs if o in ranked.splits and o in ranked.program.values), None)
-        if made is not None and ranked.floating(made) and _is_map(ranked, made):
-            return made, index + 1
-        wanted.update(name for name in instruction.inputs if name is not None)
+        map_name = next((o for o in outputs if o in ranked.splits and o in ranked.program.values), None)
+        if map_name is not None and ranked.floating(map_name) and _is_map(ranked, map_name):
+            return map_name, index + 1
+        needed_names.update(name for name in instruction.inputs if name is not None)
     return None
 
 
@@ -273,10 +274,10 @@ def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:
     Raises:
         NoMapError: the output is not reduced from a map.
     """
-    found = last_map(ranked)
-    if found is None:
+    split = last_map(ranked)
+    if split is None:
         raise NoMapError("the model does not pool a feature map into its output, so its pixels have no contributions")
-    name, index = found
+    name, index = split
     body = build_tape(ranked, (), stop=index)
     head = build_tape(ranked, (name,), start=index)
     return name, body, head

@@ -135,43 +135,43 @@ class BackwardPass:
             self._complete(names)
             return
         with _completing_early(names, self._parameters, self._complete) as left:
-            found = _differentiated(record, self._cotangents, keep)
-        self._add(found, record.segment.sums)
+            cotangents = _differentiated(record, self._cotangents, keep)
+        self._add(cotangents, record.segment.sums)
         self._complete(left)
 
     def _run_operator(self, record: OperatorRecord, names: Sequence[str], before: Sequence[Record]) -> None:
         call = record.step.call
         between_planes = isinstance(call, CollectiveCall) and call.between_planes
         if any(name in self._tape.active for name in (carried_by(call) if between_planes else call.inputs)):
-            given = tuple(self._cotangents.pop(name, None) if name is not None else None for name in call.outputs)
+            cotangents = tuple(self._cotangents.pop(name, None) if name is not None else None for name in call.outputs)
             with torch.no_grad():
                 if isinstance(call, CustomCall):
-                    results, rest = call.operator.backward(record.saved, given, self._wanted(call)), None
+                    results, deferred = call.operator.backward(record.saved, cotangents, self._wanted(call)), None
                 else:
-                    results, rest = self._run_collective(call, record.saved, given, before)
-            del given
+                    results, deferred = self._run_collective(call, record.saved, cotangents, before)
+            del cotangents
             self._add(self._named(call, results), record.step.sums)
-            if rest is not None:
-                self._deferred.append(_DeferredGradients(record, rest, names))
+            if deferred is not None:
+                self._deferred.append(_DeferredGradients(record, deferred, names))
                 return
             self._give_back(record)
         if self._complete is not None:
             self._complete(names)
 
     def _run_collective(
-        self, call: CollectiveCall, saved: Any, given: Cotangents, before: Sequence[Record]
+        self, call: CollectiveCall, saved: Any, cotangents: Cotangents, before: Sequence[Record]
     ) -> tuple[Cotangents, Rest | None]:
-        operator, comm, wanted = call.operator, self._comm_of(call), self._wanted(call)
+        operator, comm, needs_grad = call.operator, self._comm_of(call), self._wanted(call)
         if self._deferred and isinstance(operator, AsyncBackward):
-            pending, finish = operator.start_backward(comm, saved, given, wanted)
-            del given
+            pending, finish = operator.start_backward(comm, saved, cotangents, needs_grad)
+            del cotangents
             with polled(pending):
                 self._flush()
             pending.wait()
             return finish(), None
         if isinstance(operator, SplitBackward) and comm.size > 1 and self._may_defer(call, before):
-            return operator.backward_of_map(comm, saved, given, wanted)
-        return operator.backward(comm, saved, given, wanted), None
+            return operator.backward_of_map(comm, saved, cotangents, needs_grad)
+        return operator.backward(comm, saved, cotangents, needs_grad), None
 
     def _wanted(self, call: CustomCall | CollectiveCall) -> tuple[bool, ...]:
         return tuple(name in self._tape.active for name in call.inputs)
@@ -181,7 +181,7 @@ class BackwardPass:
         if not self._defers or not all(name is None or name in self._parameters for name in call.inputs[1:]):
             return False
         calls = (record.step.call for record in reversed(before) if isinstance(record, OperatorRecord))
-        upcoming = next((found for found in calls if isinstance(found, CollectiveCall)), None)
+        upcoming = next((call for call in calls if isinstance(call, CollectiveCall)), None)
         return upcoming is not None and isinstance(upcoming.operator, AsyncBackward)
 
     def _flush(self) -> None:
@@ -209,15 +209,15 @@ class BackwardPass:
             if name is not None and result is not None and name in self._tape.active
         ]
 
-    def _add(self, found: Found, sums: Mapping[str, Over]) -> None:
+    def _add(self, cotangents: Found, sums: Mapping[str, Over]) -> None:
         """Add the cotangents of a step to existing ones, and empty the list.
 
         Args:
-            found: names and cotangents.
+            cotangents: names and cotangents.
             sums: which of two added cotangents may be overwritten.
         """
-        while found:
-            name, cotangent = found.pop(0)
+        while cotangents:
+            name, cotangent = cotangents.pop(0)
             if name in self._parameters:
                 _accumulate(self._parameters[name], cotangent)
             elif name in self._cotangents:
@@ -237,19 +237,19 @@ def carried_by(call: CustomCall | CollectiveCall) -> tuple[str | None, ...]:
 
 def _differentiated(record: SegmentRecord, cotangents: Values, keep: bool) -> Found:
     """Return the cotangents of a segment's inputs; those of its outputs are consumed."""
-    given = {name: cotangents.pop(name) for name in record.exits if name in cotangents}
-    if given:
-        edges = [record.exits[name] for name in given]
-        torch.autograd.backward(edges, list(given.values()), retain_graph=keep)
-    found = []
+    seeds = {name: cotangents.pop(name) for name in record.exits if name in cotangents}
+    if seeds:
+        edges = [record.exits[name] for name in seeds]
+        torch.autograd.backward(edges, list(seeds.values()), retain_graph=keep)
+    totals = []
     for name, gradients in record.entries.items():
         if gradients:
             total = gradients[0]
             for gradient in gradients[1:]:
                 total = total + gradient
-            found.append((name, total))
+            totals.append((name, total))
             gradients.clear()
-    return found
+    return totals
 
 
 @contextlib.contextmanager
@@ -281,11 +281,11 @@ def _completing_early(
             handle.remove()
 
 
-def _sum(held: torch.Tensor, new: torch.Tensor, over: Over | None) -> torch.Tensor:
+def _sum(total: torch.Tensor, addend: torch.Tensor, over: Over | None) -> torch.Tensor:
     """Return the sum of two cotangents, in place where allowed."""
-    into, added = (held, new) if over == "held" else (new, held)
-    if over is None or held.dtype != new.dtype or held.shape != new.shape or is_expanded(into):
-        return held + new
+    into, added = (total, addend) if over == "held" else (addend, total)
+    if over is None or total.dtype != addend.dtype or total.shape != addend.shape or is_expanded(into):
+        return total + addend
     return into.add_(added)
 
 
@@ -301,12 +301,12 @@ def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def _last_contributions(records: Sequence[Record], parameters: Mapping[str, Any]) -> dict[int, list[str]]:
     """Return record -> parameters whose gradient its backward completes, because it was the first to use them."""
-    seen: set[str] = set()
+    counted: set[str] = set()
     result: dict[int, list[str]] = {}
     for index, record in enumerate(records):
         names = record.segment.inputs if isinstance(record, SegmentRecord) else record.step.call.inputs
         for name in names:
-            if name is not None and name in parameters and name not in seen:
-                seen.add(name)
+            if name is not None and name in parameters and name not in counted:
+                counted.add(name)
                 result.setdefault(index, []).append(name)
     return result

@@ -67,7 +67,7 @@ MemoryFormat = Literal["auto", "channels_last", "as_given"]
 
 
 def lays_channels_last(
-    asked: MemoryFormat,
+    memory_format: MemoryFormat,
     model: nn.Module,
     autocast: torch.dtype | None,
     program: Callable[[], Program],
@@ -81,15 +81,15 @@ def lays_channels_last(
     16 bits this takes negligible time; for float32 on a CPU it must pay (see ``_LEAST_USES``).
 
     Args:
-        asked: the request.
+        memory_format: the request.
         model: the user's module.
         autocast: dtype of autocast.
         program: captures the model; called only if its shapes decide.
         grids: in how many rows and columns each stage's maps are computed.
         device: on which the model will be, if it is on the meta device now.
     """
-    if asked != "auto":
-        return asked == "channels_last"
+    if memory_format != "auto":
+        return memory_format == "channels_last"
     layers = [module for module in model.modules() if isinstance(module, nn.Conv2d) and module.groups == 1]
     # A parameter instead of layer.weight, which may be computed: reading it advances a spectral norm's power iteration.
     kernels = (next(layer.parameters(), None) for layer in layers if max(layer.kernel_size) > 1)
@@ -97,8 +97,8 @@ def lays_channels_last(
     if kernel is None:
         return False
     dtype = autocast or kernel.dtype
-    place = device if device is not None and kernel.is_meta else kernel.device
-    if dtype == torch.float32 and place.type == "cpu":
+    target = device if device is not None and kernel.is_meta else kernel.device
+    if dtype == torch.float32 and target.type == "cpu":
         return _uses_of_weights(program()) >= _LEAST_USES * max(map(prod, grids))
     return dtype in (torch.bfloat16, torch.float16)
 
@@ -173,29 +173,29 @@ def _checked_part(local: Any, name: str, part: InputPart, channels: int, dtype: 
     """Return what a batch has returned for a part; refuse anything but images of its shape."""
     if not isinstance(local, torch.Tensor):
         raise RequestError(f"{name} returned a {_type_name(local)}; it must return a tensor (B, C, h, w)")
-    wanted = (part.stop - part.first, channels, *part.box.shape)
-    if tuple(local.shape) != wanted:
-        raise RequestError(f"{name} returned shape {tuple(local.shape)}; {wanted} was requested")
+    expected = (part.stop - part.first, channels, *part.box.shape)
+    if tuple(local.shape) != expected:
+        raise RequestError(f"{name} returned shape {tuple(local.shape)}; {expected} was requested")
     _check_images(local, f"what {name} returned", dtype)
     return local
 
 
-def _check_images(images: torch.Tensor, what: str, dtype: torch.dtype) -> None:
+def _check_images(images: torch.Tensor, name: str, dtype: torch.dtype) -> None:
     """Refuse images of a dtype with which the model was not captured; floating-point dtypes are converted."""
     if images.dtype == dtype or (images.is_floating_point() and dtype.is_floating_point):
         return
     if dtype.is_floating_point:
         raise RequestError(
-            f"{what} is {images.dtype}; the engine expects floating-point images: convert them to the model's input "
+            f"{name} is {images.dtype}; the engine expects floating-point images: convert them to the model's input "
             f"range, for instance images.float() / 255, or, if the model itself takes {images.dtype}, pass "
             f"parallelize(..., image_dtype={images.dtype})"
         )
-    raise RequestError(f"{what} is {images.dtype}, but the engine was created with image_dtype={dtype}; convert it")
+    raise RequestError(f"{name} is {images.dtype}, but the engine was created with image_dtype={dtype}; convert it")
 
 
-def _type_name(given: object) -> str:
+def _type_name(value: object) -> str:
     """Return a type's name for messages: ``list``, ``numpy.ndarray``."""
-    kind = type(given)
+    kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -257,32 +257,32 @@ class Reader:
 
     def read(self, images: Images, parts: dict[Key, InputPart]) -> dict[Key, torch.Tensor]:
         """Return (stage, direction) -> its box of its samples; a box needed by two stages is read once."""
-        found: dict[InputPart, torch.Tensor] = {}
+        boxes: dict[InputPart, torch.Tensor] = {}
         for part in parts.values():
-            if part not in found:
+            if part not in boxes:
                 local = read_part(images, part, self._shape[1], self._dtype)
                 self._groups.all.counts.count("input", 0, local.numel() * local.element_size())
-                found[part] = uploaded(local, self._device).to(dtype=self._dtype, memory_format=self._order)
-        return {key: found[part] for key, part in parts.items()}
+                boxes[part] = uploaded(local, self._device).to(dtype=self._dtype, memory_format=self._order)
+        return {key: boxes[part] for key, part in parts.items()}
 
     def read_pixels(
         self, images: PixelParts, part: InputPart
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """Return the pixels of a part, in new memory, and what computes the images from them."""
-        found = images.pixels(part.box, part.first, part.stop)
-        if not isinstance(found, torch.Tensor) or found.dtype != images.pixel_dtype:
-            given = found.dtype if isinstance(found, torch.Tensor) else _type_name(found)
+        pixels = images.pixels(part.box, part.first, part.stop)
+        if not isinstance(pixels, torch.Tensor) or pixels.dtype != images.pixel_dtype:
+            description = pixels.dtype if isinstance(pixels, torch.Tensor) else _type_name(pixels)
             raise RequestError(
-                f"images.pixels({part.box}, {part.first}, {part.stop}) returned {given}; images say "
+                f"images.pixels({part.box}, {part.first}, {part.stop}) returned {description}; images say "
                 f"that their pixel_dtype is {images.pixel_dtype}"
             )
-        self._groups.all.counts.count("input", 0, found.nbytes)
+        self._groups.all.counts.count("input", 0, pixels.nbytes)
 
         def prepare(pixels: torch.Tensor) -> torch.Tensor:
             local = _checked_part(images.prepare(pixels), "images.prepare", part, self._shape[1], self._dtype)
             return local.to(self._device, self._dtype, memory_format=self._order)
 
-        return uploaded(found, self._device).clone(), prepare
+        return uploaded(pixels, self._device).clone(), prepare
 
     def as_given(self, images: Images, output: Any) -> Any:
         """Return an output in the memory format that contiguous images would give, unless images were channels-last."""

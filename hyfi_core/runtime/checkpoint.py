@@ -193,15 +193,15 @@ def publish(
         state: goes to ``state.json``.
         index: goes to ``model.safetensors.index.json``.
     """
-    known = dict(files)
+    fingerprints = dict(files)
     optimizer = {"groups": groups} if groups is not None else None
-    others: dict[str, Mapping[str, Any] | None] = {OPTIMIZER_FILE: optimizer, STATE_FILE: state, INDEX_FILE: index}
-    for name, value in others.items():
+    documents: dict[str, Mapping[str, Any] | None] = {OPTIMIZER_FILE: optimizer, STATE_FILE: state, INDEX_FILE: index}
+    for name, value in documents.items():
         if value is not None:
             _write_json(temporary / name, value if name == INDEX_FILE else {"format": FORMAT, **value})
-            known[name] = _fingerprint(temporary / name)
+            fingerprints[name] = _fingerprint(temporary / name)
             sync_file(temporary / name)
-    _write_json(temporary / MODEL_FILE, {"format": FORMAT, **model, "files": dict(sorted(known.items()))})
+    _write_json(temporary / MODEL_FILE, {"format": FORMAT, **model, "files": dict(sorted(fingerprints.items()))})
     sync_file(temporary / MODEL_FILE)
     sync_file(temporary)
     swap_directory(temporary, folder, temporary_name(folder))
@@ -226,11 +226,11 @@ def load_checkpoint(path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     """
     folder, model = _open(path)
     weights = _stored_tensors(folder, WEIGHTS_FILE, model, share)
-    kept = [
+    sections = [
         _stored_tensors(folder, name, model, share) if _files_of(name, model) else None
         for name in (AVERAGE_FILE, BUFFERS_FILE)
     ]
-    return Checkpoint(folder, weights, model, *kept)
+    return Checkpoint(folder, weights, model, *sections)
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
@@ -273,24 +273,24 @@ def load_training_state(path: Path, share: tuple[int, int] = (0, 1)) -> Training
 
 def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return contiguous host tensors without shared memory (tied weights are stored under each name)."""
-    seen: set[int] = set()
+    storages: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
         host = tensor.detach().cpu().contiguous()
         storage = host.untyped_storage().data_ptr()
-        result[name] = host.clone() if storage in seen else host
-        seen.add(storage)
+        result[name] = host.clone() if storage in storages else host
+        storages.add(storage)
     return result
 
 
 def _open(path: Path) -> tuple[Path, dict[str, Any]]:
     try:
-        there, has_model = path.exists(), (path / MODEL_FILE).is_file()
+        exists, has_model = path.exists(), (path / MODEL_FILE).is_file()
     except OSError as error:
         raise RequestError(
             f"checkpoint {path} cannot be read ({error.strerror}); let its owner give you access"
         ) from error
-    if not there:
+    if not exists:
         raise RequestError(f"checkpoint {path}: no such folder; use RUN/checkpoints/best, latest or step-NNNNNNNN")
     folder = path.resolve()
     if not has_model:
@@ -353,15 +353,15 @@ def _check_file(folder: Path, name: str, model: Mapping[str, Any], digests: bool
 
 def _check_content(folder: Path, name: str, model: Mapping[str, Any], digests: bool) -> None:
     path = folder / name
-    known = model.get("files", {}).get(name)
-    if not path.is_file() or known is None:
+    fingerprint = model.get("files", {}).get(name)
+    if not path.is_file() or fingerprint is None:
         raise RequestError(f"checkpoint {folder}: {name} is missing; use another checkpoint")
     size = path.stat().st_size
-    if size != known["bytes"]:
+    if size != fingerprint["bytes"]:
         raise RequestError(
-            f"checkpoint file {path} has {size} bytes, but {known['bytes']} were saved; use another checkpoint"
+            f"checkpoint file {path} has {size} bytes, but {fingerprint['bytes']} were saved; use another checkpoint"
         )
-    if digests and _fingerprint(path)["sha256"] != known["sha256"]:
+    if digests and _fingerprint(path)["sha256"] != fingerprint["sha256"]:
         raise RequestError(
             f"checkpoint file {path} was changed after it was saved (its sha256 differs); use another checkpoint"
         )

@@ -153,11 +153,11 @@ def compile_model(
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
     """
     digest = _agreed(program, comm)
-    wanted, pick = _wanted(program, output)
+    results, pick = _picked_leaves(program, output)
     trained = _trained(model, program)
-    active = active_values(program, wanted, trained)
+    active = active_values(program, results, trained)
     assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
-    stages = cut_program(program, wanted, () if plan.cuts == "auto" else plan.cuts)
+    stages = cut_program(program, results, () if plan.cuts == "auto" else plan.cuts)
     # In evaluation mode each replica computes its own images.
     together = _taken_together(plan, program.values[program.image].shape[0]) if model.training else Fraction(1)
     runs = None if model.training else _known_runs(runs_for_memory, program, plan, stages)
@@ -173,23 +173,23 @@ def compile_model(
         tuple(tuple(stage.program.parameters.values()) for stage in stages),
         tuple(tuple(stage.program.buffers.values()) for stage in stages),
         frozenset(program.parameters[name] for name in trained if name in active),
-        wanted,
+        results,
         pick,
         digest,
     )
 
 
 def _known_runs(
-    known: dict[Any, FusedRuns] | None, program: Program, plan: ParallelPlan, stages: Sequence[Stage]
+    runs_by_program: dict[Any, FusedRuns] | None, program: Program, plan: ParallelPlan, stages: Sequence[Stage]
 ) -> FusedRuns | None:
     """Return the fused runs of cells in evaluation mode, chosen once; None without cells or with several stages."""
-    if known is None or plan.stages > 1:
+    if runs_by_program is None or plan.stages > 1:
         return None
     key = (id(program), plan.grids)
-    if key not in known:
+    if key not in runs_by_program:
         only = pool_before_relu(stages[0].program, refs_in(stages[0].outputs))
-        known[key] = runs_for_cells(only, plan.grids[0])[0]
-    return known[key]
+        runs_by_program[key] = runs_for_cells(only, plan.grids[0])[0]
+    return runs_by_program[key]
 
 
 def _trained(model: nn.Module, program: Program) -> frozenset[str]:
@@ -245,11 +245,11 @@ class _Lowered:
                 for direction in range(placement.directions)
                 if rank in placement.group(index, direction)
             }
-            made = {position: self._lower(index, position) for position in {*positions.values()} or {0}}
-            ranked = next(iter(made.values())).ranked
+            lowered = {position: self._lower(index, position) for position in {*positions.values()} or {0}}
+            ranked = next(iter(lowered.values())).ranked
             divided |= bool(ranked.undivided)
             self._splits.append(ranked.splits)
-            self.hosted.update({(index, direction): made[position] for direction, position in positions.items()})
+            self.hosted.update({(index, direction): lowered[position] for direction, position in positions.items()})
         if plan.branches > 1 and not divided:
             raise RequestError(
                 f"plan.branches is {plan.branches}, but the model has no parallel branches that each take longer "
@@ -292,7 +292,10 @@ class _Lowered:
             runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
             ranked = lower(program, target, stage.outputs, exits, runs)
         if self._cells > 1 and not (self._runs is not None and self._shares_memory):
-            ranked = replace(ranked, instructions=tuple(for_training(one, self._spills) for one in ranked.instructions))
+            ranked = replace(
+                ranked,
+                instructions=tuple(for_training(instruction, self._spills) for instruction in ranked.instructions),
+            )
         if self._plan.recomputes(index):
             _refuse_drawn(ranked)
         if self._compiler is not None:
@@ -325,7 +328,7 @@ def _described(op: Operator) -> str:
     return f"{op.text}({settings}) of {op.module or 'the model'}"
 
 
-def _wanted(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:
+def _picked_leaves(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:
     """Return the needed leaves of the output, and a function that applies ``output`` to them.
 
     ``output`` is first tried on names instead of tensors: if it only selects, maps that it does not select are neither

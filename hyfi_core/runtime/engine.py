@@ -214,14 +214,14 @@ class Engine(EngineState):
         self._pixels.check(self._runners[0].reader.training_parts(compiled, shape[0]), local)
         self._mirrors.choose(compiled, self.settle)
         gradients, buffers = self._shared_by(compiled)
-        taken = gradients if self._runners.cells == 1 else GradientsOfCells(gradients, self._runners.cells)
+        sink = gradients if self._runners.cells == 1 else GradientsOfCells(gradients, self._runners.cells)
         hooks = ParameterHooks(self._subject.bindings.parameters_once, self.plan.microbatches * self.plan.replicas)
         mark_stale(self._model, self._missing)
         with self._watch.changing(noticed=True), hooks:
             gradients.begin()
             self.reserve(micro, pixels=pixels_of(images))
-            given = images, local, labels, taken, self._mirrors.arrived, over_batch
-            done = self._runners.each(lambda runner: runner.train(*given))
+            arguments = images, local, labels, sink, self._mirrors.arrived, over_batch
+            steps = self._runners.each(lambda runner: runner.train(*arguments))
             self._runners[0].publish()
             gradients.finish(hooks)
             buffers.take_over()
@@ -229,9 +229,9 @@ class Engine(EngineState):
                 self._stage_buffers.changed(compiled)
         self._scale.note()
         ACTIVITY.action = None
-        self.events = done[0].events
+        self.events = steps[0].events
         self.random.step += 1
-        return self._loss.total([trained.loss for trained in done], over_batch)
+        return self._loss.total([trained.loss for trained in steps], over_batch)
 
     def train_step(self, images: Images, labels: torch.Tensor) -> float:
         """Call ``accumulate`` and ``update``; return the loss."""
@@ -348,14 +348,14 @@ class Engine(EngineState):
 
     def _shared_by(self, compiled: Compiled) -> tuple[StepGradients, ReplicaBuffers]:
         """Return what reduces gradients, and what takes over buffers."""
-        known = next(((gradients, buffers) for made, gradients, buffers in self._shared if made is compiled), None)
-        if known is None:
+        shared = next(((gradients, buffers) for owner, gradients, buffers in self._shared if owner is compiled), None)
+        if shared is None:
             model, groups = self._model, self._groups
             gradients = StepGradients(model, compiled, groups, self.plan, self._mirrors.current)
-            known = gradients, ReplicaBuffers(model, compiled, groups, self.plan.replicas)
+            shared = gradients, ReplicaBuffers(model, compiled, groups, self.plan.replicas)
             self.unsaved |= unsaved_buffers(model, compiled)
-            self._shared = [*self._shared[1 - CAPTURES_KEPT :], (compiled, *known)]
-        return known
+            self._shared = [*self._shared[1 - CAPTURES_KEPT :], (compiled, *shared)]
+        return shared
 
 
 def _resolved(

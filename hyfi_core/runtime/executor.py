@@ -84,12 +84,12 @@ class Executor:
         records: list[Record] = []
         for step in self.tape.steps:
             self._memory.begin(step, values)
-            made = self.do(step, values, record)
-            kept = made if record else None
-            if kept is not None:
-                records.append(kept)
-            if isinstance(kept, OperatorRecord):
-                kept.saved = self._memory.end(step, values, kept.saved)
+            step_record = self.do(step, values, record)
+            kept_record = step_record if record else None
+            if kept_record is not None:
+                records.append(kept_record)
+            if isinstance(kept_record, OperatorRecord):
+                kept_record.saved = self._memory.end(step, values, kept_record.saved)
             else:
                 self._memory.end(step, values, None)
         return records
@@ -118,15 +118,15 @@ class Executor:
         return None
 
     def _run(self, segment: Segment, values: Values, record: bool) -> Record | None:
-        made = SegmentRecord(segment)
+        segment_record = SegmentRecord(segment)
         local: Values = {}
         active = record and any(name in self.tape.active for name in segment.outputs)
         with torch.set_grad_enabled(active):
             for name in segment.inputs if active else ():
                 tensor = values[name]
                 if name in self.tape.active and not tensor.requires_grad:  # parameters are used directly
-                    made.entries[name] = []
-                    local[name] = _Entry.apply(self._anchor, tensor, made.entries[name])  # type: ignore[no-untyped-call]
+                    segment_record.entries[name] = []
+                    local[name] = _Entry.apply(self._anchor, tensor, segment_record.entries[name])  # type: ignore[no-untyped-call]
             with self._memory.saving(segment, local) if active else contextlib.nullcontext():
                 for call, drops in zip(segment.calls, segment.drops, strict=True):
                     _call(call, local, values)
@@ -137,8 +137,8 @@ class Executor:
             tensor = local[name]
             values[name] = tensor.detach()
             if active and name in self.tape.active and tensor.requires_grad:
-                made.exits[name] = torch.autograd.graph.get_gradient_edge(tensor)
-        return made if active else None
+                segment_record.exits[name] = torch.autograd.graph.get_gradient_edge(tensor)
+        return segment_record if active else None
 
     def backward(
         self,

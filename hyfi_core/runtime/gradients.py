@@ -152,9 +152,9 @@ class EarlierGradients:
 
     def add(self) -> None:
         """Add them to the parameters' gradients."""
-        for parameter, old in zip(self._parameters, self._kept, strict=True):
-            if old is not None:
-                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+        for parameter, earlier in zip(self._parameters, self._kept, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._kept = []
 
 
@@ -203,8 +203,8 @@ def _used(stage: HostedStage) -> list[str]:
     ranked = stage.ranked
     if not ranked.undivided:
         return list(ranked.program.parameters.values())
-    taken = {name for instruction in ranked.instructions for name in instruction.inputs}
-    return [named for value, named in ranked.program.parameters.items() if value in taken]
+    inputs = {name for instruction in ranked.instructions for name in instruction.inputs}
+    return [named for value, named in ranked.program.parameters.items() if value in inputs]
 
 
 def _by_holders(
@@ -218,10 +218,10 @@ def _by_holders(
             if name in compiled.trained:
                 order.setdefault(id(named[name]), named[name])
                 stages.setdefault(id(named[name]), set()).add(stage)
-    found: dict[frozenset[int], list[nn.Parameter]] = {}
+    parameters: dict[frozenset[int], list[nn.Parameter]] = {}
     for key in reversed(order):
-        found.setdefault(groups.holders(stages[key]), []).append(order[key])
-    return found
+        parameters.setdefault(groups.holders(stages[key]), []).append(order[key])
+    return parameters
 
 
 def clip(

@@ -35,14 +35,19 @@ class Groups:
         number, position = divmod(comm.rank, placement.size)  # of this plane, over all replicas
         self.index = number // plan.branches
         size, branches = placement.size, plan.branches
-        first, whole = number * size, self.index * branches * size  # first ranks of this plane and of this replica
+        # The first ranks of this plane and of this replica.
+        first, replica_first = number * size, self.index * branches * size
         plane = _subgroup(comm, range(first, first + size))
-        replica = _subgroup(comm, range(whole, whole + branches * size)) if branches > 1 else plane
+        replica = _subgroup(comm, range(replica_first, replica_first + branches * size)) if branches > 1 else plane
         if placement.stages > 1 or placement.directions > 1:
             plane = with_pair_channels(plane)
         self.plane = CountedCommunicator(plane)
         self.replica = CountedCommunicator(replica) if plan.branches > 1 else self.plane
-        peers = _subgroup(comm, range(whole + position, whole + branches * size, size)) if branches > 1 else None
+        peers = (
+            _subgroup(comm, range(replica_first + position, replica_first + branches * size, size))
+            if branches > 1
+            else None
+        )
         self.peers = CountedCommunicator(AloneCommunicator() if peers is None else peers)
         self.stages: dict[tuple[int, int], CountedCommunicator] = {}
         self.copies: dict[tuple[int, int], CountedCommunicator] = {}
@@ -127,9 +132,9 @@ class Groups:
         every += [comm for comm in self._reductions.values() if comm is not None]
         return list({id(comm): comm for comm in every}.values())
 
-    def reset_traffic(self, *others: Groups) -> None:
+    def reset_traffic(self, *more: Groups) -> None:
         """Reset all counts, and those of other groups."""
-        for comm in (comm for groups in (self, *others) for comm in groups.counted()):
+        for comm in (comm for groups in (self, *more) for comm in groups.counted()):
             comm.counts.reset()
 
     def record_spans(self, spans: list[Span] | None) -> None:
@@ -137,9 +142,9 @@ class Groups:
         for comm in self.counted():
             comm.counts.spans = spans
 
-    def traffic(self, *others: Groups) -> dict[str, dict[str, int]]:
+    def traffic(self, *more: Groups) -> dict[str, dict[str, int]]:
         """Return messages and bytes sent by this rank since the last reset, by kind; with those of other groups."""
-        every = [comm.counts for groups in (self, *others) for comm in groups.counted()]
+        every = [comm.counts for groups in (self, *more) for comm in groups.counted()]
         return {
             kind: {
                 "messages": sum(counts.messages[kind] for counts in every),

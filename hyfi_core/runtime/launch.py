@@ -107,8 +107,8 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
     if launcher == "torchrun":
         from hyfi_core.comm import torchdist
 
-        found: Communicator = torchdist.world(_library_limit_s(time_limit_s()), expected, interrupted)
-        return _supervised(found, torchdist.board_store()) if supervised else found
+        job_comm: Communicator = torchdist.world(_library_limit_s(time_limit_s()), expected, interrupted)
+        return _supervised(job_comm, torchdist.board_store()) if supervised else job_comm
     try:
         from hyfi_core.comm.mpi import MPI, world
     except (ImportError, RuntimeError) as error:
@@ -148,7 +148,7 @@ def gpus_seen(comm: Communicator) -> list[RankGpus]:
     from hyfi_core.plan.device import RankGpus
 
     mine = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()]
-    return [RankGpus(*seen) for seen in comm.broadcast_object(comm.gather_objects(mine))]
+    return [RankGpus(*gpus) for gpus in comm.broadcast_object(comm.gather_objects(mine))]
 
 
 def own_device(request: DeviceRequest, comm: Communicator) -> torch.device:

@@ -81,14 +81,14 @@ class Mirror:
         self._gradients: list[_InTransit] = []
         self._weights: list[_InTransit] = []
         self._leaving: list[_InTransit] = []
-        seen: set[int] = set()
+        ids: set[int] = set()
         for group in parameters:
-            if seen & {id(parameter) for parameter in group}:
+            if ids & {id(parameter) for parameter in group}:
                 raise RequestError(
                     "plan.mirror is point_to_point, but a parameter is used by two stages and has no single owner; "
                     "use plan.mirror=all_reduce, or choose cuts that keep all its uses in one stage"
                 )
-            seen |= {id(parameter) for parameter in group}
+            ids |= {id(parameter) for parameter in group}
         self._comm = comm.of("reduce")
         self._parameters = parameters
         self._owner_of, self._mirror_of = _partners(placement, comm.rank)
@@ -220,11 +220,11 @@ def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mappi
     """Return (stage -> owner, of those that this rank holds in direction 1 only; stage -> mirror, of those it owns)."""
     owners, mirrors = {}, {}
     for stage in range(placement.stages):
-        own, other = placement.group(stage, 0), placement.group(stage, 1)
-        if rank in other and rank not in own:
-            owners[stage] = own[other.index(rank)]
-        if rank in own and rank not in other:
-            mirrors[stage] = other[own.index(rank)]
+        own, second = placement.group(stage, 0), placement.group(stage, 1)
+        if rank in second and rank not in own:
+            owners[stage] = own[second.index(rank)]
+        if rank in own and rank not in second:
+            mirrors[stage] = second[own.index(rank)]
     return owners, mirrors
 
 
@@ -254,10 +254,10 @@ def _room(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 def _pieces(
     parameters: Sequence[nn.Parameter], flats: Sequence[torch.Tensor]
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    found = []
+    pieces = []
     for dtype, flat in zip(_dtypes(parameters), flats, strict=True):
         group = [p for p in parameters if p.dtype == dtype]
-        found += [
+        pieces += [
             (p, piece.view(p.shape)) for p, piece in zip(group, flat.split([p.numel() for p in group]), strict=True)
         ]
-    return found
+    return pieces

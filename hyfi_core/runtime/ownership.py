@@ -88,25 +88,25 @@ class ParameterOwnership:
     def here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a state in which tensors on the meta device stand for those that this rank has released."""
         released = {name for name, tensor in named_tensors(self._model).items() if tensor.is_meta}
-        found = OrderedDict((name, t.to("meta") if name in released else t) for name, t in state.items())
+        result = OrderedDict((name, t.to("meta") if name in released else t) for name, t in state.items())
         if hasattr(state, "_metadata"):  # the versions of modules, by which some convert or check what they load
-            found._metadata = state._metadata  # type: ignore[attr-defined]
-        return found
+            result._metadata = state._metadata  # type: ignore[attr-defined]
+        return result
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
         """Return copies of all gradients on rank 0, None elsewhere."""
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
         empty = {name: name not in self._compiled.trained for name in names}
-        found: dict[str, torch.Tensor] = {}
+        gradients: dict[str, torch.Tensor] = {}
         for name in names:
             grad = self._named[name].grad
             if self.owner(name) == self._groups.all.rank:
                 empty[name] = grad is None
                 if grad is not None:
-                    found[name] = grad
-        elsewhere = self._groups.all.gather_objects([name for name in found if self.owner(name) != 0])
-        wanted = [name for part in elsewhere for name in part] if elsewhere is not None else list(found)
-        return self._gather(wanted, found, {name: p for name, p in self._named.items()}, names)
+                    gradients[name] = grad
+        elsewhere = self._groups.all.gather_objects([name for name in gradients if self.owner(name) != 0])
+        order = [name for part in elsewhere for name in part] if elsewhere is not None else list(gradients)
+        return self._gather(order, gradients, {name: p for name, p in self._named.items()}, names)
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
@@ -188,11 +188,11 @@ def read_values(
     for name, tensor in named.items():
         if tensor.is_meta:
             names.setdefault(id(tensor), []).append(name)
-    needed: dict[frozenset[int], list[list[str]]] = {}
+    aliases_by_users: dict[frozenset[int], list[list[str]]] = {}
     for aliases in names.values():
         users = groups.users(stages.get(aliases[0]) or range(groups.placement.stages))
-        needed.setdefault(users, []).append(aliases)
-    shared = [(groups.reduction(users), needed[users]) for users in sorted(needed, key=sorted)]
+        aliases_by_users.setdefault(users, []).append(aliases)
+    shared = [(groups.reduction(users), aliases_by_users[users]) for users in sorted(aliases_by_users, key=sorted)]
     mine = [(comm, aliases) for comm, of in shared if comm is not None for aliases in of]
     values = {}
     for _, aliases in mine:
@@ -218,7 +218,7 @@ def _read_into(value: torch.Tensor, read: Callable[[str], torch.Tensor], aliases
     """Read a tensor under one of its names; files may have a tied one once."""
     for name in aliases:
         try:
-            found = read(name)
+            read_value = read(name)
         except (RequestError, KeyError) as error:
             if name == aliases[-1]:
                 raise RequestError(
@@ -226,10 +226,12 @@ def _read_into(value: torch.Tensor, read: Callable[[str], torch.Tensor], aliases
                     f"that are not persistent are not in files: build them outside of torch.device('meta')"
                 ) from error
             continue
-        if not isinstance(found, torch.Tensor) or found.shape != value.shape:
-            given = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            raise RequestError(f"weights: {name!r} is {given}, but that of the model has shape {tuple(value.shape)}")
-        value.copy_(found)
+        if not isinstance(read_value, torch.Tensor) or read_value.shape != value.shape:
+            description = tuple(read_value.shape) if isinstance(read_value, torch.Tensor) else type(read_value).__name__
+            raise RequestError(
+                f"weights: {name!r} is {description}, but that of the model has shape {tuple(value.shape)}"
+            )
+        value.copy_(read_value)
         return
 
 

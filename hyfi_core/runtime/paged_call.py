@@ -50,9 +50,9 @@ class PagedCall:
             program = subject.program(self.micro)
             dtypes.update(dtypes_under_autocast(program, subject.autocast, subject.device.type))
         return [
-            forecast_pages(one.ranked, one.tape, one.position, dtypes, self.trains, self.pixels).times(flights)
+            forecast_pages(stage.ranked, stage.tape, stage.position, dtypes, self.trains, self.pixels).times(flights)
             for compiled in of_cells
-            for one in compiled.hosted.values()
+            for stage in compiled.hosted.values()
         ]
 
     def new_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -86,11 +86,11 @@ class PagedCall:
             return lines
         dtype = None if subject.autocast is None else str(subject.autocast).removeprefix("torch.")
         spills = SpillForecast(machine, dtype=dtype, pixels=self.pixels, pages_bytes=limit)
-        found = forecast_step(subject.program(self.micro), plan, machine, dtype, spills=spills)
+        forecast = forecast_step(subject.program(self.micro), plan, machine, dtype, spills=spills)
         lines.append(
-            f"expected of a step on {machine.name}: at least {found.step_s:.3g} s, bound by {found.bound_by} (compute "
-            f"{found.step_s - found.exposed_s['spill']:.3g} s, {found.recomputing_s:.3g} s of it for what is computed "
-            f"again; spilled maps are written and read in {found.moving_s:.3g} s at the same time)"
+            f"expected of a step on {machine.name}: at least {forecast.step_s:.3g} s, bound by {forecast.bound_by} "
+            f"(compute {forecast.step_s - forecast.exposed_s['spill']:.3g} s, {forecast.recomputing_s:.3g} s of it for "
+            f"what is computed again; spilled maps are written and read in {forecast.moving_s:.3g} s at the same time)"
         )
         return lines
 

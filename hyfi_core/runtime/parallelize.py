@@ -89,12 +89,14 @@ def parallelize(
     settings |= {"loss_over": loss_over, "weights": _describe_weights(weights)}
     compare_requests(comm, model, shape, plan, settings)
     _refuse_shared(model, comm, release)
-    given = model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format
+    arguments = model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format
     check = partial(_verify, comm, model, shape, output, image_dtype) if verify else lambda chosen: None
-    return _told(comm, Engine(*given, check, release, weights, _compiler(compile, plan, model, comm), loss_over))
+    return _with_warnings(
+        comm, Engine(*arguments, check, release, weights, _compiler(compile, plan, model, comm), loss_over)
+    )
 
 
-def _told(comm: Communicator, engine: Engine) -> Engine:
+def _with_warnings(comm: Communicator, engine: Engine) -> Engine:
     """Return an engine; rank 0 warns of what its plan does not do, and of buffers that are not in all files."""
     plan = engine.plan
     if comm.rank == 0 and plan.recompute and not any(recomputes(plan, stage) for stage in range(plan.stages)):
@@ -206,8 +208,10 @@ def _compiler(compile: CompileMode, plan: ParallelPlan, model: nn.Module, comm: 
     if compile == "off" or plan.spill is not None or (compile == "auto" and device.type != "cuda"):
         return None
     reasons = comm.gather_objects(why_not_compiled(device))
-    found = None if reasons is None else next(((r, why) for r, why in enumerate(reasons) if why is not None), None)
-    refused = comm.broadcast_object(None if found is None else list(found))
+    first_refusal = (
+        None if reasons is None else next(((r, why) for r, why in enumerate(reasons) if why is not None), None)
+    )
+    refused = comm.broadcast_object(None if first_refusal is None else list(first_refusal))
     if refused is None:
         return SegmentCompiler()
     if comm.rank == 0:
@@ -234,8 +238,8 @@ def check_model(model: nn.Module) -> None:
     """Refuse a module that is scripted, or has lazy parameters."""
     scripted = next((name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
     if scripted is not None:
-        what = f"module {scripted!r}" if scripted else "the model"
-        raise RequestError(f"{what} is scripted (torch.jit); pass the torch.nn.Module that it was made of")
+        subject = f"module {scripted!r}" if scripted else "the model"
+        raise RequestError(f"{subject} is scripted (torch.jit); pass the torch.nn.Module that it was made of")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise RequestError(f"{name!r} of the model has no shape yet; run the model once, on a small image")

@@ -192,7 +192,7 @@ class Pipeline:
         flight.memory.need(leaving)
         self._exchange.send(edge, key[1], microbatch, leaving, back)
         flight.sends += 1
-        edges = sum(other[1 if back else 0] == key[0] for other in self._compiled.boundaries)
+        edges = sum(boundary[1 if back else 0] == key[0] for boundary in self._compiled.boundaries)
         if flight.sends == edges and back:
             del self._flights[key, microbatch]
         elif flight.sends == edges:
@@ -271,7 +271,9 @@ class Pipeline:
         cotangents = step.loss.cotangents(microbatch, flight.leaves, first)
         flight.leaves = []
         outputs = self._compiled.hosted[key].ranked.outputs
-        return {item.name: found for item, found in zip(outputs, cotangents, strict=True) if found is not None}
+        return {
+            item.name: cotangent for item, cotangent in zip(outputs, cotangents, strict=True) if cotangent is not None
+        }
 
 
 def _peer(action: Action) -> int:

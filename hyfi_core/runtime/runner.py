@@ -81,9 +81,9 @@ class StageRunner:
         if self._unchecked:
             subject.bindings.refuse_replaced()
             self._unchecked = False
-        known, self._used = self._known_program(shape), subject.watch.taken
+        is_known, self._used = self._known_program(shape), subject.watch.taken
         key = (shape, self._used)
-        if not known:
+        if not is_known:
             while len(self._cache) >= CAPTURES_KEPT:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[key] = compile_model(
@@ -112,7 +112,7 @@ class StageRunner:
     def known(self, shape: Shape) -> str:
         """Return the digest of the program for micro-batches of a shape; "" for a new shape, "new" for a new state."""
         self.observe()
-        if all(other[0] != shape for other in self._cache):
+        if all(key[0] != shape for key in self._cache):
             return ""
         with contextlib.suppress(RequestError):  # all ranks say so when they compile it, or that their states differ
             if self._known_program(shape):
@@ -124,16 +124,18 @@ class StageRunner:
         if (shape, self._subject.watch.taken) in self._cache:
             return True
         program = self._subject.program(shape)  # a capture takes the state again
-        now = (shape, self._subject.watch.taken)
-        former = next((key for key, one in self._cache.items() if key[0] == shape and one.program is program), now)
+        current = (shape, self._subject.watch.taken)
+        former = next(
+            (key for key, compiled in self._cache.items() if key[0] == shape and compiled.program is program), current
+        )
         # In the same place: all ranks drop the same one first.
-        self._cache = {now if key == former else key: one for key, one in self._cache.items()}
-        return now in self._cache
+        self._cache = {current if key == former else key: compiled for key, compiled in self._cache.items()}
+        return current in self._cache
 
     def changes(self) -> dict[tuple[str, str], str]:
         """Return the attributes that have changed since the last call: (module, attribute) -> current value."""
         model, places = self._subject.model, changed_since(self._used, self._subject.watch.taken)
-        return {place: describe_value(model, *place) for place in places}
+        return {path: describe_value(model, *path) for path in places}
 
     def schedule(self, compiled: Compiled) -> Schedule:
         """Return the lowered schedule of a training step: every action of every rank of a replica."""
@@ -184,8 +186,8 @@ class StageRunner:
 
     def _loss(self, compiled: Compiled, labels: torch.Tensor, over_batch: bool) -> StepLoss:
         subject, plan = self._subject, self._plan
-        here = (name for stage, _ in compiled.hosted for name in compiled.names[stage])
-        trained, elsewhere = subject.bindings.divided(here, plan.stages > 1)
+        names = (name for stage, _ in compiled.hosted for name in compiled.names[stage])
+        trained, elsewhere = subject.bindings.divided(names, plan.stages > 1)
         function = LossFunction(subject.loss, self._autocasting, self._alone, trained, elsewhere)
         targets = uploaded(labels, subject.device)
         return loss_of_step(function, compiled.pick, targets, plan, self.groups, over_batch)
@@ -337,8 +339,9 @@ class StageRunner:
         if self._pager is not None and trains and isinstance(images, PixelParts):
             pixels, prepare = self.reader.read_pixels(images, chosen)
             return self._pager.image(pixels, prepare)
-        found = self.reader.read(images, {key: chosen})[key]
-        return found if self._pager is None else found.clone()  # memory owned by the caller cannot be spilled
+        images_part = self.reader.read(images, {key: chosen})[key]
+        # Memory owned by the caller cannot be spilled.
+        return images_part if self._pager is None else images_part.clone()
 
     def _statistics(self, compiled: Compiled, apart: bool = False) -> FollowingStatistics | FoldedStatistics:
         apart = apart or self._cell
@@ -367,8 +370,8 @@ class StageRunner:
             assert leaves is not None
             return leaves
         root, comm = self._placement.group(self._placement.stages - 1)[0], self.groups.plane
-        known = comm.broadcast_object(described(leaves) if leaves is not None else None, root)
-        tensors = undescribed(known, leaves if comm.rank == root else None, self._subject.device)
+        description = comm.broadcast_object(described(leaves) if leaves is not None else None, root)
+        tensors = undescribed(description, leaves if comm.rank == root else None, self._subject.device)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 comm.broadcast(tensor, root)

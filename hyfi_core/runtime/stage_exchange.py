@@ -75,12 +75,12 @@ class StageExchange:
         """Start sending this rank's parts of the values (or with ``back``, of their cotangents)."""
         position, pieces, peers = self._side(edge, direction, back, at_source=not back)
         boundary, sends, packed = self._boundaries[edge], [], []
-        for other, chosen in pieces.items():
+        for peer, chosen in pieces.items():
             buffer = pack(boundary, position, chosen, values, at_source=not back)
-            if peers[other] == self._comm.rank:
+            if peers[peer] == self._comm.rank:
                 self._local[(edge, direction, microbatch, back), position] = buffer
             else:
-                sends.append(Message(peers[other], buffer))
+                sends.append(Message(peers[peer], buffer))
                 packed += [buffer] if len(chosen) > 1 else []  # a single piece may be the value itself
         if sends:
             self._leaving.append(_Departure(boundary, self._comm.exchange(sends, []), packed))
@@ -91,31 +91,31 @@ class StageExchange:
         _, pieces, peers = self._side(edge, direction, back, at_source=back)
         boundary = self._boundaries[edge]
         buffers = {
-            other: boundary.buffer(p, self.device) for other, p in pieces.items() if peers[other] != self._comm.rank
+            peer: boundary.buffer(p, self.device) for peer, p in pieces.items() if peers[peer] != self._comm.rank
         }
-        receives = [Message(peers[other], buffer) for other, buffer in buffers.items()]
+        receives = [Message(peers[peer], buffer) for peer, buffer in buffers.items()]
         self._arrivals[edge, direction, microbatch, back] = _Arrival(buffers, self._comm.exchange([], receives))
 
     def values(self, stage: int, direction: int, microbatch: int) -> dict[str, torch.Tensor]:
         """Wait for the values that a stage receives from others, and return them."""
-        found: dict[str, torch.Tensor] = {}
+        received: dict[str, torch.Tensor] = {}
         for edge, boundary in self._boundaries.items():
             if edge[1] == stage:
                 position, buffers = self._collect(edge, direction, microbatch, back=False)
-                found.update(boundary.arrived(position, buffers))
+                received.update(boundary.arrived(position, buffers))
                 self._unpacked(edge, direction, buffers, back=False)
-        return found
+        return received
 
     def cotangents(self, stage: int, direction: int, microbatch: int) -> dict[str, torch.Tensor]:
         """Wait for the cotangents of the values that a stage has sent, and return their sums."""
-        found: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
         for edge, boundary in self._boundaries.items():
             if edge[0] == stage:
                 position, buffers = self._collect(edge, direction, microbatch, back=True)
                 for name, cotangent in boundary.returned(position, buffers).items():
-                    found[name] = found[name].add_(cotangent) if name in found else cotangent
+                    sums[name] = sums[name].add_(cotangent) if name in sums else cotangent
                 self._unpacked(edge, direction, buffers, back=True)
-        return found
+        return sums
 
     def finish(self) -> None:
         """Wait for all sends."""
@@ -129,25 +129,25 @@ class StageExchange:
         position, pieces, peers = self._side(edge, direction, back, at_source=back)
         arrival = self._arrivals.pop(key)
         arrival.pending.wait()
-        for other in pieces:
-            if peers[other] == self._comm.rank:
-                arrival.buffers[other] = self._local.pop((key, other))
+        for peer in pieces:
+            if peers[peer] == self._comm.rank:
+                arrival.buffers[peer] = self._local.pop((key, peer))
         return position, arrival.buffers
 
     def _unpacked(self, edge: Edge, direction: int, buffers: dict[int, torch.Tensor], back: bool) -> None:
         """Release the memory of messages whose values have been copied."""
         _, pieces, peers = self._side(edge, direction, back, at_source=back)
-        taken = [
+        copied = [
             buffer
-            for other, buffer in buffers.items()
-            if peers[other] != self._comm.rank or len(pieces[other]) > 1  # see ``send``
+            for peer, buffer in buffers.items()
+            if peers[peer] != self._comm.rank or len(pieces[peer]) > 1  # see ``send``
         ]
-        self._boundaries[edge].give_back(taken)
+        self._boundaries[edge].give_back(copied)
 
     def _side(self, edge: Edge, direction: int, back: bool, at_source: bool) -> tuple[int, Pieces, tuple[int, ...]]:
         """Return (this rank's position in its stage, pieces by position in the other stage, that stage's ranks)."""
-        here, there = edge if at_source else edge[::-1]
-        position = self._placement.group(here, direction).index(self._comm.rank)
+        own, opposite = edge if at_source else edge[::-1]
+        position = self._placement.group(own, direction).index(self._comm.rank)
         boundary = self._boundaries[edge]
         pieces = boundary.outgoing(position, back) if at_source else boundary.incoming(position, back)
-        return position, pieces, self._placement.group(there, direction)
+        return position, pieces, self._placement.group(opposite, direction)

@@ -123,8 +123,8 @@ class FoldedStatistics:
     def _check(self, name: str) -> None:
         path, _, key = name.rpartition(".")
         module = self._modules[path]
-        known = isinstance(module, nn.modules.batchnorm._NormBase)
-        if not known or key not in ("running_mean", "running_var", "num_batches_tracked"):
+        is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        if not is_norm or key not in ("running_mean", "running_var", "num_batches_tracked"):
             raise RequestError(
                 f"buffer {name!r} of {type(module).__name__} changes in training, but its updates have no defined "
                 f"order in a schedule of two directions; use a schedule of one direction, or keep such buffers in "
@@ -174,9 +174,9 @@ class FoldedStatistics:
             for momentum in dict.fromkeys(module.momentum for module in modules.values()):
                 of = [name for name, module in modules.items() if module.momentum == momentum]
                 if momentum is not None:
-                    kept, added = self._pairs(of, microbatch)
-                    torch._foreach_mul_(kept, 1.0 - momentum)
-                    torch._foreach_add_(kept, added)
+                    running, added = self._pairs(of, microbatch)
+                    torch._foreach_mul_(running, 1.0 - momentum)
+                    torch._foreach_add_(running, added)
                     continue
                 for name in of:
                     factor = 1.0 / float(self._buffers[f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")])
@@ -257,7 +257,7 @@ class StageBuffers:
         """Record a step's changes; send them to the ranks that save them (collective over planes)."""
         for name, stages in _stages_of(compiled, compiled.program.mutations).items():
             self._known_on[name] = self._groups.users(stages)
-        self.send([name for name, known in self._known_on.items() if self._owner(name) not in known])
+        self.send([name for name, ranks in self._known_on.items() if self._owner(name) not in ranks])
 
     def missing(self, compiled: Compiled) -> list[str]:
         """Return the buffers that stages of a compiled model read and do not have; the same on every rank."""
@@ -276,12 +276,12 @@ class StageBuffers:
 
 def _stages_of(compiled: Compiled, names: Collection[str]) -> dict[str, set[int]]:
     """Return name -> the stages that use it, of these buffers."""
-    found: dict[str, set[int]] = {}
+    stages: dict[str, set[int]] = {}
     for stage, used in enumerate(compiled.buffers):
         for name in used:
             if name in names:
-                found.setdefault(name, set()).add(stage)
-    return found
+                stages.setdefault(name, set()).add(stage)
+    return stages
 
 
 def _buffers(model: nn.Module, apart: bool) -> dict[str, torch.Tensor]:

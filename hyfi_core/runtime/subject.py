@@ -53,8 +53,8 @@ class RandomKey:
         if self.share is None:
             sample = (self.first + microbatch) * images
         else:
-            before, whole = self.share
-            sample = microbatch * whole + before
+            before, samples = self.share
+            sample = microbatch * samples + before
         return torch.tensor([self.seed, self.step, sample], dtype=torch.int64)
 
 
@@ -104,8 +104,8 @@ class Bindings:
         Raises:
             RequestError: on every rank: the weights do not fit.
         """
-        given = [tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if not tensor.is_meta]
-        for tensor in given:
+        tensors = [tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if not tensor.is_meta]
+        for tensor in tensors:
             groups.all.broadcast(tensor.data)
         releases = releases and groups.placement.stages > 1
         if weights is not None:
@@ -142,14 +142,14 @@ class Bindings:
         """
         if self._holdings == _holdings(self._model):  # a few per cent of the time of a walk with names
             return
-        for kind, known, now in (
+        for kind, expected, current in (
             ("parameter", self._parameters, self._model.named_parameters(remove_duplicate=False)),
             ("buffer", self._buffers, self._model.named_buffers(remove_duplicate=False)),
         ):
-            for name, tensor in now:
-                if known.get(name) is not tensor:
+            for name, tensor in current:
+                if expected.get(name) is not tensor:
                     raise RequestError(
-                        f"{kind} {name!r} of the model was {'replaced' if name in known else 'added'} after "
+                        f"{kind} {name!r} of the model was {'replaced' if name in expected else 'added'} after "
                         f"parallelize; change values in place (copy_, load_state_dict), or call parallelize again"
                     )
         self._holdings = _holdings(self._model)
@@ -182,12 +182,12 @@ class Bindings:
             staged: whether there are other stages; else what no operator uses is the same on all ranks.
         """
         named = {**self._parameters, **self._buffers}
-        here = {id(named[name]) for name in names}
-        trained = here & {id(parameter) for parameter in self._parameters.values()}
+        own = {id(named[name]) for name in names}
+        trained = own & {id(parameter) for parameter in self._parameters.values()}
         if not staged:
             return trained, {}
         former = {id(tensor): name for reference, name in self._former if (tensor := reference()) is not None}
-        return trained, former | {id(t): name for name, t in named.items() if id(t) not in here}
+        return trained, former | {id(t): name for name, t in named.items() if id(t) not in own}
 
     def _of(self, stage: HostedStage) -> tuple[Values, Values]:
         if stage not in self._found:
@@ -200,16 +200,16 @@ class Bindings:
 
 def _holdings(model: nn.Module) -> list[tuple[int, ...]]:
     """Return the identities of all that the modules of a model hold: modules, parameters and buffers, by name."""
-    found, reached = [], [model]
-    seen = {id(model)}
+    holdings, reached = [], [model]
+    visited = {id(model)}
     for module in reached:  # grows
-        held = (module._parameters, module._buffers, module._modules)
-        found.append(tuple(id(item) for of in held for pair in of.items() for item in pair))
+        members = (module._parameters, module._buffers, module._modules)
+        holdings.append(tuple(id(item) for of in members for pair in of.items() for item in pair))
         for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
+            if child is not None and id(child) not in visited:
+                visited.add(id(child))
                 reached.append(child)
-    return found
+    return holdings
 
 
 @dataclass(frozen=True)
@@ -272,14 +272,14 @@ class Subject:
         A cache that a forward of the user's own has filled, on this rank alone perhaps, makes no other program.
         """
         for size, state in [*self.programs]:
-            known = self.programs[size, state]
+            candidate = self.programs[size, state]
             alike = size == shape and same_modes(state, self.watch.taken)
-            if alike and compute_the_same(known, program):
+            if alike and compute_the_same(candidate, program):
                 return self._instead(self.programs.pop((size, state)), program)
         return program
 
-    def _instead(self, program: Program, other: Program) -> Program:
+    def _instead(self, program: Program, representative: Program) -> Program:
         """Return a program that stands for another; changes of a constant that only one of them has then count."""
-        of = [{id(tensor): tensor for tensor in one.constants.values()} for one in (program, other)]
-        self.watch.compare(tensor for one in of for key, tensor in one.items() if (key in of[0]) != (key in of[1]))
+        of = [{id(tensor): tensor for tensor in side.constants.values()} for side in (program, representative)]
+        self.watch.compare(tensor for side in of for key, tensor in side.items() if (key in of[0]) != (key in of[1]))
         return program

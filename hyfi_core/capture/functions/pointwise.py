@@ -51,7 +51,7 @@ class PointwiseFunction:
     @property
     def name(self) -> str:
         """Class and constants, equal on all ranks."""
-        constants = ", ".join(repr(one) for at, one in enumerate(self.constants) if at not in self.places)
+        constants = ", ".join(repr(constant) for at, constant in enumerate(self.constants) if at not in self.places)
         return f"{self.function.__module__}.{self.function.__qualname__}({constants})"
 
     def __call__(self, tensors: Sequence[torch.Tensor], name: str = "", number: int = 0) -> torch.Tensor:
@@ -62,11 +62,11 @@ class PointwiseFunction:
             name: for messages.
             number: of the recorded operator.
         """
-        given = list(self.constants)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            given[place] = tensor
+        arguments = list(self.constants)
+        for position, tensor in zip(self.places, tensors, strict=True):
+            arguments[position] = tensor
         apply: Callable[..., torch.Tensor] = self.function.apply
-        return apply(*given)
+        return apply(*arguments)
 
 
 _KNOWN: list[PointwiseFunction] = []
@@ -92,23 +92,23 @@ _recorded.register_autograd(_not_here)
 
 def recorded(
     function: type[torch.autograd.Function],
-    given: tuple[Any, ...],
+    arguments: tuple[Any, ...],
     untraced: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> torch.Tensor:
     """Record a call of a user's function in the current trace.
 
     Args:
         function: the class.
-        given: its arguments.
+        arguments: its arguments.
         untraced: returns a context in which functions are called and not recorded.
 
     Raises:
         RequestError: it is not pointwise; the message says why.
     """
-    places = tuple(at for at, item in enumerate(given) if isinstance(item, torch.Tensor))
-    constants = tuple(None if at in places else item for at, item in enumerate(given))
+    places = tuple(at for at, item in enumerate(arguments) if isinstance(item, torch.Tensor))
+    constants = tuple(None if at in places else item for at, item in enumerate(arguments))
     called = PointwiseFunction(function, constants, places)
-    tensors = [given[place] for place in places]
+    tensors = [arguments[position] for position in places]
     reason = _unlike(tensors, constants)
     if reason is None:
         with untraced():
@@ -144,66 +144,67 @@ def _not_pointwise(called: PointwiseFunction, tensors: Sequence[torch.Tensor]) -
         drawn = torch.Generator().manual_seed(0)
         shape = _SIDES[: tensors[0].dim()] if tensors[0].dim() <= len(_SIDES) else (2,) * tensors[0].dim()
         kind = torch.float64 if tensors[0].is_floating_point() else tensors[0].dtype
-        given = [3.0 * torch.randn(shape, dtype=torch.float64, generator=drawn) for _ in (*tensors, None)]
-        given = [one.to(kind) for one in given]
+        samples = [3.0 * torch.randn(shape, dtype=torch.float64, generator=drawn) for _ in (*tensors, None)]
+        samples = [sample.to(kind) for sample in samples]
         try:
-            return _differs(called, given)
+            return _differs(called, samples)
         except _UnsuitableError as error:
             return str(error)
         except Exception as error:
             return f"fails on small tensors of random numbers ({type(error).__name__}: {str(error)[:80]})"
 
 
-def _differs(called: PointwiseFunction, given: list[torch.Tensor]) -> str | None:
+def _differs(called: PointwiseFunction, samples: list[torch.Tensor]) -> str | None:
     """Return in what the function differs from a pointwise one; the last tensor given is the result's cotangent."""
-    made = _results(called, given)
-    if not _equal(made, _results(called, given)):
+    results = _results(called, samples)
+    if not _equal(results, _results(called, samples)):
         return "returns something else when it is called again"
     drawn = torch.Generator().manual_seed(1)
-    order = torch.randperm(given[0].numel(), generator=drawn)
+    order = torch.randperm(samples[0].numel(), generator=drawn)
 
     def turned(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.flatten()[order].view(tensor.shape)
 
-    moved = [tensor.flatten()[order].view(tensor.shape) for tensor in given]
-    if not _equal([turned(one) for one in made], _results(called, moved)):
+    moved = [tensor.flatten()[order].view(tensor.shape) for tensor in samples]
+    if not _equal([turned(result) for result in results], _results(called, moved)):
         return "depends on where values are"
-    kept = torch.rand(given[0].shape, generator=drawn) < 0.5
-    others = [torch.where(kept, one, one.flip(tuple(range(one.dim()))) * 0.5 + 1.0) for one in given]
-    inside = [None if one is None else one[kept] for one in made]
-    if not _equal(inside, [None if one is None else one[kept] for one in _results(called, others)]):
+    unchanged = torch.rand(samples[0].shape, generator=drawn) < 0.5
+    elsewhere = [
+        torch.where(unchanged, sample, sample.flip(tuple(range(sample.dim()))) * 0.5 + 1.0) for sample in samples
+    ]
+    inside = [None if result is None else result[unchanged] for result in results]
+    if not _equal(inside, [None if result is None else result[unchanged] for result in _results(called, elsewhere)]):
         return "mixes values of different places"
     return None
 
 
-def _results(called: PointwiseFunction, given: list[torch.Tensor]) -> list[Any]:
+def _results(called: PointwiseFunction, samples: list[torch.Tensor]) -> list[Any]:
     """Return the result and the gradients of all tensors, None for one that has none."""
-    leaves = [one.clone().requires_grad_(one.is_floating_point()) for one in given[:-1]]
+    leaves = [sample.clone().requires_grad_(sample.is_floating_point()) for sample in samples[:-1]]
     inputs = [leaf * 1 for leaf in leaves]
-    before = [one.detach().clone() for one in inputs]
+    before = [leaf.detach().clone() for leaf in inputs]
     result = called(inputs)
     if not isinstance(result, torch.Tensor):
         raise _UnsuitableError("returns something else than one tensor")
-    if not all(torch.equal(one, kept) for one, kept in zip(inputs, before, strict=True)):
+    if not all(torch.equal(leaf, copy) for leaf, copy in zip(inputs, before, strict=True)):
         raise _UnsuitableError("changes its argument in place")
     if result.shape != inputs[0].shape or result.dtype != inputs[0].dtype:
         raise _UnsuitableError("returns another shape or dtype than it is given")
     if not result.requires_grad:
         return [result.detach(), *[None] * len(leaves)]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    return [result.detach(), *torch.autograd.grad(result, wanted, given[-1].to(result.dtype), allow_unused=True)]
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    return [result.detach(), *torch.autograd.grad(result, trained, samples[-1].to(result.dtype), allow_unused=True)]
 
 
 class _UnsuitableError(Exception):
     """Why a function is not pointwise."""
 
 
-def _equal(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+def _equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Whether tensors are equal but for rounding; None equals None."""
-    pairs = list(zip(ones, others, strict=True))
-    if any((one is None) != (other is None) for one, other in pairs):
+    pairs = list(zip(first, second, strict=True))
+    if any((a is None) != (b is None) for a, b in pairs):
         return False
     return all(
-        one is None or torch.allclose(one.double(), other.double(), rtol=1e-10, atol=1e-12, equal_nan=True)
-        for one, other in pairs
+        a is None or torch.allclose(a.double(), b.double(), rtol=1e-10, atol=1e-12, equal_nan=True) for a, b in pairs
     )

@@ -37,14 +37,16 @@ def of_empty_caches(model: nn.Module, program: Program, capture: Callable[[], Pr
     """
     if not program.constants:
         return program
-    found = {id(constant) for constant in program.constants.values()}
+    constants = {id(constant) for constant in program.constants.values()}
     roots = [value for module in model.modules() for value in vars(module).values()]
     dicts = dicts_in([*roots, *(value for _, value in outside_values(model))])
     stored: list[Stored] = [
-        (held, name, MISSING) for held in dicts for name, value in held.items() if _has(value, found)
+        (container, name, MISSING) for container in dicts for name, value in container.items() if _has(value, constants)
     ]
     for module in model.modules():
-        own = [name for name, value in vars(module).items() if isinstance(value, torch.Tensor) and id(value) in found]
+        own = [
+            name for name, value in vars(module).items() if isinstance(value, torch.Tensor) and id(value) in constants
+        ]
         stored += [(module, name, None) for name in own]
     memoised = [function for function in memories(model)[0] if function.cache_info().currsize]
     if not stored and not memoised:
@@ -63,10 +65,10 @@ def _has(value: Any, tensors: Container[int]) -> bool:
     return any(id(leaf) in tensors for leaf in _pytree.tree_leaves(value))
 
 
-def compute_the_same(one: Program, other: Program) -> bool:
+def compute_the_same(program_a: Program, program_b: Program) -> bool:
     """Whether two programs of one model, for one shape, compute the same from image, weights and buffers."""
-    first, second = _Parts(one), _Parts(other)
-    if len(first.dependent) != len(second.dependent) or one.mutations.keys() != other.mutations.keys():
+    first, second = _Parts(program_a), _Parts(program_b)
+    if len(first.dependent) != len(second.dependent) or program_a.mutations.keys() != program_b.mutations.keys():
         return False
     same = _Values(first, second)
     for a, b in zip(first.dependent, second.dependent, strict=True):
@@ -76,8 +78,8 @@ def compute_the_same(one: Program, other: Program) -> bool:
             return False
         if not same.pair(a.outputs, b.outputs):
             return False
-    mutated = [(Ref(value), Ref(other.mutations[name])) for name, value in one.mutations.items()]
-    return same.arguments(one.outputs, other.outputs) and all(same.arguments(a, b) for a, b in mutated)
+    mutated = [(Ref(value), Ref(program_b.mutations[name])) for name, value in program_a.mutations.items()]
+    return same.arguments(program_a.outputs, program_b.outputs) and all(same.arguments(a, b) for a, b in mutated)
 
 
 class _Parts:
@@ -128,25 +130,25 @@ class _Parts:
         """Return a free value."""
         if name not in self._constants:
             op = self._makers[name]
-            values = {given: self.value(given) for given in op.inputs}
+            values = {name: self.value(name) for name in op.inputs}
             kwargs = {key: substitute(item, values) for key, item in op.kwargs.items()}
-            made = op.target(*substitute(op.args, values), **kwargs)
-            made = (made,) if isinstance(made, torch.Tensor) else made
-            self._constants |= {o: tensor for o, tensor in zip(op.outputs, made, strict=False) if o is not None}
+            results = op.target(*substitute(op.args, values), **kwargs)
+            results = (results,) if isinstance(results, torch.Tensor) else results
+            self._constants |= {o: tensor for o, tensor in zip(op.outputs, results, strict=False) if o is not None}
         return self._constants[name]
 
 
 class _Values:
     """Which values of two programs are the same."""
 
-    def __init__(self, one: _Parts, other: _Parts) -> None:
-        self._one, self._other = one, other
+    def __init__(self, a: _Parts, b: _Parts) -> None:
+        self._one, self._other = a, b
         self._pairs: dict[str, str] = {}
 
-    def pair(self, ones: tuple[str | None, ...], others: tuple[str | None, ...]) -> bool:
+    def pair(self, outputs_a: tuple[str | None, ...], outputs_b: tuple[str | None, ...]) -> bool:
         """Note the results of equal operators."""
-        self._pairs |= {a: b for a, b in zip(ones, others, strict=True) if a is not None and b is not None}
-        return [a is None for a in ones] == [b is None for b in others]
+        self._pairs |= {a: b for a, b in zip(outputs_a, outputs_b, strict=True) if a is not None and b is not None}
+        return [a is None for a in outputs_a] == [b is None for b in outputs_b]
 
     def arguments(self, a: Any, b: Any) -> bool:
         """Whether arguments are the same, also within lists."""

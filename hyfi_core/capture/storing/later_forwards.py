@@ -60,9 +60,9 @@ def check_later_forwards(
     if not again.equals(program):
         raise RequestError(changes(model, assigned[0]))
     with _restored(model), contextlib.suppress(_UntracedError):
-        other = not model.training
+        opposite = not model.training
         for module in model.modules():
-            vars(module)["training"] = other
+            vars(module)["training"] = opposite
         before = _traced(trace)
         with stored_values(assigned):
             after = _traced(trace)
@@ -74,7 +74,7 @@ def changes(model: nn.Module, stored: Stored) -> str:
     """Return that a forward changes this value, and what to write instead."""
     holder, name, _ = stored
     if isinstance(holder, nn.Module):
-        path = next(path for path, one in model.named_modules() if one is holder)
+        path = next(path for path, module in model.named_modules() if module is holder)
         return (
             f"the forward changes the attribute {name!r} of {path or 'the model itself'}, which capture cannot "
             f"record: it would keep the first value. Make it a buffer (register_buffer) changed in place, or "
@@ -130,12 +130,12 @@ def put(stored: Stored) -> None:
     elif isinstance(holder, type):
         delattr(holder, name) if value is MISSING else setattr(holder, name, value)
     else:
-        held: Any = vars(holder) if isinstance(holder, nn.Module) else holder
-        held.pop(name, None) if value is MISSING else held.__setitem__(name, value)
+        members: Any = vars(holder) if isinstance(holder, nn.Module) else holder
+        members.pop(name, None) if value is MISSING else members.__setitem__(name, value)
 
 
 def _value(holder: Any, name: Any) -> Any:
     if isinstance(holder, set):
         return True if name in holder else MISSING
-    held: Any = vars(holder) if isinstance(holder, (type, nn.Module)) else holder
-    return held.get(name, MISSING)
+    members: Any = vars(holder) if isinstance(holder, (type, nn.Module)) else holder
+    return members.get(name, MISSING)

@@ -55,9 +55,9 @@ class StoredTensor(torch.Tensor):
         """Return shape and dtype; refuse all else."""
         if getattr(getattr(function, "__self__", None), "__name__", "") in _READABLE:
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        found = next(leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        shaped = next(leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise RequestError(
-            f"a tensor of shape {tuple(found.shape)} is used at {calling_line()} that the model's forward, or one of "
+            f"a tensor of shape {tuple(shaped.shape)} is used at {calling_line()} that the model's forward, or one of "
             f"its hooks, stored while the engine captured the model; it has no value, and training steps store "
             f"nothing. Return it from the model; in a forward, compute it again or make it a buffer"
         )
@@ -96,25 +96,25 @@ class OfImage:
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        found = self._seen.get(id(tensor))
-        return found is not None and found() is tensor
+        reference = self._seen.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Add tensors; what is not a tensor is ignored."""
-        self._seen.update((id(one), weakref.ref(one)) for one in tensors if isinstance(one, torch.Tensor))
+        self._seen.update((id(tensor), weakref.ref(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor))
 
-    def follow(self, name: str, given: Iterable[Any], made: Any) -> None:
+    def follow(self, name: str, args: Iterable[Any], results: Any) -> None:
         """Add the results of a function, and what it has changed, if it was given a tensor of the image.
 
         Args:
             name: of the function.
-            given: its arguments, without containers.
-            made: its result.
+            args: its arguments, without containers.
+            results: its result.
         """
-        tensors = [one for one in given if isinstance(one, torch.Tensor)][: 1 if name in _AS_ANOTHER else None]
-        if name in _WITHOUT_VALUES or not any(one in self for one in tensors):
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)][: 1 if name in _AS_ANOTHER else None]
+        if name in _WITHOUT_VALUES or not any(tensor in self for tensor in tensors):
             return
-        self.add(_pytree.tree_leaves(made))
+        self.add(_pytree.tree_leaves(results))
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             self.add(tensors[:1])
 
@@ -147,27 +147,27 @@ class Caches:
         Returns:
             The flags and other constants among it, but for those stored together with tensors, such as their sizes.
         """
-        found: list[Stored] = []
+        stored_values: list[Stored] = []
         for container, before in self._held:
             changed = [(key, before.get(key, _MISSING)) for key in [*container]]
-            changed = [(key, old) for key, old in changed if old is not container[key]]
-            stored = [(key, old) for key, old in changed if _is_cached(old, container[key], of_image)]
+            changed = [(key, former) for key, former in changed if former is not container[key]]
+            stored = [(key, former) for key, former in changed if _is_cached(former, container[key], of_image)]
             if all(is_constant(container[key]) for key, _ in stored):
-                found += [(container, key, container[key]) for key, _ in stored]
-            for key, old in stored:
-                _put_back(container, key, old)
-        for elements, kept in self._sets:
-            found += [(elements, item, True) for item in elements - kept if is_constant(item)]
-            elements &= kept
+                stored_values += [(container, key, container[key]) for key, _ in stored]
+            for key, former in stored:
+                _put_back(container, key, former)
+        for elements, former_elements in self._sets:
+            stored_values += [(elements, item, True) for item in elements - former_elements if is_constant(item)]
+            elements &= former_elements
         for function, misses in self._functions:
             if function.cache_info().misses != misses:
                 function.cache_clear()
-        for holder, name, old in self._names:
-            now = _value(holder, name)
-            if now is not old and _is_cached(old, now, of_image):
-                found += [(holder, name, now)] if is_constant(now) else []
-                _put_back(holder, name, old)
-        return found
+        for holder, name, former in self._names:
+            value = _value(holder, name)
+            if value is not former and _is_cached(former, value, of_image):
+                stored_values += [(holder, name, value)] if is_constant(value) else []
+                _put_back(holder, name, former)
+        return stored_values
 
 
 _MISSING: Any = object()
@@ -175,52 +175,52 @@ _OWN = frozenset(vars(nn.Module()))  # registries of parameters, hooks and other
 _NO_OBJECTS = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
-def _is_cached(old: Any, now: Any, of_image: OfImage) -> bool:
+def _is_cached(former: Any, value: Any, of_image: OfImage) -> bool:
     """Whether a value was stored where there was none, or only a tensor or a flag, and does not depend on the image."""
-    if not (old is _MISSING or old is None or isinstance(old, (bool, torch.Tensor))):
+    if not (former is _MISSING or former is None or isinstance(former, (bool, torch.Tensor))):
         return False
-    leaves = _pytree.tree_leaves(now)
+    leaves = _pytree.tree_leaves(value)
     inside = [item for leaf in leaves if not isinstance(leaf, _NO_OBJECTS) for item in _attributes_of(leaf).values()]
     return not any(isinstance(leaf, torch.Tensor) and leaf in of_image for leaf in (*leaves, *inside))
 
 
 def _attributes_of(item: Any) -> dict[str, Any]:
-    held = getattr(item, "__dict__", None)
-    return held if isinstance(held, dict) else {}
+    attributes = getattr(item, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else {}
 
 
 def _value(holder: Any, name: str) -> Any:
-    held: Any = vars(holder) if isinstance(holder, type) else holder
-    return held.get(name, _MISSING)
+    members: Any = vars(holder) if isinstance(holder, type) else holder
+    return members.get(name, _MISSING)
 
 
-def _put_back(holder: Any, name: Any, old: Any) -> None:
+def _put_back(holder: Any, name: Any, former: Any) -> None:
     if isinstance(holder, type):
-        delattr(holder, name) if old is _MISSING else setattr(holder, name, old)
-    elif old is _MISSING:
+        delattr(holder, name) if former is _MISSING else setattr(holder, name, former)
+    elif former is _MISSING:
         del holder[name]
     else:
-        holder[name] = old
+        holder[name] = former
 
 
 def dicts_in(roots: Iterable[Any]) -> list[Any]:
     """Return the dicts in values: also in containers, and the attributes of objects."""
-    return [*_found(roots, lambda value: isinstance(value, dict))]
+    return [*_reachable(roots, lambda value: isinstance(value, dict))]
 
 
 def _sets(roots: Iterable[Any]) -> list[Any]:
-    return [*_found(roots, lambda value: isinstance(value, set))]
+    return [*_reachable(roots, lambda value: isinstance(value, set))]
 
 
-def _found(roots: Iterable[Any], wanted: Callable[[Any], bool]) -> Iterator[Any]:
+def _reachable(roots: Iterable[Any], condition: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield what is wanted of values and all that they contain, each object once."""
-    open_values, seen = [(value, _DEPTH) for value in roots], set[int]()
+    open_values, visited = [(value, _DEPTH) for value in roots], set[int]()
     while open_values:
         value, depth = open_values.pop()
-        if id(value) in seen or isinstance(value, _NO_OBJECTS):
+        if id(value) in visited or isinstance(value, _NO_OBJECTS):
             continue
-        seen.add(id(value))
-        if wanted(value):
+        visited.add(id(value))
+        if condition(value):
             yield value
         inside: Any = value.values() if isinstance(value, dict) else value
         if not isinstance(value, (dict, list, tuple)):
@@ -246,7 +246,7 @@ class StoringRun(TorchFunctionMode):
         """Call the function; a result that is an argument existed before."""
         result = function(*args, **(kwargs or {}))
         leaves = _pytree.tree_leaves((args, kwargs))
-        given = {id(leaf) for leaf in leaves}
-        self._stored.note(leaf for leaf in _pytree.tree_leaves(result) if id(leaf) not in given)
+        arguments = {id(leaf) for leaf in leaves}
+        self._stored.note(leaf for leaf in _pytree.tree_leaves(result) if id(leaf) not in arguments)
         self._of_image.follow(getattr(function, "__name__", ""), leaves, result)
         return result

@@ -106,10 +106,10 @@ def _hosted(hosts: list[str]) -> tuple[Any, list[Any] | None]:
     """Return (a store in this process, its addresses); local addresses only if all ranks are on this node."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    here = len(set(hosts)) == 1
+    is_one_node = len(set(hosts)) == 1
     try:
-        listener = socket.create_server(("127.0.0.1" if here else "", 0))
-        name, port = "127.0.0.1" if here else hosts[0], listener.getsockname()[1]
+        listener = socket.create_server(("127.0.0.1" if is_one_node else "", 0))
+        name, port = "127.0.0.1" if is_one_node else hosts[0], listener.getsockname()[1]
         store = TCPStore(
             name, port, is_master=True, wait_for_workers=False, timeout=_CONNECT, master_listen_fd=listener.detach()
         )

@@ -58,20 +58,20 @@ class Heart:
 
     def beat(self) -> Beat:
         """Return the next heartbeat."""
-        now, activity = time.monotonic(), self._activity
+        time_s, activity = time.monotonic(), self._activity
         wait, mark = activity.wait, (activity.begun, id(activity.action), id(activity.wait), activity.count)
         moved = mark != self._mark
         self._mark = mark
         states = {pid: state for pid in tuple(activity.helpers) if (state := _process(pid)) is not None}
         used_s = {pid: seconds for pid, (_, seconds) in states.items()}
-        elapsed_s = now - self._since_s
+        elapsed_s = time_s - self._since_s
         moved |= any(used_s[pid] - self._used_s.get(pid, 0.0) > _BUSY * elapsed_s for pid in used_s)
-        self._used_s, self._since_s = used_s, now
+        self._used_s, self._since_s = used_s, time_s
         where = activity.where() if wait is None else f"{activity.where()}, in {wait.what()}"
         frozen = [str(pid) for pid, (state, _) in states.items() if state in "TtD"]
         if frozen:
             where += f", whose child process {', '.join(frozen)} does not run"
-        idle = now - activity.idle_s < _IDLE_S
+        idle = time_s - activity.idle_s < _IDLE_S
         return Beat(activity.begun, where, moved, wait is not None or idle, bool(activity.slow), self._stops())
 
 

@@ -42,8 +42,10 @@ def check_library(version: str, environment: Mapping[str, str]) -> None:
     if is_open_mpi:
         wrong = _speaks_pmi(environment) and not _speaks_pmix(environment) and not _has_pmi(version)
     else:  # those derived from MPICH; others are not known
-        known = version.startswith(("MPICH", "Intel"))
-        wrong = known and "pmix" not in version.lower() and _speaks_pmix(environment) and not _speaks_pmi(environment)
+        is_mpich = version.startswith(("MPICH", "Intel"))
+        wrong = (
+            is_mpich and "pmix" not in version.lower() and _speaks_pmix(environment) and not _speaks_pmi(environment)
+        )
     if not wrong:
         return
     library = " ".join(re.split(r"[,\n]", version)[0].replace("Version:", "").split())

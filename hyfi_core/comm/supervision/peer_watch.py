@@ -51,12 +51,12 @@ _LOST_MS = 7000
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error or one of its causes is a lost connection, so that another rank has failed first."""
-    seen: BaseException | None = error
-    while seen is not None:
-        by_mpi = type(seen).__module__.startswith("mpi4py")
-        if by_mpi or re.search(r"(closed|reset) by peer|Broken pipe", str(seen)):
+    cause: BaseException | None = error
+    while cause is not None:
+        by_mpi = type(cause).__module__.startswith("mpi4py")
+        if by_mpi or re.search(r"(closed|reset) by peer|Broken pipe", str(cause)):
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
@@ -121,18 +121,18 @@ class PeerWatch:
             while ready.get_map():
                 due_s = beaten_s + period_s
                 events = ready.select(max(0.0, due_s - time.monotonic()) if self._places else None)
-                now = time.monotonic()
-                if self._places and now >= due_s:
-                    if now > due_s + 3 * period_s:
-                        self.rule.forgive(now)  # this process itself did not run
-                    beaten_s = now
-                    self._beat(now)
+                time_s = time.monotonic()
+                if self._places and time_s >= due_s:
+                    if time_s > due_s + 3 * period_s:
+                        self.rule.forgive(time_s)  # this process itself did not run
+                    beaten_s = time_s
+                    self._beat(time_s)
                 for key, _ in events:
                     if not self._read(int(key.data)):
                         ready.unregister(key.fileobj)
                         self.rule.leave(int(key.data))
-                if now == beaten_s:  # only after what has arrived in the meantime was read
-                    self._judge(now)
+                if time_s == beaten_s:  # only after what has arrived in the meantime was read
+                    self._judge(time_s)
 
     def _read(self, rank: int) -> bool:
         """Handle what a rank says; return whether it may say more."""
@@ -231,12 +231,12 @@ def watch_peers(
         return None
     places = [Place(*at) for at in world.broadcast_object(world.gather_objects((socket.gethostname(), os.getpid())))]
     listener, address = _listen([at.host for at in places]) if world.rank == 0 else (None, None)
-    found = world.broadcast_object([address.host, address.port, address.token.hex()] if address else None)
+    shared_address = world.broadcast_object([address.host, address.port, address.token.hex()] if address else None)
     peers: dict[int, socket.socket] | None = None
     if listener is not None and address is not None:
         peers = _accept(listener, address, world.size - 1)
-    elif found is not None:
-        peers = _connect(_Address(found[0], found[1], bytes.fromhex(found[2])), world.rank)
+    elif shared_address is not None:
+        peers = _connect(_Address(shared_address[0], shared_address[1], bytes.fromhex(shared_address[2])), world.rank)
     refused = world.broadcast_object(_missing(world.gather_objects(peers is not None)))
     if refused is None and peers is not None:
         if tell_stalled is None:
@@ -256,23 +256,23 @@ def _missing(connected: list[bool] | None) -> int | None:
 
 def _listen(hosts: list[str]) -> tuple[socket.socket | None, _Address | None]:
     """Return a listening socket and its address; only local if all ranks are on this node."""
-    here = len(set(hosts)) == 1
+    is_one_node = len(set(hosts)) == 1
     allow_files(len(hosts))
     try:
-        listener = socket.create_server(("127.0.0.1" if here else "", 0), backlog=len(hosts))
+        listener = socket.create_server(("127.0.0.1" if is_one_node else "", 0), backlog=len(hosts))
     except OSError:
         return None, None
-    name = "127.0.0.1" if here else hosts[0]
+    name = "127.0.0.1" if is_one_node else hosts[0]
     return listener, _Address(name, listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
 
 
 def allow_files(more: int) -> None:
     """Raise this process's limit of open files, often 1,024, by ``more``, as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = soft + more if hard == resource.RLIM_INFINITY else min(hard, soft + more)
-    if soft not in (wanted, resource.RLIM_INFINITY):
+    limit = soft + more if hard == resource.RLIM_INFINITY else min(hard, soft + more)
+    if soft not in (limit, resource.RLIM_INFINITY):
         with contextlib.suppress(OSError, ValueError):  # then ranks that cannot connect are reported
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _accept(listener: socket.socket, address: _Address, count: int) -> dict[int, socket.socket] | None:

@@ -51,8 +51,8 @@ class Expected:
     def variables(self) -> list[str]:
         """The variables that say so, those with a rank or a number of ranks first."""
         if self.launcher == "torchrun":
-            found = [name for name in _TORCHRUN if name in self.environment]
-            return found + sorted(name for name in self.environment if name.startswith("TORCHELASTIC_"))
+            of_torchrun = [name for name in _TORCHRUN if name in self.environment]
+            return of_torchrun + sorted(name for name in self.environment if name.startswith("TORCHELASTIC_"))
         names = [name for name in self.environment if name.startswith(_PREFIXES)]
         if self.launcher == "slurm":
             names += [name for name in _SLURM if name in self.environment]
@@ -66,13 +66,13 @@ class Expected:
     def describe(self) -> str:
         """Return who is waited for, by which variables, as text."""
         shown = [f"{name}={self.environment[name]}" for name in self.variables[:_SHOWN]]
-        said = f"{' and '.join([', '.join(shown[:-1]), shown[-1]] if shown[1:] else shown)} in the environment"
+        subject = f"{' and '.join([', '.join(shown[:-1]), shown[-1]] if shown[1:] else shown)} in the environment"
         if self.launcher != "torchrun":
-            return f"{said} say that {self._starter} started this process as one of several ranks"
+            return f"{subject} say that {self._starter} started this process as one of several ranks"
         rank, size = self.environment.get("RANK", "?"), self.environment.get("WORLD_SIZE", "?")
         where = f"{self.environment.get('MASTER_ADDR', '?')}:{self.environment.get('MASTER_PORT', '?')}"
         whom = f"the other ranks of {size} have not all come to" if rank == "0" else "rank 0 does not answer at"
-        return f"{said} say that this is rank {rank} of {size}, and {whom} {where}"
+        return f"{subject} say that this is rank {rank} of {size}, and {whom} {where}"
 
     def advice(self) -> str:
         """Return what to do, as text."""
@@ -131,15 +131,15 @@ def joined(start: Callable[[], T], expected: Expected, interrupted: Callable[[],
             errors.append(error)
 
     helper = threading.Thread(target=run, daemon=True, name="hyfi-rendezvous")
-    begin_s, said = time.monotonic(), False
+    begin_s, has_warned = time.monotonic(), False
     helper.start()
     while helper.is_alive():
         helper.join(_POLL_S)
         waited_s = time.monotonic() - begin_s
-        if interrupted() and (said or not expected.started):
+        if interrupted() and (has_warned or not expected.started):
             raise KeyboardInterrupt
-        if not said and waited_s >= said_after_s and helper.is_alive():
-            said = True
+        if not has_warned and waited_s >= said_after_s and helper.is_alive():
+            has_warned = True
             _say(expected, waited_s, limit_s)
         if limit_s and waited_s >= limit_s and helper.is_alive():
             raise RendezvousError(

@@ -80,20 +80,20 @@ def _free_bytes(folder: Path) -> int:
 def _starting_bytes(folder: Path) -> int:
     """Return what ranks that are starting, perhaps those of this job, have taken already."""
     began_s = time.time() - _START_S
-    found = 0
+    starting = 0
     for path, size in _allocated(folder):
         with suppress(OSError):
-            found += size * (path.name.startswith("mpich_shm_") and path.stat().st_mtime > began_s)
-    return found
+            starting += size * (path.name.startswith("mpich_shm_") and path.stat().st_mtime > began_s)
+    return starting
 
 
 def _allocated(folder: Path) -> list[tuple[Path, int]]:
-    found = []
+    files = []
     with suppress(OSError):
         for path in folder.iterdir():
             with suppress(OSError):
-                found.append((path, path.stat().st_blocks * 512))
-    return found
+                files.append((path, path.stat().st_blocks * 512))
+    return files
 
 
 def _size(count: int) -> str:

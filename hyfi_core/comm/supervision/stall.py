@@ -146,6 +146,6 @@ class StallRule:
         return f"rank {rank} on {self.places[rank].host}"
 
     def _others(self, named: list[int]) -> list[str]:
-        others = [rank for rank in sorted(self._ranks) if rank not in named]
-        lines = [f"  {self._named(rank)}: {self._ranks[rank].beat.where}" for rank in others[:_SHOWN]]
-        return lines + ([f"  … and {len(others) - _SHOWN} more ranks"] if len(others) > _SHOWN else [])
+        waiting = [rank for rank in sorted(self._ranks) if rank not in named]
+        lines = [f"  {self._named(rank)}: {self._ranks[rank].beat.where}" for rank in waiting[:_SHOWN]]
+        return lines + ([f"  … and {len(waiting) - _SHOWN} more ranks"] if len(waiting) > _SHOWN else [])

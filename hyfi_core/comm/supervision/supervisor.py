@@ -245,8 +245,8 @@ def _too_long(rank: int, limit_s: float, states: list[RankStatus]) -> str:
     )
 
 
-def _verb(ranks: list[int], one: str, more: str) -> str:
-    return one if len(ranks) == 1 else more
+def _verb(ranks: list[int], singular: str, more: str) -> str:
+    return singular if len(ranks) == 1 else more
 
 
 def _listed(states: list[RankStatus]) -> str:

@@ -128,15 +128,15 @@ class ThreadGroup:
         queues.receives.append(post)
         self._pair(message.peer, rank, queues)
 
-    def enter(self, number: int, rank: int, what: str, value: Any) -> GroupCall:
+    def enter(self, number: int, rank: int, name: str, value: Any) -> GroupCall:
         """Add this rank's input to the group's call of that number.
 
         Raises:
             RuntimeError: another rank makes a different call.
         """
-        call = self._calls.setdefault(number, GroupCall(what, rank))
-        if call.what != what:
-            raise RuntimeError(f"rank {rank} calls {what} while rank {call.first} calls {call.what}")
+        call = self._calls.setdefault(number, GroupCall(name, rank))
+        if call.what != name:
+            raise RuntimeError(f"rank {rank} calls {name} while rank {call.first} calls {call.what}")
 
         if self.world.strict:
             self.run(rank, Operation(partial(self._give, call, rank, value), partial(self.complete, call)))

@@ -134,13 +134,13 @@ class ThreadWorld:
                     del self._waiting[rank]
         self._give_turns()
 
-    def wait_for(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+    def wait_for(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Wait, under ``lock``, until ``ready``.
 
         Args:
             rank: of the whole world.
             ready: called after each change that ``notify`` tells this rank.
-            what: describes the wait; like ``ready``, it may be called by other threads, under ``lock``.
+            describe: describes the wait; like ``ready``, it may be called by other threads, under ``lock``.
 
         Raises:
             PeerFailedError: another rank has failed.
@@ -148,7 +148,7 @@ class ThreadWorld:
         """
         while not ready():
             self.check()
-            waiter = _Waiter(rank, ready, what)
+            waiter = _Waiter(rank, ready, describe)
             self._waiting.setdefault(rank, []).append(waiter)
             self._sleep(waiter)
 

@@ -71,13 +71,17 @@ class StagesAnywhere:
     @cached_property
     def bytes(self) -> tuple[Table, ...]:
         """What a rank needs at most for each stage alone; in two directions, it may hold others besides."""
-        found: dict[int, Table] = {}
+        tables: dict[int, Table] = {}
         for hosted, moments in fullest_moments(self.plan).items():
             for at, (stage, _) in enumerate(hosted):
-                own = {Moment(0, (one.waiting[at],), (one.gradients[at],)) for one in moments if one.running == at}
+                own = {
+                    Moment(0, (moment.waiting[at],), (moment.gradients[at],))
+                    for moment in moments
+                    if moment.running == at
+                }
                 needs = np.asarray(held_bytes([self.stages[stage]], own))
-                found[stage] = np.minimum(needs, found.get(stage, needs))
-        return tuple(self._most(found[stage]) for stage in range(len(self.stages)))
+                tables[stage] = np.minimum(needs, tables.get(stage, needs))
+        return tuple(self._most(tables[stage]) for stage in range(len(self.stages)))
 
     def least_bytes(self) -> int:
         """Return the least that the rank with most needs, by the forecast; in two directions that or less."""
@@ -88,20 +92,20 @@ class StagesAnywhere:
         """Return the bytes of the rank that needs most, for each choice of cuts, by the forecast."""
         ends = self.ends(rows)
         chosen = [_chosen(stage, ends[:, at], ends[:, at + 1]) for at, stage in enumerate(self.stages)]
-        each = (held_bytes([chosen[s] for s, _ in held], of) for held, of in fullest_moments(self.plan).items())
+        each = (held_bytes([chosen[s] for s, _ in hosted], of) for hosted, of in fullest_moments(self.plan).items())
         return self._most(np.maximum(max_of(each), self.stages[0].start_bytes))
 
     def most_held(self, each: NDArray[_Number]) -> NDArray[_Number]:
         """Return the sum over the stages that a rank holds, of the rank with most; stages are the first axis."""
-        held = fullest_moments(self.plan)
-        sums: NDArray[_Number] = np.max([each[[stage for stage, _ in hosted]].sum(0) for hosted in held], axis=0)
+        moments = fullest_moments(self.plan)
+        sums: NDArray[_Number] = np.max([each[[stage for stage, _ in hosted]].sum(0) for hosted in moments], axis=0)
         return sums
 
     def at(self, tables: Sequence[NDArray[_Number]], rows: Rows) -> NDArray[_Number]:
         """Return the numbers of all stages (first axis) for each choice of cuts (second axis)."""
         ends = self.ends(rows)
-        found: NDArray[_Number] = np.array([t[ends[:, s], ends[:, s + 1]] for s, t in enumerate(tables)])
-        return found
+        numbers: NDArray[_Number] = np.array([t[ends[:, s], ends[:, s + 1]] for s, t in enumerate(tables)])
+        return numbers
 
     def _most(self, forecast: Table) -> Table:
         return (self.off * forecast).astype(np.int64)
@@ -130,10 +134,10 @@ def average_bytes(plan: ParallelPlan, program: Program, table: StageTable) -> in
     stages, sizes = forecast_memory(program, anywhere, table.stages(()) * plan.stages), [prod(g) for g in plan.grids]
     flights = [microbatches_in_flight(plan, stage) for stage in range(plan.stages)]
     parts = list(zip(sizes, stages, flights, strict=True))
-    always = plan.directions * min(size * one.written_bytes for size, one, _ in parts)
+    always = plan.directions * min(size * stage.written_bytes for size, stage, _ in parts)
     # Of two stages on a rank, not both need to have most micro-batches in flight at the same time.
-    kept = min(size * (one.saved_bytes + (n - 1) * one.waiting_bytes) for size, one, n in parts)
-    return (always + kept) // sum(sizes)
+    saved = min(size * (stage.saved_bytes + (n - 1) * stage.waiting_bytes) for size, stage, n in parts)
+    return (always + saved) // sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -156,8 +160,8 @@ class FittingCuts:
         Without cuts that fit, the first is None, and the second the least that was found.
         """
         best = self._best
-        needed = int(self.stages.needed(best[None])[0])
-        return self._names(best) if needed <= self.room_bytes else None, needed
+        rank_bytes = int(self.stages.needed(best[None])[0])
+        return self._names(best) if rank_bytes <= self.room_bytes else None, rank_bytes
 
     def beside(self) -> tuple[tuple[str, ...], ...]:
         """Return the fastest cuts that fit of those with one cut at the next place; with halos they may be faster."""
@@ -170,11 +174,11 @@ class FittingCuts:
     @cached_property
     def _best(self) -> Rows:
         rows = self._by_stages() if self.stages.plan.directions == 1 else self._near_best()
-        found: Rows = rows[self._order(rows)[0]]
-        return found
+        fastest: Rows = rows[self._order(rows)[0]]
+        return fastest
 
     def _names(self, row: Rows) -> tuple[str, ...]:
-        return tuple(self.stages.names[place - 1] for place in row)
+        return tuple(self.stages.names[position - 1] for position in row)
 
     def _in_order(self, rows: Rows) -> NDArray[np.bool_]:
         """Return which rows are cuts in ascending order, each after at least one operator."""
@@ -193,8 +197,8 @@ class FittingCuts:
 
     def _by_stages(self) -> Rows:
         """Return the cuts that fit and have the shortest slowest stage, and the shortest sum; else the smallest."""
-        both = zip(self.seconds, self.stages.bytes, strict=True)
-        seconds = [np.where(needed <= self.room_bytes, table, np.inf) for table, needed in both]
+        tables = zip(self.seconds, self.stages.bytes, strict=True)
+        seconds = [np.where(stage_bytes <= self.room_bytes, table, np.inf) for table, stage_bytes in tables]
         slowest_s, row = shortest(seconds, np.maximum)
         if slowest_s == np.inf:
             return shortest([table.astype(np.float64) for table in self.stages.bytes], np.maximum)[1][None]

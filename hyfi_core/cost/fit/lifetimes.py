@@ -54,11 +54,11 @@ class Peak:
     @classmethod
     def of(cls, points: Iterable[Held], throughout: int = 0) -> Peak:
         """Return that of operators that hold so much."""
-        found: list[Held] = []
+        frontier: list[Held] = []
         for point in sorted(set(points), reverse=True):
-            if not found or point.weights > found[-1].weights:
-                found.append(point)
-        return cls(tuple(found), throughout)
+            if not frontier or point.weights > frontier[-1].weights:
+                frontier.append(point)
+        return cls(tuple(frontier), throughout)
 
     def bytes(self, ranks: int) -> int:
         """Return the bytes on one of so many ranks."""
@@ -140,11 +140,11 @@ class Lifetimes:
     def _held(self, operators: Sequence[Operator], leaving: Collection[str]) -> Iterator[tuple[int, Lifetime]]:
         """Yield the bytes of maps while each operator runs backward, and what it adds."""
         last = {name: at for at, op in enumerate(operators) for name in op.inputs}
-        kept, cotangents, maps = dict[str, int](), dict[str, int](), 0
+        saved, cotangents, maps = dict[str, int](), dict[str, int](), 0
         for at, op in enumerate(operators):
             adds = self.of(op)
-            maps += sum(size for name, size in adds.kept.items() if name not in kept)
-            kept |= adds.kept
+            maps += sum(size for name, size in adds.kept.items() if name not in saved)
+            saved |= adds.kept
             for name in self.carried(op.outputs):
                 if name in leaving or last.get(name, at) > at:
                     cotangents[name] = value_bytes(self._program, name)
@@ -157,10 +157,10 @@ class Lifetimes:
         return any(name in self.active for name in op.outputs)
 
     def _kept(self, op: Operator) -> dict[str, int]:
-        kept = {name: value_bytes(self._program, name) for name in map(self._memory_of, self._kept_values(op))}
+        sizes = {name: value_bytes(self._program, name) for name in map(self._memory_of, self._kept_values(op))}
         if facts_of(op).keeps == "inputs and places":
-            kept[f"{op.name} places"] = _INDEX_BYTES * prod(self._program.values[op.first_output].shape)
-        return kept
+            sizes[f"{op.name} places"] = _INDEX_BYTES * prod(self._program.values[op.first_output].shape)
+        return sizes
 
     def _kept_values(self, op: Operator) -> set[str]:
         """Return the values that its backward needs; parameters, buffers and constants are there anyway."""
@@ -171,7 +171,9 @@ class Lifetimes:
         inputs = {name for name in op.inputs if name in self._program.values}
         if keeps == "other factors":
             active = [name for name in op.inputs if name in self.active]
-            inputs = {name for name in inputs if any(other != name for other in active) or active.count(name) > 1}
+            inputs = {
+                name for name in inputs if any(active_name != name for active_name in active) or active.count(name) > 1
+            }
         if keeps == "outputs":
             return outputs
         return (inputs | outputs if keeps == "inputs and outputs" else inputs) - self._fixed
@@ -186,8 +188,8 @@ class Lifetimes:
         facts = facts_of(op)
         if facts.passes_on:
             return 0
-        made = sum(value_bytes(self._program, name) for name in self.carried(op.inputs))
-        return 2 * made if facts.kind == "norm" else made
+        output_bytes = sum(value_bytes(self._program, name) for name in self.carried(op.inputs))
+        return 2 * output_bytes if facts.kind == "norm" else output_bytes
 
     def _reorders(self, op: Operator) -> int:
         """Return a new gradient before it is added, and what a convolution has in other orders."""
@@ -202,7 +204,10 @@ class Lifetimes:
 
     def _blocked_bytes(self, op: Operator, weight: str) -> int:
         """Return the bytes of a kernel whose groups are padded to whole blocks of channels."""
-        (made, taken, *window), item = self._program.values[weight].shape, self._program.values[weight].dtype.itemsize
-        groups = max(1, self._program.values[op.inputs[0]].shape[1] // taken)
-        padded = (-(-count // _BLOCK) * _BLOCK for count in (made // groups, taken))
+        (out_channels, in_channels, *window), item = (
+            self._program.values[weight].shape,
+            self._program.values[weight].dtype.itemsize,
+        )
+        groups = max(1, self._program.values[op.inputs[0]].shape[1] // in_channels)
+        padded = (-(-count // _BLOCK) * _BLOCK for count in (out_channels // groups, in_channels))
         return groups * prod(padded) * prod(window) * item

@@ -46,12 +46,12 @@ class PlanMemory:
     """
 
     def __init__(
-        self, programs: Programs, request: PlanRequest, bounds: PlanBounds, known: StudiedMemory | None = None
+        self, programs: Programs, request: PlanRequest, bounds: PlanBounds, memory: StudiedMemory | None = None
     ) -> None:
         self._programs, self._request, self._bounds = programs, request, bounds
         self._off = FORECAST_OFF[request.machine.device]
-        known = StudiedMemory() if known is None else known
-        self._maps, self._tables = known.maps, known.tables
+        memory = StudiedMemory() if memory is None else memory
+        self._maps, self._tables = memory.maps, memory.tables
         self._bounds_of: dict[Hashable, int] = {}
         self._chosen: dict[Hashable, tuple[_Cuts, ...]] = {}
         self._refused: dict[Hashable, tuple[int, ParallelPlan]] = {}
@@ -102,11 +102,11 @@ class PlanMemory:
 
     def least_bytes(self) -> int | None:
         """Return the least that any of the plans needs that did not fit, with any cuts; None: all did."""
-        for bound, plan in sorted(self._refused.values(), key=lambda one: one[0]):
+        for bound, plan in sorted(self._refused.values(), key=lambda refusal: refusal[0]):
             if self._smallest is not None and bound >= self._smallest:
                 break
-            _, needed = FittingCuts(self._anywhere(plan), self._seconds(plan), room_bytes=0).fastest()
-            self.counted(self._request.held_bytes + needed)
+            _, plan_bytes = FittingCuts(self._anywhere(plan), self._seconds(plan), room_bytes=0).fastest()
+            self.counted(self._request.held_bytes + plan_bytes)
         return self._smallest
 
     def _may_fit(self, plan: ParallelPlan) -> bool:
@@ -134,11 +134,11 @@ class PlanMemory:
         most = max(rank_bytes(self._programs(self._images(plan)), plan, stages))
         return self._request.held_bytes + int((self._off if plan.spill is None else SPILLING_OFF) * most)
 
-    def counted(self, needed: int) -> int:
+    def counted(self, plan_bytes: int) -> int:
         """Return what a plan needs; of those that do not fit, the least is remembered."""
-        if needed > self._request.memory_bytes:
-            self._smallest = min(needed, self._smallest or needed)
-        return needed
+        if plan_bytes > self._request.memory_bytes:
+            self._smallest = min(plan_bytes, self._smallest or plan_bytes)
+        return plan_bytes
 
     def _with_other_cuts(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
         """Yield the plan with the fastest cuts that fit, if there are any, and those beside them."""
@@ -148,8 +148,8 @@ class PlanMemory:
         if key not in self._chosen:
             room = self._request.memory_bytes - self._request.held_bytes
             search = FittingCuts(self._anywhere(plan), self._seconds(plan), room)
-            cuts, needed = search.fastest()
-            self.counted(self._request.held_bytes + needed)
+            cuts, plan_bytes = search.fastest()
+            self.counted(self._request.held_bytes + plan_bytes)
             self._chosen[key] = () if cuts is None else (cuts, *search.beside())
         for cuts in self._chosen[key]:
             yield replace(plan, cuts=cuts)

@@ -58,28 +58,28 @@ class StageTable:
         alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
         free = free_values(program, program.operators)
         numbered = [(name, at) for at, op in enumerate(program.operators) for name in op.outputs if name is not None]
-        made = {name: at for name, at in numbered if name not in free}
+        made_at = {name: at for name, at in numbered if name not in free}
         each = [op if any(name in alive for name in op.outputs) else None for op in program.operators]
         weights = [[name for name in op.inputs if name in program.parameters] if op else [] for op in each]
         sizes = {name: value_bytes(program, name) for name in (*program.values, *program.parameters)}
         count, lifetimes = _Counter(places, sizes), Lifetimes(program)
         adds = [lifetimes.of(op) if op else NOTHING for op in each]
-        sizes |= {name: size for one in adds for name, size in one.kept.items()}
-        entering = lifetimes.carried(made)
+        sizes |= {name: size for lifetime in adds for name, size in lifetime.kept.items()}
+        entering = lifetimes.carried(made_at)
         walk = _Walks(
             places,
             count.distinct(weights),
-            count.distinct(_taken_by(program, each, entering), made),
+            count.distinct(_taken_by(program, each, entering), made_at),
             _maps(program, each, adds, lifetimes, count),
             _missing(places, adds),
-            np.array([one.reorders for one in adds], dtype=np.int64),
+            np.array([lifetime.reorders for lifetime in adds], dtype=np.int64),
         )
         maps: dict[str, Any] = {
             "weights": walk.weights,
             "all_weights": sum(sizes[name] for name in program.parameters),
             "largest_weight": count.largest([max((sizes[name] for name in names), default=0) for names in weights]),
-            "saved": count.distinct([one.kept for one in adds]),
-            "taken": _taken(program, each, made, count),
+            "saved": count.distinct([lifetime.kept for lifetime in adds]),
+            "taken": _received_bytes(program, each, made_at, count),
             "working": count.largest([touched_bytes(program, op) if op else 0 for op in each]),
             "operators": np.subtract.outer(places, places).T,
             "first": TablePeak(walk, first=True),
@@ -147,14 +147,14 @@ class TablePeak:
 
     def _most(self, ranks: int) -> Table:
         walk = self._walk
-        held = walk.maps // ranks + walk.reorders - (walk.missing if self._first else 0)
-        parts = np.maximum.reduceat(held, walk.places[:-1], axis=1)
+        bytes_at = walk.maps // ranks + walk.reorders - (walk.missing if self._first else 0)
+        parts = np.maximum.reduceat(bytes_at, walk.places[:-1], axis=1)
         rows, columns = np.indices(parts.shape)
         parts[columns < rows] = np.iinfo(np.int64).min // 2
-        found = np.zeros_like(walk.weights)
-        found[:, 1:] = np.maximum.accumulate(parts, axis=1)
-        after = np.triu(np.ones_like(found), 1)
-        return after * (found + walk.weights + walk.entering // ranks)
+        peaks = np.zeros_like(walk.weights)
+        peaks[:, 1:] = np.maximum.accumulate(parts, axis=1)
+        after = np.triu(np.ones_like(peaks), 1)
+        return after * (peaks + walk.weights + walk.entering // ranks)
 
 
 @dataclass(frozen=True)
@@ -181,35 +181,35 @@ class _Counter(NamedTuple):
     places: tuple[int, ...]
     sizes: Mapping[str, int]
 
-    def distinct(self, used: Sequence[Iterable[str]], made: Mapping[str, int] | None = None) -> Table:
+    def distinct(self, used: Sequence[Iterable[str]], made_at: Mapping[str, int] | None = None) -> Table:
         """Return the bytes of the values that operators of each stage use, each value once; see ``distinct_at``."""
-        return np.pad(self.distinct_at(used, made), ((0, 0), (1, 0)))[:, self.places]
+        return np.pad(self.distinct_at(used, made_at), ((0, 0), (1, 0)))[:, self.places]
 
-    def distinct_at(self, used: Sequence[Iterable[str]], made: Mapping[str, int] | None = None) -> Table:
+    def distinct_at(self, used: Sequence[Iterable[str]], made_at: Mapping[str, int] | None = None) -> Table:
         """Return the bytes of the values that a stage from each place (row) has used up to each operator (column).
 
         Args:
             used: by each operator; each value counts once.
-            made: value -> the operator that makes it; if given, stages that contain this one do not count.
+            made_at: value -> the operator that makes it; if given, stages that contain this one do not count.
         """
         changes = np.zeros((len(self.places) + 1, len(used)), dtype=np.int64)
-        before = dict(made or {})
+        before = dict(made_at or {})
         for at, names in enumerate(used):
             for name in set(names):
                 changes[bisect_right(self.places, before.get(name, -1)), at] += self.sizes[name]
                 changes[bisect_right(self.places, at), at] -= self.sizes[name]
                 before[name] = at
-        found: Table = changes.cumsum(0).cumsum(1)[:-1]
-        return found
+        table: Table = changes.cumsum(0).cumsum(1)[:-1]
+        return table
 
     def largest(self, each: Sequence[int]) -> Table:
         """Return the largest number of the operators of each stage."""
         count = len(self.places)
-        found = np.zeros((count, count), dtype=np.int64)
+        table = np.zeros((count, count), dtype=np.int64)
         parts = [max(each[a:b], default=0) for a, b in zip(self.places, self.places[1:], strict=False)]
         for first in range(count - 1):
-            found[first, first + 1 :] = np.maximum.accumulate(parts[first:])
-        return found
+            table[first, first + 1 :] = np.maximum.accumulate(parts[first:])
+        return table
 
 
 def _maps(
@@ -231,26 +231,28 @@ def _maps(
             changes[row, at] -= count.sizes[name]
             changes[row, ends] += count.sizes[name]
     cotangents: Table = changes.cumsum(0).cumsum(1)[:-1, :-1]
-    cotangents += count.distinct_at([one.kept for one in adds])
-    cotangents += np.array([one.makes for one in adds], dtype=np.int64)
+    cotangents += count.distinct_at([lifetime.kept for lifetime in adds])
+    cotangents += np.array([lifetime.makes for lifetime in adds], dtype=np.int64)
     return cotangents
 
 
 def _missing(places: Sequence[int], adds: Sequence[Lifetime]) -> Table:
     """Return the gradients of the operators from each place (row) to each operator (column)."""
-    sums = np.cumsum([0, *(one.gradients for one in adds)])
-    found: Table = np.maximum(0, sums[None, 1:] - sums[list(places), None])
-    return found
+    sums = np.cumsum([0, *(lifetime.gradients for lifetime in adds)])
+    table: Table = np.maximum(0, sums[None, 1:] - sums[list(places), None])
+    return table
 
 
-def _taken_by(program: Program, each: Sequence[Operator | None], made: Collection[str]) -> list[list[str]]:
+def _taken_by(program: Program, each: Sequence[Operator | None], values: Collection[str]) -> list[list[str]]:
     """Return which of the given values each operator takes; the last also those that leave the model."""
-    used = [[name for name in op.inputs if name in made] if op else [] for op in each]
-    used[-1] += [name for name in refs_in(program.outputs) if name in made]
+    used = [[name for name in op.inputs if name in values] if op else [] for op in each]
+    used[-1] += [name for name in refs_in(program.outputs) if name in values]
     return used
 
 
-def _taken(program: Program, each: Sequence[Operator | None], made: Mapping[str, int], count: _Counter) -> Table:
+def _received_bytes(
+    program: Program, each: Sequence[Operator | None], made_at: Mapping[str, int], count: _Counter
+) -> Table:
     """Return the bytes that each stage receives from others; without any, those of the image."""
-    taken = count.distinct(_taken_by(program, each, made), made)
-    return np.where(taken > 0, taken, count.sizes[program.image])
+    received = count.distinct(_taken_by(program, each, made_at), made_at)
+    return np.where(received > 0, received, count.sizes[program.image])

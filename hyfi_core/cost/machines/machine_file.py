@@ -40,8 +40,8 @@ def load_machine(name: str | Path) -> MachineModel:
     Raises:
         RequestError: there is no such machine, or a key is missing or invalid; the message names it.
     """
-    known = MACHINES / f"{name}.yaml"
-    path = known if str(name) in machine_names() else Path(name)
+    shipped = MACHINES / f"{name}.yaml"
+    path = shipped if str(name) in machine_names() else Path(name)
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

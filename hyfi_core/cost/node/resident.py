@@ -50,7 +50,7 @@ def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) 
     pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
     placement, lifetimes = Placement.of(plan), Lifetimes(program)
     parts = [_KeptMaps.of(program, plan, lifetimes, stage, piece) for stage, piece in enumerate(pieces)]
-    found = []
+    totals = []
     for rank in range(placement.size):
         hosted = [stage for stage, _ in placement.hosted(rank)]
         largest = max((value_bytes(program, n) for s in hosted for n in pieces[s].program.parameters), default=0)
@@ -60,15 +60,15 @@ def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) 
         of_weights = _GAPS_OF_WEIGHTS * sum(parts[s].gaps_of_weights for s in hosted)
         messages = 2 * max(BUCKET_BYTES, largest) if plan.ranks > 1 else 0  # as much was measured without reductions
         messages += sum(_between_bytes(pieces[s]) // prod(placement.grids[s]) for s in hosted)
-        whole = len(program.operators) * _OPERATOR_BYTES
-        found.append(int(whole + messages + of_weights + of_maps / plan.branches))
-    return tuple(found)
+        operators_bytes = len(program.operators) * _OPERATOR_BYTES
+        totals.append(int(operators_bytes + messages + of_weights + of_maps / plan.branches))
+    return tuple(totals)
 
 
 def _is_one_pass(plan: ParallelPlan, hosted: Sequence[int]) -> bool:
     """Whether a rank computes one forward and backward of all stages in a step, and its gradients are in buckets."""
-    whole = len({*hosted}) == plan.stages and plan.microbatches == plan.directions
-    return whole and plan.ranks > 1 and plan.branches == 1 and plan.cell_grid is None
+    hosts_all = len({*hosted}) == plan.stages and plan.microbatches == plan.directions
+    return hosts_all and plan.ranks > 1 and plan.branches == 1 and plan.cell_grid is None
 
 
 def gaps_bytes(sizes: Iterable[int]) -> int:
@@ -95,10 +95,10 @@ class _KeptMaps(NamedTuple):
     @classmethod
     def of(cls, program: Program, plan: ParallelPlan, lifetimes: Lifetimes, stage: int, piece: Stage) -> _KeptMaps:
         """Return that of a stage of a plan."""
-        kept = {name: size for op in piece.program.operators for name, size in lifetimes.of(op).kept.items()}
+        saved = {name: size for op in piece.program.operators for name, size in lifetimes.of(op).kept.items()}
         cells, ranks = prod(plan.cell_grid or (1, 1)), prod(plan.grids[stage % len(plan.grids)])
         times = cells * (1 if plan.recomputes(stage) else microbatches_in_flight(plan, stage))
-        sizes = [size // ranks // cells for size in kept.values()]
+        sizes = [size // ranks // cells for size in saved.values()]
         in_heap = sum(size for size in sizes if size < HEAP_BLOCK_BYTES)
         weights = gaps_bytes(value_bytes(program, name) for name in piece.program.parameters)
         return cls(times * sum(sizes), times * in_heap, times * gaps_bytes(sizes), weights)

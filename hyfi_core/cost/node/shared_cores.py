@@ -34,7 +34,7 @@ def on_shared_cores(run: Simulation, weights: Sequence[float], cores: SharedCore
     """
     changes: dict[float, float] = {}
     for rank, weight in enumerate(weights):
-        for start_s, end_s, share in _taken(_busy(run, rank), run.makespan_s, cores.waiting):
+        for start_s, end_s, share in _shares(_busy(run, rank), run.makespan_s, cores.waiting):
             changes[start_s] = changes.get(start_s, 0.0) + weight * share
             changes[end_s] = changes.get(end_s, 0.0) - weight * share
     times = sorted({0.0, run.makespan_s, *changes})
@@ -57,7 +57,7 @@ def on_shared_cores(run: Simulation, weights: Sequence[float], cores: SharedCore
     return replace(run, events=events, makespan_s=later[-1], busy_s=tuple(busy_s))
 
 
-def _taken(
+def _shares(
     busy: Sequence[tuple[float, float]], makespan_s: float, waiting: float
 ) -> Iterator[tuple[float, float, float]]:
     """Yield (start, end, part of a core that a rank takes), from the intervals in which it computes."""
@@ -70,11 +70,11 @@ def _taken(
 
 def _busy(run: Simulation, rank: int) -> list[tuple[float, float]]:
     """Return the intervals in which a rank computes, without overlaps, in order."""
-    found: list[tuple[float, float]] = []
+    intervals: list[tuple[float, float]] = []
     events = (event for event in run.events if event.rank == rank and event.kind in _COMPUTES)
     for event in sorted(events, key=lambda event: event.start_s):
-        if found and event.start_s <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], event.end_s)
+        if intervals and event.start_s <= intervals[-1][1]:
+            intervals[-1] = intervals[-1][0], max(intervals[-1][1], event.end_s)
         elif event.end_s > event.start_s:
-            found.append((event.start_s, event.end_s))
-    return found
+            intervals.append((event.start_s, event.end_s))
+    return intervals

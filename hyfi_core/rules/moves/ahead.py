@@ -37,20 +37,20 @@ def windows_first(
     Returns:
         0 or 1: the pair that counts windows; None if a pair does not end as the last factors of one dim.
     """
-    found = _places(groups, pairs)
+    dims = _places(groups, pairs)
     value = op.first_output
     for after in program.operators:
         if value not in after.inputs:
             continue
         groups_now = _after(program, after, groups, sizes)
-        users = sum(value in other.inputs for other in program.operators)
+        users = sum(value in user.inputs for user in program.operators)
         if groups_now is None or users != 1:
             break
         groups, value = groups_now, after.first_output
-        found = _places(groups, pairs)
-    if None in found or found[0] == found[1]:
+        dims = _places(groups, pairs)
+    if None in dims or dims[0] == dims[1]:
         return None
-    return 0 if found[0] < found[1] else 1  # type: ignore[operator]
+    return 0 if dims[0] < dims[1] else 1  # type: ignore[operator]
 
 
 def _places(groups: Groups, pairs: Sequence[Sequence[int]]) -> list[int | None]:
@@ -64,7 +64,7 @@ def _places(groups: Groups, pairs: Sequence[Sequence[int]]) -> list[int | None]:
     beside = [
         next((at for at in range(len(groups) - 1) if groups[at : at + 2] == [(y,), (x,)]), None) for y, x in pairs
     ]
-    return [one if one is not None else other for one, other in zip(merged, beside, strict=True)]
+    return [single if single is not None else pair for single, pair in zip(merged, beside, strict=True)]
 
 
 def _after(program: Program, op: Operator, groups: Groups, sizes: Sequence[int]) -> Groups | None:
@@ -80,13 +80,13 @@ def _after(program: Program, op: Operator, groups: Groups, sizes: Sequence[int])
         return result
     if op.text not in _VIEWS:
         return None
-    rest, result = [factor for group in groups for factor in group], []
+    remaining, result = [factor for group in groups for factor in group], []
     for side in program.values[op.first_output].shape:
         group: list[int] = []
         left = side
-        while left > 1 and rest and left % sizes[rest[0]] == 0:
-            left //= sizes[rest[0]]
-            group.append(rest.pop(0))
+        while left > 1 and remaining and left % sizes[remaining[0]] == 0:
+            left //= sizes[remaining[0]]
+            group.append(remaining.pop(0))
         if left != 1:
             return None
         result.append(tuple(group))

@@ -120,11 +120,11 @@ def reach(builder: Builder, name: str, axes: tuple[Axis, Axis], fill: float = 0.
         axes: the operator along (y, x).
         fill: value outside the map.
     """
-    here = builder.splits[name]
-    layout = Layout(axes[0].through(here.layout.rows), axes[1].through(here.layout.columns))
+    split = builder.splits[name]
+    layout = Layout(axes[0].through(split.layout.rows), axes[1].through(split.layout.columns))
     need = layout.parts.each(axes[0].reads, axes[1].reads)
     canvas = builder.moved(name, need, fill=fill)
-    return Reach(Split(layout, here.dims), canvas, need[builder.rank], layout.parts[builder.rank])
+    return Reach(Split(layout, split.dims), canvas, need[builder.rank], layout.parts[builder.rank])
 
 
 def scattered(outputs: int, stride: int, padding: int, span: int) -> Axis:

@@ -51,8 +51,8 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
         coarse      layout of the 2 x 3 blocks
     """
     name, sizes = op.args[0].name, builder.shape(op.first_output)
-    here = builder.splits[name].owned
-    shape, dims = here.opened(builder.shape(name))
+    input_split = builder.splits[name].owned
+    shape, dims = input_split.opened(builder.shape(name))
     factors = _factors(shape, sizes)
     if factors is None:
         return False
@@ -60,23 +60,23 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
     if not all(along):  # a single row or column: its dim after the view is ambiguous
         return False
     second = _second_is_shared(builder, op, factors, along)
-    carriers = tuple(found[-1] if is_second else found[0] for found, is_second in zip(along, second, strict=True))
+    carriers = tuple(members[-1] if is_second else members[0] for members, is_second in zip(along, second, strict=True))
     blocks = []
-    for found, is_second in zip(along, second, strict=True):
-        blocks.append(1 if is_second else prod(factors[at].size for at in found[1:]))
-    held = name
+    for members, is_second in zip(along, second, strict=True):
+        blocks.append(1 if is_second else prod(factors[at].size for at in members[1:]))
+    value = name
     if any(second):  # a grid: height or width is made whole on every rank first
-        held = builder.opened(builder.part(name, here))
+        value = builder.opened(builder.part(name, input_split))
         for axis in (axis for axis in (0, 1) if second[axis]):
-            held = _gridded(builder, held, axis, factors[carriers[axis]].size)
-    now = builder.splits[held]
-    laid = Layout.even(*now.layout.map.shape, builder.grid) if any(second) else now.layout
+            value = _gridded(builder, value, axis, factors[carriers[axis]].size)
+    value_split = builder.splits[value]
+    laid = Layout.even(*value_split.layout.map.shape, builder.grid) if any(second) else value_split.layout
     rows, columns = _aligned(laid.rows, blocks[0]), _aligned(laid.columns, blocks[1])
     coarse = Layout(tuple(cut // blocks[0] for cut in rows), tuple(cut // blocks[1] for cut in columns))
     split = _folded(coarse, factors, (carriers[0], carriers[1]))
     if split is None:
         return False
-    part = builder.part(held, Split(Layout(rows, columns), now.dims, leads=now.leads))
+    part = builder.part(value, Split(Layout(rows, columns), value_split.dims, leads=value_split.leads))
     local = split.local_shape(sizes, builder.rank)
     if split.flat or 1 in split.leads:
         builder.compute(lambda tensor: tensor.reshape(local), (part,), op.outputs, split)
@@ -90,14 +90,14 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
 def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], along: list[list[int]]) -> list[bool]:
     """Return, for height and width, whether ranks share the second of two factors."""
     sizes = [factor.size for factor in factors]
-    if all(len(found) == 2 for found in along):
+    if all(len(members) == 2 for members in along):
         rank = len(builder.shape(op.first_output))
         groups = [tuple(at for at, factor in enumerate(factors) if factor.after == dim) for dim in range(rank)]
-        pairs = [(along[0][which], along[1][which]) for which in (0, 1)]
+        pairs = [(along[0][factor], along[1][factor]) for factor in (0, 1)]
         first = windows_first(builder.program, op, groups, sizes, pairs)
         if first is not None:
             return [first == 1] * 2
-    return [len(found) == 2 and sizes[found[1]] > sizes[found[0]] for found in along]
+    return [len(members) == 2 and sizes[members[1]] > sizes[members[0]] for members in along]
 
 
 def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:
@@ -109,31 +109,31 @@ def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:
         rows 0 1 2 3 | 4 5 6 7  ──▶  0 1 2 3 4 5 6 7  ──▶  0 1 2 3
         rank 0       | rank 1        each rank              4 5 6 7
     """
-    here = builder.splits[name]
-    dim, shape = here.dims[axis], builder.shape(name)
-    whole = builder.part(name, strips(builder, here, dim))
-    cuts = [builder.splits[whole].layout.rows, builder.splits[whole].layout.columns]
+    split = builder.splits[name]
+    dim, shape = split.dims[axis], builder.shape(name)
+    strip = builder.part(name, strips(builder, split, dim))
+    cuts = [builder.splits[strip].layout.rows, builder.splits[strip].layout.columns]
     cuts[axis] = (0, inner)
-    dims = tuple(at + (at >= dim) for at in here.dims)
-    return _reshaped(builder, whole, (*shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :]), cuts, dims)
+    dims = tuple(at + (at >= dim) for at in split.dims)
+    return _reshaped(builder, strip, (*shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :]), cuts, dims)
 
 
 def _ungridded(builder: Builder, name: str, output: str) -> None:
     """Emit ``output``: a value whose height and width each have another dim before them, merged with it."""
     split, sizes = builder.splits[name], builder.shape(name)
-    held = builder.opened(name)
+    value = builder.opened(name)
     for axis in (1, 0):
-        here = builder.splits[held]
-        dim, shape = here.dims[axis], builder.shape(held)
-        whole = builder.part(held, strips(builder, here, dim))
+        value_split = builder.splits[value]
+        dim, shape = value_split.dims[axis], builder.shape(value)
+        strip = builder.part(value, strips(builder, value_split, dim))
         size = shape[dim - 1] * shape[dim]
-        cuts = [builder.splits[whole].layout.rows, builder.splits[whole].layout.columns]
+        cuts = [builder.splits[strip].layout.rows, builder.splits[strip].layout.columns]
         cuts[axis] = (0, size)
-        dims = tuple(at - (at >= dim) for at in here.dims)
-        held = _reshaped(builder, whole, (*shape[: dim - 1], size, *shape[dim + 1 :]), cuts, dims)
-    assert builder.shape(held) == sizes
+        dims = tuple(at - (at >= dim) for at in value_split.dims)
+        value = _reshaped(builder, strip, (*shape[: dim - 1], size, *shape[dim + 1 :]), cuts, dims)
+    assert builder.shape(value) == sizes
     laid = Split(Layout.even(*split.sides, builder.grid), split.dims)
-    builder.compute(lambda tensor: tensor, (builder.part(held, laid),), (output,), laid)
+    builder.compute(lambda tensor: tensor, (builder.part(value, laid),), (output,), laid)
 
 
 def _reshaped(
@@ -186,10 +186,10 @@ def _folded(layout: Layout, factors: list[_Factor], carriers: tuple[int, int]) -
         ahead = prod(factors[at].size for at in members[0] if at < y)
         return Split(Layout(layout.rows, _times(layout.columns, behind)), dims, leads=(ahead, 1))
     ahead_y, ahead_x = (
-        prod(factors[at].size for at in found if at < own) for found, own in zip(members, carriers, strict=True)
+        prod(factors[at].size for at in dims if at < own) for dims, own in zip(members, carriers, strict=True)
     )
     behind_y, behind_x = (
-        prod(factors[at].size for at in found if at > own) for found, own in zip(members, carriers, strict=True)
+        prod(factors[at].size for at in dims if at > own) for dims, own in zip(members, carriers, strict=True)
     )
     folded = Layout(_times(layout.rows, behind_y), _times(layout.columns, behind_x))
     return Split(folded, dims, leads=(ahead_y, ahead_x))

@@ -66,8 +66,8 @@ def conv1d(builder: Builder, op: Operator) -> None:
     if rows is None:
         return
 
-    def call(tensor: torch.Tensor, taps: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        result = F.conv2d(tensor, taps.unsqueeze(2), rest[0] if rest else None, 1, 0, (1, step), groups)
+    def call(tensor: torch.Tensor, taps: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        result = F.conv2d(tensor, taps.unsqueeze(2), bias[0] if bias else None, 1, 0, (1, step), groups)
         return result.flatten(2)
 
     inputs = (rows, weight.name) if bias is None else (rows, weight.name, bias.name)
@@ -91,11 +91,11 @@ def max_pool1d(builder: Builder, op: Operator) -> None:
 def avg_pool1d(builder: Builder, op: Operator) -> None:
     """Average pooling over positions, as a convolution over positions."""
     _, kernel, stride, padding, _, include_pad = arguments(op.args, ([], [0], False, True), 2)
-    line, here = _Line(_number(kernel), _number(padding)), builder.splits[op.args[0].name].owned
+    line, split = _Line(_number(kernel), _number(padding)), builder.splits[op.args[0].name].owned
     rows = _rows(builder, op, line, _number(stride or kernel))
     if rows is None:
         return
-    covered = Constant(_counts(line, here.layout, builder.rank))
+    covered = Constant(_counts(line, split.layout, builder.rank))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         if include_pad:
@@ -103,7 +103,7 @@ def avg_pool1d(builder: Builder, op: Operator) -> None:
         sums = F.avg_pool2d(tensor, (1, line.kernel), 1, divisor_override=1)
         return (sums / covered.like(sums)).flatten(2)
 
-    builder.compute(call, (rows,), op.outputs, here)
+    builder.compute(call, (rows,), op.outputs, split)
 
 
 def _counts(line: _Line, layout: Layout, rank: int) -> torch.Tensor:
@@ -127,19 +127,19 @@ def _rows(builder: Builder, op: Operator, line: _Line, stride: int) -> str | Non
         RequestError: there are not as many results as positions, or windows reach further than a row.
     """
     name = op.args[0].name
-    here, shape = builder.splits[name].owned, builder.shape(name)
+    split, shape = builder.splits[name].owned, builder.shape(name)
     count = builder.shape(op.first_output)[-1]
-    alone = builder.grid == (1, 1) and here.dims == (2, 2) and count == shape[-1]
-    if alone or here.dims == (0, 0):
-        emit_on_part(builder, op, here, here)
+    alone = builder.grid == (1, 1) and split.dims == (2, 2) and count == shape[-1]
+    if alone or split.dims == (0, 0):
+        emit_on_part(builder, op, split, split)
         return None
-    if len(shape) != 3 or here.dims != (2, 2) or here.leads != (1, 1):
+    if len(shape) != 3 or split.dims != (2, 2) or split.leads != (1, 1):
         builder.refuse(op, f"works over dims (1, 2) of {shape}, not over positions", "(B, C, H · W)")
     if stride != 1 or count != shape[2]:
         builder.refuse(op, f"makes {count} results of {shape[2]} positions, with stride {stride}", _INSTEAD)
-    if max(line.before, line.after) > here.layout.map.width:
+    if max(line.before, line.after) > split.layout.map.width:
         builder.refuse(op, f"reaches {max(line.before, line.after)} positions, more than a row", _INSTEAD)
-    return _with_ends(builder, builder.opened(builder.part(name, here)), line)
+    return _with_ends(builder, builder.opened(builder.part(name, split)), line)
 
 
 def _with_ends(builder: Builder, name: str, line: _Line) -> str:
@@ -165,7 +165,7 @@ def _with_ends(builder: Builder, name: str, line: _Line) -> str:
     some = [not need[builder.rank].empty for need in pieces]
 
     def joined(*tensors: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor for tensor, kept in zip(tensors, some, strict=True) if kept] or tensors[:1], 3)
+        return torch.cat([tensor for tensor, present in zip(tensors, some, strict=True) if present] or tensors[:1], 3)
 
     result = builder.fresh(name)
     builder.compute(joined, inputs, (result,))
@@ -175,17 +175,17 @@ def _with_ends(builder: Builder, name: str, line: _Line) -> str:
 def adaptive_pool1d(builder: Builder, op: Operator) -> None:
     """Adaptive pooling of all positions to one: one sum, or the first maximum."""
     name = op.args[0].name
-    here, shape = builder.splits[name], builder.shape(name)
-    if len(shape) != 3 or here.dims != (2, 2) or here.leads != (1, 1) or builder.shape(op.first_output)[2] != 1:
+    split, shape = builder.splits[name], builder.shape(name)
+    if len(shape) != 3 or split.dims != (2, 2) or split.leads != (1, 1) or builder.shape(op.first_output)[2] != 1:
         builder.refuse(op, f"pools {shape} to {builder.shape(op.first_output)}", "(B, C, H · W) pooled to one value")
     if "avg" in op.text:
         mean_over_space(builder, name, op.outputs[0], keepdim=True)
         return
-    opened = builder.opened(builder.part(name, here.owned))
-    found = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
-    first = FirstMaximum(here.layout.parts[builder.rank], here.layout.width)
-    builder.communicate(first, (opened,), found, "reduce")
-    for pooled, output in zip(found, op.outputs, strict=True):
+    opened = builder.opened(builder.part(name, split.owned))
+    pooled_names = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
+    first = FirstMaximum(split.layout.parts[builder.rank], split.layout.width)
+    builder.communicate(first, (opened,), pooled_names, "reduce")
+    for pooled, output in zip(pooled_names, op.outputs, strict=True):
         if pooled is not None:
             builder.compute(lambda tensor: tensor.flatten(2).clone(), (pooled,), (output,))
 

@@ -25,10 +25,10 @@ def _covered(outputs: int, kernel: int, dilation: int, padding: int, stride: int
 def unfold(builder: Builder, op: Operator) -> None:
     """``F.unfold``: (B, C, H, W) to (B, C · kernel, windows), with windows in row-major order."""
     name = op.args[0].name
-    kernel, dilation, padding, stride = (pair(given) for given in op.args[1:5])
+    kernel, dilation, padding, stride = (pair(setting) for setting in op.args[1:5])
     sizes = builder.shape(name)[2:]
     counts = _windows(sizes, kernel, dilation, padding, stride)
-    axes = tuple(_covered(*given) for given in zip(counts, kernel, dilation, padding, stride, strict=True))
+    axes = tuple(_covered(*settings) for settings in zip(counts, kernel, dilation, padding, stride, strict=True))
     plan = reach(builder, name, (axes[0], axes[1]))
     split = Split(plan.split.layout, (2, 2))
     builder.compute(lambda tensor: F.unfold(tensor, kernel, dilation, 0, stride), (plan.canvas,), op.outputs, split)
@@ -53,21 +53,21 @@ def fold(builder: Builder, op: Operator) -> None:
     """``F.fold``: adds the pixels of overlapping windows."""
     name = op.args[0].name
     sizes = (int(op.args[1][0]), int(op.args[1][1]))
-    kernel, dilation, padding, stride = (pair(given) for given in op.args[2:6])
-    here = builder.splits[name].owned
+    kernel, dilation, padding, stride = (pair(setting) for setting in op.args[2:6])
+    split = builder.splits[name].owned
     if (
-        here.dims != (2, 2)
-        or here.leads != (1, 1)
-        or here.layout.map.shape != _windows(sizes, kernel, dilation, padding, stride)
+        split.dims != (2, 2)
+        or split.leads != (1, 1)
+        or split.layout.map.shape != _windows(sizes, kernel, dilation, padding, stride)
     ):
         builder.refuse(
             op,
-            f"folds a map of {here.layout.map.shape} positions, which does not match its settings",
+            f"folds a map of {split.layout.map.shape} positions, which does not match its settings",
             "the output of F.unfold with the same settings",
         )
     spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    axes = tuple(scattered(*given) for given in zip(sizes, stride, padding, spans, strict=True))
-    plan = reach(builder, builder.opened(builder.part(name, here)), (axes[0], axes[1]))
+    axes = tuple(scattered(*settings) for settings in zip(sizes, stride, padding, spans, strict=True))
+    plan = reach(builder, builder.opened(builder.part(name, split)), (axes[0], axes[1]))
     part, need = plan.part, plan.need
     # The local result covers more than the owned part: how much before it, and how much behind it.
     before = [part.y0 - (need.y0 * stride[0] - padding[0]), part.x0 - (need.x0 * stride[1] - padding[1])]
@@ -85,12 +85,12 @@ def unfold_along(builder: Builder, op: Operator) -> None:
     """``Tensor.unfold``: windows along one dim; their pixels are a new last dim."""
     name = op.args[0].name
     dim, kernel, stride = op.args[1] % len(builder.shape(name)), op.args[2], op.args[3]
-    here = builder.splits[name]
-    if dim not in here.dims:
+    input_split = builder.splits[name]
+    if dim not in input_split.dims:
         split = builder.same_pixels(op, name)
         emit_on_part(builder, op, split, split)
         return
-    if not here.plain:
+    if not input_split.plain:
         builder.refuse(
             op,
             f"takes windows along dim {dim}, which mixes rows or columns with something else",
@@ -98,7 +98,8 @@ def unfold_along(builder: Builder, op: Operator) -> None:
         )
     output = builder.shape(op.first_output)
     axes = [
-        _covered(output[at], kernel, 1, 0, stride) if at == dim else Axis.shifted(output[at], 0) for at in here.dims
+        _covered(output[at], kernel, 1, 0, stride) if at == dim else Axis.shifted(output[at], 0)
+        for at in input_split.dims
     ]
     plan = reach(builder, name, (axes[0], axes[1]))
     builder.compute(lambda tensor: tensor.unfold(dim, kernel, stride), (plan.canvas,), op.outputs, plan.split)

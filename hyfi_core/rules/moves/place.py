@@ -63,8 +63,8 @@ def _pad_constant(
     sizes = builder.shape(output)
     axes = tuple(Axis.shifted(sizes[dim], -before) for dim, (before, _) in zip(dims, space, strict=True))
     plan = reach(builder, name, axes, fill=value)  # type: ignore[arg-type]
-    rest = [around.get(dim, (0, 0)) for dim in reversed(range(len(sizes)))]
-    widths = [width for pair in rest for width in pair]
+    amounts = [around.get(dim, (0, 0)) for dim in reversed(range(len(sizes)))]
+    widths = [width for pair in amounts for width in pair]
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         return F.pad(tensor, widths, value=value) if any(widths) else tensor
@@ -99,9 +99,9 @@ def slice_of_space(builder: Builder, op: Operator, dim: int) -> None:
     name = op.args[0].name
     shape, dims = builder.shape(name), builder.splits[name].dims
     start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
-    kept = range(shape[dim])[start:stop:step]
-    tables = [list(kept) if d == dim else list(range(shape[d])) for d in dims]
-    if not len(kept):
+    lines = range(shape[dim])[start:stop:step]
+    tables = [list(lines) if d == dim else list(range(shape[d])) for d in dims]
+    if not len(lines):
         builder.refuse(op, f"gives an empty slice of dim {dim}", "a slice that is not empty")
     _by_table(builder, op.outputs[:1], name, tables)
 
@@ -191,17 +191,17 @@ def _nearest(op: Operator, builder: Builder, size: int, outputs: int, factor: fl
 def pixel_shuffle(builder: Builder, op: Operator) -> None:
     """Channels become pixels: each input pixel becomes a block."""
     name, factor = op.args[0].name, int(op.args[1])
-    here = builder.splits[name].layout
+    layout = builder.splits[name].layout
     axes = tuple(
         Axis(size * factor, lambda start, stop: (start // factor, -(-stop // factor)))
-        for size in (here.height, here.width)
+        for size in (layout.height, layout.width)
     )
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part = plan.part.shift(-plan.need.y0 * factor, -plan.need.x0 * factor)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        whole = F.pixel_shuffle(tensor, factor)
-        return whole[..., part.y0 : part.y1, part.x0 : part.x1]
+        shuffled = F.pixel_shuffle(tensor, factor)
+        return shuffled[..., part.y0 : part.y1, part.x0 : part.x1]
 
     builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 
@@ -209,9 +209,10 @@ def pixel_shuffle(builder: Builder, op: Operator) -> None:
 def pixel_unshuffle(builder: Builder, op: Operator) -> None:
     """Blocks of pixels become channels."""
     name, factor = op.args[0].name, int(op.args[1])
-    here = builder.splits[name].layout
+    layout = builder.splits[name].layout
     axes = tuple(
-        Axis(size // factor, lambda start, stop: (start * factor, stop * factor)) for size in (here.height, here.width)
+        Axis(size // factor, lambda start, stop: (start * factor, stop * factor))
+        for size in (layout.height, layout.width)
     )
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     builder.compute(lambda tensor: F.pixel_unshuffle(tensor, factor), (plan.canvas,), op.outputs, plan.split)

@@ -32,7 +32,7 @@ def conv_transpose2d(builder: Builder, op: Operator) -> None:
     stride, padding, dilation = pair(stride), pair(padding), pair(dilation)
     sizes = builder.shape(op.first_output)[2:]
     spans = [d * (k - 1) for d, k in zip(dilation, builder.shape(weight.name)[2:], strict=True)]
-    axes = tuple(scattered(size, *rest) for size, *rest in zip(sizes, stride, padding, spans, strict=True))
+    axes = tuple(scattered(size, *settings) for size, *settings in zip(sizes, stride, padding, spans, strict=True))
     plan = reach(builder, x.name, axes)  # type: ignore[arg-type]
     # The local result covers more than the owned part: how much before it, and how much behind it.
     before = [
@@ -43,10 +43,10 @@ def conv_transpose2d(builder: Builder, op: Operator) -> None:
     behind = [b + n - c for b, n, c in zip(before, plan.part.shape, covered, strict=True)]
     edges = (-before[1], behind[1], -before[0], behind[0])
 
-    def call(tensor: torch.Tensor, kernel: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
         result = F.conv_transpose2d(tensor, kernel, None, stride, 0, 0, groups, dilation)
         result = F.pad(result, edges)
-        return result + rest[0].to(result.dtype).view(1, -1, 1, 1) if rest else result
+        return result + bias[0].to(result.dtype).view(1, -1, 1, 1) if bias else result
 
     inputs = (plan.canvas, weight.name) if bias is None else (plan.canvas, weight.name, bias.name)
     builder.compute(call, inputs, op.outputs, plan.split)
@@ -180,11 +180,11 @@ def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
         return top, rows * sizes[1] + columns
 
     def call(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = [pooled(tensor, box, inputs) for box, inputs in zip(outputs_at_once, reached, strict=True)]
+        pieces = [pooled(tensor, box, inputs) for box, inputs in zip(outputs_at_once, reached, strict=True)]
         if even:
-            return found[0]
+            return pieces[0]
         shape = (*tensor.shape[:2], *part.shape)
-        return tuple(torch.cat(item, -1).reshape(shape) for item in zip(*found, strict=True))
+        return tuple(torch.cat(item, -1).reshape(shape) for item in zip(*pieces, strict=True))
 
     builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 

@@ -31,10 +31,10 @@ Slice = tuple[int, int, int]
 def roll(builder: Builder, op: Operator) -> None:
     """``roll`` along any dims."""
     name = op.args[0].name
-    here, shape = builder.splits[name], builder.shape(name)
+    split, shape = builder.splits[name], builder.shape(name)
     shifts = op.args[1] if isinstance(op.args[1], (list, tuple)) else [op.args[1]]
-    given = op.args[2] if len(op.args) > 2 else op.kwargs.get("dims", [])
-    dims = [dim % len(shape) for dim in ([given] if isinstance(given, int) else given)]
+    argument = op.args[2] if len(op.args) > 2 else op.kwargs.get("dims", [])
+    dims = [dim % len(shape) for dim in ([argument] if isinstance(argument, int) else argument)]
     if not dims:
         builder.refuse(
             op, "rolls the flattened tensor, across all dims", "explicit dims, torch.roll(y, (1, 2), (2, 3))"
@@ -42,50 +42,52 @@ def roll(builder: Builder, op: Operator) -> None:
     by = dict.fromkeys(range(len(shape)), 0)
     for shift, dim in zip(shifts, dims, strict=True):
         by[dim] += shift
-    rest = [(shift, dim) for dim, shift in by.items() if shift and dim not in here.dims]
-    if not set(dims) & set(here.dims):
+    channel_shifts = [(shift, dim) for dim, shift in by.items() if shift and dim not in split.dims]
+    if not set(dims) & set(split.dims):
         _elsewhere(builder, op)
         return
-    if not here.plain:
+    if not split.plain:
         builder.refuse(
             op, f"rolls dims {dims}, which mix rows or columns with something else", "either height or width"
         )
-    tables = [[(at - by[dim]) % shape[dim] for at in range(shape[dim])] for dim in here.dims]
-    amounts, others = [shift for shift, _ in rest], [dim for _, dim in rest]
-    _by_slices(builder, op, tables, here.layout, (lambda y: torch.roll(y, amounts, others)) if rest else None)
+    tables = [[(at - by[dim]) % shape[dim] for at in range(shape[dim])] for dim in split.dims]
+    amounts, channel_dims = [shift for shift, _ in channel_shifts], [dim for _, dim in channel_shifts]
+    _by_slices(
+        builder, op, tables, split.layout, (lambda y: torch.roll(y, amounts, channel_dims)) if channel_shifts else None
+    )
 
 
 def flip(builder: Builder, op: Operator) -> None:
     """``flip`` along any dims."""
     name = op.args[0].name
-    here, shape = builder.splits[name], builder.shape(name)
+    split, shape = builder.splits[name], builder.shape(name)
     dims = [dim % len(shape) for dim in op.args[1]]
-    if not set(dims) & set(here.dims):
+    if not set(dims) & set(split.dims):
         _elsewhere(builder, op)
         return
-    if not here.plain:
+    if not split.plain:
         builder.refuse(
             op, f"flips dims {dims}, which mix rows or columns with something else", "either height or width"
         )
-    tables = [list(range(shape[dim]))[:: -1 if dim in dims else 1] for dim in here.dims]
-    rest = [dim for dim in dims if dim not in here.dims]
-    _by_slices(builder, op, tables, here.layout, (lambda y: y.flip(rest)) if rest else None)
+    tables = [list(range(shape[dim]))[:: -1 if dim in dims else 1] for dim in split.dims]
+    channel_dims = [dim for dim in dims if dim not in split.dims]
+    _by_slices(builder, op, tables, split.layout, (lambda y: y.flip(channel_dims)) if channel_dims else None)
 
 
 def _elsewhere(builder: Builder, op: Operator) -> None:
     """Emit an operator along dims other than height and width."""
-    here = builder.same_pixels(op, op.args[0].name)
-    emit_on_part(builder, op, here, here)
+    split = builder.same_pixels(op, op.args[0].name)
+    emit_on_part(builder, op, split, split)
 
 
 def pad_circular(builder: Builder, op: Operator, space: Sequence[tuple[int, int]]) -> None:
     """Circular padding of height and width by (before, after) each."""
-    here = builder.splits[op.args[0].name]
+    split = builder.splits[op.args[0].name]
     tables = [
         [at % size for at in range(-before, size + after)]
-        for size, (before, after) in zip(here.layout.map.shape, space, strict=True)
+        for size, (before, after) in zip(split.layout.map.shape, space, strict=True)
     ]
-    layout = Layout(_grown(here.layout.rows, space[0]), _grown(here.layout.columns, space[1]))
+    layout = Layout(_grown(split.layout.rows, space[0]), _grown(split.layout.columns, space[1]))
     _by_slices(builder, op, tables, layout)
 
 
@@ -96,8 +98,8 @@ def _grown(cuts: tuple[int, ...], pair: tuple[int, int]) -> tuple[int, ...]:
 
 def repeat_space(builder: Builder, op: Operator, times: tuple[int, int]) -> None:
     """``repeat`` of whole maps, (y, x) times."""
-    here = builder.splits[op.args[0].name]
-    sides = here.layout.map.shape
+    split = builder.splits[op.args[0].name]
+    sides = split.layout.map.shape
     tables = [[at % size for at in range(size * count)] for size, count in zip(sides, times, strict=True)]
     layout = Layout.even(sides[0] * times[0], sides[1] * times[1], builder.grid)
     _by_slices(builder, op, tables, layout)
@@ -125,7 +127,7 @@ def _by_slices(
         [_slices(table[start:stop]) for start, stop in pairwise(cuts)]
         for table, cuts in zip(tables, (layout.rows, layout.columns), strict=True)
     ]
-    most = [max(len(found) for found in along) for along in slices]
+    most = [max(len(pieces) for pieces in along) for along in slices]
     columns = len(layout.columns) - 1
     own = slices[0][builder.rank // columns], slices[1][builder.rank % columns]
     pieces = []
@@ -170,7 +172,7 @@ def _slices(table: Sequence[int]) -> list[Slice]:
 
 def _nth(slices: Sequence[list[Slice]], i: int) -> tuple[tuple[int, int], ...]:
     """Return the interval of slice ``i`` of each rank along an axis; empty if it has fewer."""
-    return tuple(found[i][:2] if i < len(found) else (0, 0) for found in slices)
+    return tuple(pieces[i][:2] if i < len(pieces) else (0, 0) for pieces in slices)
 
 
 FACTS = {

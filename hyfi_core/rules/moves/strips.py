@@ -26,11 +26,11 @@ from hyfi_core.rules.instructions import Split
 
 def strips(builder: Builder, split: Split, dim: int) -> Split:
     """Return the layout in which ``dim``, height or width, is whole on every rank, and the other is divided."""
-    ranks, whole = len(split.layout.parts), split.layout.map
+    ranks, map_box = len(split.layout.parts), split.layout.map
     if split.dims[0] == dim:
-        layout = Layout((0, whole.height), Layout.even(1, whole.width, (1, ranks)).columns)
+        layout = Layout((0, map_box.height), Layout.even(1, map_box.width, (1, ranks)).columns)
     else:
-        layout = Layout(Layout.even(whole.height, 1, (ranks, 1)).rows, (0, whole.width))
+        layout = Layout(Layout.even(map_box.height, 1, (ranks, 1)).rows, (0, map_box.width))
     return Split(layout, split.dims, leads=split.leads)
 
 
@@ -47,22 +47,22 @@ def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: 
         RequestError: height and width are not separate dims.
     """
     name = op.args[0].name
-    here = builder.splits[name]
-    if not here.plain:
+    split = builder.splits[name]
+    if not split.plain:
         builder.refuse(
             op, f"works along dims {dims}, which mix rows or columns with something else", "either height or width"
         )
-    (dim,) = set(dims) & set(here.dims)
-    laid = strips(builder, here, dim)
+    (dim,) = set(dims) & set(split.dims)
+    laid = strips(builder, split, dim)
     function, inputs = bound(renamed(op, {name: builder.part(name, laid)}))
     if keepdim is None:
         builder.compute(function, inputs, op.outputs, _resized(laid, dim, builder.shape(op.first_output)[dim]))
         return
     left = _resized(laid, dim, 1)
     if not keepdim:  # a row or column is left, in one dim
-        other = laid.dims[0] + laid.dims[1] - dim
-        other -= sum(gone < other for gone in dims)
-        left = replace(left, dims=(other, other))
+        divided = laid.dims[0] + laid.dims[1] - dim
+        divided -= sum(gone < divided for gone in dims)
+        left = replace(left, dims=(divided, divided))
     mine = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
     builder.compute(function, inputs, mine, left)
     for part, output in zip(mine, op.outputs, strict=True):
@@ -88,26 +88,26 @@ def first_extreme(builder: Builder, op: Operator) -> None:
     The first of equal extremes counts: in each part, then among parts in order, so it is the first of the whole row.
     """
     name = op.args[0].name
-    here, shape = builder.splits[name].owned, builder.shape(name)
+    split, shape = builder.splits[name].owned, builder.shape(name)
     dim = op.args[1] % len(shape)
     keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(op.kwargs.get("keepdim", False))
-    if not here.plain or (builder.grid[0] if dim == here.dims[0] else builder.grid[1]) == 1:
+    if not split.plain or (builder.grid[0] if dim == split.dims[0] else builder.grid[1]) == 1:
         along_space(builder, op, (dim,), keepdim)
         return
-    layout, box = here.layout, here.layout.parts[builder.rank]
-    start = box.y0 if dim == here.dims[0] else box.x0
+    layout, box = split.layout, split.layout.parts[builder.rank]
+    start = box.y0 if dim == split.dims[0] else box.x0
 
     def own(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, indices = op.target(tensor, dim, True)
         return values, indices + start
 
     rows, columns = layout.rows, layout.columns
-    heads = Layout(_counted(rows), columns) if dim == here.dims[0] else Layout(rows, _counted(columns))
+    heads = Layout(_counted(rows), columns) if dim == split.dims[0] else Layout(rows, _counted(columns))
     sides = list(shape)
-    sides[here.dims[0]], sides[here.dims[1]] = heads.map.shape
+    sides[split.dims[0]], sides[split.dims[1]] = heads.map.shape
     best = builder.fresh(name, tuple(sides))
     where = builder.fresh(name, tuple(sides), torch.int64)
-    builder.compute(own, (builder.part(name, here),), (best, where), Split(heads, here.dims))
+    builder.compute(own, (builder.part(name, split),), (best, where), Split(heads, split.dims))
 
     def first(values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         top, at = op.target(values, dim, True)

@@ -36,8 +36,8 @@ def conv2d(op: Operator, shape: Shape) -> Sliding:
     _, weight, _, stride, padding, dilation, _ = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     kernel, stride, dilation = shape(weight.name)[2:], pair(stride), pair(dilation)
     if isinstance(padding, str):
-        both = [(d * (k - 1) if padding == "same" else 0) for k, d in zip(kernel, dilation, strict=True)]
-        first, symmetric = (both[0] // 2, both[1] // 2), (both[0] % 2 == 0, both[1] % 2 == 0)
+        amounts = [(d * (k - 1) if padding == "same" else 0) for k, d in zip(kernel, dilation, strict=True)]
+        first, symmetric = (amounts[0] // 2, amounts[1] // 2), (amounts[0] % 2 == 0, amounts[1] % 2 == 0)
     else:
         first, symmetric = pair(padding), (True, True)
     return Sliding(_window(kernel, stride, first, dilation), symmetric)

@@ -103,8 +103,8 @@ def conv2d(builder: Builder, op: Operator) -> None:
         return
     canvas = builder.moved(x.name, plan.need)
 
-    def call(tensor: torch.Tensor, kernel: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(tensor, kernel, rest[0] if rest else None, stride, plan.native, dilation, groups)
+    def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(tensor, kernel, bias[0] if bias else None, stride, plan.native, dilation, groups)
 
     inputs = (canvas, weight.name) if bias is None else (canvas, weight.name, bias.name)
     builder.compute(call, inputs, op.outputs, plan.split, op)
@@ -125,9 +125,9 @@ def _subsampled_convolution(builder: Builder, op: Operator, stride: tuple[int, i
     plan = _sliding(builder, op, windows.conv2d(op, builder.shape))
     canvas = builder.moved(x.name, plan.need)
 
-    def call(tensor: torch.Tensor, kernel: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
         padded = F.pad(tensor, (plan.native[1],) * 2 + (plan.native[0],) * 2) if any(plan.native) else tensor
-        return F.conv2d(padded[:, :, :: stride[0], :: stride[1]], kernel, rest[0] if rest else None, groups=groups)
+        return F.conv2d(padded[:, :, :: stride[0], :: stride[1]], kernel, bias[0] if bias else None, groups=groups)
 
     inputs = (canvas, weight.name) if bias is None else (canvas, weight.name, bias.name)
     builder.compute(call, inputs, op.outputs, plan.split, op)
@@ -158,8 +158,8 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
     *_, include_pad, divisor = arguments(op.args, ([], [0, 0], False, True, None), 2)
     sliding = windows.avg_pool2d(op, builder.shape)
     y, x = sliding.window.y, sliding.window.x
-    whole = builder.splits[op.args[0].name].layout.map
-    if divisor is None and y.padding == x.padding == 0 and y.kernel >= whole.height and x.kernel >= whole.width:
+    map_box = builder.splits[op.args[0].name].layout.map
+    if divisor is None and y.padding == x.padding == 0 and y.kernel >= map_box.height and x.kernel >= map_box.width:
         # A single window, which may extend beyond the map.
         mean_over_space(builder, op.args[0].name, op.outputs[0], True)
         return
@@ -168,8 +168,8 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
         return
     canvas = builder.moved(op.args[0].name, plan.need)
     part = plan.split.held[builder.rank]
-    rows = Constant(counts(y, part.y0, part.y1, whole.height, include_pad))
-    columns = Constant(counts(x, part.x0, part.x1, whole.width, include_pad))
+    rows = Constant(counts(y, part.y0, part.y1, map_box.height, include_pad))
+    columns = Constant(counts(x, part.x0, part.x1, map_box.width, include_pad))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride = (y.kernel, x.kernel), (y.stride, x.stride)

@@ -40,10 +40,10 @@ def of_slice(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
     """
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(shape)
     start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
-    kept = range(shape[dim])[start:stop:step]
-    if not split.plain or dim not in split.dims or not kept:
+    lines = range(shape[dim])[start:stop:step]
+    if not split.plain or dim not in split.dims or not lines:
         return None
-    return _tap({dim: AxisWindow(1, kept.step, -kept.start)}, split.dims, 0.0)
+    return _tap({dim: AxisWindow(1, lines.step, -lines.start)}, split.dims, 0.0)
 
 
 def of_pad(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:

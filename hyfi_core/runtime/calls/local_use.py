@@ -75,12 +75,12 @@ def _warn_of_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     name = None if _OWN_USE.get() or module in _WARNED else _STALE.get(module)
     if name is not None:
         _WARNED.add(module)
-        what = _partial(module, name, "its state_dict")
-        warnings.warn(f"{what}; call engine.gather_state_dict(), or engine.save(folder)", stacklevel=4)
+        sentence = _partial(module, name, "its state_dict")
+        warnings.warn(f"{sentence}; call engine.gather_state_dict(), or engine.save(folder)", stacklevel=4)
 
 
-def _partial(module: nn.Module, name: str, what: str) -> str:
+def _partial(module: nn.Module, name: str, subject: str) -> str:
     return (
         f"{type(module).__name__} is trained in stages, and this rank has new values of the weights of its own only: "
-        f"{what} has {name!r} as it was before training"
+        f"{subject} has {name!r} as it was before training"
     )

@@ -15,13 +15,13 @@ def described(leaves: list[Any]) -> list[Any]:
     ]
 
 
-def undescribed(known: list[Any], leaves: list[Any] | None, device: torch.device) -> list[Any]:
+def undescribed(descriptions: list[Any], leaves: list[Any] | None, device: torch.device) -> list[Any]:
     """Return the leaves, or empty tensors to receive them."""
     if leaves is not None:
         return [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return [
         torch.empty(item[0], dtype=getattr(torch, item[1]), device=device) if isinstance(item, list) else item
-        for item in known
+        for item in descriptions
     ]
 
 

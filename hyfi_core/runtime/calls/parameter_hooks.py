@@ -49,22 +49,22 @@ class ParameterHooks:
     def __exit__(self, *raised: object) -> None:
         """Register them again, in the original order."""
         for _, before, held_before, after, held_after in self._held:
-            for hooks, held in ((before, held_before), (after, held_after)):
+            for hooks, removed in ((before, held_before), (after, held_after)):
                 if hooks is not None:
-                    hooks.update(held)
+                    hooks.update(removed)
 
     def change(self) -> None:
         """Run hooks that change a gradient, after its reduction and before accumulation."""
-        for parameter, _, held, _, _ in self._held:
+        for parameter, _, hooks, _, _ in self._held:
             gradient = parameter.grad
-            for _, hook in held if gradient is not None else ():
+            for _, hook in hooks if gradient is not None else ():
                 changed = hook(gradient)
                 if changed is not None and gradient is not None:
                     gradient.copy_(changed)
 
     def end(self) -> None:
         """Run post-accumulate hooks."""
-        for parameter, _, _, _, held in self._held:
-            for _, hook in held:
+        for parameter, _, _, _, hooks in self._held:
+            for _, hook in hooks:
                 if parameter.grad is not None:
                     hook(parameter)

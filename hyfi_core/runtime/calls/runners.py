@@ -72,7 +72,7 @@ class Runners(Sequence[StageRunner]):
     def training_parts(self, micro: Shape, batch: int) -> tuple[InputPart, ...]:
         """Return the boxes and samples that this process reads of a batch, each once."""
         parts = self.each(lambda runner: runner.reader.training_parts(runner.compiled(micro), batch).values())
-        return tuple(dict.fromkeys(part for found in parts for part in found))
+        return tuple(dict.fromkeys(part for stage_parts in parts for part in stage_parts))
 
     @overload
     def __getitem__(self, index: int) -> StageRunner: ...

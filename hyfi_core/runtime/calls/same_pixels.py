@@ -67,8 +67,8 @@ class SamePixels:
     ) -> Iterator[tuple[str, list[Any]]]:
         """Yield (name of two ranks' common pixels, [checksum, box]) for those of this rank; equal names on both."""
         mine = self._comm.rank
-        for other, theirs in enumerate(everywhere):
-            for replica, first, stop, *corners in theirs if other != mine else ():
+        for peer, theirs in enumerate(everywhere):
+            for replica, first, stop, *corners in theirs if peer != mine else ():
                 for part, pixels in read.items() if replica == self._replica else ():
                     box = _few_lines(part.box.intersect(Box(*corners)))
                     samples = range(max(first, part.first), min(stop, part.stop))
@@ -77,7 +77,7 @@ class SamePixels:
                     y, x = box.y0 - part.box.y0, box.x0 - part.box.x0
                     of = slice(samples.start - part.first, samples.stop - part.first)
                     common = pixels[of, :, y : y + box.shape[0], x : x + box.shape[1]]
-                    name = f"{min(mine, other)} {max(mine, other)} {_corners(box)} {samples.start} {samples.stop}"
+                    name = f"{min(mine, peer)} {max(mine, peer)} {_corners(box)} {samples.start} {samples.stop}"
                     yield name, [_checksum(common), _corners(box)]
 
 
@@ -100,15 +100,15 @@ def _checksum(pixels: torch.Tensor) -> int:
 
 def _difference(gathered: list[dict[str, list[Any]]] | None) -> str | None:
     """Return, on the root, a sentence about pixels that differ, None if all are equal."""
-    found: dict[str, tuple[int, int]] = {}
+    first_sums: dict[str, tuple[int, int]] = {}
     for rank, sums in enumerate(gathered or ()):
         for name, (checksum, corners) in sums.items():
-            other, known = found.setdefault(name, (rank, checksum))
-            if known != checksum:
+            first_rank, first_checksum = first_sums.setdefault(name, (rank, checksum))
+            if first_checksum != checksum:
                 y0, y1, x0, x1 = corners
                 return (
-                    f"ranks {other} and {rank} were given different images: they differ in rows {y0} to {y1}, columns "
-                    f"{x0} to {x1}, which both read. Pass the same batch on all ranks of a replica: the same samples "
-                    f"in the same order, with the same augmentation"
+                    f"ranks {first_rank} and {rank} were given different images: they differ in rows {y0} to {y1}, "
+                    f"columns {x0} to {x1}, which both read. Pass the same batch on all ranks of a replica: the same "
+                    f"samples in the same order, with the same augmentation"
                 )
     return None

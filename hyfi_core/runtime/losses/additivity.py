@@ -50,18 +50,18 @@ def why_not_mean(
         loss = copy.deepcopy(loss, {id(parameter): parameter for parameter in loss.parameters()})
     failure: Exception | None = None
     with torch.random.fork_rng(devices=[]):
-        for place in dict.fromkeys((torch.device("cpu"), device)):
+        for trial_device in dict.fromkeys((torch.device("cpu"), device)):
             for dtype, tolerance in _TOLERANCES.items():
                 outputs = _outputs(like, labels, samples, dtype)
-                found = []
+                results = []
                 for output in outputs:
-                    found.append(_differs(loss, pick, output, labels, parts, tolerance, place))
-                    if quick and not isinstance(found[-1], Exception):
+                    results.append(_differs(loss, pick, output, labels, parts, tolerance, trial_device))
+                    if quick and not isinstance(results[-1], Exception):
                         break
-                compared = [result for result in found if not isinstance(result, Exception)]
+                compared = [result for result in results if not isinstance(result, Exception)]
                 if compared:
                     return next((result for result in compared if result is not None), None)
-                failure = failure or next(result for result in found if isinstance(result, Exception))
+                failure = failure or next(result for result in results if isinstance(result, Exception))
     return f"it fails on random outputs ({type(failure).__name__}: {failure})"
 
 
@@ -101,17 +101,17 @@ def _differs(
     output = [(leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batched) for leaf, batched in output]
     labels = labels.to(device)
     try:
-        whole, gradients = _loss_in_parts(loss, pick, output, labels, 1)
+        total, gradients = _loss_in_parts(loss, pick, output, labels, 1)
         for number in dict.fromkeys(number for number in parts if count % number == 0):
-            mean, others = _loss_in_parts(loss, pick, output, labels, number)
-            if not all(map(torch.isfinite, (whole, mean))):
+            mean, part_gradients = _loss_in_parts(loss, pick, output, labels, number)
+            if not all(map(torch.isfinite, (total, mean))):
                 return ValueError("the loss is not finite")
-            if abs(float(whole - mean)) > tolerance * max(1.0, abs(float(whole))):
+            if abs(float(total - mean)) > tolerance * max(1.0, abs(float(total))):
                 return (
-                    f"on random outputs it is {float(whole):.6g} for all {count} samples, but the mean over {number} "
+                    f"on random outputs it is {float(total):.6g} for all {count} samples, but the mean over {number} "
                     f"parts of them is {float(mean):.6g}"
                 )
-            if any(_far(a, b, tolerance) for a, b in zip(gradients, others, strict=True)):
+            if any(_far(a, b, tolerance) for a, b in zip(gradients, part_gradients, strict=True)):
                 return f"its gradients for {count} samples are not those of the mean over {number} parts of them"
     except RequestError as refusal:
         return str(refusal)
@@ -134,9 +134,9 @@ def _loss_in_parts(
             values.append(checked_loss(loss, pick(chosen), labels[part]).reshape(()))
         mean = torch.stack(values).mean()
     floats = [leaf for leaf, _ in leaves if is_float(leaf)]
-    found = torch.autograd.grad(mean, floats, allow_unused=True)
+    gradients = torch.autograd.grad(mean, floats, allow_unused=True)
     zeros = (torch.zeros_like(leaf) for leaf in floats)
-    return mean.detach(), [zero if grad is None else grad for zero, grad in zip(zeros, found, strict=True)]
+    return mean.detach(), [zero if grad is None else grad for zero, grad in zip(zeros, gradients, strict=True)]
 
 
 def _far(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:

@@ -66,10 +66,10 @@ class BatchLoss(StepLoss):
         if self._leads(0) and self._groups.index == 0:
             self.counted = self.value
             loss.backward(seed)  # also into parameters that the loss reads, once
-            found = iter([leaf.grad for leaf in floats])
+            gradients = iter([leaf.grad for leaf in floats])
         else:
-            found = iter(torch.autograd.grad(loss, floats, seed, allow_unused=True))
-        self._gradients = [next(found) if is_float(leaf) else None for leaf in leaves]
+            gradients = iter(torch.autograd.grad(loss, floats, seed, allow_unused=True))
+        self._gradients = [next(gradients) if is_float(leaf) else None for leaf in leaves]
 
     def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> Cotangents:
         """Return a micro-batch's part of the gradients of all logits; see ``StepLoss``."""
@@ -100,7 +100,7 @@ class BatchLoss(StepLoss):
         self, outputs: Mapping[int, Leaves], tensors: list[int]
     ) -> tuple[dict[tuple[int, int, int], torch.Tensor], torch.Tensor]:
         """Return (replica, micro-batch, leaf) -> tensor, and the labels of the whole batch."""
-        comm, plan, here = self._groups.outputs().of("reduce"), self._plan, self._groups.index
+        comm, plan, own_replica = self._groups.outputs().of("reduce"), self._plan, self._groups.index
         model = next(iter(outputs.values()))
         _compare_shapes(comm, [*(model[at] for at in tensors), self._labels])
         keys = [
@@ -112,17 +112,19 @@ class BatchLoss(StepLoss):
         own = {
             number: outputs[m][at]
             for number, (replica, m, at) in enumerate(keys)
-            if replica == here and self._leads(self._direction(m))
+            if replica == own_replica and self._leads(self._direction(m))
         }
         if self._leads(0):
             own |= {
-                number: self._labels.split(self._size(here))[m]
+                number: self._labels.split(self._size(own_replica))[m]
                 for number, (replica, m) in enumerate(chunks, len(keys))
-                if replica == here
+                if replica == own_replica
             }
-        found = gather_tensors(comm, like, own, self._labels.device)
-        labels = dict(zip(chunks, found[len(keys) :], strict=True))
-        return dict(zip(keys, found[: len(keys)], strict=True)), torch.cat([labels[part] for part in self._order])
+        tensors_everywhere = gather_tensors(comm, like, own, self._labels.device)
+        labels = dict(zip(chunks, tensors_everywhere[len(keys) :], strict=True))
+        return dict(zip(keys, tensors_everywhere[: len(keys)], strict=True)), torch.cat(
+            [labels[part] for part in self._order]
+        )
 
     def _size(self, replica: int) -> int:
         """Return the samples of a micro-batch in a replica."""
@@ -132,7 +134,7 @@ class BatchLoss(StepLoss):
     def _rows(self, replica: int, microbatch: int) -> tuple[int, int]:
         """Return the first sample of a micro-batch in the whole batch, and the one after its last."""
         before = self._order[: self._order.index((replica, microbatch))]
-        start = sum(self._size(other) for other, _ in before)
+        start = sum(self._size(earlier) for earlier, _ in before)
         return start, start + self._size(replica)
 
     def _direction(self, microbatch: int) -> int:

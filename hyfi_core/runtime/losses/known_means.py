@@ -101,16 +101,16 @@ def known_mean(loss: object) -> KnownMean | None:
         kind = None if hooked else _MODULES.get(type(loss))
         settings = {name: value for name, value in vars(loss).items() if not name.startswith("_")} | loss._buffers
         settings.pop("training", None)
-        return None if kind is None else _known(kind, settings)
+        return None if kind is None else _mean_of(kind, settings)
     if isinstance(loss, functools.partial):
-        known = not loss.args and callable(loss.func)
-        kind = _FUNCTIONS.get(loss.func) if known else None
-        return None if kind is None else _known(kind, loss.keywords)
+        is_bare = not loss.args and callable(loss.func)
+        kind = _FUNCTIONS.get(loss.func) if is_bare else None
+        return None if kind is None else _mean_of(kind, loss.keywords)
     kind = _FUNCTIONS.get(loss) if callable(loss) and type(loss).__hash__ is not None else None
-    return None if kind is None else _known(kind, {})
+    return None if kind is None else _mean_of(kind, {})
 
 
-def _known(kind: Kind, settings: Mapping[str, Any]) -> KnownMean | None:
+def _mean_of(kind: Kind, settings: Mapping[str, Any]) -> KnownMean | None:
     classes = KnownMean.classes
     for name, value in settings.items():
         if name == "reduction":

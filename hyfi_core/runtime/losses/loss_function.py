@@ -56,8 +56,8 @@ def checked_loss(loss: Loss, output: Any, labels: torch.Tensor) -> torch.Tensor:
     value: object = loss(output, labels)
     if not isinstance(value, torch.Tensor):
         plain = value is None or isinstance(value, (bool, int, float))
-        given = f"the value {value!r}" if plain else f"the type {type(value).__name__}"
-        raise RequestError(f"the loss has {given}; return a scalar tensor, the loss of the whole batch")
+        description = f"the value {value!r}" if plain else f"the type {type(value).__name__}"
+        raise RequestError(f"the loss has {description}; return a scalar tensor, the loss of the whole batch")
     if value.numel() != 1:
         raise RequestError(
             f"the loss has shape {tuple(value.shape)}; return a scalar tensor, such as the mean of a loss for each "

@@ -88,14 +88,14 @@ class TrainingLoss:
         if self._over == "microbatch":
             self._check(compiled, labels)
             return False
-        known, output = self._known(), self._output_shape(compiled)
-        if known is None or output is None or not known.fits(output, labels):
+        mean, output = self._known(), self._output_shape(compiled)
+        if mean is None or output is None or not mean.fits(output, labels):
             return True
-        if not known.by_index(output, labels):
+        if not mean.by_index(output, labels):
             return False
         if together and labels.device.type != "cpu":
             return True  # reading labels would make every step wait for the device
-        ignored = torch.tensor([int(known.ignores(output, labels))])
+        ignored = torch.tensor([int(mean.ignores(output, labels))])
         if self._plan.replicas > 1:
             self._groups.all.of("reduce").all_reduce(ignored, "max")
         return bool(ignored.item())
@@ -119,19 +119,19 @@ class TrainingLoss:
 
     def _known(self) -> KnownMean | None:
         """Return what is known of the loss now: its settings may change between steps."""
-        known = known_mean(self._subject.loss) if self._over == "auto" else None
-        if known is not None and known not in self._tried:
-            labels, like = known.trial_labels(_TRIED), torch.empty((1, known.classes), device="meta")
+        mean = known_mean(self._subject.loss) if self._over == "auto" else None
+        if mean is not None and mean not in self._tried:
+            labels, like = mean.trial_labels(_TRIED), torch.empty((1, mean.classes), device="meta")
             loss, parts = self._subject.loss, (2, _TRIED)
             reason = why_not_mean(loss, lambda leaves: leaves[0], [like], labels, 1, self._subject.device, parts)
-            self._tried[known] = reason is None
-        return known if known is not None and self._tried[known] else None
+            self._tried[mean] = reason is None
+        return mean if mean is not None and self._tried[mean] else None
 
     def _output_shape(self, compiled: Compiled) -> tuple[int, ...] | None:
         """Return the shape of the loss's first argument for a micro-batch; None if it is no tensor."""
-        known = next((shape for other, shape in self._shapes if other is compiled), ())
-        if known != ():
-            return known
+        known_shape = next((shape for model, shape in self._shapes if model is compiled), ())
+        if known_shape != ():
+            return known_shape
         try:
             picked = compiled.pick(output_leaves(compiled))
         except Exception:  # the user's function cannot compute without values
@@ -143,18 +143,21 @@ class TrainingLoss:
     def _check(self, compiled: Compiled, labels: torch.Tensor) -> None:
         """Refuse a loss that is no mean over samples, for the labels of all replicas."""
         subject = self._subject
-        whole, samples = labels.detach().cpu(), len(labels) // self._plan.microbatches
+        all_labels, samples = labels.detach().cpu(), len(labels) // self._plan.microbatches
         if self._plan.replicas > 1:
-            whole = self._all_labels(whole)
-        digest = hashlib.sha256(whole.contiguous().view(torch.uint8).numpy().tobytes())
+            all_labels = self._all_labels(all_labels)
+        digest = hashlib.sha256(all_labels.contiguous().view(torch.uint8).numpy().tobytes())
         digest.update(describe_function(subject.loss, frozenset(subject.model.modules())).encode())
         if digest.digest() in self._checked:
             return
         leaves, plan, first = output_leaves(compiled), self._plan, not self._checked
         # Micro-batches of replicas with shares differ in size; if single samples add up, so do they.
-        parts = [len(whole) if plan.shares else plan.microbatches * plan.replicas, *((2, len(whole)) if first else ())]
+        parts = [
+            len(all_labels) if plan.shares else plan.microbatches * plan.replicas,
+            *((2, len(all_labels)) if first else ()),
+        ]
         device = subject.device
-        reason = why_not_mean(subject.loss, compiled.pick, leaves, whole, samples, device, parts, quick=not first)
+        reason = why_not_mean(subject.loss, compiled.pick, leaves, all_labels, samples, device, parts, quick=not first)
         if reason is not None:
             raise RequestError(
                 f'loss_over is "microbatch", but the loss is not a mean of terms of single samples: {reason}; pass '

@@ -172,13 +172,13 @@ class CheckpointWriter:
         """Copy a part; return the function that writes the copy and returns what rank 0 needs to know of it."""
         optimizer = part.optimizer["tensors"] if part.optimizer is not None else None
         kinds = {"weights": part.weights, "optimizer": optimizer, "averaged": part.averaged}
-        given = {kind: tensors for kind, tensors in kinds.items() if tensors is not None}
+        present = {kind: tensors for kind, tensors in kinds.items() if tensors is not None}
         if part.buffers:
-            given["buffers"] = part.buffers
-        state = {f"{kind}/{name}": tensor for kind, tensors in given.items() for name, tensor in tensors.items()}
+            present["buffers"] = part.buffers
+        state = {f"{kind}/{name}": tensor for kind, tensors in present.items() for name, tensor in tensors.items()}
         snapshot = self._pool.acquire(step, state, changing=True)
         copies = unflatten(snapshot.flat, state)
-        names = {kind: [*tensors] for kind, tensors in given.items()}
+        names = {kind: [*tensors] for kind, tensors in present.items()}
         groups = part.optimizer["groups"] if part.optimizer is not None else None
         sizes = {name: tensor.nbytes for name, tensor in part.weights.items()}
         number = self._number
@@ -186,10 +186,10 @@ class CheckpointWriter:
 
         def write() -> dict[str, Any]:
             snapshot.wait()
-            found = {kind: {name: copies[f"{kind}/{name}"] for name in of} for kind, of in names.items()}
+            copied = {kind: {name: copies[f"{kind}/{name}"] for name in of} for kind, of in names.items()}
             temporary.mkdir(parents=True, exist_ok=True)
-            moments, averaged, buffers = (found.get(kind) for kind in ("optimizer", "averaged", "buffers"))
-            files = write_tensors(temporary, found["weights"], moments, averaged, buffers, number)
+            moments, averaged, buffers = (copied.get(kind) for kind in ("optimizer", "averaged", "buffers"))
+            files = write_tensors(temporary, copied["weights"], moments, averaged, buffers, number)
             self._pool.release(snapshot)
             return {"files": files, "groups": groups, "names": sizes}
 
@@ -247,16 +247,16 @@ def _publish(current: _Open, parts: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 def _merged(parts: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[dict[str, Any]] | None:
     """Return the optimiser's groups with the parameters of all parts."""
-    known = [groups for groups in parts if groups is not None]
-    if not known:
+    states = [groups for groups in parts if groups is not None]
+    if not states:
         return None
     return [
         {
             **group,
-            "names": [name for groups in known for name in groups[index]["names"]],
-            "values": {name: value for groups in known for name, value in groups[index]["values"].items()},
+            "names": [name for groups in states for name in groups[index]["names"]],
+            "values": {name: value for groups in states for name, value in groups[index]["values"].items()},
         }
-        for index, group in enumerate(known[0])
+        for index, group in enumerate(states[0])
     ]
 
 

@@ -93,8 +93,10 @@ def restore_random(random: RandomKey, state: Mapping[str, Any]) -> None:
 
 
 def _check_request(folder: Path, extra: Mapping[str, Any] | None, model_json: Mapping[str, Any] | None) -> None:
-    others = folder.exists() and not (folder / MODEL_FILE).is_file() and (folder.is_file() or any(folder.iterdir()))
-    if others:
+    has_other_files = (
+        folder.exists() and not (folder / MODEL_FILE).is_file() and (folder.is_file() or any(folder.iterdir()))
+    )
+    if has_other_files:
         raise RequestError(f"{folder} exists and is no checkpoint: engine.save would replace it; pass a new folder")
     for name, value in (("extra", extra), ("model_json", model_json)):
         try:

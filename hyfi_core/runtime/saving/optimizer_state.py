@@ -65,15 +65,15 @@ def check_groups(
         RequestError: it does not.
     """
     names, groups = {id(parameter): name for name, parameter in named}, saved["groups"]
-    here = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
-    if len(here) == len(groups) and all(
-        set(mine) <= set(group["names"]) for mine, group in zip(here, groups, strict=True)
+    own_names = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
+    if len(own_names) == len(groups) and all(
+        set(mine) <= set(group["names"]) for mine, group in zip(own_names, groups, strict=True)
     ):
         return
     raise RequestError(
         "the checkpoint's optimizer has other parameters or groups of them than this one: "
-        f"{sum(len(group['names']) for group in groups)} in {len(groups)} saved, {sum(map(len, here))} in {len(here)} "
-        f"now; resume with the same model and the same groups"
+        f"{sum(len(group['names']) for group in groups)} in {len(groups)} saved, {sum(map(len, own_names))} in "
+        f"{len(own_names)} now; resume with the same model and the same groups"
     )
 
 
@@ -93,15 +93,19 @@ def load_optimizer_state(
     entries: dict[str, list[str]] = {}
     for key in saved["tensors"]:
         entries.setdefault(key.rpartition("/")[0], []).append(key)
-    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
+    for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
         group.update(
-            {key: _restored(group.get(key), value) for key, value in wanted.items() if key not in ("names", "values")}
+            {
+                key: _restored(group.get(key), value)
+                for key, value in saved_group.items()
+                if key not in ("names", "values")
+            }
         )
         for parameter in group["params"]:
             if id(parameter) not in names:
                 continue
             name = names[id(parameter)]
-            state = dict(wanted["values"].get(name, {}))
+            state = dict(saved_group["values"].get(name, {}))
             for key in entries.get(name, ()):  # only these are read
                 state[key.rpartition("/")[2]] = _like(parameter, saved["tensors"][key])
             if state:

@@ -106,7 +106,7 @@ class SnapshotPool:
         fitting = [flat for flat in self._free if flat.numel() == size and flat.is_pinned() == pinned]
         # Zeros: the padding between tensors is sent, too.
         flat = fitting[0] if fitting else torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-        self._free = [other for other in self._free if other is not flat]
+        self._free = [buffer for buffer in self._free if buffer is not flat]
         return Snapshot(step, state, flat, changing)
 
     def release(self, snapshot: Snapshot) -> None:

@@ -120,7 +120,7 @@ def best_of_all(case: Case, memory_bytes: int, ends: tuple[str, ...]) -> tuple[f
     for plan in every_plan(case, ends):
         program = case.program(case.batch // plan.replicas // plan.microbatches)
         try:
-            found = forecast_step(program, plan, machine, known=known)
+            found = forecast_step(program, plan, machine, lowered_plans=known)
         except RequestError:
             continue
         if FORECAST_OFF[machine.device] * max(found.memory_bytes) <= memory_bytes and found.step_s < best:

@@ -127,7 +127,7 @@ def test_plans_with_the_same_stages_are_lowered_once_and_forecast_the_same() -> 
         ({}, {"recompute": True}, {"schedule": "chimera"}, {"replicas": 4}, {"cells": (2, 1)})
     ):
         plan = ParallelPlan(grids=((1, 2), (1, 2)), cuts=("first",), microbatches=2, **more)  # type: ignore[arg-type]
-        assert forecast_step(program(), plan, machine, known=known) == forecast_step(program(), plan, machine)
+        assert forecast_step(program(), plan, machine, lowered_plans=known) == forecast_step(program(), plan, machine)
         assert len(known._plans) == (2 if index == 4 else 1)  # cells are other parts
 
 

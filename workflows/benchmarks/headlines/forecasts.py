@@ -52,7 +52,7 @@ class Forecasts:
         """
         program, model = self._program(network, size, images // plan.microbatches), self.machine(machine)
         known, spills = self._lowered.setdefault(machine, LoweredPlans()), SpillForecast(model, PROCESS_BYTES)
-        return forecast_step(program, with_cuts(plan, program, model), model, known=known, spills=spills)
+        return forecast_step(program, with_cuts(plan, program, model), model, lowered_plans=known, spills=spills)
 
     def step_s(self, network: str, size: int, images: int, plan: ParallelPlan, machine: str) -> float:
         """Return the seconds of a step; see ``step``."""
@@ -76,7 +76,9 @@ class Forecasts:
             but_last: whether the last micro-batch keeps its activations.
         """
         program, model = self._program(network, size, images // plan.microbatches), self.machine(machine)
-        stages = StageCosts(program, plan, model, known=self._lowered.setdefault(machine, LoweredPlans())).stages
+        stages = StageCosts(
+            program, plan, model, lowered_plans=self._lowered.setdefault(machine, LoweredPlans())
+        ).stages
         *others_s, last_s = (stage.forward_s for stage in stages)
         theirs, ours = int(not but_last), int(recomputes(plan, plan.stages - 1))  # ours does not where it saves nothing
         return self.step_s(network, size, images, plan, machine) - sum(others_s) + last_s * (theirs - ours)
