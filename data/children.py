@@ -33,9 +33,9 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 def child_environment() -> dict[str, str]:
     """Return this process's environment, with its module search path and, of a launcher's variables, limits alone."""
-    kept = {
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name in SLURM_LIMITS or not (name.startswith(_LAUNCHER_PREFIXES) or name in _RANK_VARIABLES)
     }
-    return kept | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+    return variables | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}

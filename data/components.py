@@ -100,7 +100,7 @@ class Runs:
     def from_mask(cls, mask: Mask) -> Runs:
         """Find the runs of ``mask`` ``(h, w)``."""
         height, width = mask.shape
-        found = [np.empty(0, np.int64)]
+        positions = [np.empty(0, np.int64)]
         step = max(1, _BAND_PX // max(1, width))
         for top in range(0, height, step):
             band = mask[top : top + step]
@@ -108,8 +108,8 @@ class Runs:
             changes = np.empty((len(band), width + 1), bool)
             changes[:, 0], changes[:, -1] = band[:, 0], band[:, -1]
             np.not_equal(band[:, 1:], band[:, :-1], out=changes[:, 1:-1])
-            found.append(np.flatnonzero(changes) + top * (width + 1))
-        places = np.concatenate(found)
+            positions.append(np.flatnonzero(changes) + top * (width + 1))
+        places = np.concatenate(positions)
         return cls((height, width), places[0::2], places[1::2])
 
     @property
@@ -121,9 +121,9 @@ class Runs:
         result: Mask = (row == 0) | (row == height - 1) | (column == 0) | at_end
         return result
 
-    def select(self, which: Mask) -> Runs:
-        """Return the runs where ``which`` ``(n,)`` is set."""
-        return Runs(self.shape, self.starts[which], self.ends[which])
+    def select(self, chosen: Mask) -> Runs:
+        """Return the runs where ``chosen`` ``(n,)`` is set."""
+        return Runs(self.shape, self.starts[chosen], self.ends[chosen])
 
     def components(self, corners: bool) -> npt.NDArray[np.int32]:
         """Return the component of each run ``(n,)``, numbered from 0 in the order of first pixels."""
@@ -176,7 +176,7 @@ class Runs:
         behind = np.cumsum(self.ends - self.starts)
         start = 0
         while start < len(behind):
-            done = behind[start - 1] if start else 0
-            stop = max(start + 1, int(np.searchsorted(behind, done + _PAINTED_PX, "right")))
+            painted = behind[start - 1] if start else 0
+            stop = max(start + 1, int(np.searchsorted(behind, painted + _PAINTED_PX, "right")))
             yield slice(start, stop)
             start = stop

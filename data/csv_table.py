@@ -45,14 +45,14 @@ class Table:
     rows: tuple[dict[str, str], ...]
     lines: tuple[int, ...]
 
-    def require(self, column: str, what: str) -> None:
+    def require(self, column: str, purpose: str) -> None:
         """Check that ``column`` exists.
 
         Raises:
-            RequestError: It does not; the message names its purpose ``what`` and the existing columns.
+            RequestError: It does not; the message names its purpose ``purpose`` and the existing columns.
         """
         if column not in self.columns:
-            raise RequestError(f"{self.name}: no column {column!r} ({what}); it has: {', '.join(self.columns)}")
+            raise RequestError(f"{self.name}: no column {column!r} ({purpose}); it has: {', '.join(self.columns)}")
 
     @property
     def key(self) -> str:
@@ -67,7 +67,7 @@ class Table:
         raise RequestError(f"{self.name}: no column 'slide_id' or 'case_id'; it has: {', '.join(self.columns)}")
 
 
-def read_table(path: Path, what: str, used: Sequence[str] = ()) -> Table:
+def read_table(path: Path, subject: str, used: Sequence[str] = ()) -> Table:
     """Read a CSV in UTF-8 or, with a byte order mark, UTF-16; its first line names the columns.
 
     The separator is a comma, a semicolon, a tab or a bar, or what a first line ``sep=…`` says. Cells are stripped, and
@@ -77,36 +77,38 @@ def read_table(path: Path, what: str, used: Sequence[str] = ()) -> Table:
 
     Args:
         path: The file.
-        what: Purpose of the file, for messages ("labels", "splits", "manifest").
+        subject: Purpose of the file, for messages ("labels", "splits", "manifest").
         used: Columns that the user named, which may be spelled in any way.
 
     Raises:
         RequestError: The file is missing, not text or not CSV, has no rows, has two columns of the same name, has a
             value without a column, or a column such as ``Case ID`` where ``case_id`` is meant.
     """
-    table = parse_table(path, what)
+    table = parse_table(path, subject)
     for name in table.columns:
-        meant = next((known for known in _OPTIONAL if _letters(known) == _letters(name)), name)
+        meant = next((column for column in _OPTIONAL if _letters(column) == _letters(name)), name)
         if meant not in (name, *table.columns) and name not in used:
             raise RequestError(f"{path}: the column {name!r} is not read as {meant!r}; rename it to {meant}")
     if not table.rows:
-        raise RequestError(f"{what}: {path} has no rows; it needs a line of column names and one line for each slide")
+        raise RequestError(
+            f"{subject}: {path} has no rows; it needs a line of column names and one line for each slide"
+        )
     return table
 
 
-def parse_table(path: Path, what: str) -> Table:
+def parse_table(path: Path, subject: str) -> Table:
     """Read a CSV as `read_table` does, but accept one without rows."""
-    text, skipped, separator = _without_hint(_text_of(path, what))
+    text, skipped, separator = _without_hint(_text_of(path, subject))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
         lines = [(reader.line_num + skipped, [_value(c) for c in row]) for row in reader if any(map(str.strip, row))]
     except csv.Error as error:
         line = reader.line_num + skipped
-        raise RequestError(f"{what}: {path}, line {line} is not valid CSV ({error})") from error
+        raise RequestError(f"{subject}: {path}, line {line} is not valid CSV ({error})") from error
     columns = [unicodedata.normalize("NFC", without_invisible(name)).strip() for name in lines[0][1]] if lines else []
-    if skipped and len(columns) == 1 and (others := [s for s in _SEPARATORS if s in columns[0]]):
+    if skipped and len(columns) == 1 and (separators := [s for s in _SEPARATORS if s in columns[0]]):
         raise RequestError(
-            f"{path}: its first line says sep={separator}, but {others[0]!r} separates the cells of the next one: "
+            f"{path}: its first line says sep={separator}, but {separators[0]!r} separates the cells of the next one: "
             f"{columns[0]}; correct or remove the first line"
         )
     twice = sorted({name for name in columns if name and columns.count(name) > 1})
@@ -124,26 +126,26 @@ def _letters(column: str) -> str:
     return re.sub(r"[\W_]", "", column.casefold())
 
 
-def _text_of(path: Path, what: str) -> str:
+def _text_of(path: Path, subject: str) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise RequestError(f"{what}: cannot read {path}: {error.strerror or error}") from error
+        raise RequestError(f"{subject}: cannot read {path}: {error.strerror or error}") from error
     for start, kind in _OTHER_FILES.items():
         if data.startswith(start):
-            raise RequestError(f"{what}: {path} is {kind}, not a CSV; save the table as CSV UTF-8")
+            raise RequestError(f"{subject}: {path} is {kind}, not a CSV; save the table as CSV UTF-8")
     wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
         text = data.decode("utf-16" if wide else "utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise RequestError(
-            f"{what}: {path}, line {line} is not a CSV in UTF-8 ({error.reason} at byte {error.start}); save the table "
-            "as CSV UTF-8"
+            f"{subject}: {path}, line {line} is not a CSV in UTF-8 ({error.reason} at byte {error.start}); save the "
+            "table as CSV UTF-8"
         ) from error
     if "\0" in text:
         number = text.count("\n", 0, text.index("\0")) + 1
-        raise RequestError(f"{what}: {path}, line {number} has a NUL character; save the file as a CSV in UTF-8")
+        raise RequestError(f"{subject}: {path}, line {number} has a NUL character; save the file as a CSV in UTF-8")
     return text
 
 

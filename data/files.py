@@ -39,10 +39,10 @@ def private_folder(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(errno.EACCES, "it belongs to another user, or is a link; remove it", str(folder))
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         folder.chmod(0o700)
 
 
@@ -94,19 +94,19 @@ def json_bytes(value: dict[str, Any]) -> bytes:
 
 def sync_tree(folder: Path, only: str | None = None) -> None:
     """Sync a folder and everything below it to disk; with ``only``, of the files just those of this name."""
-    found = list(os.walk(folder))
-    files = [Path(path) / name for path, _, names in found for name in names if only in (None, name)]
+    folders = list(os.walk(folder))
+    files = [Path(path) / name for path, _, names in folders for name in names if only in (None, name)]
     # In parallel: a disk serves many waiting writers at once.
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(sync_file, files))
-        list(pool.map(sync_file, [Path(path) for path, _, _ in found]))
+        list(pool.map(sync_file, [Path(path) for path, _, _ in folders]))
 
 
 def publish_directory(prepared: Path, final: Path) -> None:
     """Rename the finished directory ``prepared`` to ``final``, replacing an older one if there is one."""
     temporary = temporary_path(final)
-    old = temporary.with_name(temporary.name.replace(".tmp-", ".old-"))
-    swap_directory(prepared, final, old)
+    replaced = temporary.with_name(temporary.name.replace(".tmp-", ".old-"))
+    swap_directory(prepared, final, replaced)
 
 
 def upload_directory(prepared: Path, final: Path, last: str = "zarr.json", without: Collection[str] = ()) -> None:

@@ -36,7 +36,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def location(given: str | os.PathLike[str]) -> Path:
+def location(user_text: str | os.PathLike[str]) -> Path:
     """Return the path of what a user gave: ``s3://``, ``gs://``, ``https://``, ``memory://``, ``file://``, or a path.
 
     One slash after the scheme is enough, as a `Path` of an address keeps no more.
@@ -44,35 +44,35 @@ def location(given: str | os.PathLike[str]) -> Path:
     Raises:
         RequestError: The scheme is not known, there is no bucket or host, or obstore is not installed.
     """
-    if isinstance(given, ObjectPath):
-        return given
-    text = os.fspath(given)
-    found = _ADDRESS.fullmatch(text)
-    if found is None:
+    if isinstance(user_text, ObjectPath):
+        return user_text
+    text = os.fspath(user_text)
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
         return Path(text)
-    scheme, rest = found[1].lower(), found[2].rstrip("/")
+    scheme, path = match[1].lower(), match[2].rstrip("/")
     if scheme == "file":
-        return Path(unquote(urlsplit(f"file:///{rest.removeprefix('localhost/')}").path))
-    known = ", ".join(f"{name}://" for name in (*SCHEMES, "file"))
+        return Path(unquote(urlsplit(f"file:///{path.removeprefix('localhost/')}").path))
+    schemes = ", ".join(f"{name}://" for name in (*SCHEMES, "file"))
     if scheme not in SCHEMES:
-        raise RequestError(f"{scheme}://{rest}: {scheme}:// is not known; use one of {known}, or a local path")
-    if not rest:
+        raise RequestError(f"{scheme}://{path}: {scheme}:// is not known; use one of {schemes}, or a local path")
+    if not path:
         raise RequestError(f"{scheme}://: a bucket or host is missing, as in {scheme}://NAME/store")
-    if "?" in rest or "#" in rest:
-        raise RequestError(f"{scheme}://{rest}: an address with ? or # cannot be used; give the folder's plain address")
-    require_library(f"{scheme}://{rest}")
-    return ObjectPath(f"{scheme}://{rest}")
+    if "?" in path or "#" in path:
+        raise RequestError(f"{scheme}://{path}: an address with ? or # cannot be used; give the folder's plain address")
+    require_library(f"{scheme}://{path}")
+    return ObjectPath(f"{scheme}://{path}")
 
 
-def address_of(given: str | os.PathLike[str]) -> str | None:
+def address_of(user_text: str | os.PathLike[str]) -> str | None:
     """Return an address as the user gave it, with both slashes (a `Path` keeps one); None if it has no scheme."""
-    found = _ADDRESS.fullmatch(str(given))
-    return None if found is None else f"{found[1]}://{found[2]}"
+    match = _ADDRESS.fullmatch(str(user_text))
+    return None if match is None else f"{match[1]}://{match[2]}"
 
 
-def is_address(given: str | os.PathLike[str]) -> bool:
+def is_address(user_text: str | os.PathLike[str]) -> bool:
     """Whether what a user gave has a scheme, ``s3://`` for instance."""
-    return address_of(given) is not None
+    return address_of(user_text) is not None
 
 
 def without_password(text: str) -> str:
@@ -156,9 +156,9 @@ class _RemoteFile:
         return self._path.read_range(offset, length)
 
     def tail(self, length: int) -> tuple[bytes, int]:
-        found, size = self._path.read_tail(max(length, _READ_AHEAD_BYTES))
-        self._last, self._last_start = found, size - len(found)
-        return found[max(0, len(found) - length) :], size
+        data, size = self._path.read_tail(max(length, _READ_AHEAD_BYTES))
+        self._last, self._last_start = data, size - len(data)
+        return data[max(0, len(data) - length) :], size
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:
     if isinstance(folder, ObjectPath) and folder.can_list:
         tree, missing = folder.tree(), FileNotFoundError(2, "No such object")
         return {name: tree.get(name, missing) for name in names}
-    wanted = list(names)
+    file_names = list(names)
 
     def size(name: str) -> int | OSError:
         try:
@@ -195,15 +195,15 @@ def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:
         except OSError as error:
             return error
 
-    return dict(zip(wanted, each(size, wanted, folder), strict=True))
+    return dict(zip(file_names, each(size, file_names, folder), strict=True))
 
 
 def files_below(folder: Path) -> list[str]:
     """Return the names of all files below ``folder``, relative to it; empty where folders cannot be listed."""
     if isinstance(folder, ObjectPath):
         return sorted(folder.tree()) if folder.can_list else []
-    found = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
-    return sorted(file.relative_to(folder).as_posix() for file in found)
+    files = (Path(below) / name for below, _, names in os.walk(folder) for name in names)
+    return sorted(file.relative_to(folder).as_posix() for file in files)
 
 
 def version_of(path: Path) -> str:
@@ -211,19 +211,21 @@ def version_of(path: Path) -> str:
     try:
         if isinstance(path, ObjectPath):
             return path.version()
-        found = path.stat()
+        status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    return f"{found.st_ino}-{found.st_mtime_ns}"
+    return f"{status.st_ino}-{status.st_mtime_ns}"
 
 
 def versions_in(folder: Path, suffix: str) -> dict[str, str]:
     """Return the `version_of` every visible file of a folder with this suffix, by its name without it."""
     if isinstance(folder, ObjectPath):
-        found = folder.versions() if folder.can_list else {}
+        versions = folder.versions() if folder.can_list else {}
     else:
-        found = {path.name: version_of(path) for path in folder.glob(f"*{suffix}")}
-    visible = {name: version for name, version in found.items() if not name.startswith(".") and name.endswith(suffix)}
+        versions = {path.name: version_of(path) for path in folder.glob(f"*{suffix}")}
+    visible = {
+        name: version for name, version in versions.items() if not name.startswith(".") and name.endswith(suffix)
+    }
     return {name.removesuffix(suffix): version for name, version in sorted(visible.items())}
 
 
@@ -255,27 +257,27 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 _inside = threading.local()
 
 
-def each(act: Callable[[_Item], _Result], items: Iterable[_Item], place: Path) -> list[_Result]:
-    """Return ``act`` of each item, many at a time if ``place`` is far.
+def each(act: Callable[[_Item], _Result], items: Iterable[_Item], folder: Path) -> list[_Result]:
+    """Return ``act`` of each item, many at a time if ``folder`` is far.
 
     Raises:
         Exception: The first of ``act``.
     """
-    return list(ahead(act, list(items), place))
+    return list(ahead(act, list(items), folder))
 
 
-def ahead(act: Callable[[_Item], _Result], items: Sequence[_Item], place: Path) -> Iterator[_Result]:
-    """Yield ``act`` of each item in order; if ``place`` is far, the next 32 are under way meanwhile."""
-    if not is_far(place) or len(items) <= 1 or getattr(_inside, "pool", False):
+def ahead(act: Callable[[_Item], _Result], items: Sequence[_Item], folder: Path) -> Iterator[_Result]:
+    """Yield ``act`` of each item in order; if ``folder`` is far, the next 32 are under way meanwhile."""
+    if not is_far(folder) or len(items) <= 1 or getattr(_inside, "pool", False):
         yield from map(act, items)
         return
     pool = _request_pool()
-    rest = iter(items)
-    under_way = deque(pool.submit(_marked, act, item) for item in islice(rest, REQUESTS_AT_A_TIME))
+    remaining = iter(items)
+    under_way = deque(pool.submit(_marked, act, item) for item in islice(remaining, REQUESTS_AT_A_TIME))
     try:
         while under_way:
             result = under_way.popleft().result()
-            under_way.extend(pool.submit(_marked, act, item) for item in islice(rest, 1))
+            under_way.extend(pool.submit(_marked, act, item) for item in islice(remaining, 1))
             yield result
     finally:
         for future in under_way:
@@ -290,7 +292,7 @@ def _marked(act: Callable[[_Item], _Result], item: _Item) -> _Result:
 
 def _request_pool() -> ThreadPoolExecutor:
     """Return this process's pool; threads do not survive a fork."""
-    found = _pools.get(os.getpid())
-    if found is None:
-        found = _pools.setdefault(os.getpid(), ThreadPoolExecutor(REQUESTS_AT_A_TIME, "store-request"))
-    return found
+    pool = _pools.get(os.getpid())
+    if pool is None:
+        pool = _pools.setdefault(os.getpid(), ThreadPoolExecutor(REQUESTS_AT_A_TIME, "store-request"))
+    return pool

@@ -60,29 +60,29 @@ def require_library(address: str) -> None:
         raise RequestError(f"{address}: object storage needs the package obstore; pip install 'hyfi[cloud]'")
 
 
-def client_of(scheme: str, place: str) -> ObjectStore:
+def client_of(scheme: str, bucket: str) -> ObjectStore:
     """Return this process's client for a bucket or a host.
 
     Args:
         scheme: One of `SCHEMES`.
-        place: Name of the bucket; for ``http`` and ``https`` the host, with its port if any.
+        bucket: Name of the bucket; for ``http`` and ``https`` the host, with its port if any.
 
     Raises:
         RequestError: There are no credentials for a bucket of ``s3``, or this process was forked from one with clients.
     """
     if any(process != os.getpid() for process, *_ in _clients):
         raise RequestError(
-            f"{scheme}://{place}: this process was forked after its parent had used object storage, whose threads it "
+            f"{scheme}://{bucket}: this process was forked after its parent had used object storage, whose threads it "
             f"does not have; start it anew (multiprocessing's method spawn), or use object storage first in the child"
         )
-    key = os.getpid(), f"{scheme}://{place}", _endpoint(scheme)
+    key = os.getpid(), f"{scheme}://{bucket}", _endpoint(scheme)
     with _lock:
         if key not in _clients:
-            _clients[key] = _new_client(scheme, place)
+            _clients[key] = _new_client(scheme, bucket)
         return _clients[key]  # type: ignore[no-any-return]
 
 
-def _new_client(scheme: str, place: str) -> ObjectStore:
+def _new_client(scheme: str, bucket: str) -> ObjectStore:
     from obstore import store
 
     if scheme == "memory":
@@ -99,17 +99,17 @@ def _new_client(scheme: str, place: str) -> ObjectStore:
     endpoint = _endpoint(scheme)
     settings["client_options"]["allow_http"] = endpoint.startswith("http://") or scheme == "http"
     if scheme == "gs":
-        return store.GCSStore(place, **settings | _emulated(endpoint))
+        return store.GCSStore(bucket, **settings | _emulated(endpoint))
     if scheme == "s3":
-        _require_credentials(place, endpoint)
-        return store.S3Store(place, **settings)
-    return store.HTTPStore.from_url(f"{scheme}://{place}", **settings)
+        _require_credentials(bucket, endpoint)
+        return store.S3Store(bucket, **settings)
+    return store.HTTPStore.from_url(f"{scheme}://{bucket}", **settings)
 
 
 def _endpoint(scheme: str) -> str:
     """Return the address of a server that is not the provider's own; empty if the environment names none."""
-    found = next((os.environ[name] for name in _ENDPOINTS.get(scheme, ()) if os.environ.get(name)), "")
-    return found.rstrip("/") if "://" in found or not found else f"http://{found}"
+    address = next((os.environ[name] for name in _ENDPOINTS.get(scheme, ()) if os.environ.get(name)), "")
+    return address.rstrip("/") if "://" in address or not address else f"http://{address}"
 
 
 def _emulated(endpoint: str) -> dict[str, str]:
@@ -155,8 +155,8 @@ def is_out_of_range(error: OSError) -> bool:
 
 def _translated(error: Exception, address: str) -> OSError:
     text, kind = str(error), type(error).__name__
-    scheme, _, rest = address.partition("://")
-    bucket, endpoint = rest.partition("/")[0], _endpoint(scheme)
+    scheme, _, path = address.partition("://")
+    bucket, endpoint = path.partition("/")[0], _endpoint(scheme)
     where = f" at {endpoint}" if endpoint else ""
     if "NoSuchBucket" in text or "The specified bucket does not exist" in text:
         reason = f"there is no bucket {bucket!r}{where}; create it, or correct the name"

@@ -36,8 +36,8 @@ class ObjectPath(PosixPath):
 
     def __str__(self) -> str:
         """Return the address, or a relative path."""
-        scheme, *rest = self.parts or ("",)
-        return f"{scheme}//{'/'.join(rest)}" if scheme.endswith(":") else "/".join(self.parts)
+        scheme, *parts = self.parts or ("",)
+        return f"{scheme}//{'/'.join(parts)}" if scheme.endswith(":") else "/".join(self.parts)
 
     def __fspath__(self) -> NoReturn:
         """Refuse to be a file of this machine.
@@ -100,8 +100,8 @@ class ObjectPath(PosixPath):
         import obstore
 
         def ask(client: ObjectStore) -> tuple[bytes, int]:
-            found = obstore.get(client, self.key, options={"range": {"suffix": length}})
-            return found.bytes().to_bytes(), found.meta["size"]
+            response = obstore.get(client, self.key, options={"range": {"suffix": length}})
+            return response.bytes().to_bytes(), response.meta["size"]
 
         return self._request(ask)
 
@@ -256,9 +256,9 @@ class ObjectPath(PosixPath):
         self._require_listing()
 
         def ask(client: ObjectStore) -> dict[str, str | None]:
-            found = obstore.list_with_delimiter(client, self.key or None)
-            folders = {path.rstrip("/").rpartition("/")[2]: None for path in found["common_prefixes"]}
-            return folders | {meta["path"].rpartition("/")[2]: meta["e_tag"] or "" for meta in found["objects"]}
+            listing = obstore.list_with_delimiter(client, self.key or None)
+            folders = {path.rstrip("/").rpartition("/")[2]: None for path in listing["common_prefixes"]}
+            return folders | {meta["path"].rpartition("/")[2]: meta["e_tag"] or "" for meta in listing["objects"]}
 
         return self._request(ask)
 

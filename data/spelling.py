@@ -82,7 +82,7 @@ def one_spelling(
     *,
     merge: bool,
     lines: Sequence[int] = (),
-    known: Iterable[str] = (),
+    known_names: Iterable[str] = (),
     knows: str = "the store",
     advice: str = ADVICE,
 ) -> Spelled:
@@ -96,22 +96,22 @@ def one_spelling(
         where: File and column, for messages.
         merge: Whether several spellings of one name are joined; otherwise they are refused.
         lines: Line of each text in the file, for messages.
-        known: Spellings that are settled. A text among them keeps its own, even if several have one form.
+        known_names: Spellings that are settled. A text among them keeps its own, even if several have one form.
         knows: What has them, for messages.
         advice: What to do if it is refused, for messages.
 
     Raises:
         RequestError: A name has several spellings and ``merge`` is off, or one of them may be either of two known ones.
     """
-    settled = dict.fromkeys(text for text in known if text)
+    settled = dict.fromkeys(text for text in known_names if text)
     counts: dict[str, int] = {}
     for text in texts:
         counts[text] = counts.get(text, 0) + bool(text)
     counts = {text: count for text, count in counts.items() if text}
     forms = forms_of([*settled, *counts], kind)
     groups: dict[str, list[str]] = {}
-    others = [text for text in counts if text not in settled]
-    for text in [*settled, *sorted(others, key=lambda text: -counts[text])]:
+    unsettled = [text for text in counts if text not in settled]
+    for text in [*settled, *sorted(unsettled, key=lambda text: -counts[text])]:
         groups.setdefault(forms[text], []).append(text)
     spelling, pairs = {}, []
     for text in counts:
@@ -130,12 +130,12 @@ def one_spelling(
 
 def joined_note(where: str, joined: Sequence[tuple[str, str]]) -> str:
     """Return a sentence about spellings that were joined."""
-    pairs = [f"{shown(text)} as {shown(other)}" for text, other in joined[:_MOST_JOINED]]
+    pairs = [f"{shown(text)} as {shown(spelling)}" for text, spelling in joined[:_MOST_JOINED]]
     more = f" and {len(joined) - _MOST_JOINED} more" if len(joined) > _MOST_JOINED else ""
     return f"{where}: read {', '.join(pairs)}{more}"
 
 
-def difference(one: str, other: str) -> str:
+def difference(a: str, b: str) -> str:
     """Return in what two spellings of one name differ."""
     steps: tuple[tuple[str, Callable[[str], str]], ...] = (
         ("Unicode form", lambda text: unicodedata.normalize("NFKC", text)),
@@ -146,8 +146,8 @@ def difference(one: str, other: str) -> str:
         ("white space", lambda text: text.replace(" ", "")),
     )
     for name, step in steps:
-        one, other = step(one), step(other)
-        if one == other:
+        a, b = step(a), step(b)
+        if a == b:
             return name
     return "ending"
 
@@ -160,14 +160,14 @@ def shown(text: str) -> str:
 def _refusal(
     pairs: Sequence[tuple[str, str]], where: str, lines: Mapping[str, int], settled: Iterable[str], knows: str
 ) -> str:
-    def place(text: str) -> str:
+    def quoted(text: str) -> str:
         return f"{shown(text)} (line {lines[text]})" if text in lines else shown(text)
 
     described = [
-        f"  {place(text)}: {knows} has {shown(other)}, another {difference(text, other)}"
-        if other in settled
-        else f"  {place(text)} and {place(other)} differ only in {difference(text, other)}"
-        for text, other in pairs[:_MOST_NAMED]
+        f"  {quoted(text)}: {knows} has {shown(spelling)}, another {difference(text, spelling)}"
+        if spelling in settled
+        else f"  {quoted(text)} and {quoted(spelling)} differ only in {difference(text, spelling)}"
+        for text, spelling in pairs[:_MOST_NAMED]
     ]
     described += [f"  … and {len(pairs) - _MOST_NAMED} more"] if len(pairs) > _MOST_NAMED else []
     return "\n".join([f"{where}: names that are written in several ways:", *described])

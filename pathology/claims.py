@@ -112,11 +112,11 @@ class Claim:
         self._beat.join()
         folder, (name, number) = self._path.parent, _parts(self._path)
         if _token(self._path) == self._token:
-            for other in _numbers(folder, name):
-                if other <= number:
+            for older in _numbers(folder, name):
+                if older <= number:
                     # In ascending order, so that a remaining claim is never one that was taken over.
                     with contextlib.suppress(OSError):
-                        (folder / f"{name}.{other}").unlink()
+                        (folder / f"{name}.{older}").unlink()
 
     def _keep_alive(self) -> None:
         while not self._stop.wait(BEAT_S):
@@ -184,7 +184,7 @@ def _numbers(folder: Path, name: str) -> list[int]:
     """Return the numbers of a name's claim files, ascending."""
     pattern = re.compile(re.escape(name) + r"\.(\d+)", re.DOTALL)
     with os.scandir(folder) as entries:
-        return sorted(int(found[1]) for entry in entries if (found := pattern.fullmatch(entry.name)))
+        return sorted(int(match[1]) for entry in entries if (match := pattern.fullmatch(entry.name)))
 
 
 def _parts(path: Path) -> tuple[str, int]:

@@ -29,22 +29,22 @@ RanksPerSlide = int | Literal["auto"] | None
 """Ranks that share a slide; ``auto``: as few as keep all ranks busy; None: all ranks."""
 
 
-def group_size(wanted: RanksPerSlide, ranks: int, slides: int) -> int:
+def group_size(ranks_per_slide: RanksPerSlide, ranks: int, slides: int) -> int:
     """Return the number of ranks that work on a slide together.
 
     Args:
-        wanted: see `RanksPerSlide`.
+        ranks_per_slide: see `RanksPerSlide`.
         ranks: of the job.
         slides: of the job.
 
     Raises:
         RequestError: groups of this size would leave ranks over.
     """
-    if wanted == "auto":
+    if ranks_per_slide == "auto":
         return next(size for size in range(1, ranks + 1) if ranks % size == 0 and ranks // size <= max(slides, 1))
-    size = ranks if wanted is None else wanted
+    size = ranks if ranks_per_slide is None else ranks_per_slide
     if ranks % size:
-        allowed = ", ".join(str(other) for other in range(1, ranks + 1) if ranks % other == 0)
+        allowed = ", ".join(str(divisor) for divisor in range(1, ranks + 1) if ranks % divisor == 0)
         raise RequestError(f"--ranks-per-slide {size} with {ranks} ranks leaves ranks over; use one of {allowed}")
     return size
 
@@ -78,8 +78,8 @@ class SlideQueue:
 
     def take(self) -> int | None:
         """Return the next slide of this group, None if all are taken. Collective over the group."""
-        found = self._next() if self._group.rank == 0 else None
-        index: int | None = self._group.broadcast_object(found)
+        own = self._next() if self._group.rank == 0 else None
+        index: int | None = self._group.broadcast_object(own)
         return index
 
     def finish(self, index: int) -> None:
@@ -93,9 +93,9 @@ class SlideQueue:
         """Return the slides that any group has finished since the last call; for the first rank of each group."""
         if not self._alone:
             self._unseen = {int(path.stem) for path in self._folder.glob("*.finished")} - self._known
-        new, self._unseen = self._unseen, set()
-        self._known |= new
-        return new
+        unseen, self._unseen = self._unseen, set()
+        self._known |= unseen
+        return unseen
 
     def _next(self) -> int | None:
         while self._left:
@@ -105,15 +105,15 @@ class SlideQueue:
         return None
 
 
-def gathered(comm: Communicator, leads: bool, found: Mapping[int, Any]) -> list[Any]:
+def gathered(comm: Communicator, leads: bool, results: Mapping[int, Any]) -> list[Any]:
     """Return the results of all groups in the order of their slides, on every rank. Collective.
 
     Args:
         comm: all ranks.
         leads: whether this is the first rank of its group.
-        found: the results of this rank's group as JSON, by the index of their slide.
+        results: the results of this rank's group as JSON, by the index of their slide.
     """
-    mine = list(found.items()) if leads else []
+    mine = list(results.items()) if leads else []
     parts = comm.broadcast_object(comm.gather_objects(mine))
     every = {int(index): result for part in parts for index, result in part}
     return [every[index] for index in sorted(every)]

@@ -20,25 +20,25 @@ def parse_bytes(text: str) -> int:
     Raises:
         RequestError: The text is none of these.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
-    if not found:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if not match:
         raise RequestError(f"--memory {text}: expected an amount such as 8GB or 1500M")
-    base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** " kmgt".index(found[2] or " "))
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
 
 
-def worker_count(asked: int, memory_bytes: int | None, sharing: int = 1) -> int:
+def worker_count(requested: int, memory_bytes: int | None, sharing: int = 1) -> int:
     """Return the number of workers.
 
     Args:
-        asked: Number requested; 0 for as many as cores.
+        requested: Number requested; 0 for as many as cores.
         memory_bytes: Memory of all workers together; None for 80 % of the free memory.
         sharing: Number of processes, such as ranks, that divide this process's cores and the machine's memory.
 
     Raises:
         RequestError: The memory is too small for one worker.
     """
-    workers = asked or usable_cores() // sharing
+    workers = requested or usable_cores() // sharing
     if memory_bytes is not None and memory_bytes < WORKER_BYTES:
         raise RequestError(
             f"--memory {memory_bytes / 1e9:.2g} GB: one worker needs up to {WORKER_BYTES / 1e9:g} GB; give more"

@@ -65,10 +65,10 @@ class ObjectClaim:
         """
         with self._lock:
             try:
-                held = not self._lost and self._path.revision() == self._version
+                is_valid = not self._lost and self._path.revision() == self._version
             except FileNotFoundError:
-                held = False
-        if not held:
+                is_valid = False
+        if not is_valid:
             raise ClaimLostError(self._path.name)
 
     def __enter__(self) -> Self:
@@ -121,14 +121,14 @@ def _stale_version(path: ObjectPath) -> str | None:
     try:
         version, silent_since_s = path.revision(), path.stat().st_mtime
         token = " ".join(path.read_bytes().decode(errors="replace").split()[:4])
-        if has_ended(token) or _now(path) - silent_since_s > STALE_AFTER_S:
+        if has_ended(token) or _server_time_s(path) - silent_since_s > STALE_AFTER_S:
             return version if path.revision() == version else None
     except FileNotFoundError:
         pass
     return None
 
 
-def _now(path: ObjectPath) -> float:
+def _server_time_s(path: ObjectPath) -> float:
     """Return the time of the server's clock, which is that of its objects."""
     probe = path.with_name(f".now-{secrets.token_hex(8)}")
     try:

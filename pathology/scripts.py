@@ -103,23 +103,23 @@ def several(paths: StrPath | Sequence[StrPath]) -> list[Path]:
     Raises:
         RequestError: There is none.
     """
-    found = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
-    if not found:
+    listed = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
+    if not listed:
         raise RequestError("no paths were given; give at least one")
-    return found
+    return listed
 
 
-def checked_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
+def checked_options(kind: type[Options], arguments: Mapping[str, Any]) -> Options:
     """Return the options made of keyword arguments.
 
     Raises:
         RequestError: There is no option of a name, or its value is not allowed.
     """
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name in given:
-        if name not in known:
-            raise RequestError(f"there is no option {name!r}; the options are {', '.join(known)}")
-    return kind(**given)
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in arguments:
+        if name not in names:
+            raise RequestError(f"there is no option {name!r}; the options are {', '.join(names)}")
+    return kind(**arguments)
 
 
 def make_callable(package: str, function: Callable[..., Any]) -> None:

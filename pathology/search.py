@@ -56,13 +56,13 @@ def slides_at(path: Path, store: Path | None) -> Iterator[tuple[Path, dict[str, 
     if is_folder and is_ome_zarr(path):
         yield _tidy(path), {}
     elif is_folder:
-        found = sorted(_search(path, store))
-        if not found:
+        sources = sorted(_search(path, store))
+        if not sources:
             suffixes = ", ".join(sorted(SLIDE_SUFFIXES))
             raise RequestError(
                 f"{path}: no slide in this folder or below; slides are OME-Zarr stores, and files ending in {suffixes}"
             )
-        yield from ((source, {}) for source in found)
+        yield from ((source, {}) for source in sources)
     elif path.suffix.lower() in {".csv", ".tsv"}:
         for row in read_user_manifest(path):
             source = location(row["source_path"])
@@ -108,15 +108,15 @@ def _remote_slides(path: Path) -> list[Path]:
         if is_ome_zarr(path):
             return [path]
         below = sorted(path.iterdir()) if getattr(path, "can_list", False) else []
-        found = [source for source, is_slide in zip(below, each(is_ome_zarr, below, path), strict=True) if is_slide]
+        slides = [source for source, is_slide in zip(below, each(is_ome_zarr, below, path), strict=True) if is_slide]
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if not found:
+    if not slides:
         raise RequestError(
             f"{path}: no OME-Zarr store at this address or directly below; slides of other formats are read from a "
             f"disk only: copy them first"
         )
-    return found
+    return slides
 
 
 def _search(folder: Path, store: Path | None) -> Iterator[Path]:
@@ -131,23 +131,23 @@ def _search(folder: Path, store: Path | None) -> Iterator[Path]:
         if not isinstance(error, FileNotFoundError):  # removed in the meantime
             unreadable.append(Path(error.filename))
 
-    for here, folders, files in os.walk(_tidy(folder), onerror=note, followlinks=True):
-        real = os.path.realpath(here)
+    for folder_path, folders, files in os.walk(_tidy(folder), onerror=note, followlinks=True):
+        real = os.path.realpath(folder_path)
         if real in visited:
             folders.clear()
             continue
         visited.add(real)
-        if _is_zarr(here, files):
+        if _is_zarr(folder_path, files):
             folders.clear()
-            if is_ome_zarr(Path(here)):
-                yield Path(here)
+            if is_ome_zarr(Path(folder_path)):
+                yield Path(folder_path)
             continue
-        if ".records" in folders and (len(visited) > 1 or _is_same(here, store)):
+        if ".records" in folders and (len(visited) > 1 or _is_same(folder_path, store)):
             folders[:] = [name for name in folders if not name.endswith(".zarr")]
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in files:
-            if not name.startswith(".") and _is_slide(Path(here, name)):
-                yield Path(here, name)
+            if not name.startswith(".") and _is_slide(Path(folder_path, name)):
+                yield Path(folder_path, name)
     yield from unreadable
 
 

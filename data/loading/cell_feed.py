@@ -81,7 +81,7 @@ class CellFeed:
             raise ValueError(f"turns must follow one another: {turn} asked for, {self._turn + 1} is next")
         self._turn = turn
         self._read.clear()
-        self._open = {key: found for key, found in self._open.items() if key[0] >= turn}
+        self._open = {key: opened for key, opened in self._open.items() if key[0] >= turn}
         self._request_ahead()
         return self
 
@@ -139,5 +139,5 @@ class CellFeed:
             receives += [Message(loader, buffer, PIXELS_TAG) for buffer in buffers.of_sample(position)]
             numbers_of.setdefault(loader, []).append(number)
         box = part.box.y0, part.box.y1, part.box.x0, part.box.x1
-        asked = {loader: {"numbers": numbers, "box": box} for loader, numbers in numbers_of.items()}
-        self._open[turn, part] = self._link.request(receives, asked), buffers
+        requests = {loader: {"numbers": numbers, "box": box} for loader, numbers in numbers_of.items()}
+        self._open[turn, part] = self._link.request(receives, requests), buffers

@@ -78,11 +78,11 @@ def decode(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> int:
     """
     original, read_bytes = _original(samples, lease, cache)
     augmented = samples.vary(lease.index, lease.epoch, original)
-    whole = hull(lease.boxes)
+    extent = hull(lease.boxes)
     start = lease.slot_offset
     for box in lease.boxes:
         part = slots[start : start + part_bytes(box)].reshape(BANDS, *box.shape)
-        rows, columns = box.relative_to(whole).slices()
+        rows, columns = box.relative_to(extent).slices()
         part[...] = augmented[:, rows, columns]
         start += part.size
     return read_bytes

@@ -175,16 +175,16 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
 
     def answer(lease: Lease) -> None:
         nonlocal reported
-        found: Answer
+        reply: Answer
         try:
-            found = LeaseDone(lease.name, decode(samples, lease, slots, cache))
+            reply = LeaseDone(lease.name, decode(samples, lease, slots, cache))
         except Exception as error:
-            found = LeaseFailed(_portable(error), traceback.format_exc())
+            reply = LeaseFailed(_portable(error), traceback.format_exc())
         with sending, contextlib.suppress(OSError):
-            if isinstance(found, LeaseDone):
+            if isinstance(reply, LeaseDone):
                 (stored, shared), reported = reported, _node_bytes()
-                found = replace(found, store_bytes=reported[0] - stored, shared_bytes=reported[1] - shared)
-            connection.send(found)
+                reply = replace(reply, store_bytes=reported[0] - stored, shared_bytes=reported[1] - shared)
+            connection.send(reply)
 
     with ThreadPoolExecutor(MOST_AT_A_TIME, "decode") as threads, contextlib.suppress(EOFError, OSError):
         connection.send(WorkerReady())

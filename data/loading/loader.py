@@ -202,10 +202,10 @@ class LoaderService:
 
     def _receive_message(self) -> bool:
         """Handle one message of a trainer (hello, request or goodbye); return whether there was one."""
-        found = self._comm.poll_object(CONTROL_TAG)
-        if found is None:
+        received = self._comm.poll_object(CONTROL_TAG)
+        if received is None:
             return False
-        peer, message = found
+        peer, message = received
         if message["kind"] == "hello":
             parts = tuple(InputPart.from_json(part) for part in message["parts"])
             every, box_bytes = tuple(message["every"]), message.get("box_bytes", 0)
@@ -232,9 +232,9 @@ class LoaderService:
             return False
         waiting = {rank: request for rank, t in self._trainers.items() if (request := t.next) is not None}
         for rank, request in sorted(waiting.items(), key=lambda item: item[1].number):
-            needed = self._needed(rank, request)
-            if all(other in waiting and waiting[other].name == request.name for other in needed):
-                self._start(request, needed, pool)
+            boxes_of = self._needed(rank, request)
+            if all(trainer in waiting and waiting[trainer].name == request.name for trainer in boxes_of):
+                self._start(request, boxes_of, pool)
                 return True
         return False
 
@@ -242,19 +242,19 @@ class LoaderService:
         """Return the boxes (trainer to boxes) that are prepared together for a request."""
         if request.box is not None:
             return {rank: [request.box]}
-        pairs = ((other, t.boxes(self._layout, request.number)) for other, t in self._trainers.items())
-        return {other: boxes for other, boxes in pairs if boxes}
+        pairs = ((rank, t.boxes(self._layout, request.number)) for rank, t in self._trainers.items())
+        return {rank: boxes for rank, boxes in pairs if boxes}
 
-    def _start(self, request: _Wanted, needed: dict[int, list[Box]], pool: DecodePool) -> None:
+    def _start(self, request: _Wanted, boxes_of: dict[int, list[Box]], pool: DecodePool) -> None:
         """Start preparing what the trainers (rank to boxes) need of a sample."""
         epoch, index = self._stream.at(request.number)
         counted = request.box is None or request.number not in self._samples_in_boxes
         if request.box is not None:
             self._samples_in_boxes.add(request.number)
-        pool.submit(request.name, epoch, index, tuple(box for of in needed.values() for box in of), counted)
+        pool.submit(request.name, epoch, index, tuple(box for of in boxes_of.values() for box in of), counted)
         first = 0
         self._recipients[request.name] = {}
-        for rank, boxes in needed.items():
+        for rank, boxes in boxes_of.items():
             self._recipients[request.name][rank] = slice(first, first + len(boxes))
             self._trainers[rank].started += 1
             first += len(boxes)

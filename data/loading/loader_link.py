@@ -53,18 +53,18 @@ class LoaderLink:
         """Return the loader of the replica's sample with this index."""
         return self._loaders[ordinal % len(self._loaders)]
 
-    def request(self, receives: Sequence[Message], asked: Mapping[int, Mapping[str, Any]]) -> int:
+    def request(self, receives: Sequence[Message], requests: Mapping[int, Mapping[str, Any]]) -> int:
         """Post receives, then ask for what they receive.
 
         Args:
             receives: In the order in which each loader will send.
-            asked: Of each loader (the key).
+            requests: Of each loader (the key).
 
         Returns:
             The index of this request: 0, 1, 2, …
         """
         self._receives.append((self._requests, self._comm.exchange([], list(receives)), receives))
-        self._send({loader: {"kind": "request", **what} for loader, what in asked.items()})
+        self._send({loader: {"kind": "request", **request} for loader, request in requests.items()})
         self._requests += 1
         return self._requests - 1
 
@@ -86,9 +86,9 @@ class LoaderLink:
             pending.wait()
         backoff = Backoff()
         while len(self.reports) < len(self._loaders):
-            found = self._comm.poll_object(REPORT_TAG)
-            if found is not None:
-                self.reports[found[0]] = found[1]
+            received = self._comm.poll_object(REPORT_TAG)
+            if received is not None:
+                self.reports[received[0]] = received[1]
             else:
                 self._watch()
                 backoff.pause()

@@ -91,11 +91,11 @@ class SampleStream:
     def _order(self, epoch: int) -> list[tuple[int, int]]:
         if self.weights is None:
             return [(epoch, index) for index in epoch_order(self.n, self.seed, epoch).tolist()]
-        seen: Counter[int] = Counter()
+        repeats: Counter[int] = Counter()
         order = []
         for index in weighted_order(self.weights, self.seed, epoch).tolist():
-            order.append((epoch + seen[index] * _OCCURRENCE, index))
-            seen[index] += 1
+            order.append((epoch + repeats[index] * _OCCURRENCE, index))
+            repeats[index] += 1
         return order
 
 
@@ -112,8 +112,8 @@ def column_weights(slides: Sequence[SlideRef], labels: Labels, column: str) -> t
         RequestError: There is no such column, a slide's value is not a number ≥ 0, or all values are 0.
     """
     if not labels.rows or column not in labels.rows[0]:
-        known = ", ".join(labels.rows[0]) if labels.rows else "none"
-        raise RequestError(f"data.weights_column: the labels have no column {column!r}; they have: {known}")
+        columns = ", ".join(labels.rows[0]) if labels.rows else "none"
+        raise RequestError(f"data.weights_column: the labels have no column {column!r}; they have: {columns}")
     values = {row[labels.key]: row[column] for row in labels.rows if row[column]}
     weights = tuple(_number(slide, values, labels, column) for slide in slides)
     if not sum(weights):

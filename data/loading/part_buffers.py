@@ -72,10 +72,10 @@ class PartBuffers:
         raise ValueError(not_sent(InputPart(box, first, stop), self._parts))
 
 
-def not_sent(wanted: InputPart, parts: Sequence[InputPart]) -> str:
+def not_sent(requested: InputPart, parts: Sequence[InputPart]) -> str:
     """Return the message for a box that the loaders do not send."""
     available = ", ".join(f"{part.box} of samples {part.first} to {part.stop}" for part in parts)
     return (
-        f"{wanted.box} of samples {wanted.first} to {wanted.stop} was requested, but the loaders send "
+        f"{requested.box} of samples {requested.first} to {requested.stop} was requested, but the loaders send "
         f"{available or 'nothing'}"
     )

@@ -44,7 +44,7 @@ def column_of_classes(
     """
     named = without_missing(named, column, missing, keep=classes or ())
     named = _numbers_in_one_way(named, column, classes or ())
-    named = column_in_one_way(named, column, "class", merge=merge, known=classes or (), knows="the model")
+    named = column_in_one_way(named, column, "class", merge=merge, known_names=classes or (), knows="the model")
     if classes is None:
         _refuse_other_values(named, column)
     return named
@@ -53,12 +53,12 @@ def column_of_classes(
 def _numbers_in_one_way(named: NamedTable, column: str, classes: Sequence[str]) -> NamedTable:
     """Return the table with one spelling of each whole number: that of ``classes``, else the shortest."""
     table = named.table
-    numbers = {value: found for value in {row[column] for row in table.rows} if (found := _INTEGER.fullmatch(value))}
-    known = {found[1]: name for name in classes if (found := _INTEGER.fullmatch(name))}
+    numbers = {value: match for value in {row[column] for row in table.rows} if (match := _INTEGER.fullmatch(value))}
+    of_class = {match[1]: name for name in classes if (match := _INTEGER.fullmatch(name))}
     shortest: dict[str, str] = {}
     for value in sorted(numbers, key=len):
         shortest.setdefault(numbers[value][1], value)
-    spelling = {value: known.get(found[1], shortest[found[1]]) for value, found in numbers.items()}
+    spelling = {value: of_class.get(match[1], shortest[match[1]]) for value, match in numbers.items()}
     joined = sorted((value, name) for value, name in spelling.items() if value != name)
     if not joined:
         return named
@@ -96,7 +96,7 @@ def _refuse_other_values(named: NamedTable, column: str) -> None:
 def _with_several_classes(values: Sequence[str]) -> str | None:
     """Return a value such as ``TP53;KRAS`` that shares a part with another value, or has one as a part."""
     parts = {value: {canonical(part) for part in re.split(r"[;|]", value) if part.strip()} for value in values}
-    shared = Counter(part for found in parts.values() for part in found)
+    shared = Counter(part for several in parts.values() for part in several)
     return next((v for v in values if len(parts[v]) > 1 and any(shared[part] > 1 for part in parts[v])), None)
 
 

@@ -108,9 +108,9 @@ def coverage_of(
         holds_all: Called with a size (height, width) and a factor of the mpp; returns whether an image of that size and
             mpp shows all tissue.
     """
-    known = Coverage(slide_id, case_id, view.coverage, view.tissue_px, view.flags, len(view.pieces))
+    coverage = Coverage(slide_id, case_id, view.coverage, view.tissue_px, view.flags, len(view.pieces))
     if "cropped" not in view.flags:
-        return known
+        return coverage
 
     def larger(k: int) -> tuple[int, int]:
         height, width = (math.ceil(side * (STEPS + k) / STEPS / align_px) * align_px for side in view.size_px)
@@ -119,7 +119,7 @@ def coverage_of(
     size = larger(_smallest(lambda k: holds_all(larger(k), 1.0)))
     coarser = _smallest(lambda k: holds_all(view.size_px, 1 + k / STEPS))
     fits_mpp = float(f"{mpp * (1 + coarser / STEPS):.6g}")
-    return Coverage(slide_id, case_id, view.coverage, view.tissue_px, view.flags, known.pieces, size, fits_mpp)
+    return Coverage(slide_id, case_id, view.coverage, view.tissue_px, view.flags, coverage.pieces, size, fits_mpp)
 
 
 def _smallest(fits: Callable[[int], bool]) -> int:
@@ -146,8 +146,8 @@ def check_coverage(dataset: CoverageSource, min_coverage: float) -> None:
     low = [i for i in range(len(dataset)) if dataset.view(i).coverage < min_coverage]
     if not low:
         return
-    found = {i: dataset.coverage(i) for i in low}
-    named = [f"  {c.slide_id}: {c.share:.3f}{_NO_TISSUE * (not c.tissue_px)}" for c in found.values()]
+    too_low = {i: dataset.coverage(i) for i in low}
+    named = [f"  {c.slide_id}: {c.share:.3f}{_NO_TISSUE * (not c.tissue_px)}" for c in too_low.values()]
     if len(named) > MAX_LISTED:
         named[MAX_LISTED:] = [f"  … and {len(named) - MAX_LISTED} more"]
     lines = [
@@ -155,15 +155,15 @@ def check_coverage(dataset: CoverageSource, min_coverage: float) -> None:
         f"show less:",
         *named,
     ]
-    with_tissue = [i for i in low if found[i].tissue_px]
+    with_tissue = [i for i in low if too_low[i].tissue_px]
     if with_tissue:
         height, width = _smallest_size(dataset, with_tissue, min_coverage)
         lines.append(
             f"data.size_px=[{height},{width}] is the smallest size of this shape that shows enough of every slide"
         )
-        sizes = [size for i in with_tissue if (size := found[i].fits_size_px)]
+        sizes = [size for i in with_tissue if (size := too_low[i].fits_size_px)]
         height, width = max(h for h, _ in sizes), max(w for _, w in sizes)
-        mpp = max(found[i].fits_mpp or 0.0 for i in with_tissue)
+        mpp = max(too_low[i].fits_mpp or 0.0 for i in with_tissue)
         lines.append(
             f"data.size_px=[{height},{width}] would show all tissue, and so would data.mpp={mpp:g} (`hyfi ingest "
             f"--mpp {mpp:g}`)"

@@ -276,11 +276,11 @@ class SlideDataset:
         return make
 
     def _check_slides(self) -> None:
-        seen: set[str] = set()
+        names: set[str] = set()
         for sample in self.samples:
-            if sample.slide_id in seen:
+            if sample.slide_id in names:
                 raise RequestError(f"slide {sample.slide_id} is listed twice")
-            seen.add(sample.slide_id)
+            names.add(sample.slide_id)
         # The files of slides on object storage are looked at once, by `check_files`, not by every process.
         if self._opener is None and not is_remote(self._store):
             missing = [s.slide_id for s in self.samples if not slide_path(self._store, s.slide_id).is_dir()]

@@ -63,13 +63,13 @@ def without_flags(rows: Iterable[Mapping[str, str]], flags: Collection[str]) -> 
 
 def describe_excluded(excluded: Sequence[ExcludedSlide]) -> str:
     """Return a sentence with the number and names of the slides."""
-    names = ", ".join(f"{one.slide_id} ({', '.join(one.flags)})" for one in excluded)
+    names = ", ".join(f"{slide.slide_id} ({', '.join(slide.flags)})" for slide in excluded)
     return f"data.exclude_flags: {len(excluded)} slide{'s' * (len(excluded) != 1)} left out: {names}"
 
 
 def write_excluded(path: Path, excluded: Iterable[ExcludedSlide]) -> None:
     """Write ``RUN/excluded.csv`` atomically."""
-    write_table(path, EXCLUDED_COLUMNS, [one.row() for one in excluded])
+    write_table(path, EXCLUDED_COLUMNS, [slide.row() for slide in excluded])
 
 
 def refuse_empty(split: str, lost: Sequence[str], excluded: Sequence[ExcludedSlide]) -> NoReturn:
@@ -78,8 +78,8 @@ def refuse_empty(split: str, lost: Sequence[str], excluded: Sequence[ExcludedSli
     Raises:
         RequestError: Always.
     """
-    which = f"of {', '.join(map(repr, lost))} " if lost else ""
-    mine = [one for one in excluded if one.split == split]
+    of_classes = f"of {', '.join(map(repr, lost))} " if lost else ""
+    mine = [slide for slide in excluded if slide.split == split]
     raise RequestError(
-        f"{describe_excluded(mine)}; no slide {which}is left in {split!r}; exclude fewer flags, or add slides"
+        f"{describe_excluded(mine)}; no slide {of_classes}is left in {split!r}; exclude fewer flags, or add slides"
     )

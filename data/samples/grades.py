@@ -13,19 +13,19 @@ _NUMBERED = re.compile(r"(\D*?)\s*(\d+(?:\.\d+)?)")
 _ROMAN = {text: number for number, text in enumerate(("i", "ii", "iii", "iv", "v", "vi"), 1)}
 
 
-def in_order(labels: Labels, source: str, *, given: bool) -> Labels:
+def in_order(labels: Labels, source: str, *, is_given: bool) -> Labels:
     """Return labels whose classes are grades, the lowest first, and a note that says in which order.
 
     Args:
         labels: The grades as classes.
         source: The file, for messages.
-        given: Whether the classes are in their order already. Otherwise it is that of their numbers (``1``, ``G2``,
+        is_given: Whether the classes are in their order already. Otherwise it is that of their numbers (``1``, ``G2``,
             ``pT3``) or Roman numbers (``II``).
 
     Raises:
         RequestError: The grades have no order that is known.
     """
-    if not given:
+    if not is_given:
         order = _order_of(labels.classes)
         if order is None:
             names = ", ".join(labels.classes)
@@ -33,20 +33,20 @@ def in_order(labels: Labels, source: str, *, given: bool) -> Labels:
                 f"{source}: {labels.target}: the order of {names} is not known: list them as model.classes, the lowest "
                 "first, or use data.task: multiclass if they have none"
             )
-        index = {old: new for new, old in enumerate(order)}
-        indices = {item: index[one] if isinstance(one, int) else None for item, one in labels.indices.items()}
-        labels = replace(labels, classes=tuple(labels.classes[old] for old in order), indices=indices)
+        index = {number: rank for rank, number in enumerate(order)}
+        indices = {item: index[target] if isinstance(target, int) else None for item, target in labels.indices.items()}
+        labels = replace(labels, classes=tuple(labels.classes[number] for number in order), indices=indices)
     note = f"{labels.target}: in this order: {' < '.join(labels.classes)}"
     return replace(labels, notes=(*labels.notes, note))
 
 
 def _order_of(names: Sequence[str]) -> list[int] | None:
     """Return the indices of names in the order of their numbers; None: they are no numbers, or of several kinds."""
-    found = [_numbered(name) for name in names]
-    known = [one for one in found if one is not None]
-    if len(known) < len(names) or len({kind for kind, _ in known}) > 1 or len(set(known)) < len(names):
+    grades = [_numbered(name) for name in names]
+    numbered = [grade for grade in grades if grade is not None]
+    if len(numbered) < len(names) or len({kind for kind, _ in numbered}) > 1 or len(set(numbered)) < len(names):
         return None
-    return sorted(range(len(names)), key=lambda k: known[k][1])
+    return sorted(range(len(names)), key=lambda k: numbered[k][1])
 
 
 def _numbered(name: str) -> tuple[str, float] | None:
@@ -58,5 +58,5 @@ def _numbered(name: str) -> tuple[str, float] | None:
     prefix, _, last = name.casefold().rpartition(" ")
     if last in _ROMAN:
         return f"{prefix} roman", _ROMAN[last]
-    found = _NUMBERED.fullmatch(name.casefold())
-    return None if found is None else (found[1], float(found[2]))
+    match = _NUMBERED.fullmatch(name.casefold())
+    return None if match is None else (match[1], float(match[2]))

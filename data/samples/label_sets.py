@@ -60,9 +60,9 @@ def load_label_sets(
         names = tuple(columns)
         if classes is not None and set(classes) != set(names):
             raise RequestError(f"{table.name}: the columns are {', '.join(names)}; the labels {', '.join(classes)}")
-        found = _of_columns(table, names)
+        targets = _of_columns(table, names)
     else:
-        names, found, note = _of_cells(table, columns[0], classes, merge_alike)
+        names, targets, note = _of_cells(table, columns[0], classes, merge_alike)
         notes += [note] if note else []
     wrong = [name for name in names if ";" in name or "|" in name or name == NONE]
     if wrong:
@@ -70,15 +70,15 @@ def load_label_sets(
             f"{table.name}: a label has no ; or | in its name and is not {NONE}, which means none of the labels: given "
             f"{shown(wrong[0])}; rename it, or list it as data.missing"
         )
-    indices = one_of_each(table, ", ".join(columns), found, lambda target: _text(target, names))
-    known = [target for target in indices.values() if target is not None]
-    if not known:
+    indices = one_of_each(table, ", ".join(columns), targets, lambda target: _text(target, names))
+    labelled = [target for target in indices.values() if target is not None]
+    if not labelled:
         raise RequestError(f"{table.name}: {', '.join(columns)}: no slide has a label")
     if classes is None:
-        _refuse_constant(table, names, known)
-    unknown = sum(value == UNKNOWN for target in known for value in target)
+        _refuse_constant(table, names, labelled)
+    unknown = sum(value == UNKNOWN for target in labelled for value in target)
     if unknown:
-        notes.append(f"{unknown} of {len(known) * len(names)} labels are unknown and do not count")
+        notes.append(f"{unknown} of {len(labelled) * len(names)} labels are unknown and do not count")
     return Labels(", ".join(columns), table.key, names, indices, cases_of(table), table.rows, tuple(notes))
 
 
@@ -104,12 +104,12 @@ def _of_columns(table: Table, columns: tuple[str, ...]) -> list[States | None]:
                 "positive and negative), and nothing where it is unknown; words that mean missing belong into "
                 "data.missing"
             )
-    found: list[States | None] = []
+    targets: list[States | None] = []
     for row in table.rows:
         states = [state_of(row[column]) for column in columns]
         target = tuple(UNKNOWN if state is None else state for state in states)
-        found.append(target if any(state != UNKNOWN for state in target) else None)
-    return found
+        targets.append(target if any(state != UNKNOWN for state in target) else None)
+    return targets
 
 
 def _of_cells(
@@ -123,35 +123,37 @@ def _of_cells(
     cells = [[part.strip() for part in re.split(r"[;|]", row[column]) if part.strip()] for row in table.rows]
     if classes is None and not any(len(parts) > 1 for parts in cells):
         values = list(Counter(part for parts in cells for part in parts))
-        both = len(values) <= 2 and all(state_of(value) is not None for value in values)
+        is_one_label = len(values) <= 2 and all(state_of(value) is not None for value in values)
         raise RequestError(
             f"{table.name}: {column}: no cell has several labels with ; or | between them, such as "
             f"{', '.join(map(shown, values[:2]))}; "
             + (
                 "name all columns of yes and no as data.target"
-                if both
+                if is_one_label
                 else "one class a slide is data.task: multiclass"
             )
         )
     parts = [(line, part) for line, cell in zip(table.lines, cells, strict=True) for part in cell]
     texts, lines, where = [part for _, part in parts], [line for line, _ in parts], f"{table.name}: {column}"
-    spelled = one_spelling(texts, "class", where, merge=merge, lines=lines, known=classes or (), knows="the model")
+    spelled = one_spelling(
+        texts, "class", where, merge=merge, lines=lines, known_names=classes or (), knows="the model"
+    )
     names = tuple(classes) if classes is not None else tuple(sorted(set(spelled.spelling.values()), key=natural_key))
     unknown = [(line, part) for line, part in parts if spelled.spelling[part] not in names]
     if unknown:
         line, part = unknown[0]
         raise RequestError(f"{where}: unknown label {shown(part)} (line {line}); known: {', '.join(names)}")
     sets = [{spelled.spelling[part] for part in cell} for cell in cells]
-    found: list[States | None] = [
-        tuple(YES if name in one else NO for name in names) if row[column] else None
-        for one, row in zip(sets, table.rows, strict=True)
+    targets: list[States | None] = [
+        tuple(YES if name in names_set else NO for name in names) if row[column] else None
+        for names_set, row in zip(sets, table.rows, strict=True)
     ]
-    return names, found, joined_note(where, spelled.joined) if spelled.joined else ""
+    return names, targets, joined_note(where, spelled.joined) if spelled.joined else ""
 
 
-def _refuse_constant(table: Table, names: tuple[str, ...], known: Sequence[States]) -> None:
-    states = [{target[k] for target in known} - {UNKNOWN} for k in range(len(names))]
-    same = [name for name, found in zip(names, states, strict=True) if len(found) < 2]
+def _refuse_constant(table: Table, names: tuple[str, ...], labelled: Sequence[States]) -> None:
+    states = [{target[k] for target in labelled} - {UNKNOWN} for k in range(len(names))]
+    same = [name for name, values in zip(names, states, strict=True) if len(values) < 2]
     if same:
         raise RequestError(
             f"{table.name}: {', '.join(same)}: the same for every slide: there is nothing to learn; leave it out"

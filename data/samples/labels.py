@@ -99,19 +99,19 @@ def load_labels(
     named = with_one_name_each(table, rows, merge=merge_alike, missing=words)
     named = column_of_classes(named, target, classes=classes, merge=merge_alike, missing=words)
     table = named.table
-    found = one_of_each(table, target, (row[target] or None for row in table.rows), lambda name: repr(name or ""))
-    present = {name for name in found.values() if name}
+    values = one_of_each(table, target, (row[target] or None for row in table.rows), lambda name: repr(name or ""))
+    present = {name for name in values.values() if name}
     names = tuple(classes) if classes is not None else tuple(sorted(present, key=natural_key))
     if not present:
         raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
     index = {name: i for i, name in enumerate(names)}
-    unknown = {name: item for item, name in found.items() if name and name not in index}
+    unknown = {name: item for item, name in values.items() if name and name not in index}
     if unknown:
         name, item = next(iter(unknown.items()))
         raise RequestError(
             f"{table.name}: {key} {item}: unknown class {name!r} in {target!r}; known: {', '.join(names)}"
         )
-    indices = {item: index[name] if name else None for item, name in found.items()}
+    indices = {item: index[name] if name else None for item, name in values.items()}
     return Labels(target, key, names, indices, cases_of(table), table.rows, named.notes)
 
 
@@ -123,7 +123,7 @@ def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None) -> list
 
 
 def one_of_each(
-    table: Table, column: str, values: Iterable[Value | None], text: Callable[[Value | None], str], what: str = "labels"
+    table: Table, column: str, values: Iterable[Value | None], text: Callable[[Value | None], str], noun: str = "labels"
 ) -> dict[str, Value | None]:
     """Return slide or case to its value; None: empty.
 
@@ -132,12 +132,12 @@ def one_of_each(
         column: Its column that has the values, for messages.
         values: The value of each row.
         text: Returns a value as text, for messages.
-        what: What a slide has two of, for messages.
+        noun: What a slide has two of, for messages.
 
     Raises:
         RequestError: Two rows of a slide or case differ, or a row has a value but no key.
     """
-    found: dict[str, Value | None] = {}
+    values_of: dict[str, Value | None] = {}
     lines: dict[str, int] = {}
     for line, row, value in zip(table.lines, table.rows, values, strict=True):
         item = row[table.key]
@@ -145,11 +145,11 @@ def one_of_each(
             if value is not None:
                 raise RequestError(f"{table.name}, line {line}: {column} {text(value)}, but no {table.key}")
             continue
-        if found.setdefault(item, value) != value:
-            both = f"{text(found[item])} on line {lines[item]} and {text(value)} on line {line}"
-            raise RequestError(f"{table.name}: {table.key} {item} has two {what}: {both}")
+        if values_of.setdefault(item, value) != value:
+            contradiction = f"{text(values_of[item])} on line {lines[item]} and {text(value)} on line {line}"
+            raise RequestError(f"{table.name}: {table.key} {item} has two {noun}: {contradiction}")
         lines.setdefault(item, line)
-    return found
+    return values_of
 
 
 def named_cells(cells: Sequence[tuple[int, str]]) -> str:

@@ -65,8 +65,8 @@ class LabelMatch:
         if self.without_split:
             rows.append(("labelled slides in no split", len(self.without_split), _some(self.without_split)))
         rows += [(f"class {name}", self.counts.get(name, 0), "") for name in self.classes]
-        width = max(len(what) for what, _, _ in rows)
-        lines = [f"  {what:<{width}}  {n:>6}  {names}".rstrip() for what, n, names in rows]
+        width = max(len(label) for label, _, _ in rows)
+        lines = [f"  {label:<{width}}  {n:>6}  {names}".rstrip() for label, n, names in rows]
         return "\n".join(["labels:", *lines, *(f"  note: {note}" for note in self.notes)])
 
     @property
@@ -112,11 +112,11 @@ def match_labels(
     rows: Iterable[Mapping[str, str]], labels: Labels, splits: Mapping[str, str] | None = None
 ) -> LabelMatch:
     """Compare labels, and slide to split if there are splits, with the rows of a store's manifest."""
-    known = with_cases(rows, labels)
+    rows_with_cases = with_cases(rows, labels)
     slides: dict[str, str] = {}
     counts: Counter[str] = Counter()
     failed, unlabelled = [], []
-    for row in known:
+    for row in rows_with_cases:
         index = labels.of(row["slide_id"], row["case_id"])
         if row.get("status", "done") != "done":
             failed += [row["slide_id"]] if index is not None else []
@@ -125,7 +125,7 @@ def match_labels(
         else:
             slides[row["slide_id"]] = labels.text(index)
             counts.update(labels.names_of(index))
-    names = {row[labels.key] for row in known} - {""}
+    names = {row[labels.key] for row in rows_with_cases} - {""}
     unmatched = [key for key, index in labels.indices.items() if index is not None and key not in names]
     by_plain = {plain_name(name): name for name in sorted(names)}
     return LabelMatch(
@@ -136,9 +136,11 @@ def match_labels(
         tuple(unlabelled),
         tuple(unmatched),
         similar={key: by_plain[plain_name(key)] for key in unmatched if plain_name(key) in by_plain},
-        without_case=tuple(row["slide_id"] for row in known if row["slide_id"] in slides and not row["case_id"]),
+        without_case=tuple(
+            row["slide_id"] for row in rows_with_cases if row["slide_id"] in slides and not row["case_id"]
+        ),
         without_split=() if splits is None else tuple(slide for slide in slides if slide not in splits),
-        notes=(*labels.notes, *_same_content_notes(known, slides)),
+        notes=(*labels.notes, *_same_content_notes(rows_with_cases, slides)),
         counts=counts,
     )
 

@@ -42,12 +42,12 @@ def with_one_name_each(
     Raises:
         RequestError: A name has several spellings, and ``merge`` is off.
     """
-    known, named = list(rows), NamedTable(table)
+    store_rows, named = list(rows), NamedTable(table)
     for column in KEYS:
         if column in table.columns:
-            names = [row.get(column, "") for row in known]
+            names = [row.get(column, "") for row in store_rows]
             named = without_missing(named, column, missing, keep=names if column == "slide_id" else ())
-            named = column_in_one_way(named, column, "name", merge=merge, known=names)
+            named = column_in_one_way(named, column, "name", merge=merge, known_names=names)
     return named
 
 
@@ -57,7 +57,7 @@ def column_in_one_way(
     kind: Kind,
     *,
     merge: bool,
-    known: Iterable[str] = (),
+    known_names: Iterable[str] = (),
     knows: str = "the store",
 ) -> NamedTable:
     """Return the table with one spelling of each name in a column; the arguments are those of `one_spelling`.
@@ -67,7 +67,7 @@ def column_in_one_way(
     """
     table, where = named.table, f"{named.table.name}: {column}"
     values = [row[column] for row in table.rows]
-    spelled = one_spelling(values, kind, where, merge=merge, lines=table.lines, known=known, knows=knows)
+    spelled = one_spelling(values, kind, where, merge=merge, lines=table.lines, known_names=known_names, knows=knows)
     if not spelled.joined:
         return named
     changed = ({**row, column: spelled.spelling.get(row[column], "")} for row in table.rows)
@@ -78,18 +78,20 @@ def without_missing(
     named: NamedTable, column: str, missing: Iterable[str] = MISSING, *, keep: Iterable[str] = ()
 ) -> NamedTable:
     """Return a table without the words in a column that say that a value is missing; those of ``keep`` stay."""
-    kept, words, table = set(keep), tuple(missing), named.table
+    exempt, words, table = set(keep), tuple(missing), named.table
     values = Counter(row[column] for row in table.rows if row[column])
-    found = {value: count for value, count in values.items() if value not in kept and is_missing(value, words)}
-    if not found:
+    missing_words = {
+        value: count for value, count in values.items() if value not in exempt and is_missing(value, words)
+    }
+    if not missing_words:
         return named
-    rows = tuple({**row, column: "" if row[column] in found else row[column]} for row in table.rows)
-    if "+" in values and "-" in found:
+    rows = tuple({**row, column: "" if row[column] in missing_words else row[column]} for row in table.rows)
+    if "+" in values and "-" in missing_words:
         raise RequestError(
             f"{table.name}: {column}: '-' is read as missing, but '+' is a class; write negative and positive, or list "
             "what is missing as data.missing (hyfi split --missing)"
         )
-    listed = ", ".join(f"{shown(value)} {count}" for value, count in found.items())
+    listed = ", ".join(f"{shown(value)} {count}" for value, count in missing_words.items())
     return NamedTable(replace(table, rows=rows), (*named.notes, f"{table.name}: {column}: read as missing: {listed}"))
 
 
@@ -126,13 +128,13 @@ def refuse_content_in_two_splits(
             if slide in splits:
                 first.setdefault(splits[slide], slide)
         if len(first) > 1:
-            (one, slide), (other, same), *_ = first.items()
+            (first_split, slide), (second_split, same), *_ = first.items()
             have = (
                 "are scenes of one file"
                 if group.scenes
                 else "have the same content: the source files are equal byte by byte"
             )
             raise RequestError(
-                f"{where}: {slide} (in {one}) and {same} (in {other}) {have}; put them into one split (`hyfi split "
-                f"--store STORE` does), or use one of them only"
+                f"{where}: {slide} (in {first_split}) and {same} (in {second_split}) {have}; put them into one "
+                f"split (`hyfi split --store STORE` does), or use one of them only"
             )

@@ -44,11 +44,11 @@ def load_numbers(
     named = without_missing(with_one_name_each(table, rows, merge=merge_alike, missing=words), target, words)
     table = named.table
     numbers = numbers_by_key(table, target)
-    known = [number for number in numbers.values() if number is not None]
-    if not known:
+    labelled = [number for number in numbers.values() if number is not None]
+    if not labelled:
         raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
-    note = f"{target}: {len(known)} numbers from {min(known):g} to {max(known):g}, median {median(known):g}"
-    if len(set(known)) == 2:
+    note = f"{target}: {len(labelled)} numbers from {min(labelled):g} to {max(labelled):g}, median {median(labelled):g}"
+    if len(set(labelled)) == 2:
         note += "; only two are different: if these are classes, use data.task: multiclass"
     indices: dict[str, Target | None] = {
         item: None if number is None else (number,) for item, number in numbers.items()

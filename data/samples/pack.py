@@ -114,10 +114,10 @@ def place_all(boxes: Sequence[Box], size_px: tuple[int, int], align: int) -> lis
     shelves = Shelves(*size_px, align)
     placed = []
     for box in sorted(boxes, key=_tall_first):
-        place = shelves.place(box.height, box.width)
-        if place is None:
+        corner = shelves.place(box.height, box.width)
+        if corner is None:
             return None
-        placed.append((box, place))
+        placed.append((box, corner))
     return placed
 
 
@@ -138,9 +138,9 @@ def place_most(
         else:
             fits = middle
     shelves = Shelves(*size_px, align)
-    wanted = sorted(ranked[:fits], key=_tall_first) + ranked[fits:]
-    places = [(box, shelves.place(box.height, box.width)) for box in wanted]
-    return [(box, place) for box, place in places if place is not None]
+    in_order = sorted(ranked[:fits], key=_tall_first) + ranked[fits:]
+    places = [(box, shelves.place(box.height, box.width)) for box in in_order]
+    return [(box, corner) for box, corner in places if corner is not None]
 
 
 def _tall_first(box: Box) -> tuple[int, int, Box]:

@@ -48,8 +48,8 @@ def load_splits(
     named = with_one_name_each(table, rows, merge=merge_alike, missing=words)
     table = without_missing(named, column, words).table
     row_splits = _split_of_rows(table, column)
-    known = [{"slide_id": row.get("slide_id", ""), "case_id": row.get("case_id", "")} for row in rows]
-    return _slides_by_case(table, row_splits, known) if table.key == "case_id" else _slides(table, row_splits, known)
+    stored = [{"slide_id": row.get("slide_id", ""), "case_id": row.get("case_id", "")} for row in rows]
+    return _slides_by_case(table, row_splits, stored) if table.key == "case_id" else _slides(table, row_splits, stored)
 
 
 def check_cases(splits: Mapping[str, str], cases: Mapping[str, str], where: str = "splits") -> None:
@@ -66,11 +66,11 @@ def check_cases(splits: Mapping[str, str], cases: Mapping[str, str], where: str 
     first: dict[str, str] = {}
     for slide, split in splits.items():
         case = cases.get(slide) or slide
-        other = first.setdefault(case, slide)
-        if splits[other] != split:
+        first_slide = first.setdefault(case, slide)
+        if splits[first_slide] != split:
             raise RequestError(
-                f"{where}: case {case} is in two splits: {splits[other]} (slide {other}) and {split} (slide {slide}); "
-                "all slides of a case must be in one split (`hyfi split` keeps them together)"
+                f"{where}: case {case} is in two splits: {splits[first_slide]} (slide {first_slide}) and {split} "
+                f"(slide {slide}); all slides of a case must be in one split (`hyfi split` keeps them together)"
             )
 
 
@@ -90,21 +90,21 @@ def _split_of_rows(table: Table, column: str) -> list[str]:
     return values
 
 
-def _slides(table: Table, row_splits: Sequence[str], known: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def _slides(table: Table, row_splits: Sequence[str], stored: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the split of each slide from a table that is keyed by slide."""
-    cases = {row["slide_id"]: row["case_id"] for row in known}
+    cases = {row["slide_id"]: row["case_id"] for row in stored}
     cases |= {row["slide_id"]: row["case_id"] for row in table.rows if row.get("case_id")}
     splits = _split_by_key(table, row_splits, "slide_id")
     check_cases(splits, cases, table.name)
     return splits
 
 
-def _slides_by_case(table: Table, row_splits: Sequence[str], known: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def _slides_by_case(table: Table, row_splits: Sequence[str], stored: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the split of each slide from a table that is keyed by case."""
-    if not known:
+    if not stored:
         raise RequestError(f"{table.name}: keyed by case_id, but no slide has a known case")
     by_case = _split_by_key(table, row_splits, "case_id")
-    splits = {row["slide_id"]: by_case[row["case_id"]] for row in known if row["case_id"] in by_case}
+    splits = {row["slide_id"]: by_case[row["case_id"]] for row in stored if row["case_id"] in by_case}
     if by_case and not splits:
         raise RequestError(f"{table.name}: none of its cases, such as {next(iter(by_case))}, has a known slide")
     return splits

@@ -54,8 +54,8 @@ def load_survival(
     events, table = _events_by_key(named.table, event), named.table
     times = numbers_by_key(table, time)
     _refuse_negative(table, time)
-    both = {item: (at, events.get(item)) for item, at in times.items()}
-    labelled = {item: (at, ended) for item, (at, ended) in both.items() if at is not None and ended is not None}
+    pairs = {item: (at, events.get(item)) for item, at in times.items()}
+    labelled = {item: (at, ended) for item, (at, ended) in pairs.items() if at is not None and ended is not None}
     if not labelled:
         raise RequestError(f"{table.name}: no slide has both {time!r} and {event!r}")
     count, ended = len(labelled), [at for at, event in labelled.values() if event]

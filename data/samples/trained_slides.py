@@ -31,8 +31,8 @@ class TrainedSlides:
         """Return the slides of a dataset; opens each, and reads no pixels."""
         samples = dataset.samples
         contents = [source_sha256(dataset, index) for index in range(len(samples))]
-        slides = (_entry(one.slide_id, content) for one, content in zip(samples, contents, strict=True))
-        return cls(frozenset(slides), frozenset(_digest(one.case_id) for one in samples if one.case_id))
+        slides = (_entry(sample.slide_id, content) for sample, content in zip(samples, contents, strict=True))
+        return cls(frozenset(slides), frozenset(_digest(sample.case_id) for sample in samples if sample.case_id))
 
     @classmethod
     def of_json(cls, value: Mapping[str, Sequence[str]] | None) -> Self:
@@ -43,8 +43,8 @@ class TrainedSlides:
     def union(cls, models: Iterable[TrainedSlides]) -> Self:
         """Return the slides of any of several models."""
         models = list(models)
-        slides = frozenset(entry for one in models for entry in one.slides)
-        return cls(slides, frozenset(case for one in models for case in one.cases))
+        slides = frozenset(entry for model in models for entry in model.slides)
+        return cls(slides, frozenset(case for model in models for case in model.cases))
 
     def to_json(self) -> dict[str, list[str]]:
         """Return what ``of_json`` takes."""

@@ -161,12 +161,12 @@ def _cuts(occupied: NDArray[np.bool_], size_px: tuple[int, int], align: int, kin
     if kind == "pack":
         side = min(size_px) // align
         return [square for box in components(occupied) for square in cut(box, occupied, side)]
-    whole = shrink(Box.of_size(*occupied.shape), occupied)
+    extent = shrink(Box.of_size(*occupied.shape), occupied)
     height, width = size_px[0] // align, size_px[1] // align
     windows = [
-        Box(y, min(y + height, whole.y1), x, min(x + width, whole.x1))
-        for y in range(whole.y0, whole.y1, height)
-        for x in range(whole.x0, whole.x1, width)
+        Box(y, min(y + height, extent.y1), x, min(x + width, extent.x1))
+        for y in range(extent.y0, extent.y1, height)
+        for x in range(extent.x0, extent.x1, width)
     ]
     return [window for window in windows if occupied[window.slices()].any()]
 
@@ -240,7 +240,7 @@ def _starts(length: int, size: int, align: int) -> NDArray[np.int64]:
 
 def _centred(placed: Sequence[tuple[Box, tuple[int, int]]], size_px: tuple[int, int], align: int) -> tuple[Piece, ...]:
     """Return the pieces, all shifted by the same whole blocks so that they are centred in the image."""
-    targets = [source.relative_to(source).shift(*place) for source, place in placed]
+    targets = [source.relative_to(source).shift(*corner) for source, corner in placed]
     used = hull(targets)
     dy, dx = (size_px[0] - used.y1) // 2 // align * align, (size_px[1] - used.x1) // 2 // align * align
     pieces = [Piece(source, target.shift(dy, dx)) for (source, _), target in zip(placed, targets, strict=True)]

@@ -139,11 +139,11 @@ _local = threading.local()
 
 def scratch(name: str, size_bytes: int) -> Pixels:
     """Return ``size_bytes`` of this thread's buffer ``name``, reused by each call so that it stays in the CPU cache."""
-    found: Pixels | None = getattr(_local, name, None)
-    if found is None or found.size < size_bytes:
-        found = np.empty(size_bytes, np.uint8)
-        setattr(_local, name, found)
-    return found[:size_bytes]
+    buffer: Pixels | None = getattr(_local, name, None)
+    if buffer is None or buffer.size < size_bytes:
+        buffer = np.empty(size_bytes, np.uint8)
+        setattr(_local, name, buffer)
+    return buffer[:size_bytes]
 
 
 ZSTD = PixelCodec("zstd", 1)
@@ -166,9 +166,9 @@ def without_checksum(data: bytes | memoryview | Pixels) -> Pixels:
     Raises:
         ValueError: The checksum is wrong.
     """
-    whole = np.frombuffer(data, np.uint8)
-    body = whole[:-CRC_BYTES]
-    if len(whole) < CRC_BYTES or _checksum(body) != whole[-CRC_BYTES:].tobytes():
+    stored = np.frombuffer(data, np.uint8)
+    body = stored[:-CRC_BYTES]
+    if len(stored) < CRC_BYTES or _checksum(body) != stored[-CRC_BYTES:].tobytes():
         raise ValueError("the checksum is wrong")
     return body
 

@@ -180,12 +180,12 @@ def pyramid_levels(
         sharded: Whether files are shards of 8 × 8 chunks; otherwise every chunk is a file.
     """
     side = SHARD_PX if sharded else CHUNK_PX
-    found = []
+    levels = []
     for k, size in enumerate(sizes):
         shape = (3, size.height_px, size.width_px)
         layout = ArrayLayout(shape, (CHUNK_PX, CHUNK_PX), (side, side), sharded, codec)
-        found.append(StoredLevel(layout, (mpp_um * 2**k, mpp_um * 2**k)))
-    return tuple(found)
+        levels.append(StoredLevel(layout, (mpp_um * 2**k, mpp_um * 2**k)))
+    return tuple(levels)
 
 
 def _integers(values: list[Any]) -> tuple[int, ...]:

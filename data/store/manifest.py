@@ -125,8 +125,8 @@ class SlideRecord:
             StoreError: The file is unreadable or not a record.
         """
         value = read_json(path)
-        known = {f.name for f in fields(cls)}
-        if not {"slide_id", "source_path", "status"} <= value.keys() <= known:
+        names = {f.name for f in fields(cls)}
+        if not {"slide_id", "source_path", "status"} <= value.keys() <= names:
             raise StoreError(f"{path}: not a slide record of this version; remove it to ingest the slide again")
         return cls.of_json(value)
 
@@ -222,13 +222,13 @@ def same_content(rows: Iterable[Mapping[str, str]]) -> list[SameContent]:
     for row in rows:
         if row.get("source_sha256") and row.get("status", DONE) == DONE:
             groups.setdefault(row["source_sha256"], []).append(row)
-    found = []
+    duplicates = []
     for group in groups.values():
         scenes = [row.get("scene", "") for row in group]
         if len(group) > 1:
             names = tuple(row["slide_id"] for row in group)
-            found.append(SameContent(names, all(scenes) and len(set(scenes)) == len(scenes)))
-    return found
+            duplicates.append(SameContent(names, all(scenes) and len(set(scenes)) == len(scenes)))
+    return duplicates
 
 
 def read_user_manifest(path: Path) -> list[dict[str, str]]:
@@ -278,11 +278,11 @@ def _reserved(path: Path, columns: tuple[str, ...]) -> list[str]:
 
 
 def _refuse_twice(path: Path, names: Iterable[str]) -> None:
-    seen: set[str] = set()
+    earlier: set[str] = set()
     for name in names:
-        if name and name in seen:
+        if name and name in earlier:
             raise RequestError(f"{path}: slide_id {name!r} occurs in two rows; it must be unique")
-        seen.add(name)
+        earlier.add(name)
 
 
 def _text(value: Any) -> str:

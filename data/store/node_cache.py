@@ -51,9 +51,9 @@ Load = Callable[[list[int]], Iterable[tuple[int, Pixels | None]]]
 """Reads and decodes chunks from the store: (slot, pixels), None for a chunk without pixels."""
 
 
-def user_folder(place: Path | None = None) -> Path:
-    """Return this user's folder of the cache in ``place``, which may have other files; None: the temporary folder."""
-    return (place or Path(tempfile.gettempdir())) / f"hyfi-chunks-{os.getuid()}"
+def user_folder(folder: Path | None = None) -> Path:
+    """Return this user's folder of the cache in ``folder``, which may have other files; None: the temporary folder."""
+    return (folder or Path(tempfile.gettempdir())) / f"hyfi-chunks-{os.getuid()}"
 
 
 def share_on_node(size_bytes: int, folder: Path | None = None) -> None:
@@ -146,21 +146,21 @@ class NodeCache:
         """
         missing = []
         for slot, name in names.items():
-            found = self._get(name, shape)
-            if found is None:
+            cached = self._get(name, shape)
+            if cached is None:
                 missing.append(slot)
             else:
-                yield slot, found
+                yield slot, cached
         if not missing:
             return
         with self._held(row):
             still = []
             for slot in missing:  # another process may have read them meanwhile
-                found = self._get(names[slot], shape)
-                if found is None:
+                cached = self._get(names[slot], shape)
+                if cached is None:
                     still.append(slot)
                 else:
-                    yield slot, found
+                    yield slot, cached
             for slot, pixels in load(still) if still else ():
                 if pixels is not None:
                     self._put(names[slot], pixels)
@@ -177,8 +177,8 @@ class NodeCache:
             return None
         try:
             os.utime(handle)  # used now
-            whole = np.frombuffer(mmap.mmap(handle, 0, prot=mmap.PROT_READ), np.uint8)
-            body = without_checksum(whole)
+            stored = np.frombuffer(mmap.mmap(handle, 0, prot=mmap.PROT_READ), np.uint8)
+            body = without_checksum(stored)
         except (OSError, ValueError):  # damaged: read it from the store again
             path.unlink(missing_ok=True)
             return None
@@ -237,21 +237,21 @@ class NodeCache:
 
     def _chunks(self) -> list[tuple[int, int, str]]:
         """Return (time of last use in ns, bytes, path) of each chunk."""
-        found = []
+        chunks = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     if _OURS.fullmatch(entry.name):
-                        found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
-        return found
+                        chunks.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+        return chunks
 
     def _trim(self) -> None:
         """Remove the chunks used longest ago if the cache is larger than it may be."""
-        found = self._chunks()
-        total = sum(size for _, size, _ in found)
+        chunks = self._chunks()
+        total = sum(size for _, size, _ in chunks)
         if total <= self._size_bytes:
             return
-        for _, size, path in sorted(found):
+        for _, size, path in sorted(chunks):
             if total <= _FILLED * self._size_bytes:
                 return
             with contextlib.suppress(OSError):

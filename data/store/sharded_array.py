@@ -174,10 +174,10 @@ class ShardedArray:
 
     def _place_chunk(self, run: _ChunkRun, slot: int, pixels: Pixels | None, box: Box, out: Pixels) -> None:
         """Write a chunk's pixels in ``box`` to ``out``; None: background."""
-        whole = self.layout.chunk_box(run.file, slot)
-        common = whole.intersect(box)
+        chunk_box = self.layout.chunk_box(run.file, slot)
+        common = chunk_box.intersect(box)
         target = out[(..., *common.relative_to(box).slices())]
-        target[...] = self.layout.fill if pixels is None else pixels[(..., *common.relative_to(whole).slices())]
+        target[...] = self.layout.fill if pixels is None else pixels[(..., *common.relative_to(chunk_box).slices())]
 
     def file_path(self, file: tuple[int, int]) -> Path:
         """Return the path of the file at this (row, column)."""
@@ -246,9 +246,9 @@ class ShardedArray:
             return [(0, read_index(open_file, path, self.layout, expected).astype("<u8").reshape(-1).view(np.uint8))]
 
         key, size = f"{self.digest}/{name}{INDEX}", self.layout.index_bytes - CRC_BYTES
-        ((_, found),) = cache.read(key, {0: key}, (size,), load)
-        assert found is not None, "every index has bytes"
-        return np.frombuffer(found.tobytes(), "<u8").reshape(-1, 2)
+        ((_, stored),) = cache.read(key, {0: key}, (size,), load)
+        assert stored is not None, "every index has bytes"
+        return np.frombuffer(stored.tobytes(), "<u8").reshape(-1, 2)
 
 
 def _unreadable(path: Path, error: OSError) -> StoreError:
@@ -305,10 +305,10 @@ def _read(file: OpenFile, path: Path, index: Index, group: list[int]) -> bytes |
 
 def _slices(data: bytes | memoryview, index: Index, group: list[int]) -> Iterator[tuple[int, Pixels]]:
     """Yield (slot, bytes) of each chunk in the bytes of a group."""
-    start, whole = int(index[group[0], 0]), np.frombuffer(data, np.uint8)
+    start, stored = int(index[group[0], 0]), np.frombuffer(data, np.uint8)
     for slot in group:
         offset, size = (int(n) for n in index[slot])
-        yield slot, whole[offset - start : offset - start + size]
+        yield slot, stored[offset - start : offset - start + size]
 
 
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}

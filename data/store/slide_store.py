@@ -198,8 +198,8 @@ def group_attributes(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(ours, dict) or not isinstance(ome, dict):
         raise StoreError(f"{path}: not a slide written by hyfi ingest (no `hyfi` attributes)")
     if ours.get("format") != FORMAT:
-        found = ours.get("format")
-        raise StoreError(f"{path}: store format {found!r}, this version reads {FORMAT}; ingest the slide again")
+        stored_format = ours.get("format")
+        raise StoreError(f"{path}: store format {stored_format!r}, this version reads {FORMAT}; ingest the slide again")
     return ours, ome
 
 
@@ -227,10 +227,10 @@ def listed_files(path: Path, attributes: dict[str, Any]) -> dict[str, FileEntry]
 def _check_shards(path: Path, files: dict[str, FileEntry]) -> None:
     expected = {name: entry.size for name, entry in files.items() if entry.size is not None}
     try:
-        found = sizes_of(path, expected)
+        sizes = sizes_of(path, expected)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
-    for name, size in found.items():
+    for name, size in sizes.items():
         file = path / name
         if isinstance(size, OSError):
             raise StoreError(f"{file}: a shard is missing ({size.strerror}); ingest the slide again") from size
@@ -240,32 +240,32 @@ def _check_shards(path: Path, files: dict[str, FileEntry]) -> None:
 
 def _sizes(files: dict[str, FileEntry]) -> dict[str, dict[str, int]]:
     """Return the size of each file, by array and file name."""
-    found: dict[str, dict[str, int]] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for name, entry in files.items():
         if entry.size is not None:
             array, _, file = name.partition("/c/")
-            found.setdefault(array, {})[f"c/{file}"] = entry.size
-    return found
+            sizes.setdefault(array, {})[f"c/{file}"] = entry.size
+    return sizes
 
 
 def _blank(files: dict[str, FileEntry]) -> dict[str, dict[str, frozenset[int]]]:
     """Return the slots of chunks left out on purpose, by array and file name."""
-    found: dict[str, dict[str, frozenset[int]]] = {}
+    slots: dict[str, dict[str, frozenset[int]]] = {}
     for name, entry in files.items():
         if entry.blank:
             array, _, file = name.partition("/c/")
-            found.setdefault(array, {})[f"c/{file}"] = frozenset(entry.blank)
-    return found
+            slots.setdefault(array, {})[f"c/{file}"] = frozenset(entry.blank)
+    return slots
 
 
 def _datasets(path: Path, ome: dict[str, Any]) -> list[tuple[str, tuple[float, float]]]:
     """Return the path and the microns per pixel (y, x) of each level, finest first."""
     try:
         datasets = ome["multiscales"][0]["datasets"]
-        found = []
+        levels = []
         for dataset in datasets:
             scale = dataset["coordinateTransformations"][0]["scale"]
-            found.append((str(dataset["path"]), (float(scale[-2]), float(scale[-1]))))
-        return found
+            levels.append((str(dataset["path"]), (float(scale[-2]), float(scale[-1]))))
+        return levels
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise StoreError(f"{path}: its OME metadata is not complete ({error!r})") from error

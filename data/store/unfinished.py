@@ -122,18 +122,18 @@ class Journal:
 
 
 def _load(path: Path) -> dict[str, FileEntry]:
-    found: dict[str, FileEntry] = {}
+    entries: dict[str, FileEntry] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return found
+        return entries
     for line in lines:
         try:
             value = json.loads(line)
-            found[str(value["name"])] = FileEntry.from_json(value)
+            entries[str(value["name"])] = FileEntry.from_json(value)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
-    return found
+    return entries
 
 
 def _is_intact(path: Path, entry: FileEntry) -> bool:

@@ -87,15 +87,15 @@ def verify_store(store: Path, threads: int, progress: Progress | None = None) ->
     slides = {path.name.removesuffix(".zarr"): path for path in slides_in(store)}
     if not slides and not records and not (store / "manifest.csv").exists():
         raise StoreError(f"{store}: not a store (no slide, no record, no manifest.csv); `hyfi ingest` creates one")
-    found = VerifyReport(faults=faults)
+    report = VerifyReport(faults=faults)
     for name, path in slides.items():
-        verify_slide(path, threads, progress, found)
+        verify_slide(path, threads, progress, report)
         if records and name not in records:
-            found.faults.append(Fault(name, path, "the store has no record of this slide; ingest it again"))
+            report.faults.append(Fault(name, path, "the store has no record of this slide; ingest it again"))
     for name, record in records.items():
         if record.status == DONE:
-            found.faults += _against_record(record, slide_path(store, name))
-    return found
+            report.faults += _against_record(record, slide_path(store, name))
+    return report
 
 
 def slides_in(store: Path) -> list[Path]:
@@ -108,13 +108,13 @@ def slides_in(store: Path) -> list[Path]:
         return sorted(store.glob("*.zarr"))
     if not store.can_list:
         return [slide_path(store, row["slide_id"]) for row in load_manifest(store) if row["status"] == DONE]
-    found = sorted(store.glob("*.zarr"))
-    whole = each(ObjectPath.is_dir, found, store)  # the others are interrupted uploads
-    return [path for path, is_slide in zip(found, whole, strict=True) if is_slide]
+    paths = sorted(store.glob("*.zarr"))
+    are_folders = each(ObjectPath.is_dir, paths, store)  # the others are interrupted uploads
+    return [path for path, is_slide in zip(paths, are_folders, strict=True) if is_slide]
 
 
 def verify_slide(
-    path: Path, threads: int, progress: Progress | None = None, found: VerifyReport | None = None
+    path: Path, threads: int, progress: Progress | None = None, report: VerifyReport | None = None
 ) -> VerifyReport:
     """Verify one slide; see `verify_store`.
 
@@ -122,34 +122,34 @@ def verify_slide(
         path: ``STORE/<slide_id>.zarr``.
         threads: Files read at a time.
         progress: Called after each file; see `Progress`.
-        found: The report to add to; default: a new one.
+        report: The report to add to; default: a new one.
     """
-    found = found if found is not None else VerifyReport()
+    report = report if report is not None else VerifyReport()
     slide_id = path.name.removesuffix(".zarr")
-    found.slides += 1
+    report.slides += 1
 
     def fault(where: Path, reason: str) -> None:
-        found.faults.append(Fault(slide_id, where, reason))
+        report.faults.append(Fault(slide_id, where, reason))
 
     try:
         attributes, _ = group_attributes(path)
         entries = listed_files(path, attributes)
-        known = _known_metadata(path, attributes, fault)
-        files = list(_files(path, entries, known, fault))
+        arrays = _known_metadata(path, attributes, fault)
+        files = list(_files(path, entries, arrays, fault))
     except StoreError as error:
         fault(path, str(error))
-        return found
-    for foreign in _foreign(path, {"zarr.json", *known, *entries}):
+        return report
+    for foreign in _foreign(path, {"zarr.json", *arrays, *entries}):
         fault(foreign, "this file was not written with the slide")
     with ThreadPoolExecutor(max(1, threads), "verify") as pool:
         for file, reasons in zip(files, pool.map(_reasons, files), strict=True):
-            found.files += 1
-            found.size_bytes += file.entry.size or 0
+            report.files += 1
+            report.size_bytes += file.entry.size or 0
             for reason in reasons:
                 fault(file.path, reason)
             if progress is not None:
                 progress(file.entry.size or 0, slide_id)
-    return found
+    return report
 
 
 def size_of_store(paths: Iterable[Path]) -> int:
@@ -191,11 +191,11 @@ def _metadata_fault(path: Path, size: int | None, sha256: str | None) -> str:
 
 
 def _files(
-    path: Path, entries: dict[str, FileEntry], known: set[str], fault: Callable[[Path, str], None]
+    path: Path, entries: dict[str, FileEntry], arrays: set[str], fault: Callable[[Path, str], None]
 ) -> Iterator[_File]:
     """Yield every pixel file of the slide's arrays; report those not in the file list, and listed ones of no array."""
-    seen: set[str] = set()
-    for name in sorted(known):
+    listed: set[str] = set()
+    for name in sorted(arrays):
         folder = Path(name).parent
         try:
             meta = read_json(path / name)
@@ -204,16 +204,16 @@ def _files(
             layout = ArrayLayout.from_json(meta)
         except (StoreError, KeyError, TypeError, ValueError, IndexError):
             # Reported already by its digest. Which files it should have is unknown: accept those that are listed.
-            seen.update(file for file in entries if file.startswith(f"{folder.as_posix()}/c/"))
+            listed.update(file for file in entries if file.startswith(f"{folder.as_posix()}/c/"))
             continue
         for position in layout.files():
             file = (folder / layout.file_name(position)).as_posix()
-            seen.add(file)
+            listed.add(file)
             if file in entries:
                 yield _File(path / file, layout, position, entries[file])
             else:
                 fault(path / file, "this file is missing in the slide's file list")
-    for name in sorted(entries.keys() - seen):
+    for name in sorted(entries.keys() - listed):
         fault(path / name, "the slide's file list has this file, but none of its arrays does")
 
 

@@ -243,12 +243,12 @@ class SlideWriter:
     ) -> None:
         box = Box(y0, y0 + block.shape[-2], x0, x0 + block.shape[-1])
         names = {file: f"{array}/{layout.file_name(file)}" for file in layout.files(box)}
-        new = [file for file, name in names.items() if not self._journal.finished(name)]
-        if not new:
+        unfinished = [file for file, name in names.items() if not self._journal.finished(name)]
+        if not unfinished:
             return
         self._acquire_block()
-        release = _Countdown(len(new), self._free_blocks.release)
-        for file in new:
+        release = _Countdown(len(unfinished), self._free_blocks.release)
+        for file in unfinished:
             chunks = [
                 (slot, self._encode(layout, layout.chunk_box(file, slot), box, block, tissue))
                 for slot in layout.used_slots(file)
@@ -263,10 +263,14 @@ class SlideWriter:
         return self._encoders.submit(lambda: layout.codec.encode(_whole_chunk(layout, chunk, box, block)))
 
     def _submit(
-        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, Buffers | None]], then: Callable[[], object]
+        self,
+        name: str,
+        layout: ArrayLayout,
+        chunks: Iterator[tuple[int, Buffers | None]],
+        when_written: Callable[[], object],
     ) -> None:
-        """Write a file in a disk thread; ``then`` is called once, when it is written (not yet synced) or failed."""
-        once = _Once(then)
+        """Write a file in a disk thread; ``when_written`` is called once, when written (not yet synced) or failed."""
+        once = _Once(when_written)
         future = self._disk.submit(self._store, name, layout, chunks, once)
         future.add_done_callback(once)
         self._pending.append(future)
@@ -279,10 +283,10 @@ class SlideWriter:
     def _acquire_block(self) -> None:
         """Wait until fewer than ``_BLOCKS_IN_FLIGHT`` blocks are being written; raise the error of an earlier one."""
         self._free_blocks.acquire()
-        done = [future for future in self._pending if future.done()]
+        written = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if not future.done()]
         try:
-            for future in done:
+            for future in written:
                 future.result()
         except BaseException:
             self._free_blocks.release()
@@ -292,8 +296,8 @@ class SlideWriter:
 class _Countdown:
     """Calls ``then`` when it has been called ``count`` times; thread-safe."""
 
-    def __init__(self, count: int, then: Any) -> None:
-        self._count, self._then, self._lock = count, then, threading.Lock()
+    def __init__(self, count: int, action: Any) -> None:
+        self._count, self._then, self._lock = count, action, threading.Lock()
 
     def __call__(self) -> None:
         with self._lock:
@@ -306,13 +310,13 @@ class _Countdown:
 class _Once:
     """Calls ``then`` the first time it is called, and does nothing afterwards; not thread-safe."""
 
-    def __init__(self, then: Callable[[], object]) -> None:
-        self._then: Callable[[], object] | None = then
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._then: Callable[[], object] | None = action
 
     def __call__(self, *_: object) -> None:
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        action, self._then = self._then, None
+        if action is not None:
+            action()
 
 
 def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[int, Buffers | None]]:

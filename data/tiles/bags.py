@@ -57,8 +57,8 @@ class TileBags:
             RequestError: It is coarser than the tiles, or has no tile with enough tissue.
         """
         if index not in self._grids:
-            self._grids[index] = made = tissue_tiles(self.slide(index), self.tiling)
-            self._held_bytes += _bytes_of(made)
+            self._grids[index] = tiles = tissue_tiles(self.slide(index), self.tiling)
+            self._held_bytes += _bytes_of(tiles)
         self._grids.move_to_end(index)
         grid = self._grids[index]
         while self._held_bytes > _GRID_BYTES and len(self._grids) > 1:

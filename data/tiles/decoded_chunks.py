@@ -45,9 +45,9 @@ class DecodedChunks:
         rows, columns = range(y0 // height, -(-y1 // height)), range(x0 // width, -(-x1 // width))
         return [(row, column) for row in rows for column in columns]
 
-    def box(self, place: ChunkPlace) -> Box:
+    def box(self, position: ChunkPlace) -> Box:
         """Return the part of the level that a chunk has."""
-        (height, width), (row, column) = self._px, place
+        (height, width), (row, column) = self._px, position
         return Box(row * height, (row + 1) * height, column * width, (column + 1) * width).intersect(self.bounds)
 
     def read(self, places: Sequence[ChunkPlace]) -> Iterator[tuple[ChunkPlace, NDArray[np.uint8]]]:
@@ -58,28 +58,28 @@ class DecodedChunks:
         Raises:
             StoreError: A file of the store is missing or damaged.
         """
-        missing = [place for place in places if place not in self._recent]
-        for place in places:
-            if place in self._recent:
-                self._recent.move_to_end(place)
-                yield place, self._recent[place]
-        for place, chunk in zip(missing, self._decoded(missing), strict=True):
-            self._recent[place] = chunk
+        missing = [position for position in places if position not in self._recent]
+        for position in places:
+            if position in self._recent:
+                self._recent.move_to_end(position)
+                yield position, self._recent[position]
+        for position, chunk in zip(missing, self._decoded(missing), strict=True):
+            self._recent[position] = chunk
             while len(self._recent) > self._most:
                 self._recent.popitem(last=False)
-            yield place, chunk
+            yield position, chunk
 
     def _decoded(self, places: Sequence[ChunkPlace]) -> Iterator[NDArray[np.uint8]]:
         """Yield chunks in order; two for each thread are under way or waiting."""
         if self._threads <= 1 or is_far(self._slide.path):
             yield from ahead(self._decode, places, self._slide.path)
             return
-        pool, rest = thread_pool(self._threads), iter(places)
-        under_way = deque(pool.submit(self._decode, place) for place in islice(rest, 2 * self._threads))
+        pool, remaining = thread_pool(self._threads), iter(places)
+        under_way = deque(pool.submit(self._decode, position) for position in islice(remaining, 2 * self._threads))
         while under_way:
             chunk = under_way.popleft().result()
-            under_way.extend(pool.submit(self._decode, place) for place in islice(rest, 1))
+            under_way.extend(pool.submit(self._decode, position) for position in islice(remaining, 1))
             yield chunk
 
-    def _decode(self, place: ChunkPlace) -> NDArray[np.uint8]:
-        return self._slide.read(self.box(place), self._level)
+    def _decode(self, position: ChunkPlace) -> NDArray[np.uint8]:
+        return self._slide.read(self.box(position), self._level)

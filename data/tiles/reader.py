@@ -101,12 +101,12 @@ class StoreTiles:
         pixels = [np.full((3, *box.shape), BACKGROUND, np.uint8) for box in boxes]
         users: dict[ChunkPlace, list[int]] = defaultdict(list)
         for index, box in enumerate(boxes):
-            for place in self._chunks.places(box):
-                users[place].append(index)
-        for place, chunk in self._chunks.read(list(users)):
-            whole = self._chunks.box(place)
-            for index in users[place]:
-                common = whole.intersect(boxes[index])
+            for position in self._chunks.places(box):
+                users[position].append(index)
+        for position, chunk in self._chunks.read(list(users)):
+            chunk_box = self._chunks.box(position)
+            for index in users[position]:
+                common = chunk_box.intersect(boxes[index])
                 target = (slice(None), *common.relative_to(boxes[index]).slices())
-                pixels[index][target] = chunk[(slice(None), *common.relative_to(whole).slices())]
+                pixels[index][target] = chunk[(slice(None), *common.relative_to(chunk_box).slices())]
         return pixels

@@ -109,12 +109,18 @@ class TissueTiles:
         if most is None or most >= len(self):
             return self
         chosen = np.sort(keyed_permutation(len(self), "tiles", seed, epoch, self.slide_id)[:most])
-        return replace(self, corners=_kept(self.corners[chosen]), tissue=_kept(self.tissue[chosen]))
+        return replace(self, corners=_read_only(self.corners[chosen]), tissue=_read_only(self.tissue[chosen]))
 
     def digest(self) -> str:
         """Return the SHA-256 of the slide's content and of what tiles of it these are, in hexadecimal digits."""
-        what = (self.content, self.size_px, self.plane.level, [str(step) for step in self.plane.step], self.to_source)
-        summed = hashlib.sha256(repr(what).encode())
+        described = (
+            self.content,
+            self.size_px,
+            self.plane.level,
+            [str(step) for step in self.plane.step],
+            self.to_source,
+        )
+        summed = hashlib.sha256(repr(described).encode())
         summed.update(np.ascontiguousarray(self.corners, dtype="<i8").tobytes())
         return summed.hexdigest()
 
@@ -148,8 +154,8 @@ def tissue_tiles(slide: SlideStore, tiling: Tiling) -> TissueTiles:
         size_px=tiling.size_px,
         stride_px=tiling.step_px,
         plane=plane,
-        corners=_kept(corners[order]),
-        tissue=_kept(share[chosen[:, 0], chosen[:, 1]][order]),
+        corners=_read_only(corners[order]),
+        tissue=_read_only(share[chosen[:, 0], chosen[:, 1]][order]),
         to_source=_to_source(slide, plane),
         content=str(slide.attributes.get("metadata_sha256") or ""),
     )
@@ -188,6 +194,6 @@ def _to_source(slide: SlideStore, plane: TilePlane) -> tuple[tuple[float, float,
     return y, x
 
 
-def _kept(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
+def _read_only(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
     array.flags.writeable = False
     return array

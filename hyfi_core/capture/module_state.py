@@ -114,7 +114,7 @@ def outside_attributes(
 
 
 def own_objects(model: nn.Module) -> dict[int, Hashable]:
-    """Return the start of ``seen`` of ``comparable``: the values of parameters and buffers are inputs of a program.
+    """Return the start of ``values`` of ``comparable``: the values of parameters and buffers are inputs of a program.
 
     The model's modules are in it, too: their attributes are compared one by one.
     """

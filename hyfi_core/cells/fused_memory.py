@@ -158,8 +158,8 @@ def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str],
     """Yield the places at which cells wait for each other.
 
     A place is 2 · index for a wait before an operator, while its inputs are alive, and 2 · index + 1 for one after it
-    (in a reduction, whose inputs have then been freed). So a value made by operator ``made`` and last used by ``last``
-    is alive at place p if 2 · made + 1 < p <= 2 · last.
+    (in a reduction, whose inputs have then been freed). So a value made by operator ``first`` and last used by ``last``
+    is alive at place p if 2 · first + 1 < p <= 2 · last.
     """
     flows = {flow.name: flow for flow in sketch.flows}
     exchanged: set[str] = set()

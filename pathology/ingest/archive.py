@@ -193,22 +193,22 @@ def make_plan(request: Request) -> Plan:
     except OSError as error:
         raise RequestError(f"{store}: cannot be read ({error.strerror})") from error
     jobs, key, note = _jobs(request, records)
-    known = [None if request.overwrite else records.get(job.slide_id) for job in jobs]
-    whole = each(lambda record: _finished_record(record, store), known, store)
+    earlier = [None if request.overwrite else records.get(job.slide_id) for job in jobs]
+    finished_records = each(lambda record: _finished_record(record, store), earlier, store)
     to_do, finished, changed = [], {}, []
-    for job, record in zip(jobs, whole, strict=True):
+    for job, record in zip(jobs, finished_records, strict=True):
         if record is None:
             to_do.append(replace(job, seen=states.get(job.slide_id, "")))
             continue
-        other = _other_parameters(record, job, request.options)
-        if other:
-            changed.append(f"{job.slide_id} ({', '.join(other)})")
+        differing = _other_parameters(record, job, request.options)
+        if differing:
+            changed.append(f"{job.slide_id} ({', '.join(differing)})")
             continue
-        kept = _unchanged_source(record, job)
-        if kept is None:
+        updated = _unchanged_source(record, job)
+        if updated is None:
             to_do.append(replace(job, seen=states.get(job.slide_id, "")))
         else:
-            finished[job.slide_id] = kept
+            finished[job.slide_id] = updated
     _refuse_changed(changed, store)
     return Plan(tuple(to_do), finished, key, note)
 
@@ -217,9 +217,11 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
     """Return the slides of this part with their names in the store, the key of pseudonyms, and the plan's note."""
     _refuse_mixed_names(request, records)
     key, store = None if request.pseudonyms is None else KeyFile(request.pseudonyms, request.store), request.store
-    known = {name: record.extra.get("case_id", "") for name, record in records.items()} if key is None else key.cases
-    found = find_jobs(request.paths, _files_of(records) if key is None else {}, request.options.scene, store)
-    jobs, note = written_in_one_way(found, known, known.values(), merge=request.merge_alike)
+    cases_by_name = (
+        {name: record.extra.get("case_id", "") for name, record in records.items()} if key is None else key.cases
+    )
+    unchecked = find_jobs(request.paths, _files_of(records) if key is None else {}, request.options.scene, store)
+    jobs, note = written_in_one_way(unchecked, cases_by_name, cases_by_name.values(), merge=request.merge_alike)
     if key is not None:
         jobs = key.pseudonymise(jobs)
     refuse_store_among_slides(request.store, request.paths, jobs)
@@ -262,20 +264,20 @@ def _finished_record(record: SlideRecord | None, store: Path) -> SlideRecord | N
 
 def _other_parameters(record: SlideRecord, job: SlideJob, options: IngestOptions) -> list[str]:
     """Return the parameters that differ from those of a finished slide, as ``name: old → new``."""
-    old = dict(record.identity.get("parameters", {}))
-    new: dict[str, Any] = options.parameters(job.slide_id)
-    for values in (old, new):
+    stored = dict(record.identity.get("parameters", {}))
+    requested: dict[str, Any] = options.parameters(job.slide_id)
+    for values in (stored, requested):
         values["tissue outlines"] = str(values.pop("given_tissue", "detected"))[:12]
-    given = old.pop("given_mpp", None)
-    if given is not None:
-        now = _given_mpp(job, options)
-        if now is not None and now != given:
-            old["slide_mpp"], new["slide_mpp"] = given, now
+    stored_mpp = stored.pop("given_mpp", None)
+    if stored_mpp is not None:
+        requested_mpp = _given_mpp(job, options)
+        if requested_mpp is not None and requested_mpp != stored_mpp:
+            stored["slide_mpp"], requested["slide_mpp"] = stored_mpp, requested_mpp
     elif _contradicts(job, record.source_mpp):
-        old["source_mpp"], new["source_mpp"] = record.source_mpp, parse_mpp(job.row["source_mpp"])
+        stored["source_mpp"], requested["source_mpp"] = record.source_mpp, parse_mpp(job.row["source_mpp"])
     if (record.bad_share or 0.0) > options.max_bad:
-        old["bad tiles"], new["bad tiles"] = f"{record.bad_share:.4g} of all", f"--max-bad {options.max_bad:g}"
-    return differences(old, new)
+        stored["bad tiles"], requested["bad tiles"] = f"{record.bad_share:.4g} of all", f"--max-bad {options.max_bad:g}"
+    return differences(stored, requested)
 
 
 def _contradicts(job: SlideJob, file_mpp: float | None) -> bool:
@@ -295,21 +297,21 @@ def _given_mpp(job: SlideJob, options: IngestOptions) -> float | None:
 def _unchanged_source(record: SlideRecord, job: SlideJob) -> SlideRecord | None:
     """Return the updated record if the source file is unchanged; None to ingest it again."""
     extra = user_columns(job.row) or record.extra
-    kept = replace(record, extra=extra, reason="")
+    updated = replace(record, extra=extra, reason="")
     try:
         stamp = SourceStamp.of(job.source)
     except SlideError:
-        return kept  # the file was removed, but its slide is in the store
-    old = record.identity
-    now = stamp.to_json(job.secret)
-    if now["size_bytes"] != old.get("size_bytes"):
+        return updated  # the file was removed, but its slide is in the store
+    stored = record.identity
+    current = stamp.to_json(job.secret)
+    if current["size_bytes"] != stored.get("size_bytes"):
         return None
-    if now["mtime_ns"] != old.get("mtime_ns"):
+    if current["mtime_ns"] != stored.get("mtime_ns"):
         # Copied or touched: compare the digest of the whole file.
-        if source_digest(job.source) != old.get("sha256"):
+        if source_digest(job.source) != stored.get("sha256"):
             return None
-        kept = replace(kept, identity={**old, **now})
-    return kept if job.secret else replace(kept, source_path=str(job.source))
+        updated = replace(updated, identity={**stored, **current})
+    return updated if job.secret else replace(updated, source_path=str(job.source))
 
 
 def _refuse_changed(changed: Sequence[str], store: Path) -> None:

@@ -215,7 +215,7 @@ def measure_lossless(
     sizes = level_sizes(fine.height_px, fine.width_px, at_least=level + 1)
     accumulator = QualityAccumulator(sizes, base_um, parameters)
     mask_mpp, shape = base_um * 2**level, (sizes[level].height_px, sizes[level].width_px)
-    given = None if tissue is None else tissue.mask(slide_grid(slide, source_mpp, mpp, mask_mpp), shape)
+    mask = None if tissue is None else tissue.mask(slide_grid(slide, source_mpp, mpp, mask_mpp), shape)
     coarse = choose_level(slide, mpp, mask_mpp)
     overview = LevelReader(slide, coarse, max_bad=1.0).read(Box.of_size(coarse.height_px, coarse.width_px))
     overview = fitted(overview, sizes[level])
@@ -230,18 +230,18 @@ def measure_lossless(
         # Blocks do not overlap, so each is read and measured by one thread.
         run_in_pool(
             measure,
-            _samples(masks.tissue if given is None else given, 2**level, Box.of_size(fine.height_px, fine.width_px)),
+            _samples(masks.tissue if mask is None else mask, 2**level, Box.of_size(fine.height_px, fine.width_px)),
         )
-    return accumulator.result(masks, given)
+    return accumulator.result(masks, mask)
 
 
-def _samples(tissue: Mask, scale: int, whole: Box) -> list[Box]:
+def _samples(tissue: Mask, scale: int, extent: Box) -> list[Box]:
     """Return blocks with tissue in their middle, evenly distributed, row by row."""
     step = _SAMPLE_PX // scale
     rows, columns = np.nonzero(tissue[step // 2 :: step, step // 2 :: step])
     chosen = np.unique(np.linspace(0, max(0, len(rows) - 1), _SAMPLES).astype(int))[: len(rows)]
     corners = [(int(rows[k]) * _SAMPLE_PX, int(columns[k]) * _SAMPLE_PX) for k in chosen]
-    return [Box(y, y + _SAMPLE_PX, x, x + _SAMPLE_PX).intersect(whole) for y, x in corners]
+    return [Box(y, y + _SAMPLE_PX, x, x + _SAMPLE_PX).intersect(extent) for y, x in corners]
 
 
 class ToSrgb:

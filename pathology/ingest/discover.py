@@ -62,7 +62,7 @@ class SlideJob:
 
 
 def find_jobs(
-    paths: Sequence[Path], known: Mapping[str, str], scene: str = "all", store: Path | None = None
+    paths: Sequence[Path], files_by_name: Mapping[str, str], scene: str = "all", store: Path | None = None
 ) -> list[SlideJob]:
     """Return the slides in ``paths``, without duplicates, with unique names.
 
@@ -71,8 +71,8 @@ def find_jobs(
 
     Args:
         paths: Slides, folders (searched, links to folders followed once) and manifest CSVs.
-        known: The file of each slide that has a name already, by slide_id, empty if it is not known; slides keep their
-            names, and others do not get them while the file exists.
+        files_by_name: The file of each slide that has a name already, by slide_id, empty if it is not known; slides
+            keep their names, and others do not get them while the file exists.
         scene: Which scenes of files with several are slides: ``all``, ``largest`` or a number.
         store: The store that is written, whose slides are not searched; None: there is none.
 
@@ -83,27 +83,27 @@ def find_jobs(
     rows: dict[Place, dict[str, str]] = {}
     for path in paths:
         for source, row in slides_at(location(path), store):
-            place = (source, row.get("scene", ""))
-            rows[place] = _merged(path, source, rows.get(place, {}), row)
-    return _jobs_with_names(_each_scene(_one_of_each_series(rows), scene), known)
+            key = (source, row.get("scene", ""))
+            rows[key] = _merged(path, source, rows.get(key, {}), row)
+    return _jobs_with_names(_each_scene(_one_of_each_series(rows), scene), files_by_name)
 
 
 def _each_scene(rows: Mapping[Place, dict[str, str]], scene: str) -> dict[Place, dict[str, str]]:
     """Return a row, with a column ``scene``, of each scene where none is given."""
-    found: dict[Place, dict[str, str]] = {}
-    for (source, given), row in rows.items():
-        count = 1 if given else scene_count(source)
-        if count == 1 and not given and scene.isdecimal() and int(scene) > 1:
-            found[source, scene] = {**row, "scene": scene}  # its reader says that there is no such scene
+    scenes: dict[Place, dict[str, str]] = {}
+    for (source, stated_scene), row in rows.items():
+        count = 1 if stated_scene else scene_count(source)
+        if count == 1 and not stated_scene and scene.isdecimal() and int(scene) > 1:
+            scenes[source, scene] = {**row, "scene": scene}  # its reader says that there is no such scene
         elif count == 1:
-            found[source, given] = row
+            scenes[source, stated_scene] = row
         numbers = (
             range(1, count + 1) if scene == "all" else [largest_scene(source) if scene == "largest" else int(scene)]
         )
         for number in map(str, numbers if count > 1 else ()):
             name = {"slide_id": row["slide_id"] + _suffix(number)} if row.get("slide_id") and scene == "all" else {}
-            found[source, number] = {**row, **name, "scene": number}
-    return found
+            scenes[source, number] = {**row, **name, "scene": number}
+    return scenes
 
 
 def _suffix(scene: str) -> str:
@@ -126,11 +126,11 @@ def written_in_one_way(
         RequestError: Two slides of manifests have names that differ in spelling only; or cases have, and ``merge`` is
             off.
     """
-    given = [job.row.get("slide_id", "") for job in jobs]
+    names_given = [job.row.get("slide_id", "") for job in jobs]
     advice = "slides need names that differ in more than spelling: change slide_id"
-    one_spelling(given, "name", "manifest: slide_id", merge=False, known=names, advice=advice)
+    one_spelling(names_given, "name", "manifest: slide_id", merge=False, known_names=names, advice=advice)
     written = ["" if is_missing(case) else case for case in (job.row.get("case_id", "") for job in jobs)]
-    spelled = one_spelling(written, "name", "manifest: case_id", merge=merge, known=cases)
+    spelled = one_spelling(written, "name", "manifest: case_id", merge=merge, known_names=cases)
     notes = [joined_note("manifest: case_id", spelled.joined)] if spelled.joined else []
     without = sum(not case for job, case in zip(jobs, written, strict=True) if "case_id" in job.row)
     if without:
@@ -181,26 +181,26 @@ def user_columns(row: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in row.items() if k not in ("path", "source_path")}
 
 
-def _merged(path: Path, source: Path, one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+def _merged(path: Path, source: Path, a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
     """Merge two rows of one slide, unless they contradict each other."""
-    for column in sorted(one.keys() & other.keys() - {"source_path"}):
-        if one[column] != other[column]:
+    for column in sorted(a.keys() & b.keys() - {"source_path"}):
+        if a[column] != b[column]:
             raise RequestError(
                 f"{path}: {source} occurs in two rows that differ in the column {column!r}: "
-                f"{one[column]!r} and {other[column]!r}; keep one of them"
+                f"{a[column]!r} and {b[column]!r}; keep one of them"
             )
-    return {**one, **other}
+    return {**a, **b}
 
 
 def _one_of_each_series(rows: Mapping[Place, dict[str, str]]) -> dict[Place, dict[str, str]]:
     """Remove DICOM files that are not in a manifest and whose slide is represented by another file."""
-    series = {place: _series_of(place[0]) for place in rows}
-    kept, represented = {}, {series[place] for place, row in rows.items() if row}
-    for place, row in rows.items():
-        if row or series[place] is None or series[place] not in represented:
-            kept[place] = row
-            represented.add(series[place])
-    return kept
+    series = {key: _series_of(key[0]) for key in rows}
+    kept_rows, represented = {}, {series[key] for key, row in rows.items() if row}
+    for key, row in rows.items():
+        if row or series[key] is None or series[key] not in represented:
+            kept_rows[key] = row
+            represented.add(series[key])
+    return kept_rows
 
 
 def _series_of(source: Path) -> tuple[Path, str] | None:
@@ -208,28 +208,31 @@ def _series_of(source: Path) -> tuple[Path, str] | None:
     return (source.parent, header.series) if header is not None and header.series else None
 
 
-def _jobs_with_names(rows: Mapping[Place, dict[str, str]], known: Mapping[str, str]) -> list[SlideJob]:
+def _jobs_with_names(rows: Mapping[Place, dict[str, str]], files_by_name: Mapping[str, str]) -> list[SlideJob]:
     names = {
-        (location(source), suffix): name for name, source in known.items() if source for suffix in _suffixes_of(name)
+        (location(source), suffix): name
+        for name, source in files_by_name.items()
+        if source
+        for suffix in _suffixes_of(name)
     }
-    given = {place: _checked(row["slide_id"]) for place, row in rows.items() if row.get("slide_id")}
-    twice = [name for name, count in Counter(given.values()).items() if count > 1]
+    own_names = {key: _checked(row["slide_id"]) for key, row in rows.items() if row.get("slide_id")}
+    twice = [name for name, count in Counter(own_names.values()).items() if count > 1]
     if twice:
         raise RequestError(f"slide_id {twice[0]!r} is used for two slides; it must be unique")
     folders = _Folders()
-    plain = {place: _plain_name(*place, folders) for place in rows if place not in given}
-    shared = Counter([*plain.values(), *given.values()])
+    plain = {key: _plain_name(*key, folders) for key in rows if key not in own_names}
+    shared = Counter([*plain.values(), *own_names.values()])
     jobs = []
-    for place, row in rows.items():
-        source, scene = place
-        name = given.get(place) or names.get((source, _suffix(scene)))
+    for key, row in rows.items():
+        source, scene = key
+        name = own_names.get(key) or names.get((source, _suffix(scene)))
         if name is None:
-            name = plain[place]
-            if shared[name] > 1 or _is_taken(name, known):
+            name = plain[key]
+            if shared[name] > 1 or _is_taken(name, files_by_name):
                 name = name_with_place(name, source)
         jobs.append(SlideJob(source, name, row))
     same = Counter(job.slide_id for job in jobs)
-    return [job if same[job.slide_id] == 1 or job.place in given else _named_by_path(job) for job in jobs]
+    return [job if same[job.slide_id] == 1 or job.place in own_names else _named_by_path(job) for job in jobs]
 
 
 def name_with_place(name: str, source: Path) -> str:
@@ -239,8 +242,8 @@ def name_with_place(name: str, source: Path) -> str:
 
 def _suffixes_of(name: str) -> tuple[str, ...]:
     """Return the endings for which a slide that is named already is found again: that of its scene, and none."""
-    found = re.search(r"_scene\d+$", name)
-    return ("",) if found is None else (found[0], "")
+    match = re.search(r"_scene\d+$", name)
+    return ("",) if match is None else (match[0], "")
 
 
 def _named_by_path(job: SlideJob) -> SlideJob:
@@ -248,9 +251,9 @@ def _named_by_path(job: SlideJob) -> SlideJob:
     return replace(job, slide_id=f"{job.slide_id}-{_short_digest(str(job.source))}")
 
 
-def _is_taken(name: str, known: Mapping[str, str]) -> bool:
+def _is_taken(name: str, files_by_name: Mapping[str, str]) -> bool:
     """Whether the name belongs to a slide at another path that still exists; otherwise it was moved."""
-    return name in known and (not known[name] or not is_gone(location(known[name])))
+    return name in files_by_name and (not files_by_name[name] or not is_gone(location(files_by_name[name])))
 
 
 class _Folders:
@@ -267,8 +270,8 @@ class _Folders:
 
 def _stems_in(folder: Path) -> Counter[str]:
     with suppress(OSError):
-        found = (path for path in folder.iterdir() if not path.name.startswith("."))
-        return Counter(_stem(path) for path in found if path.suffix.lower() in SLIDE_SUFFIXES - {".dcm"} | {".zarr"})
+        visible = (path for path in folder.iterdir() if not path.name.startswith("."))
+        return Counter(_stem(path) for path in visible if path.suffix.lower() in SLIDE_SUFFIXES - {".dcm"} | {".zarr"})
     return Counter()
 
 

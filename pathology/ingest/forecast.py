@@ -95,8 +95,8 @@ def lower_bound_bytes(jobs: Sequence[SlideJob], options: IngestOptions) -> float
     if not jobs or may_omit_parts:
         return 0.0
     step = max(1, len(jobs) // _SAMPLED)
-    found = forecast(jobs[::step][:_SAMPLED], options)
-    return found.store_px / min(len(jobs), _SAMPLED) * len(jobs) * MIN_BYTES_PER_PX
+    sampled = forecast(jobs[::step][:_SAMPLED], options)
+    return sampled.store_px / min(len(jobs), _SAMPLED) * len(jobs) * MIN_BYTES_PER_PX
 
 
 def free_bytes(folder: Path) -> int | None:
@@ -118,7 +118,7 @@ def require_room(store: Path, finest_px: int) -> None:
     Raises:
         OSError: It cannot (`errno.ENOSPC`); the message has the needed and the free bytes.
     """
-    needed, free = int(finest_px * MIN_BYTES_PER_PX) + RESERVE_BYTES, free_bytes(store)
-    if free is not None and needed > free:
-        reason = f"disk full: the next slide needs at least {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+    needed_bytes, free = int(finest_px * MIN_BYTES_PER_PX) + RESERVE_BYTES, free_bytes(store)
+    if free is not None and needed_bytes > free:
+        reason = f"disk full: the next slide needs at least {needed_bytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
         raise OSError(errno.ENOSPC, reason, str(store))

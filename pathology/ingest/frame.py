@@ -75,24 +75,24 @@ def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissu
         RequestError: The given tissue is not of this slide.
     """
     choice = choose_level(slide, mpp.um, options.mpp)
-    whole = Box.of_size(choice.height_px, choice.width_px)
+    extent = Box.of_size(choice.height_px, choice.width_px)
     level = mask_level(options.mpp, options.tissue)
     scale = 2**level
     stored, mask_mpp = (options.mpp, options.mpp), options.mpp * scale
     size = level_sizes(choice.height_px, choice.width_px, level + 1)[level]
-    given = (
+    given_mask = (
         None
         if tissue is None
         else tissue.mask(slide_grid(slide, mpp, stored, mask_mpp), (size.height_px, size.width_px))
     )
     if not options.crop_tissue and options.glass == "keep":
-        return Frame(choice, stored, whole, None, mask_mpp, given)
+        return Frame(choice, stored, extent, None, mask_mpp, given_mask)
     masks = _masks(slide, mpp, options, size)
-    found = masks.tissue if given is None else given
-    box = _tissue_box(found, scale, whole, options.mpp) if options.crop_tissue else whole
+    mask = masks.tissue if given_mask is None else given_mask
+    box = _tissue_box(mask, scale, extent, options.mpp) if options.crop_tissue else extent
     part = (slice(box.y0 // scale, -(-box.y1 // scale)), slice(box.x0 // scale, -(-box.x1 // scale)))
     written = TissueMasks(masks.tissue[part], masks.pen[part]) if options.glass == "blank" else None
-    return Frame(choice, stored, box, written, mask_mpp, None if given is None else given[part])
+    return Frame(choice, stored, box, written, mask_mpp, None if given_mask is None else given_mask[part])
 
 
 def slide_grid(slide: SlideSource, mpp: SourceMpp, stored_mpp: tuple[float, float], mask_mpp_um: float) -> SlideGrid:
@@ -135,14 +135,14 @@ def _masks(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, size: Lev
     return find_tissue(fitted(pixels, size), mask_mpp, options.tissue)
 
 
-def _tissue_box(tissue: Mask, scale: int, whole: Box, mpp_um: float) -> Box:
+def _tissue_box(tissue: Mask, scale: int, extent: Box, mpp_um: float) -> Box:
     """Return the box around the tissue with a margin, aligned; the whole slide if there is none."""
     rows, columns = np.flatnonzero(tissue.any(1)), np.flatnonzero(tissue.any(0))
     if not rows.size:
-        return whole
+        return extent
     margin = round(CROP_MARGIN_UM / mpp_um)
     (y0, y1), (x0, x1) = (_aligned(indices, scale, margin) for indices in (rows, columns))
-    return Box(y0, y1, x0, x1).intersect(whole)
+    return Box(y0, y1, x0, x1).intersect(extent)
 
 
 def _aligned(indices: npt.NDArray[np.intp], scale: int, margin: int) -> tuple[int, int]:

@@ -41,13 +41,13 @@ class SourceStamp:
             listing, size_bytes = _listed(path)
             return cls(size_bytes, int(hashlib.sha256(listing).hexdigest()[:14], 16))
         try:
-            found = [(f.name, f.stat()) for f in files_of(path)]
+            statuses = [(f.name, f.stat()) for f in files_of(path)]
         except OSError as error:
             raise SlideError(f"the file cannot be read: {error.strerror}") from error
-        size_bytes = sum(s.st_size for _, s in found)
-        if len(found) == 1:
-            return cls(size_bytes, found[0][1].st_mtime_ns)
-        listed = sorted((name, s.st_size, s.st_mtime_ns) for name, s in found)
+        size_bytes = sum(s.st_size for _, s in statuses)
+        if len(statuses) == 1:
+            return cls(size_bytes, statuses[0][1].st_mtime_ns)
+        listed = sorted((name, s.st_size, s.st_mtime_ns) for name, s in statuses)
         return cls(size_bytes, int.from_bytes(hashlib.sha256(repr(listed).encode()).digest()[:7], "big"))
 
     def to_json(self, secret: str = "") -> dict[str, int]:
@@ -81,8 +81,8 @@ def _listed(store: ObjectPath) -> tuple[bytes, int]:
         if store.can_list:
             every = store.listing()
         else:
-            there = [name for name in _DOCUMENTS if (store / name).is_file()]
-            every = {name: ((store / name).stat().st_size, (store / name).version()) for name in there}
+            present = [name for name in _DOCUMENTS if (store / name).is_file()]
+            every = {name: ((store / name).stat().st_size, (store / name).version()) for name in present}
     except OSError as error:
         raise SlideError(f"the store cannot be read: {error.strerror or error}") from error
     return repr(sorted(every.items())).encode(), sum(size for size, _ in every.values())
@@ -148,13 +148,13 @@ class RunningDigest:
         return digest.hexdigest()
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(stored: dict[str, Any], requested: dict[str, Any], prefix: str = "") -> list[str]:
     """Return what differs between two nested parameter objects, as lines ``key: old → new``."""
-    found = []
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
+    lines = []
+    for key in sorted(stored.keys() | requested.keys()):
+        before, after = stored.get(key), requested.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            found += differences(before, after, f"{prefix}{key}.")
+            lines += differences(before, after, f"{prefix}{key}.")
         elif before != after:
-            found.append(f"{prefix}{key}: {before} → {after}")
-    return found
+            lines.append(f"{prefix}{key}: {before} → {after}")
+    return lines

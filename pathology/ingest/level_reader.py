@@ -90,8 +90,8 @@ def stored_mpp(source: SlideSource, source_mpp: tuple[float, float], mpp_um: flo
     finest = sum(source_mpp) / 2
     if mpp_um is None:
         return finest
-    found = [finest * sum(level.downsample) / 2 for level in source.levels]
-    nearest = min(found, key=lambda um: abs(um / mpp_um - 1))
+    candidates = [finest * sum(level.downsample) / 2 for level in source.levels]
+    nearest = min(candidates, key=lambda um: abs(um / mpp_um - 1))
     return nearest if abs(nearest / mpp_um - 1) <= NATIVE_TOLERANCE else mpp_um
 
 
@@ -147,24 +147,24 @@ class LevelReader:
         window = _RowWindow(self._read_into, columns.first, columns.end, height, self._level.tile_px[0])
         step = max(1, int(window.band_px / ratio))
         for first, end in _steps(start, stop, step):
-            needed = make_taps(first, end, ratio, height)
-            source = window.rows(needed.first, needed.end)
-            base = needed.first
+            all_taps = make_taps(first, end, ratio, height)
+            source = window.rows(all_taps.first, all_taps.end)
+            base = all_taps.first
 
             def fill(part: tuple[int, int], source: Planes = source, base: int = base) -> None:
                 rows = make_taps(*part, ratio, height)
-                found = resample(source[:, rows.first - base : rows.end - base], rows, columns)
-                out[:, part[0] - start : part[1] - start] = found
+                resampled = resample(source[:, rows.first - base : rows.end - base], rows, columns)
+                out[:, part[0] - start : part[1] - start] = resampled
 
             run_in_pool(fill, list(_steps(first, end, -(-(end - first) // (2 * decode_threads())))))
 
     def _read_into(self, box: Box, out: RGB) -> None:
-        found: list[BadTile] = []
-        self._source.read_into(box, self._choice.level, out, None if self._max_bad <= 0 else found)
-        for tile in found:
+        bad_tiles: list[BadTile] = []
+        self._source.read_into(box, self._choice.level, out, None if self._max_bad <= 0 else bad_tiles)
+        for tile in bad_tiles:
             self._bad[tile.box] = tile.reason
-            place = tile.box.intersect(box)
-            out[place.relative_to(box).slices()] = _WHITE
+            common = tile.box.intersect(box)
+            out[common.relative_to(box).slices()] = _WHITE
             if self.bad_tiles > self._max_bad * self.tiles:
                 raise SlideError(
                     f"at least {self.bad_tiles} of {self.tiles} tiles cannot be decoded (--max-bad {self._max_bad:g}): "
@@ -202,8 +202,8 @@ class _RowWindow:
             again = self._kept[:, max(0, first - self._first) :] if first < kept_end else self._kept[:, :0]
             joined: Planes = np.empty((3, again.shape[1] + read_end - read_start, self._x1 - self._x0), np.uint8)
             joined[:, : again.shape[1]] = again
-            new = joined[:, again.shape[1] :].transpose(1, 2, 0)
-            self._read_into(Box(read_start, read_end, self._x0, self._x1), new)
+            fresh_rows = joined[:, again.shape[1] :].transpose(1, 2, 0)
+            self._read_into(Box(read_start, read_end, self._x0, self._x1), fresh_rows)
             self._kept, self._first = joined, read_start - again.shape[1]
         return self._kept[:, first - self._first : end - self._first]
 

@@ -75,8 +75,8 @@ class TileJoiner:
         # The last header is cached: nearly all tiles of a level have the same.
         if not (self._tile_header and block.startswith(self._tile_header, start, end)):
             tile = block[start:end]
-            kept, coded = self._header(tile)
-            self._tile_header, self._full_header = tile[:coded], self.prefix + kept
+            header, coded = self._header(tile)
+            self._tile_header, self._full_header = tile[:coded], self.prefix + header
         coded = start + len(self._tile_header)
         if block.rfind(_EOI, coded, end) < 0:
             raise TileError("its JPEG is cut off: it has no end marker")
@@ -136,7 +136,7 @@ class LosslessSlide:
         """Return the levels for a `SlideWriter`; ``mpp`` (y, x) is that of the finest."""
         pairs = zip(self.layouts, self._slide.levels, strict=True)
         return tuple(
-            StoredLevel(layout, (mpp[0] * known.downsample[0], mpp[1] * known.downsample[1])) for layout, known in pairs
+            StoredLevel(layout, (mpp[0] * level.downsample[0], mpp[1] * level.downsample[1])) for layout, level in pairs
         )
 
     def check(self) -> None:
@@ -176,11 +176,11 @@ class LosslessSlide:
     def _chunks(self, k: int, indices: Sequence[int], copied: Copied, max_bad: float) -> Iterator[Buffers | None]:
         """Yield the tiles as chunks, each as a header and a view of the file's bytes; None for omitted tiles."""
         join = self._joiners[k].join
-        for index, found in self._tiles(self._levels[k], indices):
-            if found is None:
+        for index, encoded in self._tiles(self._levels[k], indices):
+            if encoded is None:
                 yield None
                 continue
-            block, start, end = found
+            block, start, end = encoded
             try:
                 header, coded = join(block, start, end)
             except TileError as error:
@@ -194,23 +194,23 @@ class LosslessSlide:
         """Yield (index, bytes) in the order of ``indices``, with None for omitted tiles; few, large reads."""
         present = [index for index in indices if level.lengths[index]]
         offsets, lengths = level.offsets[present].tolist(), level.lengths[present].tolist()
-        found: dict[int, _TileBytes] = {}
+        encoded_by_index: dict[int, _TileBytes] = {}
         for span in coalesced(offsets, lengths):
             block = self._slide.file.read(span.offset, span.length)
             for member in span.members:
                 start = offsets[member] - span.offset
-                found[present[member]] = block, start, min(start + lengths[member], len(block))
-        yield from ((index, found.get(index)) for index in indices)
+                encoded_by_index[present[member]] = block, start, min(start + lengths[member], len(block))
+        yield from ((index, encoded_by_index.get(index)) for index in indices)
 
     def _compare(self, k: int, index: int) -> None:
         level = self._levels[k]
         box = level.tile_box(index)
-        ((_, found),) = self._tiles(level, [index])
+        ((_, encoded),) = self._tiles(level, [index])
         try:
             shown = self._slide.read(box, k)
             stored: Any = np.full_like(shown, BACKGROUND)
-            if found is not None:
-                block, start, end = found
+            if encoded is not None:
+                block, start, end = encoded
                 header, coded = self._joiners[k].join(block, start, end)
                 stored = simplejpeg.decode_jpeg(header + block[coded:end], "RGB", strict=True)
         except (TileError, ValueError):

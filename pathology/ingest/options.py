@@ -95,9 +95,9 @@ class IngestOptions:
             "--crop-tissue": self.crop_tissue,
             "--icc apply": self.icc == "apply",
         }
-        found = [name for name, is_set in changes.items() if is_set]
-        if found:
-            raise RequestError(f"--lossless copies the scanner's tiles unchanged: leave {' and '.join(found)} out")
+        changing = [name for name, is_set in changes.items() if is_set]
+        if changing:
+            raise RequestError(f"--lossless copies the scanner's tiles unchanged: leave {' and '.join(changing)} out")
 
     @property
     def pixel_codec(self) -> PixelCodec:
@@ -156,9 +156,9 @@ class IngestOptions:
         Raises:
             RequestError: See `tissue_of`.
         """
-        given = self.tissue_of(slide_id)
+        tissue = self.tissue_of(slide_id)
         if_not_default = {
-            "given_tissue": None if given is None else given.identity,
+            "given_tissue": None if tissue is None else tissue.identity,
             "glass": None if self.glass == "keep" else self.glass,
             "sharded": None if self.sharded else False,
             "crop_tissue": True if self.crop_tissue else None,

@@ -94,8 +94,8 @@ class SlidePool:
         """Take over abandoned slides; sleep if there are none."""
         for _ in range(len(self._elsewhere)):
             number = self._elsewhere.popleft()
-            held = is_held(self.store / CLAIMS, self._jobs[number].slide_id)
-            (self._elsewhere if held else self._released).append(number)
+            claimed = is_held(self.store / CLAIMS, self._jobs[number].slide_id)
+            (self._elsewhere if claimed else self._released).append(number)
         if not self._released:
             time.sleep(_POLL_S)
             self.progress(self._done)
@@ -161,8 +161,8 @@ class SlidePool:
                 remove_ended(self.store / CLAIMS, job.slide_id)
                 remove_leftovers(slide_path(self.store, job.slide_id))
                 reason = "the process that decoded it died (a crash in the decoder, or out of memory)"
-                place = "" if job.secret else str(job.source)
-                record = SlideRecord(job.slide_id, place, FAILED, reason=reason, extra=user_columns(job.row))
+                path = "" if job.secret else str(job.source)
+                record = SlideRecord(job.slide_id, path, FAILED, reason=reason, extra=user_columns(job.row))
                 save_outcome(record, self.store)
                 return Outcome(record, job)
 

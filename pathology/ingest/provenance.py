@@ -43,8 +43,14 @@ def provenance(slide: SlideSource, mpp: SourceMpp, frame: Frame) -> dict[str, An
         "affine": affine_to_source(slide, mpp, frame.mpp, frame.box.y0, frame.box.x0),
     }
     if frame.cropped:
-        whole = {"height_px": choice.height_px, "width_px": choice.width_px}
-        metadata["crop"] = {"y0": frame.box.y0, "y1": frame.box.y1, "x0": frame.box.x0, "x1": frame.box.x1, "of": whole}
+        full_size = {"height_px": choice.height_px, "width_px": choice.width_px}
+        metadata["crop"] = {
+            "y0": frame.box.y0,
+            "y1": frame.box.y1,
+            "x0": frame.box.x0,
+            "x1": frame.box.x1,
+            "of": full_size,
+        }
     return metadata
 
 

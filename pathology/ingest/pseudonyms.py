@@ -126,14 +126,18 @@ class KeyFile:
 
     def _row(self, job: SlideJob) -> KeyRow:
         """Return the job's row, updated from the user's manifest."""
-        path, given = str(job.source), job.row
+        path, manifest_row = str(job.source), job.row
         row = self._rows.get(path) or self._moved(job.source)
         if row is None:
-            row = KeyRow(self._pseudonym("s", path), "", self._secret, path, given.get("slide_id", job.slide_id), "")
-        if given.get("case_id"):
-            row = replace(row, case_id=self._pseudonym("c", given["case_id"]), real_case_id=given["case_id"])
-        others = {k: v for k, v in given.items() if k not in (*_COLUMNS, *KEPT_COLUMNS, "path")}
-        return replace(row, others=row.others | others)
+            row = KeyRow(
+                self._pseudonym("s", path), "", self._secret, path, manifest_row.get("slide_id", job.slide_id), ""
+            )
+        if manifest_row.get("case_id"):
+            row = replace(
+                row, case_id=self._pseudonym("c", manifest_row["case_id"]), real_case_id=manifest_row["case_id"]
+            )
+        other_columns = {k: v for k, v in manifest_row.items() if k not in (*_COLUMNS, *KEPT_COLUMNS, "path")}
+        return replace(row, others=row.others | other_columns)
 
     def _moved(self, source: Path) -> KeyRow | None:
         """Return the row of a moved slide with this file name, if there is exactly one."""
@@ -174,8 +178,8 @@ def scrubbed(reason: str, source: Path, name: str) -> str:
     places = {str(source), str(source.absolute()), str(source.resolve()), source.name, source.stem}
     places |= {str(parent) for parent in (*source.absolute().parents, *source.resolve().parents) if parent.name}
     places |= {parent.name for parent in source.absolute().parents if len(parent.name) > 2}
-    for place in sorted(places, key=len, reverse=True):
-        plain = plain.replace(place, name if place == str(source.absolute()) else "…")
+    for path_text in sorted(places, key=len, reverse=True):
+        plain = plain.replace(path_text, name if path_text == str(source.absolute()) else "…")
     return plain
 
 
@@ -194,8 +198,8 @@ def _load(path: Path) -> dict[str, KeyRow]:
             f"--pseudonyms {path}: exists and is not a key of an earlier ingest (with the columns "
             f"{', '.join(_COLUMNS)}); choose another file"
         )
-    found = (KeyRow(**{k: row.pop(k) for k in _COLUMNS}, others=row) for row in rows)
-    return {row.source_path: row for row in found}
+    key_rows = (KeyRow(**{k: row.pop(k) for k in _COLUMNS}, others=row) for row in rows)
+    return {row.source_path: row for row in key_rows}
 
 
 def _save(path: Path, rows: Iterable[KeyRow]) -> None:

@@ -98,10 +98,10 @@ def save_outcome(record: SlideRecord, store: Path) -> None:
     path = record_path(store, record.slide_id)
     if record.status == FAILED and path.exists() and slide_path(store, record.slide_id).exists():
         with suppress(StoreError):
-            known = SlideRecord.load(path)
-            if known.status == DONE:
+            earlier = SlideRecord.load(path)
+            if earlier.status == DONE:
                 record = replace(
-                    known, reason=f"the earlier result is kept; ingesting it again failed: {record.reason}"
+                    earlier, reason=f"the earlier result is kept; ingesting it again failed: {record.reason}"
                 )
     record.save(store)
 
@@ -137,15 +137,15 @@ class _SlideIngest:
         pick = self.options.pick(self.row)
         with self._local_file() as file, RunningDigest(file) as digest, closing(open_source(file, pick)) as slide:
             mpp = self.options.mpp_of(slide, self.row)
-            given = None if mpp.origin == "file" else mpp.um[0]
+            given_mpp = None if mpp.origin == "file" else mpp.um[0]
             identity = {
-                "parameters": self.options.parameters(self.name) | {"given_mpp": given},
+                "parameters": self.options.parameters(self.name) | {"given_mpp": given_mpp},
                 **stamp.to_json(self.secret),
             }
-            found = self._published_before(identity)
-            if found is None:
-                found = self._written(slide, mpp, identity, lambda: _unchanged(self.source, stamp, digest))
-        return facts_of(found, self.name, self._source_path)
+            attributes = self._published_before(identity)
+            if attributes is None:
+                attributes = self._written(slide, mpp, identity, lambda: _unchanged(self.source, stamp, digest))
+        return facts_of(attributes, self.name, self._source_path)
 
     def _local_file(self) -> AbstractContextManager[Path]:
         """Context that yields the slide's file, or its copy on a local disk."""
@@ -155,8 +155,8 @@ class _SlideIngest:
         self, slide: SlideSource, mpp: SourceMpp, identity: dict[str, Any], digest: Callable[[], str]
     ) -> dict[str, Any]:
         """Write the slide and return its attributes."""
-        given = self.options.tissue_of(self.name)
-        content = content_of(slide, mpp, self.options, given)
+        tissue = self.options.tissue_of(self.name)
+        content = content_of(slide, mpp, self.options, tissue)
         if content.kind == "resampled":
             may_be_small = self.options.glass == "blank" or not self.options.pixel_codec.exact
             require_room(working_folder(self.store, self.options.cache), 0 if may_be_small else content.frame.box.area)
@@ -182,14 +182,14 @@ class _SlideIngest:
                 "versions": versions(),
             }
             replaced = mpp.origin != "file" and bool(slide.mpp or slide.facts.mpp_doubt)
-            known = {
+            circumstances = {
                 "mpp_assumed": mpp.origin in ("flag", "magnification"),
                 "mpp_replaced": replaced,
                 "upsampled": content.frame.choice.upsampled,
                 "truncated": is_truncated(self.source),
-                "tissue_given": given is not None,
+                "tissue_given": tissue is not None,
             }
-            flags = quality.flags | known | {"bad_tiles": content.bad_tiles > 0}
+            flags = quality.flags | circumstances | {"bad_tiles": content.bad_tiles > 0}
             flags |= {note.flag: True for note in slide.facts.notes}
             attributes["flags"] = [name for name, applies in flags.items() if applies]
             self.progress(1.0)
@@ -203,8 +203,8 @@ class _SlideIngest:
             return None
         with suppress(StoreError):
             attributes = SlideStore.open(path).attributes
-            whole = digest_of_group(read_json(path / "zarr.json")) == attributes.get("metadata_sha256")
-            if whole and all(attributes.get(key) == value for key, value in identity.items()):
+            is_whole = digest_of_group(read_json(path / "zarr.json")) == attributes.get("metadata_sha256")
+            if is_whole and all(attributes.get(key) == value for key, value in identity.items()):
                 return attributes
         return None
 
@@ -215,10 +215,10 @@ def _unchanged(source: Path, stamp: SourceStamp, digest: RunningDigest) -> str:
     Raises:
         SlideError: They changed during reading.
     """
-    found = digest.result()
+    after = digest.result()
     if SourceStamp.of(source) != stamp:
         raise SlideError("the file changed while it was read; ingest it again")
-    return found
+    return after
 
 
 def _concerns_store(error: OSError, store: Path, cache: Path | None) -> bool:

@@ -143,6 +143,6 @@ def _remove_left_behind(cache: Path) -> None:
     """Remove the folders of processes of this host that have ended."""
     mine = re.compile(rf"{re.escape(_PREFIX + socket.gethostname())}-(\d+)-")
     for folder in cache.glob(f"{_PREFIX}*"):
-        found = mine.match(folder.name)
-        if found is not None and not is_running(int(found[1])):
+        match = mine.match(folder.name)
+        if match is not None and not is_running(int(match[1])):
             shutil.rmtree(folder, ignore_errors=True)

@@ -77,10 +77,10 @@ def do_job(
         return None
     with claim:
         if record_state(store, job.slide_id) != job.seen:
-            found = SlideRecord.load(record_path(store, job.slide_id))
-            if _is_of_another(found, job):
-                return _another_name(job, found, store, options, threads, progress)
-            return Outcome(_with_checked_parameters(found, options), job, ours=False)
+            stored = SlideRecord.load(record_path(store, job.slide_id))
+            if _is_of_another(stored, job):
+                return _another_name(job, stored, store, options, threads, progress)
+            return Outcome(_with_checked_parameters(stored, options), job, ours=False)
 
         def checked_progress(fraction: float) -> None:
             claim.check()
@@ -109,13 +109,13 @@ def do_job(
 
 def _is_of_another(record: SlideRecord, job: SlideJob) -> bool:
     """Whether a record with the job's name is of another file."""
-    place = (record.source_path, record.extra.get("scene", ""))
-    return not job.secret and place != (str(job.source), job.row.get("scene", ""))
+    origin = (record.source_path, record.extra.get("scene", ""))
+    return not job.secret and origin != (str(job.source), job.row.get("scene", ""))
 
 
 def _another_name(
     job: SlideJob,
-    found: SlideRecord,
+    stored: SlideRecord,
     store: Path,
     options: IngestOptions,
     threads: int,
@@ -123,7 +123,7 @@ def _another_name(
 ) -> Outcome | None:
     """Run a job whose name is now used for a slide with the same file name in another folder."""
     if job.row.get("slide_id"):
-        reason = f"slide_id {job.slide_id!r} is used for {found.source_path} by another run; it must be unique"
+        reason = f"slide_id {job.slide_id!r} is used for {stored.source_path} by another run; it must be unique"
         return Outcome(SlideRecord(job.slide_id, str(job.source), FAILED, reason=reason), job)
     name = name_with_place(job.slide_id, job.source)
     return do_job(replace(job, slide_id=name, seen=record_state(store, name)), store, options, threads, progress)
@@ -131,8 +131,8 @@ def _another_name(
 
 def _with_checked_parameters(record: SlideRecord, options: IngestOptions) -> SlideRecord:
     """Return the record of another run, as failed if that run used other parameters."""
-    made = {k: v for k, v in record.identity.get("parameters", {}).items() if k != "given_mpp"}
-    changed = differences(made, options.parameters(record.slide_id)) if record.status == DONE else []
+    used = {k: v for k, v in record.identity.get("parameters", {}).items() if k != "given_mpp"}
+    changed = differences(used, options.parameters(record.slide_id)) if record.status == DONE else []
     if not changed:
         return record
     return replace(record, status=FAILED, reason=f"another run ingested it with other parameters: {', '.join(changed)}")

@@ -68,7 +68,7 @@ class PredictionReport:
         """Return the report of slides that were predicted or failed."""
 
         def having(status: str) -> tuple[Prediction, ...]:
-            return tuple(one for one in outcomes if one.status == status)
+            return tuple(outcome for outcome in outcomes if outcome.status == status)
 
         return cls(having(DONE), having(INCOMPLETE), having(FAILED), skipped, stopped)
 
@@ -108,7 +108,7 @@ def predict_slides(
     flags = ("mpp_changed",) if options.mpp is not None and options.mpp != spec.mpp else ()
     spec = replace(spec, mpp=options.mpp if options.mpp is not None else spec.mpp)
     folder = OutFolder(out, members, spec, options=options)
-    options.check_tissue([one.slide_id for one in inputs])
+    options.check_tissue([slide.slide_id for slide in inputs])
     set_arithmetic(all(member.config.get("tf32", False) for member in members))  # as in training
     device = own_device(options.device, comm)
     chosen = on_first_rank(comm, lambda: folder.open(inputs))
@@ -125,10 +125,10 @@ def predict_slides(
         run = _Run(folder, members, spec, options, group, scratch, flags)
         queue = SlideQueue(chosen, scratch, group, alone=group.size == comm.size)
         mine, stopped = run.predict_all(queue, inputs, ensemble, progress if comm.rank == 0 else _silent, stop_wanted)
-        found = gathered(comm, group.rank == 0, {index: asdict(one) for index, one in mine.items()})
-        every = [Prediction.of_json(values) for values in found]
+        all_outcomes = gathered(comm, group.rank == 0, {index: asdict(outcome) for index, outcome in mine.items()})
+        every = [Prediction.of_json(values) for values in all_outcomes]
         stopped = any(comm.broadcast_object(comm.gather_objects(stopped)))
-    skipped = tuple(one.slide_id for k, one in enumerate(inputs) if k not in set(chosen))
+    skipped = tuple(slide.slide_id for k, slide in enumerate(inputs) if k not in set(chosen))
     return PredictionReport.of(every, skipped, stopped and len(every) < len(chosen))
 
 
@@ -153,7 +153,9 @@ class _Run:
         self._comm, self._scratch, self._flags = comm, scratch, flags
         self._ingest_options = _ingest_options(members, spec, options)
         self._min_coverage = max(member.min_coverage for member in members)
-        self._trained = TrainedSlides.union(TrainedSlides.of_json(one.config.get("trained_on")) for one in members)
+        self._trained = TrainedSlides.union(
+            TrainedSlides.of_json(member.config.get("trained_on")) for member in members
+        )
 
     def predict_all(
         self,
@@ -164,79 +166,81 @@ class _Run:
         stop_wanted: Callable[[], bool],
     ) -> tuple[dict[int, Prediction], bool]:
         """Predict the slides that this group takes; return them by index, and whether it was stopped. Collective."""
-        found: dict[int, Prediction] = {}
+        predicted: dict[int, Prediction] = {}
         while not (stopped := any(self._comm.broadcast_object(self._comm.gather_objects(stop_wanted())))):
             index = queue.take()
             if index is None:
                 break
-            found[index] = one = self.predict(inputs[index], ensemble)
+            predicted[index] = outcome = self.predict(inputs[index], ensemble)
             if self._comm.rank == 0:
-                self._folder.note(one)
+                self._folder.note(outcome)
                 queue.finish(index)
-                progress(len(queue.newly_finished()), f"{one.slide_id}: {one.prediction or one.status}")
-        return found, stopped
+                progress(len(queue.newly_finished()), f"{outcome.slide_id}: {outcome.prediction or outcome.status}")
+        return predicted, stopped
 
-    def predict(self, one: SlideInput, ensemble: Ensemble | TileEnsemble | None) -> Prediction:
+    def predict(self, slide: SlideInput, ensemble: Ensemble | TileEnsemble | None) -> Prediction:
         """Predict a slide and write its results. Collective."""
-        known = Prediction(one.slide_id, one.case_id, str(one.path), FAILED)
-        if one.reason or ensemble is None:
-            return replace(known, reason=one.reason)
+        prediction = Prediction(slide.slide_id, slide.case_id, str(slide.path), FAILED)
+        if slide.reason or ensemble is None:
+            return replace(prediction, reason=slide.reason)
         try:
-            with self._prepared(one) as (store, flags):
-                given = together(self._comm, lambda: self._options.tissue_given(one.slide_id))
-                known = replace(known, flags=_merged(flags, self._flags, ("tissue_given",) * (given is not None)))
-                dataset = together(self._comm, lambda: self._dataset(store, one))
-                known = known if one.stored else replace(known, source_mpp=_source_mpp(dataset))
-                if self._trained.has(one.slide_id, one.case_id, source_sha256(dataset, 0)):
-                    known = replace(known, flags=_merged(known.flags, ("trained_on",)))
-                sight = ensemble.look(dataset, whole=self._options.image == "whole")
+            with self._prepared(slide) as (store, flags):
+                given_tissue = together(self._comm, lambda: self._options.tissue_given(slide.slide_id))
+                prediction = replace(
+                    prediction, flags=_merged(flags, self._flags, ("tissue_given",) * (given_tissue is not None))
+                )
+                dataset = together(self._comm, lambda: self._dataset(store, slide))
+                prediction = prediction if slide.stored else replace(prediction, source_mpp=_source_mpp(dataset))
+                if self._trained.has(slide.slide_id, slide.case_id, source_sha256(dataset, 0)):
+                    prediction = replace(prediction, flags=_merged(prediction.flags, ("trained_on",)))
+                sight = ensemble.look(dataset, all_tissue=self._options.image == "whole")
                 if not sight.views:
-                    flags = _merged(known.flags, sight.flags)
-                    return replace(known, coverage=0.0, flags=flags, reason="no tissue was found on this slide")
-                known = self._with_coverage(known, sight)
-                result = self._result(one, known, dataset, sight, ensemble.heatmaps(dataset, sight))
-                self._on_rank_0(lambda: self._folder.write(one, result))
+                    flags = _merged(prediction.flags, sight.flags)
+                    return replace(prediction, coverage=0.0, flags=flags, reason="no tissue was found on this slide")
+                prediction = self._with_coverage(prediction, sight)
+                result = self._result(slide, prediction, dataset, sight, ensemble.heatmaps(dataset, sight))
+                self._on_rank_0(lambda: self._folder.write(slide, result))
         except SlideError as error:
-            return replace(known, status=FAILED, reason=str(error))
+            return replace(prediction, status=FAILED, reason=str(error))
         if result.withheld:
-            return replace(known, flags=result.flags)
+            return replace(prediction, flags=result.flags)
         return replace(
-            known,
+            prediction,
             prediction=result.readout.prediction(result.mean),
             values=tuple(result.mean.tolist()),
             spread=None if result.spread is None else float(result.spread[result.readout.main(result.mean)]),
             flags=result.flags,
         )
 
-    def _with_coverage(self, known: Prediction, sight: Sight) -> Prediction:
+    def _with_coverage(self, prediction: Prediction, sight: Sight) -> Prediction:
         """Return the prediction with coverage, flags and status from what was seen."""
-        coverage, flags = sight.coverage, _merged(known.flags, sight.flags)
+        coverage, flags = sight.coverage, _merged(prediction.flags, sight.flags)
         if coverage >= self._min_coverage:
-            return replace(known, status=DONE, coverage=coverage, flags=flags)
+            return replace(prediction, status=DONE, coverage=coverage, flags=flags)
         reason = (
             f"only {percent(coverage)} of the tissue was seen, {percent(self._min_coverage)} are required; --image "
             f"whole shows all of it"
         )
-        return replace(known, status=INCOMPLETE, coverage=coverage, flags=(*flags, INCOMPLETE), reason=reason)
+        return replace(prediction, status=INCOMPLETE, coverage=coverage, flags=(*flags, INCOMPLETE), reason=reason)
 
     @contextmanager
-    def _prepared(self, one: SlideInput) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    def _prepared(self, slide: SlideInput) -> Iterator[tuple[Path, tuple[str, ...]]]:
         """Context that yields the folder of a store with the slide, and its flags; temporary stores are removed."""
-        if one.stored:
-            yield one.path.parent, _flags_of(one.row.get("flags", ""))
+        if slide.stored:
+            yield slide.path.parent, _flags_of(slide.row.get("flags", ""))
             return
         try:
-            record = self._on_rank_0(lambda: self._ingested(one))
+            record = self._on_rank_0(lambda: self._ingested(slide))
             yield self._scratch, tuple(self._comm.broadcast_object(list(record.flags) if record else []))
         finally:
             if self._comm.rank == 0:
-                shutil.rmtree(slide_path(self._scratch, one.slide_id), ignore_errors=True)
+                shutil.rmtree(slide_path(self._scratch, slide.slide_id), ignore_errors=True)
 
-    def _ingested(self, one: SlideInput) -> SlideRecord:
+    def _ingested(self, slide: SlideInput) -> SlideRecord:
         """Ingest a slide file into the temporary store."""
         from pathology.ingest.slide import ingest_slide
 
-        record = ingest_slide(one.path, self._scratch, self._ingest_options, dict(one.row), one.slide_id)
+        record = ingest_slide(slide.path, self._scratch, self._ingest_options, dict(slide.row), slide.slide_id)
         if record.status != DONE:
             raise SlideError(record.reason)
         return record
@@ -245,11 +249,11 @@ class _Run:
         """Run ``action`` on rank 0; if it fails, the slide fails on all ranks. Collective."""
         return together(self._comm, lambda: action() if self._comm.rank == 0 else None)
 
-    def _dataset(self, store: Path, one: SlideInput) -> SlideDataset:
+    def _dataset(self, store: Path, slide: SlideInput) -> SlideDataset:
         spec = self._spec
         dataset = SlideDataset(
             store,
-            [SlideRef(one.slide_id, one.case_id)],
+            [SlideRef(slide.slide_id, slide.case_id)],
             size_px=spec.size_px,
             mpp=spec.mpp,
             view=spec.view,
@@ -262,7 +266,7 @@ class _Run:
     def _result(
         self,
         one: SlideInput,
-        known: Prediction,
+        prediction: Prediction,
         dataset: SlideDataset,
         sight: Sight,
         heatmaps: Sequence[Heatmap],
@@ -283,12 +287,14 @@ class _Run:
             tiles=sight.tiles,
             combined=combination_text(sight.views, self._members[0].pooling),
             label=label_of(one.row, self._members[0].config) if one.label is None else one.label,
-            withheld=known.reason if known.status == INCOMPLETE and not self._options.allow_partial else "",
+            withheld=prediction.reason if prediction.status == INCOMPLETE and not self._options.allow_partial else "",
             heatmap=heatmap,
             readout=readout,
-            values=np.stack([own.values(one) for own, one in zip(readouts, logits, strict=True)]),
-            uncalibrated=np.stack([own.uncalibrated(one) for own, one in zip(readouts, logits, strict=True)]),
-            flags=(*known.flags, *_flags_of_heatmap(heatmap)),
+            values=np.stack([own.values(member_logits) for own, member_logits in zip(readouts, logits, strict=True)]),
+            uncalibrated=np.stack(
+                [own.uncalibrated(member_logits) for own, member_logits in zip(readouts, logits, strict=True)]
+            ),
+            flags=(*prediction.flags, *_flags_of_heatmap(heatmap)),
         )
 
 
@@ -308,11 +314,11 @@ def label_of(row: Mapping[str, str], config: Mapping[str, Any]) -> str:
 
 def _ingest_options(members: Sequence[Member], spec: InputSpec, options: PredictOptions) -> IngestOptions:
     """Return the options with which the training slides were ingested, at the resolution of the prediction."""
-    found = members[0].config.get("tissue") or {}
-    known = {item.name for item in fields(TissueParameters)}
+    saved = members[0].config.get("tissue") or {}
+    names = {item.name for item in fields(TissueParameters)}
     # Older models do not state how pen marks were treated: they were removed from the mask.
     tissue: dict[str, Any] = {"pen": "mask"} | {
-        k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in known
+        k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names
     }
     return IngestOptions(
         mpp=spec.mpp,
@@ -341,9 +347,9 @@ def _merged(*groups: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextmanager
-def _scratch(folder: OutFolder, comm: Communicator, needed: bool) -> Iterator[Path]:
+def _scratch(folder: OutFolder, comm: Communicator, is_needed: bool) -> Iterator[Path]:
     """Context that yields a temporary store in the results' folder, with the same name on every rank."""
-    if not needed:
+    if not is_needed:
         yield folder.path
         return
     on_first_rank(comm, lambda: _begin(folder))

@@ -115,8 +115,8 @@ class Ensemble:
             for member in members
         ]
 
-    def look(self, dataset: SlideDataset, whole: bool) -> Sight:
-        """Return the images of the dataset's slide; ``whole``: with all of its tissue.
+    def look(self, dataset: SlideDataset, all_tissue: bool) -> Sight:
+        """Return the images of the dataset's slide; ``all_tissue``: with all of its tissue.
 
         Raises:
             SlideError: the slide cannot be read.
@@ -125,7 +125,7 @@ class Ensemble:
         view = together(self._comm, lambda: dataset.view(0))
         if not view.pieces:
             return Sight((), 0.0, view.flags, level)
-        views = self.views(dataset, 0) if whole else (view,)
+        views = self.views(dataset, 0) if all_tissue else (view,)
         flags = dict.fromkeys(flag for view in views for flag in view.flags)
         return Sight(views, coverage_of(views), (*flags, *(["several_images"] if len(views) > 1 else [])), level)
 
@@ -176,15 +176,15 @@ class Ensemble:
     def _of_member(
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, views: Sequence[View]
     ) -> Attribution:
-        found = [self._of_image(member, engines, dataset, index, view) for view in views]
-        logits = np.stack([one.logits for one in found])
+        results = [self._of_image(member, engines, dataset, index, view) for view in views]
+        logits = np.stack([result.logits for result in results])
         weights = image_weights(logits, views, member.pooling)
         contributions = tuple(
-            (one.contributions[0] * weight[:, None, None]).astype(np.float32)
-            for one, weight in zip(found, weights, strict=True)
+            (result.contributions[0] * weight[:, None, None]).astype(np.float32)
+            for result, weight in zip(results, weights, strict=True)
         )
-        scores = tuple(one.scores[0] for one in found)
-        mapped = all(one.mapped for one in found)
+        scores = tuple(result.scores[0] for result in results)
+        mapped = all(result.mapped for result in results)
         return Attribution((weights * logits).sum(axis=0), contributions, scores, mapped)
 
     def _of_image(
@@ -199,24 +199,24 @@ class Ensemble:
 
         if engine.plan.cells is not None:
             late = LateErrors(self._comm.size > 1)  # ranks wait for each other's borders
-            found = _explained(
+            explanation = _explained(
                 engine, lambda box: late.read_or(lambda: torch.zeros((1, 3, *box.shape)), lambda: read(box))
             )
             together(self._comm, late.raise_error)
         else:
             box = engine.input_box
             part = together(self._comm, lambda: read(box))
-            found = _explained(engine, _boxes_of(part, box))
-        logits = found if isinstance(found, torch.Tensor) else found.logits
+            explanation = _explained(engine, _boxes_of(part, box))
+        logits = explanation if isinstance(explanation, torch.Tensor) else explanation.logits
         if not bool(torch.isfinite(logits).all()):
             raise SlideError(f"the network's output is not finite: {logits[0].tolist()}")
         values = logits[0].double().cpu().numpy()
-        if isinstance(found, torch.Tensor):
+        if isinstance(explanation, torch.Tensor):
             return self._without_map(values, view)
         return Attribution(
             values,
-            (found.contributions[0].float().cpu().numpy(),),
-            (position_scores(found, member.readout).cpu().numpy(),),
+            (explanation.contributions[0].float().cpu().numpy(),),
+            (position_scores(explanation, member.readout).cpu().numpy(),),
         )
 
     def _without_map(self, logits: NDArray[np.float64], view: View) -> Attribution:
@@ -267,17 +267,17 @@ class LateErrors:
             raise self._error
 
 
-def position_scores(found: Explanation, readout: Readout) -> torch.Tensor:
+def position_scores(explanation: Explanation, readout: Readout) -> torch.Tensor:
     """Return (classes, h, w) float32: the scores of the head's logits at each position, as ``readout`` makes them.
 
     A head that cannot be evaluated at single
     positions is treated as the mean over positions: the logits of a position are its contributions times the number of
     positions, plus the bias.
     """
-    logits = found.positions
+    logits = explanation.positions
     if logits is None:
-        maps = found.contributions
-        bias = found.logits - maps.sum(dim=(2, 3))
+        maps = explanation.contributions
+        bias = explanation.logits - maps.sum(dim=(2, 3))
         logits = bias[:, :, None, None] + maps * (maps.shape[2] * maps.shape[3])
     return readout.position_scores(logits[0].float())
 
@@ -285,10 +285,10 @@ def position_scores(found: Explanation, readout: Readout) -> torch.Tensor:
 def _boxes_of(part: torch.Tensor, box: Box) -> Callable[[Box], torch.Tensor]:
     """Return a function that serves boxes of a part that was read in advance."""
 
-    def images(asked: Box) -> torch.Tensor:
-        if not box.contains(asked):
-            raise ValueError(f"the engine requests {asked}, but its input box is {box}")
-        rows, columns = asked.relative_to(box).slices()
+    def images(requested: Box) -> torch.Tensor:
+        if not box.contains(requested):
+            raise ValueError(f"the engine requests {requested}, but its input box is {box}")
+        rows, columns = requested.relative_to(box).slices()
         return part[:, :, rows, columns]
 
     return images

@@ -96,8 +96,8 @@ class Heatmap:
     @property
     def seen_cells(self) -> NDArray[np.bool_]:
         """(rows, columns): the cells that the model has seen."""
-        seen: NDArray[np.bool_] = ~np.isnan(self.values[0])
-        return seen
+        finite: NDArray[np.bool_] = ~np.isnan(self.values[0])
+        return finite
 
 
 def place(
@@ -137,17 +137,17 @@ def place(
     shape = (math.ceil(slide_size_px[0] / cell_px), math.ceil(slide_size_px[1] / cell_px))
     classes = len(logits)
     canvas = np.zeros((2 * classes + 1, *shape))  # contributions, scores, number of cells
-    seen = np.zeros(shape, dtype=bool)
+    is_seen = np.zeros(shape, dtype=bool)
     totals, background = np.zeros(classes), np.zeros(classes)
     for contribution, score, view in zip(contributions, scores, views, strict=True):
         values = np.asarray(contribution, dtype=np.float64)
         maps = np.concatenate([values, score, np.ones((1, *values.shape[1:]))])
-        used = (_copy_cells if exact else _scatter_centres)(maps, view, cell_px, canvas, seen)
+        used = (_copy_cells if exact else _scatter_centres)(maps, view, cell_px, canvas, is_seen)
         totals += values.sum(axis=(1, 2))
         background += np.where(used, 0.0, values).sum(axis=(1, 2))
-    shared = background / max(1, int(seen.sum()))
+    shared = background / max(1, int(is_seen.sum()))
     canvas[:classes] += shared[:, None, None]
-    canvas[:, ~seen] = np.nan
+    canvas[:, ~is_seen] = np.nan
     return Heatmap(
         scores=smoothed(canvas[classes:-1] / canvas[-1]),
         values=canvas[:classes].astype(np.float32),
@@ -189,7 +189,7 @@ def _aligned(piece: Piece, cell_px: int) -> bool:
 
 
 def _copy_cells(
-    maps: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], seen: NDArray[np.bool_]
+    maps: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], is_seen: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """Add every piece's cells to the canvas, one to one; return which cells (h, w) were used."""
     used = np.zeros(maps.shape[1:], dtype=bool)
@@ -200,13 +200,13 @@ def _copy_cells(
         target = (slice(ty, ty + rows), slice(tx, tx + columns))
         source = (slice(sy, sy + rows), slice(sx, sx + columns))
         canvas[:, *source] += maps[:, *target]
-        seen[source] = True
+        is_seen[source] = True
         used[target] = True
     return used
 
 
 def _scatter_centres(
-    maps: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], seen: NDArray[np.bool_]
+    maps: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], is_seen: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """Add every cell at the position of its centre; return which cells (h, w) were used."""
     rows, columns = maps.shape[1:]
@@ -223,7 +223,7 @@ def _scatter_centres(
         indices = (to_y[:, None] * canvas.shape[2] + to_x).ravel()
         values = maps[:, in_y[:, None], in_x].reshape(len(maps), -1)
         np.add.at(canvas.reshape(len(canvas), -1).T, indices, values.T)
-        seen[np.ix_(to_y, to_x)] = True
+        is_seen[np.ix_(to_y, to_x)] = True
         used[np.ix_(in_y, in_x)] = True
     return used
 
@@ -248,18 +248,18 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
     total, scores = np.zeros((len(first.values), *shape)), np.zeros((len(first.values), *shape))
     members = np.zeros(shape)
     shared = np.zeros(len(first.values))
-    seen = np.zeros(shape, dtype=bool)
+    is_seen = np.zeros(shape, dtype=bool)
     for heatmap in heatmaps:
         values = _refine(heatmap, finest, shape)
         shared += np.array(heatmap.shared) * (finest / heatmap.cell_px) ** 2 / len(heatmaps)
-        seen |= ~np.isnan(values[0])
+        is_seen |= ~np.isnan(values[0])
         total += np.nan_to_num(values)
         score = _repeated(heatmap.scores, heatmap.cell_px // finest, shape)
         scores += np.nan_to_num(score)
         members += ~np.isnan(score[0])
     total /= len(heatmaps)
     scores = np.where(members > 0, scores / np.maximum(members, 1), np.nan)
-    total[:, ~seen] = np.nan
+    total[:, ~is_seen] = np.nan
     return Heatmap(
         scores=scores.astype(np.float32),
         values=total.astype(np.float32),
@@ -268,7 +268,9 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
         slide_size_px=first.slide_size_px,
         class_names=first.class_names,
         logits=tuple(logits.tolist()),
-        bias=tuple((logits - np.mean([np.subtract(one.logits, one.bias) for one in heatmaps], axis=0)).tolist()),
+        bias=tuple(
+            (logits - np.mean([np.subtract(heatmap.logits, heatmap.bias) for heatmap in heatmaps], axis=0)).tolist()
+        ),
         shared=tuple(shared.tolist()),
         exact=all(heatmap.exact for heatmap in heatmaps),
         exclusive=first.exclusive,
@@ -280,10 +282,12 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
 
 def _mean_attention(heatmaps: Sequence[Heatmap], cell_px: int, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
     """Return the mean of the attention of all heatmaps; None if one has none."""
-    found = [(one.attention, one.cell_px // cell_px) for one in heatmaps if one.attention is not None]
-    if len(found) < len(heatmaps):
+    attentions = [
+        (heatmap.attention, heatmap.cell_px // cell_px) for heatmap in heatmaps if heatmap.attention is not None
+    ]
+    if len(attentions) < len(heatmaps):
         return None
-    stacked = [_repeated(attention[None], times, shape)[0] for attention, times in found]
+    stacked = [_repeated(attention[None], times, shape)[0] for attention, times in attentions]
     mean: NDArray[np.float32] = np.mean(stacked, axis=0).astype(np.float32)
     return mean
 
@@ -313,12 +317,12 @@ def smoothed(scores: NDArray[np.floating], sigma: float = SMOOTH_CELLS) -> NDArr
     """
     from skimage.filters import gaussian
 
-    seen = ~np.isnan(scores[0])
-    weight = gaussian(seen.astype(np.float64), sigma)  # type: ignore[no-untyped-call]
+    is_seen = ~np.isnan(scores[0])
+    weight = gaussian(is_seen.astype(np.float64), sigma)  # type: ignore[no-untyped-call]
     filled = np.nan_to_num(scores.astype(np.float64))
     smooth = np.stack([gaussian(channel, sigma) for channel in filled])  # type: ignore[no-untyped-call]
     smooth /= np.maximum(weight, 1e-9)
-    return np.where(seen, smooth.clip(0.0, 1.0), np.nan).astype(np.float32)
+    return np.where(is_seen, smooth.clip(0.0, 1.0), np.nan).astype(np.float32)
 
 
 def pyramid(values: NDArray[np.float32], smallest_px: int = 256) -> list[NDArray[np.float32]]:

@@ -40,10 +40,11 @@ class SlideInput:
     label: str | None = None
 
 
-def find_inputs(paths: Sequence[Path], known: Mapping[str, str] | None = None) -> list[SlideInput]:
+def find_inputs(paths: Sequence[Path], files_by_name: Mapping[str, str] | None = None) -> list[SlideInput]:
     """Return all slides: those of stores first, then files, folders and manifests in the given order.
 
-    Slide files get the same names as in an ingest. ``known`` has those that have a name already, as for `find_jobs`.
+    Slide files get the same names as in an ingest. ``files_by_name`` has those that have a name already, as for
+    `find_jobs`.
 
     Raises:
         RequestError: a path is missing, a folder has no slide, a manifest is invalid, or two slides have the same name.
@@ -51,18 +52,18 @@ def find_inputs(paths: Sequence[Path], known: Mapping[str, str] | None = None) -
     paths = [location(path) for path in paths]
     # os.path returns False for inaccessible paths, where Path raises; they are reported with the other files.
     folders = [path for path in paths if is_remote(path) or os.path.isdir(path)]  # noqa: PTH112
-    stored = [one for path in folders for one in _stored(path)]
-    jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], known or {})
+    stored = [slide for path in folders for slide in _stored(path)]
+    jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], files_by_name or {})
     files = [SlideInput(job.slide_id, job.row.get("case_id", ""), job.source, False, job.row) for job in jobs]
-    found: dict[str, SlideInput] = {}
-    for one in (*stored, *files):
-        other = found.setdefault(one.slide_id, one)
-        if other.path != one.path:
+    by_name: dict[str, SlideInput] = {}
+    for slide in (*stored, *files):
+        namesake = by_name.setdefault(slide.slide_id, slide)
+        if namesake.path != slide.path:
             raise RequestError(
-                f"two slides are named {one.slide_id}: {other.path} and {one.path}; their results would be in the "
-                f"same folder; use a different --out for each, or a manifest with a unique slide_id"
+                f"two slides are named {slide.slide_id}: {namesake.path} and {slide.path}; their results would be in "
+                f"the same folder; use a different --out for each, or a manifest with a unique slide_id"
             )
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _is_stored(folder: Path) -> bool:
@@ -96,9 +97,9 @@ def _stored(folder: Path) -> list[SlideInput]:
         with suppress(StoreError):  # a slide outside of a store
             row = SlideRecord.load(record_path(folder.parent, slide_id)).row()
         return [SlideInput(slide_id, row.get("case_id", ""), folder, True, row)]
-    found = []
+    slides = []
     for row in sorted(load_manifest(folder), key=lambda row: row["slide_id"]):
         reason = f"not in the store: {row.get('reason', '')}" if row.get("status") == FAILED else ""
         path = slide_path(folder, row["slide_id"])
-        found.append(SlideInput(row["slide_id"], row.get("case_id", ""), path, True, row, reason))
-    return found
+        slides.append(SlideInput(row["slide_id"], row.get("case_id", ""), path, True, row, reason))
+    return slides

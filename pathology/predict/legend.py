@@ -91,12 +91,12 @@ def _rows(items: list[LegendItem], width_px: int, unit: int) -> list[list[Legend
     rows: list[list[LegendItem]] = [[]]
     used = unit
     for item in items:
-        needed = _width(item, unit, width_px) + round(unit * 1.8)
-        if rows[-1] and used + needed > width_px:
+        width = _width(item, unit, width_px) + round(unit * 1.8)
+        if rows[-1] and used + width > width_px:
             rows.append([])
             used = unit
         rows[-1].append(item)
-        used += needed
+        used += width
     return rows
 
 

@@ -36,8 +36,8 @@ def check_complete(config: Mapping[str, Any], checkpoint: Path, builds: bool = T
     """
     model = config.get("model")
     fields_of_model = [] if not builds else ["model"] if model is None else ["model.name", "model.classes"]
-    held = {*config, *(f"model.{name}" for name in model or ())}
-    missing = [name for name in (*fields_of_model, *_OF_IMAGES) if name not in held]
+    present = {*config, *(f"model.{name}" for name in model or ())}
+    missing = [name for name in (*fields_of_model, *_OF_IMAGES) if name not in present]
     if missing:
         how = (
             f"save with engine.save(folder, model_json={_EXAMPLE}), with your values"
@@ -208,18 +208,18 @@ def common_input_spec(members: Sequence[Member]) -> InputSpec:
     """
     first = InputSpec.of(members[0].config)
     for member in members[1:]:
-        other = InputSpec.of(member.config)
+        spec = InputSpec.of(member.config)
         for item in fields(InputSpec):
-            mine, theirs = getattr(first, item.name), getattr(other, item.name)
+            mine, theirs = getattr(first, item.name), getattr(spec, item.name)
             if mine != theirs:
                 raise RequestError(
                     f"these checkpoints cannot form an ensemble: {item.name} is {mine} in {members[0].path} "
                     f"and {theirs} in {member.path}"
                 )
-        names, others = members[0].readout.columns, member.readout.columns
-        if names != others:
+        names, member_names = members[0].readout.columns, member.readout.columns
+        if names != member_names:
             raise RequestError(
                 f"these checkpoints cannot form an ensemble: {members[0].path} predicts {', '.join(names)}, and "
-                f"{member.path} predicts {', '.join(others)}"
+                f"{member.path} predicts {', '.join(member_names)}"
             )
     return first

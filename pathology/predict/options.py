@@ -69,8 +69,8 @@ class PredictOptions:
         Raises:
             RequestError: the file cannot be read.
         """
-        found = self._tissue_of(slide_id)
-        return None if found is None else found.identity
+        tissue = self._tissue_of(slide_id)
+        return None if tissue is None else tissue.identity
 
     def _tissue_of(self, slide_id: str) -> SlideTissue | None:
         return None if self.given_tissue is None else self.given_tissue.of(slide_id)
@@ -83,11 +83,11 @@ class PredictOptions:
             RequestError: the tissue file is not a GeoJSON with polygons of this slide.
         """
         slide = SlideStore.open(path)
-        given = self._tissue_of(slide.slide_id)
-        if given is None:
+        tissue = self._tissue_of(slide.slide_id)
+        if tissue is None:
             return slide
         mask, mpp = slide.tissue()
-        return slide.with_tissue(given.mask(SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp), mask.shape))
+        return slide.with_tissue(tissue.mask(SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp), mask.shape))
 
     def check_tissue(self, slide_ids: Sequence[str]) -> str:
         """Check ``tissue`` against the slides and return a note for the user; see `GivenTissue.check`."""

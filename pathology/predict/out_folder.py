@@ -63,18 +63,18 @@ class OutFolder:
             RequestError: the folder has predictions of other checkpoints, or a slide's folder was not written by a
                 prediction.
         """
-        others = self._made_by_others()
-        if others is not None and not self._overwrite:
+        difference = self._made_by_others()
+        if difference is not None and not self._overwrite:
             raise RequestError(
-                f"{self.path} has predictions made with {others}; choose another --out, or use --overwrite to start "
-                f"over"
+                f"{self.path} has predictions made with {difference}; choose another --out, or use --overwrite to "
+                f"start over"
             )
-        for one in inputs:
-            self._check_name(one.slide_id)
+        for slide in inputs:
+            self._check_name(slide.slide_id)
         self._table = PredictionTable(
-            self.path, self._members[0].readout.columns, with_spread=len(self._members) > 1, keep=others is None
+            self.path, self._members[0].readout.columns, with_spread=len(self._members) > 1, keep=difference is None
         )
-        return [k for k, one in enumerate(inputs) if self._overwrite or not self._finished(one)]
+        return [k for k, slide in enumerate(inputs) if self._overwrite or not self._finished(slide)]
 
     def begin(self) -> None:
         """Create the folder and write `RUN_FILE`; predictions of other checkpoints are removed from the table.
@@ -88,9 +88,9 @@ class OutFolder:
                 (self.path / FILE_NAME).unlink(missing_ok=True)
             write_json_atomically(self.path / RUN_FILE, self._made_by)
 
-    def write(self, one: SlideInput, result: SlideResult) -> None:
+    def write(self, slide: SlideInput, result: SlideResult) -> None:
         """Write a slide's folder; see `pathology.predict.results`."""
-        write_results(self.path / one.slide_id, result, self._members, self._spec, self._key(one))
+        write_results(self.path / slide.slide_id, result, self._members, self._spec, self._key(slide))
 
     def note(self, prediction: Prediction) -> None:
         """Set a slide's row in the table."""
@@ -105,9 +105,9 @@ class OutFolder:
                 raise RequestError(f"{self.path / FILE_NAME} was not written by hyfi predict; choose another --out")
             return None
         before = read_json_object(path)
-        for name, now in self._made_by.items():
-            if before.get(name) != now:
-                return f"other {name} ({_short(before.get(name))}; now {_short(now)})"
+        for name, current in self._made_by.items():
+            if before.get(name) != current:
+                return f"other {name} ({_short(before.get(name))}; now {_short(current)})"
         return None
 
     def _check_name(self, slide_id: str) -> None:
@@ -118,37 +118,37 @@ class OutFolder:
         if folder.exists() and not (folder / PREDICTION_FILE).is_file():
             raise RequestError(f"{folder} exists and was not written by hyfi predict; choose another --out")
 
-    def _finished(self, one: SlideInput) -> bool:
+    def _finished(self, slide: SlideInput) -> bool:
         """Whether the slide's results exist and depend on the same checkpoints, file and options."""
         assert self._table is not None, "open comes first"
-        row = self._table.row(one.slide_id)
-        path = self.path / one.slide_id / PREDICTION_FILE
+        row = self._table.row(slide.slide_id)
+        path = self.path / slide.slide_id / PREDICTION_FILE
         if row is None or row["status"] not in (DONE, INCOMPLETE) or not path.exists():
             return False
         as_requested = row["status"] == DONE or bool(row["prediction"]) == self._options.allow_partial
-        return as_requested and read_json_object(path).get("key") == self._key(one)
+        return as_requested and read_json_object(path).get("key") == self._key(slide)
 
-    def _key(self, one: SlideInput) -> dict[str, Any]:
+    def _key(self, slide: SlideInput) -> dict[str, Any]:
         """Return all that a slide's results depend on: checkpoints, settings, and the size and time of its file."""
-        identity = _identity(one)
-        given = self._options.tissue_given(one.slide_id)
+        identity = _identity(slide)
+        tissue = self._options.tissue_given(slide.slide_id)
         return {
             **self._made_by,
             "source": identity,
-            "slide_mpp": None if one.stored else self._options.slide_mpp,
-            **({"force_mpp": True} if self._options.force_mpp and not one.stored else {}),
-            **({"mpp_from_magnification": True} if self._options.mpp_from_magnification and not one.stored else {}),
-            **({} if given is None else {"tissue": given}),
+            "slide_mpp": None if slide.stored else self._options.slide_mpp,
+            **({"force_mpp": True} if self._options.force_mpp and not slide.stored else {}),
+            **({"mpp_from_magnification": True} if self._options.mpp_from_magnification and not slide.stored else {}),
+            **({} if tissue is None else {"tissue": tissue}),
         }
 
 
-def _identity(one: SlideInput) -> dict[str, int]:
+def _identity(slide: SlideInput) -> dict[str, int]:
     """Return size and time of a slide's file, of all files of an OME-Zarr store; empty if they cannot be read."""
     try:
-        if not one.stored and is_ome_zarr(one.path):
-            stamp = SourceStamp.of(one.path)
+        if not slide.stored and is_ome_zarr(slide.path):
+            stamp = SourceStamp.of(slide.path)
             return {"bytes": stamp.size_bytes, "mtime_ns": stamp.mtime_ns}
-        status = (one.path / "zarr.json" if one.stored else one.path).stat()
+        status = (slide.path / "zarr.json" if slide.stored else slide.path).stat()
     except (OSError, SlideError):
         return {}
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}

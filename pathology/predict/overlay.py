@@ -50,14 +50,14 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
     shape = overlay.thumbnail.shape[:2]
     extent = slide_extent(overlay.tissue_mpp, overlay.heatmap)
     tissue = _resize(overlay.tissue.astype(np.float32), shape, extent)
-    seen = _resize(overlay.heatmap.seen_cells.astype(np.float32), shape, _cells_extent(overlay.heatmap))
-    unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen, 0, 1))
+    seen_share = _resize(overlay.heatmap.seen_cells.astype(np.float32), shape, _cells_extent(overlay.heatmap))
+    unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen_share, 0, 1))
     canvas = _greyed(overlay.thumbnail)
     canvas = _blend(canvas, np.full(3, 255.0), 0.65 * unseen * _hatching(shape))
     classes: list[int] = []
     if overlay.shown:
         colors, certainty = score_colors(overlay.heatmap, shape)
-        opacity = MAX_OPACITY * certainty * seen * _near(tissue)
+        opacity = MAX_OPACITY * certainty * seen_share * _near(tissue)
         canvas = _blend(canvas, colors, opacity)
         classes = _visible_classes(overlay.heatmap, opacity)
     line = _line(tissue)
@@ -226,7 +226,7 @@ def _legend(
         (regions.faint, "region", f"below {LEAST_SHARE * 100:g} % of the evidence"),
         (holes_left_out, "hole", "in regions"),
     ]
-    items += [Key("note", f"{n:,} {noun}{'s' * (n != 1)} {which} not outlined") for n, noun, which in left_out if n]
+    items += [Key("note", f"{n:,} {noun}{'s' * (n != 1)} {reason} not outlined") for n, noun, reason in left_out if n]
     if some_unseen:
         items.append(Key("unseen", "tissue not seen"))
     um_per_px = overlay.heatmap.mpp[1] * overlay.heatmap.slide_size_px[1] / overlay.thumbnail.shape[1]

@@ -105,21 +105,21 @@ class Readout(ABC):
 
     def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:
         """Return what ``prediction.json`` says of the numbers of a slide; null where there is none."""
-        both = {"values": values, "values_uncalibrated": uncalibrated}
+        arrays = {"values": values, "values_uncalibrated": uncalibrated}
         return {
             name: {
                 column: value if np.isfinite(value) else None
-                for column, value in zip(self.columns, one.tolist(), strict=True)
+                for column, value in zip(self.columns, array.tolist(), strict=True)
             }
-            for name, one in both.items()
+            for name, array in arrays.items()
         }
 
     def page_columns(self) -> Sequence[PageColumn]:
         """Return how a page of many slides shows ``columns``."""
         return [PageColumn(name) for name in self.columns]
 
-    def joined(self, others: Sequence[Self]) -> Self:
-        """Return the readout of an ensemble, whose members have ``others``, this one among them."""
+    def joined(self, members: Sequence[Self]) -> Self:
+        """Return the readout of an ensemble, whose members have ``members``, this one among them."""
         return self
 
 
@@ -196,7 +196,7 @@ class ClassReadout(Readout):
 
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
         """Return that the numbers are a softmax, and its temperatures."""
-        fitted = [f"{float(one.get('temperature', 1.0)):.3g}" for one in calibrations]
+        fitted = [f"{float(calibration.get('temperature', 1.0)):.3g}" for calibration in calibrations]
         note = f"calibrated by temperature {', '.join(fitted)}" if len(fitted) == models else "not calibrated"
         if models == 1:
             return f"Softmax of the model's logits: a score between 0 and 1, {note}."

@@ -255,11 +255,11 @@ def contour_features(
     from contourpy import FillType, contour_generator
     from scipy.ndimage import gaussian_filter
 
-    seen = tissue & np.isfinite(heatmap.scores[class_index])
+    is_seen = tissue & np.isfinite(heatmap.scores[class_index])
     sigma = [DENSITY_UM / um for um in heatmap.cell_um]
-    score_and_one = [np.where(seen, values, 0.0).astype(np.float64) for values in (heatmap.scores[class_index], 1.0)]
+    score_and_one = [np.where(is_seen, values, 0.0).astype(np.float64) for values in (heatmap.scores[class_index], 1.0)]
     total, weight = (gaussian_filter(values, sigma, mode="constant") for values in score_and_one)
-    density = np.where(seen, total / np.maximum(weight, 1e-6), 0.0)
+    density = np.where(is_seen, total / np.maximum(weight, 1e-6), 0.0)
     # Values are those of cell centres. A border of zeros around the map closes every contour.
     rows, columns = (np.arange(-1, n + 1) + 0.5 for n in density.shape)
     lines = contour_generator(columns, rows, np.pad(density, 1), fill_type=FillType.OuterOffset)

@@ -153,7 +153,7 @@ def _left_out(regions: RankedRegions) -> str:
         (regions.beyond, "of lower score"),
         (regions.faint, f"with less than {LEAST_SHARE * 100:g} % of the evidence each"),
     ]
-    words = [f"{n:,} region{'s' * (n != 1)} {which}" for n, which in counts if n]
+    words = [f"{n:,} region{'s' * (n != 1)} {reason}" for n, reason in counts if n]
     return f"Neither listed nor outlined: {' and '.join(words)}." if words else ""
 
 

@@ -55,8 +55,8 @@ class Prediction:
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Self:
         """Return a prediction from its attributes, with lists for tuples."""
-        known: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return cls(**known)
+        attributes: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**attributes)
 
     def row(self, names: Sequence[str], with_spread: bool) -> dict[str, str]:
         """Return the row of ``predictions.csv``; ``names``: of the values. Unknown values are empty."""
@@ -114,13 +114,13 @@ class PredictionTable:
         if not self.path.exists():
             return {}
         try:
-            found, listed = read_own(self.path.read_bytes())
-            rows = {row["slide_id"]: row for row in listed} if found == self.columns else {}
+            header, listed = read_own(self.path.read_bytes())
+            rows = {row["slide_id"]: row for row in listed} if header == self.columns else {}
         except (OSError, ValueError, csv.Error) as error:
             raise RequestError(f"{self.path}: cannot be read ({error}); choose another --out") from error
-        if found != self.columns:
+        if header != self.columns:
             raise RequestError(
-                f"{self.path}: has the columns {', '.join(found)}, but this model writes {', '.join(self.columns)}; "
+                f"{self.path}: has the columns {', '.join(header)}, but this model writes {', '.join(self.columns)}; "
                 f"choose another --out, or use --overwrite to start over"
             )
         return rows

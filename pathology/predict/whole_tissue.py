@@ -75,9 +75,9 @@ class SizedEngines:
         spill: str | None = None,
     ) -> None:
         if cells is not None and comm.size > 1 and comm.in_order:
-            given = cells if cells == "auto" else "{},{}".format(*cells)
+            cells_text = cells if cells == "auto" else "{},{}".format(*cells)
             raise RequestError(
-                f"--cells {given} with {comm.size} GPUs for a slide: cells need messages with tags, "
+                f"--cells {cells_text} with {comm.size} GPUs for a slide: cells need messages with tags, "
                 f"which NCCL does not have; use --ranks-per-slide 1, or no cells"
             )
         self._module, self._size, self._comm, self._cells = module.eval(), size_px, comm, cells
@@ -122,8 +122,8 @@ class SizedEngines:
         if self._comm.size > 1 and self._comm.in_order:
             return None
         rows, columns = (
-            math.ceil(n / ranks / max(known / ranks, CELL_PX))
-            for n, known, ranks in zip(size_px, self._size, self._grid, strict=True)
+            math.ceil(n / ranks / max(trained_px / ranks, CELL_PX))
+            for n, trained_px, ranks in zip(size_px, self._size, self._grid, strict=True)
         )
         return (rows, columns) if rows * columns > 1 else None
 
@@ -144,7 +144,7 @@ def views_of(
     """
     larger = agree(lambda: dataset.whole_views(index, several=False))
     sizes = {view.size_px for view in larger}
-    if all(one.at(size) is not None for one in engines for size in sizes):
+    if all(engines_of.at(size) is not None for engines_of in engines for size in sizes):
         return larger
     return agree(lambda: dataset.whole_views(index, several=True))
 

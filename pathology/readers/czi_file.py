@@ -164,8 +164,8 @@ def _scene_sizes(blocks: list[CziBlock]) -> tuple[tuple[int, int], ...]:
 
 def _segment(file: SlideFile, position: int, name: bytes) -> bytes:
     """Return the content of the segment at a byte position, which must have this name."""
-    found, _, used = _HEAD.unpack(file.read(position, _HEAD.size))
-    content = file.read(position + _HEAD.size, max(0, used)) if found.rstrip(b"\0") == name else b""
+    segment_name, _, used = _HEAD.unpack(file.read(position, _HEAD.size))
+    content = file.read(position + _HEAD.size, max(0, used)) if segment_name.rstrip(b"\0") == name else b""
     if not content or len(content) < used:
         raise SlideError(f"the file is truncated or damaged: no complete {name.decode()} at byte {position}")
     return content
@@ -173,11 +173,11 @@ def _segment(file: SlideFile, position: int, name: bytes) -> bytes:
 
 def _blocks(directory: bytes) -> list[CziBlock]:
     """Parse all entries of a directory."""
-    (count,), at, found = struct.unpack_from("<i", directory), 128, []
+    (count,), at, blocks = struct.unpack_from("<i", directory), 128, []
     for _ in range(count):
         block, at = _block(directory, at)
-        found.append(block)
-    return found
+        blocks.append(block)
+    return blocks
 
 
 def _picked(blocks: list[CziBlock], pick: Pick) -> list[CziBlock]:
@@ -229,10 +229,10 @@ def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
 def _check(dimensions: dict[str, tuple[int, int, int]], pixels: int, compression: int) -> None:
     if not {"X", "Y"} <= dimensions.keys() or min(dimensions["X"][1:] + dimensions["Y"][1:]) < 1:
         raise SlideError("the file is damaged: its directory has an entry without a size")
-    others = [name for name, (start, _, _) in dimensions.items() if start and name not in ("X", "Y", "S", "M", "Z")]
-    if others:
+    more_axes = [name for name, (start, _, _) in dimensions.items() if start and name not in ("X", "Y", "S", "M", "Z")]
+    if more_axes:
         raise SlideError(
-            f"it has several planes along {others[0]} (channels or times); only single-plane files are supported"
+            f"it has several planes along {more_axes[0]} (channels or times); only single-plane files are supported"
         )
     if pixels != _BGR24:
         raise SlideError(f"its pixels have CZI type {pixels}; only 8-bit colour is supported")

@@ -101,19 +101,19 @@ class CziSource:
     def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
         """Fill ``out``; see `pathology.readers.slide_source.SlideSource.read_into`."""
         out[...] = _WHITE
-        whole = Box.of_size(self.levels[level].height_px, self.levels[level].width_px)
+        extent = Box.of_size(self.levels[level].height_px, self.levels[level].width_px)
         areas = self._areas[level]
-        wanted = [k for k, area in enumerate(areas) if not area.intersect(box).empty]
+        overlapping = [k for k, area in enumerate(areas) if not area.intersect(box).empty]
         at_a_time = decode_threads()
-        for start in range(0, len(wanted), at_a_time):
-            group = wanted[start : start + at_a_time]
-            found = run_in_pool(lambda k: self._decoded(level, k), group)
-            for k, pixels in zip(group, found, strict=True):  # in order: where blocks overlap, the last is on top
+        for start in range(0, len(overlapping), at_a_time):
+            group = overlapping[start : start + at_a_time]
+            decoded = run_in_pool(lambda k: self._decoded(level, k), group)
+            for k, pixels in zip(group, decoded, strict=True):  # in order: where blocks overlap, the last is on top
                 shared = areas[k].intersect(box)
                 if isinstance(pixels, TileError):
                     if bad is None:
                         raise pixels
-                    bad.append(BadTile(areas[k].intersect(whole), str(pixels)))
+                    bad.append(BadTile(areas[k].intersect(extent), str(pixels)))
                     out[shared.relative_to(box).slices()] = _WHITE
                 else:
                     out[shared.relative_to(box).slices()] = pixels[shared.relative_to(areas[k]).slices()]
@@ -136,8 +136,8 @@ class CziSource:
             raise
         except Exception as error:
             area = self._areas[level][index]
-            place = f"rows {area.y0}–{area.y1}, columns {area.x0}–{area.x1} of level {level}"
-            return TileError(f"the block of {place} cannot be decoded: {error}")
+            where = f"rows {area.y0}–{area.y1}, columns {area.x0}–{area.x1} of level {level}"
+            return TileError(f"the block of {where} cannot be decoded: {error}")
         self._cache[block.position] = pixels
         while len(self._cache) > self._cached_blocks:
             with suppress(KeyError):
@@ -166,8 +166,8 @@ def _scenes_note(czi: CziFile, pick: Pick) -> list[Note]:
     if len(czi.scenes_px) < 2:
         return []
     sizes = [f"scene {k}: {rows} × {columns} px (rows × columns)" for k, (rows, columns) in enumerate(czi.scenes_px, 1)]
-    which = f"scene {pick.scene} of" if pick.scene else "where they are on the glass, all"
-    return [Note(SCENES_FLAG, f"{which} {len(sizes)} scenes ({'; '.join(sizes)})")]
+    shown = f"scene {pick.scene} of" if pick.scene else "where they are on the glass, all"
+    return [Note(SCENES_FLAG, f"{shown} {len(sizes)} scenes ({'; '.join(sizes)})")]
 
 
 def _decode(block: CziBlock, data: bytes) -> RGB:

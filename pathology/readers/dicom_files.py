@@ -82,8 +82,8 @@ def series_files(path: Path) -> list[Path]:
     if own is None or not own.series:
         return [path]
     with os.scandir(path.parent) as entries:
-        others = sorted(entry.name for entry in entries if entry.is_file() and entry.name != path.name)
-    return [path, *(other for name in others if _belongs_to(own, other := path.parent / name))]
+        other_names = sorted(entry.name for entry in entries if entry.is_file() and entry.name != path.name)
+    return [path, *(file for name in other_names if _belongs_to(own, file := path.parent / name))]
 
 
 def series_in(folder: Path) -> dict[DicomHeader, Path]:
@@ -94,13 +94,13 @@ def series_in(folder: Path) -> dict[DicomHeader, Path]:
     """
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_file())
-    found: dict[DicomHeader, Path] = {}
+    series: dict[DicomHeader, Path] = {}
     for name in names:
         with suppress(OSError):
             header = read_header(folder / name)
             if header is not None and header.whole_slide and header.series:
-                found.setdefault(header, folder / name)
-    return found
+                series.setdefault(header, folder / name)
+    return series
 
 
 def frame_contradiction(path: Path) -> str:
@@ -113,14 +113,18 @@ def frame_contradiction(path: Path) -> str:
         if frame.startswith(_JPEG_START):
             declared, right = ("rgb", "YBR_FULL_422") if photometric == "RGB" else ("ycbcr", "RGB")
             _, note = believed_jpeg(declared, [frame], stored_jpeg)
-            said = f"PhotometricInterpretation is {photometric}, its JPEG frames say otherwise"
-            return "" if note is None else f"{said}: its colours would be wrong; make it {right} in the slide's files"
+            contradiction = f"PhotometricInterpretation is {photometric}, its JPEG frames say otherwise"
+            return (
+                ""
+                if note is None
+                else f"{contradiction}: its colours would be wrong; make it {right} in the slide's files"
+            )
         if is_jp2(frame):
             return f"its frames are JP2 files, which {_AGAIN}"
         if photometric in _SHOWN_AS_RGB and frame.startswith(_JPEG_2000_START):
             stored = imagecodecs.jpeg2k_decode(frame, numthreads=1)
-            said = f"PhotometricInterpretation is {photometric}, but its JPEG 2000 frames hold YCbCr"
-            return f"{said}, which {_AGAIN}" if pixels_say([stored[..., :3]]) == "ycbcr" else ""
+            contradiction = f"PhotometricInterpretation is {photometric}, but its JPEG 2000 frames hold YCbCr"
+            return f"{contradiction}, which {_AGAIN}" if pixels_say([stored[..., :3]]) == "ycbcr" else ""
     return ""
 
 
@@ -128,11 +132,11 @@ def _first_frame(file: BinaryIO) -> tuple[str, bytes]:
     """Return PhotometricInterpretation, and the first fragment of encapsulated pixels (DICOM PS3.5, A.4)."""
     from pydicom.filereader import read_partial
 
-    found = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=[_PHOTOMETRIC])
+    dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=[_PHOTOMETRIC])
     file.seek(file.tell() + 12)  # the element's tag, type and length
     table = int.from_bytes(file.read(8)[4:], "little")
     file.seek(table, os.SEEK_CUR)
-    return _text(found, _PHOTOMETRIC), file.read(int.from_bytes(file.read(8)[4:], "little"))
+    return _text(dataset, _PHOTOMETRIC), file.read(int.from_bytes(file.read(8)[4:], "little"))
 
 
 def file_of_slide(path: Path) -> Path:
@@ -144,9 +148,9 @@ def file_of_slide(path: Path) -> Path:
     return next(iter(series.values())) if len(series) == 1 else path
 
 
-def _belongs_to(series: DicomHeader, other: Path) -> bool:
+def _belongs_to(series: DicomHeader, file: Path) -> bool:
     try:
-        return read_header(other) == series
+        return read_header(file) == series
     except OSError:
         return False  # a file that cannot be read belongs to no slide
 
@@ -165,15 +169,15 @@ def _parsed(file: BinaryIO) -> DicomHeader:
     from pydicom.filereader import read_partial  # importing it takes half a second: only for DICOM slides
 
     try:
-        found = read_partial(
+        dataset = read_partial(
             file, stop_when=lambda tag, vr, length: tag > _SERIES_NUMBER, specific_tags=[_SERIES, _SERIES_NUMBER]
         )
     except Exception as error:  # damaged files raise many types, also OSError without errno
         if isinstance(error, OSError) and error.errno is not None:
             raise
         return DicomHeader(True, "")  # the reader will report what is wrong with it
-    series, number = _text(found, _SERIES), _text(found, _SERIES_NUMBER)
-    return DicomHeader(_text(found.file_meta, _SOP_CLASS) == _WHOLE_SLIDE, series, number)
+    series, number = _text(dataset, _SERIES), _text(dataset, _SERIES_NUMBER)
+    return DicomHeader(_text(dataset.file_meta, _SOP_CLASS) == _WHOLE_SLIDE, series, number)
 
 
 def _text(elements: Dataset, tag: int) -> str:

@@ -44,8 +44,8 @@ def check_file(path: Path) -> None:
     if is_remote(path):
         raise SlideError("there is no OME-Zarr store at this address; other slides are read from a disk only")
     if path.suffix.lower() in UNREAD_FORMATS and path.is_file():
-        what, converter = UNREAD_FORMATS[path.suffix.lower()]
-        raise SlideError(f"{what}, which is not read; {converter}")
+        format_name, converter = UNREAD_FORMATS[path.suffix.lower()]
+        raise SlideError(f"{format_name}, which is not read; {converter}")
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait forever
             raise SlideError(_folder_problem(path) if path.is_dir() else "it is not a regular file")

@@ -94,8 +94,8 @@ def stored_jpeg(data: bytes) -> RGB:
         ValueError: It is damaged.
     """
     segments = _split_segments(data)
-    whole = jpeg_prefix(None, ycbcr=False) + segments.others + data[segments.scan_start :]
-    pixels: RGB = simplejpeg.decode_jpeg(whole, "RGB", strict=True)
+    complete = jpeg_prefix(None, ycbcr=False) + segments.others + data[segments.scan_start :]
+    pixels: RGB = simplejpeg.decode_jpeg(complete, "RGB", strict=True)
     return pixels
 
 
@@ -127,9 +127,9 @@ def _split_segments(data: bytes) -> _Segments:
     Raises:
         ValueError: The header is damaged.
     """
-    found = list(header_segments(data))
-    others = [data[start:end] for marker, start, end in found[:-1] if marker not in (APP0, APP14)]
-    return _Segments(b"".join(others), found[-1][1])
+    segments = list(header_segments(data))
+    kept_segments = [data[start:end] for marker, start, end in segments[:-1] if marker not in (APP0, APP14)]
+    return _Segments(b"".join(kept_segments), segments[-1][1])
 
 
 def header_segments(data: bytes) -> Iterator[tuple[int, int, int]]:

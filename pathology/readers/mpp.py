@@ -40,9 +40,9 @@ def parse_mpp(text: str) -> float:
     Raises:
         ValueError: The text is not a finite number.
     """
-    whole, comma, part = text.strip().rpartition(",")
-    points = comma and re.fullmatch(r"\d{1,3}(\.\d{3})+", whole)
-    value = float(f"{whole.replace('.', '')}.{part}" if points else text.strip().replace(",", "."))
+    digits, comma, part = text.strip().rpartition(",")
+    points = comma and re.fullmatch(r"\d{1,3}(\.\d{3})+", digits)
+    value = float(f"{digits.replace('.', '')}.{part}" if points else text.strip().replace(",", "."))
     if not math.isfinite(value):
         raise ValueError(f"{text!r} is not a finite number")
     return value
@@ -110,15 +110,15 @@ def resolve_mpp(
         return SourceMpp((stated, stated), "manifest")
     if flag_mpp is not None:
         return SourceMpp((flag_mpp, flag_mpp), "flag")
-    said = doubt or _what_the_file_says(file_mpp)
+    problem = doubt or _what_the_file_says(file_mpp)
     magnification = _magnification(power, objective)
     if magnification is None:
-        raise SlideError(f"{said}; {HOW_TO_GIVE}")
+        raise SlideError(f"{problem}; {HOW_TO_GIVE}")
     usual = UM_TIMES_POWER / magnification
     if from_magnification:
         return SourceMpp((usual, usual), "magnification")
     raise SlideError(
-        f"{said}; {magnification:g}× usually has {usual:.3g} µm/px: take that with --mpp-from-magnification, or "
+        f"{problem}; {magnification:g}× usually has {usual:.3g} µm/px: take that with --mpp-from-magnification, or "
         f"{HOW_TO_GIVE}"
     )
 
@@ -132,8 +132,8 @@ def _magnification(power: float | None, objective: str) -> float | None:
     if not objective.strip():
         stated = None
     else:
-        found = re.fullmatch(r"\s*(\d+(?:[.,]\d+)?)\s*[x×X]?\s*", objective)
-        stated = parse_mpp(found[1]) if found else 0.0
+        match = re.fullmatch(r"\s*(\d+(?:[.,]\d+)?)\s*[x×X]?\s*", objective)
+        stated = parse_mpp(match[1]) if match else 0.0
         if not _POWERS[0] <= stated <= _POWERS[1]:
             raise SlideError(f"the column objective is {objective!r}; expected a magnification such as 20 or 40x")
     if power and stated and power != stated:
@@ -153,11 +153,11 @@ def not_used_note(flag_mpp: float | None, used: Mapping[str, float | None]) -> s
     """
     if flag_mpp is None:
         return ""
-    others = [(name, um) for name, um in used.items() if um and abs(um / flag_mpp - 1) > AGREE_TOLERANCE]
-    if not others:
+    contradicting = [(name, um) for name, um in used.items() if um and abs(um / flag_mpp - 1) > AGREE_TOLERANCE]
+    if not contradicting:
         return ""
-    name, um = others[0]
-    slides = f"{len(others)} slide{'s' * (len(others) > 1)}"
+    name, um = contradicting[0]
+    slides = f"{len(contradicting)} slide{'s' * (len(contradicting) > 1)}"
     return (
         f"note: --slide-mpp {flag_mpp:g} was not used for {slides}, as file or manifest state another value "
         f"({name}: {um:.4g}); --force-mpp overrides the file's"

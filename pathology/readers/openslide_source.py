@@ -92,8 +92,8 @@ class OpenSlideSource:
         if self._checked:
             return
         self._checked = True
-        whole = _whole_levels(self._handle())
-        stated = [StatedLevel((level.height_px, level.width_px), level.tile_px) for level in whole]
+        all_levels = _whole_levels(self._handle())
+        stated = [StatedLevel((level.height_px, level.width_px), level.tile_px) for level in all_levels]
         fits = fitted_levels(stated)
         fitted = [
             level if fit is not None or level.downsample[0] == level.downsample[1] else None
@@ -111,8 +111,8 @@ class OpenSlideSource:
         except openslide.OpenSlideError as error:
             reason = f"OpenSlide cannot open it: {_reason(error, self._path, 'Slidedat.ini or Index.dat')}"
             # The scanner is supported, but not the file's compression, or a tag is left out that TIFF does not require.
-            others = "compression" in str(error) or "required TIFF tag" in str(error)
-            raise (UnsupportedFormatError if others else SlideError)(reason) from error
+            is_unsupported = "compression" in str(error) or "required TIFF tag" in str(error)
+            raise (UnsupportedFormatError if is_unsupported else SlideError)(reason) from error
 
     def _new_handle(self) -> openslide.OpenSlide:
         slide = open_handle(self._path)
@@ -150,9 +150,9 @@ class OpenSlideSource:
                 return []
             return self._read_undamaged(block, level, part)
 
-        found = run_in_pool(read, split_on_grid(box, (_BLOCK_PX, _BLOCK_PX)))
+        bad_by_block = run_in_pool(read, split_on_grid(box, (_BLOCK_PX, _BLOCK_PX)))
         if bad is not None:
-            bad += [tile for tiles in found for tile in tiles]
+            bad += [tile for tiles in bad_by_block for tile in tiles]
 
     def _read(self, block: Box, level: int, out: RGB) -> None:
         stored = self._stored[level]
@@ -162,8 +162,8 @@ class OpenSlideSource:
             rgba = np.asarray(self._handle().read_region(corner, stored, (block.width, block.height)))
         except openslide.OpenSlideError as error:
             self._handles.drop()
-            place = f"rows {block.y0}–{block.y1}, columns {block.x0}–{block.x1} of level {level}"
-            raise TileError(f"OpenSlide cannot decode {place}: {_reason(error, self._path, 'a data file')}") from error
+            where = f"rows {block.y0}–{block.y1}, columns {block.x0}–{block.x1} of level {level}"
+            raise TileError(f"OpenSlide cannot decode {where}: {_reason(error, self._path, 'a data file')}") from error
         self._put(rgba, out)
 
     def _read_undamaged(self, block: Box, level: int, out: RGB) -> list[BadTile]:
@@ -175,13 +175,13 @@ class OpenSlideSource:
             pass
         bad = []
         size = self.levels[level]
-        for place in split_on_grid(block, size.tile_px):
-            part = out[place.relative_to(block).slices()]
+        for tile_box in split_on_grid(block, size.tile_px):
+            part = out[tile_box.relative_to(block).slices()]
             try:
-                self._read(place, level, part)
+                self._read(tile_box, level, part)
             except TileError as error:
                 part[...] = 255
-                (y, x), (height, width) = (place.y0, place.x0), size.tile_px
+                (y, x), (height, width) = (tile_box.y0, tile_box.x0), size.tile_px
                 tile = Box.of_size(height, width).shift(y // height * height, x // width * width)
                 bad.append(BadTile(tile.intersect(Box.of_size(size.height_px, size.width_px)), str(error)))
         return bad
@@ -232,13 +232,13 @@ def _stated_mpp(properties: Mapping[str, str]) -> tuple[StatedMpp, ...]:
     own = [_number(properties.get(name)) for name in (openslide.PROPERTY_NAME_MPP_Y, openslide.PROPERTY_NAME_MPP_X)]
     aperio = _number(properties.get("aperio.MPP"))
     name = APERIO if vendor == "aperio" else f"the {vendor} metadata"
-    found = [
+    statements = [
         # OpenSlide's value is often that of the tags.
         (own[0], own[1], TAGS if vendor in _OF_TAGS else name),
         (aperio, aperio, APERIO),
         (*of_tags, TAGS),
     ]
-    return merged((), tuple(StatedMpp((y, x), where) for y, x, where in found if y is not None and x is not None))
+    return merged((), tuple(StatedMpp((y, x), where) for y, x, where in statements if y is not None and x is not None))
 
 
 def _mpp_of_tag(pixels_per_unit: float | None, unit: str) -> float | None:

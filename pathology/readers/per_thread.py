@@ -31,11 +31,11 @@ class PerThread(Generic[T]):
     def get(self) -> T:
         """Return this thread's object, a new one if it has none. Objects of threads that have ended are closed."""
         thread = threading.current_thread()
-        found = self._objects.get(thread)
-        if found is None:
-            self._close_those_of([other for other in list(self._objects) if not other.is_alive()])
-            found = self._objects[thread] = self._make()
-        return found
+        own = self._objects.get(thread)
+        if own is None:
+            self._close_those_of([ended for ended in list(self._objects) if not ended.is_alive()])
+            own = self._objects[thread] = self._make()
+        return own
 
     def drop(self) -> None:
         """Close this thread's object; the next `get` makes a new one."""

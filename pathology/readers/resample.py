@@ -68,8 +68,8 @@ def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
     covered[0, total == 0] = 1
     first, end = int(index.min()), int(index.max()) + 1
     # The second condition fails if the last target pixel lies beyond the source and repeats its last pixel.
-    whole = count if bool(np.all(covered == 1)) and end - first == count * (stop - start) else 0
-    return Taps(first, end, index - first, (covered / covered.sum(0)).astype(np.float32), whole)
+    whole_pixels = count if bool(np.all(covered == 1)) and end - first == count * (stop - start) else 0
+    return Taps(first, end, index - first, (covered / covered.sum(0)).astype(np.float32), whole_pixels)
 
 
 def resample(source: Planes, rows: Taps, columns: Taps) -> Planes:

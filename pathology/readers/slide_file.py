@@ -38,8 +38,8 @@ class SlideFile:
             handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SlideError(f"the file cannot be read: {error.strerror}") from error
-        found = os.fstat(handle)
-        stamp = (found.st_size, found.st_mtime_ns)
+        status = os.fstat(handle)
+        stamp = (status.st_size, status.st_mtime_ns)
         if self._stamp not in (None, stamp):
             os.close(handle)
             raise SlideError("the file changed while it was read; open it again")

@@ -58,9 +58,9 @@ def levels_of_sizes(sizes: list[tuple[int, int]]) -> tuple[SourceLevel, ...]:
     levels = []
     for height, width in sizes:
         ratios = (sizes[0][0] / height, sizes[0][1] / width)
-        whole = max(1, round(sum(ratios) / 2))
-        fits = all(abs(full / whole - size) < 1 for full, size in zip(sizes[0], (height, width), strict=True))
-        levels.append(SourceLevel(height, width, (float(whole), float(whole)) if fits else ratios))
+        factor = max(1, round(sum(ratios) / 2))
+        fits = all(abs(full / factor - size) < 1 for full, size in zip(sizes[0], (height, width), strict=True))
+        levels.append(SourceLevel(height, width, (float(factor), float(factor)) if fits else ratios))
     return tuple(levels)
 
 

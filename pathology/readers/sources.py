@@ -84,10 +84,10 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
         slow.close()
         size = slow.levels[0].height_px, slow.levels[0].width_px
         largest = largest_page(path) == size  # OpenSlide takes the first page, which may be a label
-        return _upright(_tiff(path, pick, known=slow if largest else None))
+        return _upright(_tiff(path, pick, by_openslide=slow if largest else None))
     if orientation_of_file(path) != 1:  # OpenSlide rotates each tile but not its position
         slow.close()
-        return _upright(_tiff(path, pick, known=slow))
+        return _upright(_tiff(path, pick, by_openslide=slow))
     fast = _faster(path, slow, pick)
     if fast is None:
         slow.check_levels()
@@ -125,8 +125,8 @@ def _check_dicom_frames(slow: OpenSlideSource, path: Path) -> None:
         raise SlideError(wrong)
 
 
-def _tiff(path: Path, pick: Pick, known: SlideSource | None = None) -> TiffSource:
-    return TiffSource(path, known=known, reopen=partial(open_source, pick=pick), pick=pick)
+def _tiff(path: Path, pick: Pick, by_openslide: SlideSource | None = None) -> TiffSource:
+    return TiffSource(path, by_openslide=by_openslide, reopen=partial(open_source, pick=pick), pick=pick)
 
 
 def _upright(stored: TiffSource) -> SlideSource:
@@ -148,7 +148,7 @@ def _faster(path: Path, slow: OpenSlideSource, pick: Pick) -> TiffSource | None:
 
     reopen = partial(open_source, pick=pick)
     try:
-        fast = TiffSource(path, known=slow, fill_missing=fill_missing, stored=stored, reopen=reopen, pick=pick)
+        fast = TiffSource(path, by_openslide=slow, fill_missing=fill_missing, stored=stored, reopen=reopen, pick=pick)
     except (PlanesError, ColourError):
         slow.close()
         raise
@@ -169,8 +169,8 @@ def _stored_levels(path: Path, slow: OpenSlideSource) -> list[int]:
     detail.
     """
     sizes = tiled_sizes(path)
-    found = [k for k, level in enumerate(slow.levels) if (level.height_px, level.width_px) in sizes]
-    return found if found[:1] == [0] else list(range(len(slow.levels)))
+    stored = [k for k, level in enumerate(slow.levels) if (level.height_px, level.width_px) in sizes]
+    return stored if stored[:1] == [0] else list(range(len(slow.levels)))
 
 
 def _same_pixels(fast: TiffSource, k: int, slow: OpenSlideSource, level: int) -> bool:

@@ -30,9 +30,9 @@ def set_decode_threads(count: int) -> None:
     if count < 1:
         raise ValueError(f"number of decoding threads is {count}; use 1 or more")
     with _lock:
-        old, _pool, _threads = _pool, None, count
-    if old is not None:
-        old.shutdown(wait=False)
+        former, _pool, _threads = _pool, None, count
+    if former is not None:
+        former.shutdown(wait=False)
 
 
 def decode_threads() -> int:

@@ -96,19 +96,19 @@ def propagate_missing_tiles(levels: Sequence[TiffLevel]) -> list[TiffLevel]:
     Aperio's encoder sometimes leaves out a tile and writes invalid pixels into the coarser tiles that cover it.
     OpenSlide computes these from the finer level.
     """
-    found = [levels[0]]
+    marked = [levels[0]]
     for level in levels[1:]:
-        finer = found[-1]
+        finer = marked[-1]
         scale = (level.height_px / finer.height_px, level.width_px / finer.width_px)
         lengths = level.lengths.copy()
-        whole = Box.of_size(level.height_px, level.width_px)
+        extent = Box.of_size(level.height_px, level.width_px)
         for index in np.flatnonzero(finer.lengths == 0).tolist():
             tile = finer.tile_box(index)
             y = int(tile.y0 * scale[0]), math.ceil(tile.y1 * scale[0])
             x = int(tile.x0 * scale[1]), math.ceil(tile.x1 * scale[1])
-            lengths[level.tiles_in(Box(*y, *x).intersect(whole))] = 0
-        found.append(replace(level, lengths=lengths))
-    return found
+            lengths[level.tiles_in(Box(*y, *x).intersect(extent))] = 0
+        marked.append(replace(level, lengths=lengths))
+    return marked
 
 
 def _split_strips(

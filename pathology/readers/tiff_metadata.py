@@ -69,10 +69,10 @@ def _ends(file: BinaryIO, order: str, big: bool) -> Iterator[int]:
     wide, count_format, entry_bytes = ("Q", "Q", 20) if big else ("I", "H", 12)
     word = 8 if big else 4
     file.seek(word)
-    seen: set[int] = set()
+    visited: set[int] = set()
     (at,) = struct.unpack(f"{order}{wide}", file.read(word))
-    while at and at not in seen and len(seen) < _MAX_DIRECTORIES:
-        seen.add(at)
+    while at and at not in visited and len(visited) < _MAX_DIRECTORIES:
+        visited.add(at)
         file.seek(at)
         (count,) = struct.unpack(f"{order}{count_format}", file.read(struct.calcsize(count_format)))
         entries, following = file.read(count * entry_bytes), file.read(word)

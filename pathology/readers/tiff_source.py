@@ -54,18 +54,18 @@ class TiffSource:
         known: The same slide opened with OpenSlide. If given, the levels are the pages with the sizes of its levels,
             and its metadata is used.
         fill_missing: Fills in tiles that the scanner left out; by default they are white.
-        stored: Indices of the levels of ``known`` that are stored in the file; default: all.
+        stored: Indices of the levels of ``by_openslide`` that are stored in the file; default: all.
         pick: Which picture of the file is the slide.
         reopen: Opens the file again when the source is unpickled; default: this class, without the other arguments.
 
     Raises:
-        SlideError: The file is not a TIFF, not 8-bit RGB or grey, or has no pages for the levels of ``known``.
+        SlideError: The file is not a TIFF, not 8-bit RGB or grey, or has no pages for the levels of ``by_openslide``.
     """
 
     def __init__(
         self,
         path: Path,
-        known: SlideSource | None = None,
+        by_openslide: SlideSource | None = None,
         fill_missing: FillMissing | None = None,
         stored: Sequence[int] | None = None,
         reopen: Callable[[Path], SlideSource] | None = None,
@@ -75,17 +75,19 @@ class TiffSource:
         self._fill_missing = fill_missing
         try:
             with tifffile.TiffFile(path, _multifile=False) as tiff:  # a set's other files are slides of their own
-                pages, notes = _pages(tiff, path.name, pick, known, stored)
+                pages, notes = _pages(tiff, path.name, pick, by_openslide, stored)
                 levels = _complete_levels([parse_level(page) for page in pages], path.stat().st_size)
-                self._levels = propagate_missing_tiles(levels) if known and known.vendor == "aperio" else levels
+                self._levels = (
+                    propagate_missing_tiles(levels) if by_openslide and by_openslide.vendor == "aperio" else levels
+                )
                 first = pages[0]
-                power = known.objective_power if known else power_of_ome(tiff.ome_metadata or "")
-                stated = merged(known.facts.mpp if known else (), stated_by_tiff(tiff, first))
+                power = by_openslide.objective_power if by_openslide else power_of_ome(tiff.ome_metadata or "")
+                stated = merged(by_openslide.facts.mpp if by_openslide else (), stated_by_tiff(tiff, first))
                 checked = checked_mpp(stated, power, _size(first))
                 self.orientation = orientation_of_page(first)
-                self.vendor = known.vendor if known else "ome-tiff" if tiff.is_ome else "generic-tiff"
+                self.vendor = by_openslide.vendor if by_openslide else "ome-tiff" if tiff.is_ome else "generic-tiff"
                 # The tag itself: OpenSlide's binding returns the profile as rewritten by Little CMS.
-                self.icc: bytes | None = first.iccprofile or (known.icc if known else None)
+                self.icc: bytes | None = first.iccprofile or (by_openslide.icc if by_openslide else None)
         except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError) as error:
             reason = "the file is truncated within its directories" if is_truncated(path) else str(error)
             raise SlideError(f"neither OpenSlide nor tifffile can open it: {reason}") from error
@@ -154,12 +156,12 @@ class TiffSource:
             bad += failed
 
     def _fill_missing_tile(self, index: int, level: int, box: Box, out: RGB) -> None:
-        place = self._levels[level].tile_box(index).intersect(box)
-        part = out[place.relative_to(box).slices()]
+        common = self._levels[level].tile_box(index).intersect(box)
+        part = out[common.relative_to(box).slices()]
         if self._fill_missing is None:
             part[...] = _WHITE
         else:
-            self._fill_missing(place, self._kept[level], part)
+            self._fill_missing(common, self._kept[level], part)
 
     def close(self) -> None:
         """Close the file."""
@@ -223,19 +225,21 @@ class _BoxReader:
         """Decode tiles into the result; return those that failed, which are white."""
         bad = []
         for index, data in tiles:
-            whole = self._level.tile_box(index)
-            place = whole.intersect(self._box)
-            part = self._out[place.relative_to(self._box).slices()]
+            tile_box = self._level.tile_box(index)
+            common = tile_box.intersect(self._box)
+            part = self._out[common.relative_to(self._box).slices()]
             try:
-                pixels = self._pixels(index, data, whole)
+                pixels = self._pixels(index, data, tile_box)
             except ValueError as error:
                 part[...] = _WHITE
-                bad.append(BadTile(whole, f"rows {whole.y0}–{whole.y1}, columns {whole.x0}–{whole.x1}: {error}"))
+                bad.append(
+                    BadTile(tile_box, f"rows {tile_box.y0}–{tile_box.y1}, columns {tile_box.x0}–{tile_box.x1}: {error}")
+                )
             else:
-                part[...] = pixels[place.relative_to(whole).slices()]
+                part[...] = pixels[common.relative_to(tile_box).slices()]
         return bad
 
-    def _pixels(self, index: int, data: bytes, whole: Box) -> RGB:
+    def _pixels(self, index: int, data: bytes, tile_box: Box) -> RGB:
         """Return a tile's pixels; raise ValueError with the reason if it is damaged."""
         expected = int(self._level.lengths[index])
         if len(data) != expected:
@@ -246,8 +250,8 @@ class _BoxReader:
             raise
         except Exception as error:  # each codec raises its own types
             raise ValueError(f"the tile cannot be decoded: {error}") from error
-        if pixels.shape[0] < whole.height or pixels.shape[1] < whole.width:
-            raise ValueError(f"the tile cannot be decoded: {pixels.shape[:2]} px instead of {whole.shape}")
+        if pixels.shape[0] < tile_box.height or pixels.shape[1] < tile_box.width:
+            raise ValueError(f"the tile cannot be decoded: {pixels.shape[:2]} px instead of {tile_box.shape}")
         return pixels
 
 
@@ -263,13 +267,13 @@ def _complete_levels(levels: Sequence[TiffLevel], size_bytes: int) -> list[TiffL
 
 
 def _pages(
-    tiff: tifffile.TiffFile, name: str, pick: Pick, known: SlideSource | None, stored: Sequence[int] | None
+    tiff: tifffile.TiffFile, name: str, pick: Pick, by_openslide: SlideSource | None, stored: Sequence[int] | None
 ) -> tuple[list[Any], list[Note]]:
     """Return the pages of the picked picture, finest first, and notes."""
-    if known is not None:
-        return _pages_known(tiff, known, stored, pick), []
-    found = pages_of_ome(tiff, name, pick) if tiff.is_ome else None
-    return found or (_pages_of_series(tiff, pick), [])
+    if by_openslide is not None:
+        return _pages_known(tiff, by_openslide, stored, pick), []
+    picked_pages = pages_of_ome(tiff, name, pick) if tiff.is_ome else None
+    return picked_pages or (_pages_of_series(tiff, pick), [])
 
 
 def _pages_of_series(tiff: tifffile.TiffFile, pick: Pick) -> list[Any]:
@@ -296,45 +300,56 @@ def _pages_of_series(tiff: tifffile.TiffFile, pick: Pick) -> list[Any]:
 
 
 def _images_of_imagej(page: Any) -> int:
-    found = re.search(r"^images=(\d+)$", page.description, re.MULTILINE)
-    return 1 if found is None else int(found[1])
+    match = re.search(r"^images=(\d+)$", page.description, re.MULTILINE)
+    return 1 if match is None else int(match[1])
 
 
 def _of_one_size(tiff: tifffile.TiffFile, page: Any) -> list[Any]:
     """Return all pages of the size of this one that are not marked as reduced, in the order of the file."""
-    return [other for other in map(keyframe, tiff.pages) if _size(other) == _size(page) and not other.is_reduced]
+    return [
+        page_of_size
+        for page_of_size in map(keyframe, tiff.pages)
+        if _size(page_of_size) == _size(page) and not page_of_size.is_reduced
+    ]
 
 
 def _pages_before_the_damage(tiff: tifffile.TiffFile) -> list[Any]:
     """Return the largest tiled page and those of its aspect ratio, of the pages before the first damaged directory."""
-    found: list[Any] = []
+    undamaged: list[Any] = []
     with suppress(tifffile.TiffFileError):
         for k in range(len(tiff.pages)):
-            found.append(keyframe(tiff.pages[k]))
-    tiled = sorted((page for page in found if page.is_tiled), key=lambda page: -math.prod(_size(page)))
+            undamaged.append(keyframe(tiff.pages[k]))
+    tiled = sorted((page for page in undamaged if page.is_tiled), key=lambda page: -math.prod(_size(page)))
     height, width = _size(tiled[0]) if tiled else (1, 1)
     return [page for page in tiled if abs(_size(page)[0] * width / (_size(page)[1] * height) - 1) < _ASPECT_TOLERANCE]
 
 
-def _pages_known(tiff: tifffile.TiffFile, known: SlideSource, stored: Sequence[int] | None, pick: Pick) -> list[Any]:
-    """Return the tiled page with the size of each level of ``known``; of several planes those of the picked one."""
-    found, pages = [], _tiled_pages(tiff)
-    first = next((page for page in pages if _size(page) == (known.levels[0].height_px, known.levels[0].width_px)), None)
+def _pages_known(
+    tiff: tifffile.TiffFile, by_openslide: SlideSource, stored: Sequence[int] | None, pick: Pick
+) -> list[Any]:
+    """Return the tiled page with the size of each level of ``by_openslide``; of several planes, of the picked one."""
+    level_pages, pages = [], _tiled_pages(tiff)
+    first = next(
+        (page for page in pages if _size(page) == (by_openslide.levels[0].height_px, by_openslide.levels[0].width_px)),
+        None,
+    )
     planes = [] if first is None else _of_one_size(tiff, first)
     if len(planes) > 1:
         picked = picked_plane(planes, pick, _size(planes[0]))
-        others = [[page for page in pages if _size(page) == (v.height_px, v.width_px)] for v in known.levels[1:]]
-        return [picked, *(level[pick.plane - 1] for level in others if len(level) == len(planes))]
+        coarser_pages = [
+            [page for page in pages if _size(page) == (v.height_px, v.width_px)] for v in by_openslide.levels[1:]
+        ]
+        return [picked, *(level[pick.plane - 1] for level in coarser_pages if len(level) == len(planes))]
     check_plane(pick, 1)
-    plain = known.vendor == "generic-tiff"
+    plain = by_openslide.vendor == "generic-tiff"
     if plain:  # as OpenSlide does: the first page and those marked as reduced copies of it
         pages = [page for page in pages if page.index == 0 or page.is_reduced]
-    for level in known.levels if stored is None else [known.levels[k] for k in stored]:
+    for level in by_openslide.levels if stored is None else [by_openslide.levels[k] for k in stored]:
         same = [page for page in pages if _size(page) == (level.height_px, level.width_px)]
         if not same or (len(same) > 1 and not plain):
             raise SlideError(f"the TIFF has {len(same)} tiled pages of {level.width_px} × {level.height_px} px")
-        found.append(same[0])
-    return found
+        level_pages.append(same[0])
+    return level_pages
 
 
 def tiled_sizes(path: Path) -> set[tuple[int, int]]:

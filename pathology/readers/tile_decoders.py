@@ -84,11 +84,11 @@ def _sample_of(page: Any) -> list[bytes]:
     """Return some encoded tiles of the middle of a page."""
     stored = [k for k, length in enumerate(page.databytecounts) if length]
     chosen = [stored[len(stored) * k // (_SAMPLED_TILES + 1)] for k in range(1, _SAMPLED_TILES + 1)] if stored else []
-    found = []
+    samples = []
     for k in dict.fromkeys(chosen):
         page.parent.filehandle.seek(page.dataoffsets[k])
-        found.append(page.parent.filehandle.read(page.databytecounts[k]))
-    return found
+        samples.append(page.parent.filehandle.read(page.databytecounts[k]))
+    return samples
 
 
 def _palette(table: npt.NDArray[np.uint16]) -> RGB:
@@ -134,8 +134,8 @@ def _check_page(page: Any) -> None:
     kind = f"{page.samplesperpixel} × {depth} {_name_of(tifffile.PHOTOMETRIC, page.photometric)}"
     planes = " in separate planes" if page.samplesperpixel > 1 and page.planarconfig != 1 else ""
     packed = _name_of(tifffile.COMPRESSION, page.compression)
-    what = f"its pixels are {kind}{planes} ({packed}); only 8-bit RGB or grey is supported"
-    raise SlideError(f"{what}. {conversion(page)}")
+    problem = f"its pixels are {kind}{planes} ({packed}); only 8-bit RGB or grey is supported"
+    raise SlideError(f"{problem}. {conversion(page)}")
 
 
 def _name_of(names: type[IntEnum], value: int) -> str:
@@ -216,8 +216,8 @@ class PaletteDecoder:
 
     def __call__(self, data: bytes, index: int) -> RGB:
         """Return a new ``(h, w, 3)``; see `Decode`."""
-        found: RGB = self.colours[self.decode(data, index)[..., 0]]
-        return found
+        pixels: RGB = self.colours[self.decode(data, index)[..., 0]]
+        return pixels
 
 
 _NOT_IN_PACKETS = re.compile(rb"\xff[\x94-\xd8\xda-\xff]")

@@ -127,11 +127,11 @@ def _splits(rng: np.random.Generator, cases: list[tuple[int, bool]]) -> list[str
         total = sum(cases[number][0] for number in members)
         order = iter(rng.permutation(members).tolist())
         for name, fraction in _SPLIT_FRACTIONS:
-            taken = 0
-            while taken < round(fraction * total):
+            chosen_slides = 0
+            while chosen_slides < round(fraction * total):
                 case = next(order)
                 splits[case] = name
-                taken += cases[case][0]
+                chosen_slides += cases[case][0]
     return splits
 
 
@@ -175,7 +175,7 @@ def make_archive(
     *,
     workers: int = 1,
     truth: bool = False,
-    done: Callable[[Path], None] = lambda path: None,
+    finished: Callable[[Path], None] = lambda path: None,
 ) -> Path:
     """Render all slides, then write the manifest; return the manifest's path.
 
@@ -184,22 +184,22 @@ def make_archive(
         folder: Created if it does not exist.
         workers: Number of processes; 1 renders in this process.
         truth: See `write_archive_slide`.
-        done: Called in this process with the path of each finished slide.
+        finished: Called in this process with the path of each finished slide.
 
     Raises:
         OSError: The folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if workers > 1 and len(slides) > 1:
-        _render_in_processes(slides, folder, min(workers, len(slides)), truth, done)
+        _render_in_processes(slides, folder, min(workers, len(slides)), truth, finished)
     else:
         for slide in slides:
-            done(write_archive_slide(slide, folder, truth=truth))
+            finished(write_archive_slide(slide, folder, truth=truth))
     return write_manifest(slides, folder)
 
 
 def _render_in_processes(
-    slides: list[ArchiveSlide], folder: Path, workers: int, truth: bool, done: Callable[[Path], None]
+    slides: list[ArchiveSlide], folder: Path, workers: int, truth: bool, finished: Callable[[Path], None]
 ) -> None:
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -208,7 +208,7 @@ def _render_in_processes(
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         try:
             for future in as_completed([pool.submit(write_archive_slide, s, folder, truth=truth) for s in slides]):
-                done(future.result())
+                finished(future.result())
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise

@@ -63,12 +63,12 @@ class Artefacts:
     def inked(self, mpp_um: float, source_mpp_um: float, side_px: int) -> Array:
         """Return the mask of the ink, ``(side_px, side_px)`` bool, of the whole slide at ``mpp_um``."""
         scale = source_mpp_um / mpp_um
-        whole = Box.of_size(side_px, side_px)
-        found = np.zeros((side_px, side_px), bool)
+        extent = Box.of_size(side_px, side_px)
+        inked_mask = np.zeros((side_px, side_px), bool)
         for points in self.strokes:
             for start, end in pairwise(points * scale - 0.5):
-                found |= _distance(whole, start, end) < self.half_width_px * scale
-        return found
+                inked_mask |= _distance(extent, start, end) < self.half_width_px * scale
+        return inked_mask
 
     def unsharp(self, mpp_um: float, source_mpp_um: float, side_px: int) -> Array:
         """Return the mask of the out-of-focus area, ``(side_px, side_px)`` bool, of the whole slide at ``mpp_um``."""

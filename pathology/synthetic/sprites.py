@@ -183,15 +183,15 @@ def _match_colours(pairs: list[_Pair]) -> tuple[Array, list[Array], list[Array]]
     plain = pigment_light(np.ones(3, np.float32))
     clear = np.array([NUCLEOPLASM_E * E_SCALE * share for share in EOSIN], np.float32)
     light = [np.exp(-clear - _RED_GREEN_BLUE_H * pair.nucleus[..., None].astype(np.float32)) for pair in pairs]
-    wanted = [(base * plain[codes]).sum((0, 1)) for base, codes in zip(light, coarse, strict=True)]
+    target_light = [(base * plain[codes]).sum((0, 1)) for base, codes in zip(light, coarse, strict=True)]
     density = np.zeros(3)
     for channel in range(3):
         density[channel] = _solve(
             partial(_light_through, [b[..., channel] for b in light], [pair.dust for pair in pairs], 1.0),
-            sum(total[channel] for total in wanted),
+            sum(total[channel] for total in target_light),
         )
     dust = []
-    for base, pair, total in zip(light, pairs, wanted, strict=True):
+    for base, pair, total in zip(light, pairs, target_light, strict=True):
         gain = _solve(partial(_light_through, [base[..., 1]], [pair.dust], density[1]), total[1])
         dust.append(np.clip(gain * pair.dust * DUST_ONE + 0.5, 0, DUST_MOST).astype(np.uint8))
     return density.astype(np.float32), dust, coarse
@@ -208,12 +208,12 @@ def _light_through(light: Sequence[Array], dust: Sequence[Array], scale: float, 
     return sum(float((b * np.exp(-density * scale * d)).sum()) for b, d in zip(light, dust, strict=True))
 
 
-def _solve(light: Callable[[float], float], wanted: float) -> float:
-    """Return the density at which ``light`` (a decreasing function of it) is ``wanted``, by bisection."""
+def _solve(light: Callable[[float], float], target: float) -> float:
+    """Return the density at which ``light`` (a decreasing function of it) is ``target``, by bisection."""
     low, high = 0.0, 8.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if light(middle) > wanted else (low, middle)
+        low, high = (middle, high) if light(middle) > target else (low, middle)
     return (low + high) / 2
 
 

@@ -28,15 +28,15 @@ def glass_colour(image: Planes) -> Float:
     Args:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
     """
-    found = []
+    modes = []
     rows = slice(None, None, max(1, image[0].size // _HISTOGRAM_PX))
     for channel in image[:, rows]:
         counts = np.bincount(channel.reshape(-1), minlength=256).astype(np.float64)
         smooth = np.convolve(counts, np.ones(5), mode="same")
         brightest = int(np.searchsorted(counts.cumsum(), 0.98 * counts.sum()))
         lowest = max(0, min(_DARKEST_GLASS, brightest - 20))
-        found.append(lowest + int(np.argmax(smooth[lowest:])))
-    return np.array(found, np.float32)
+        modes.append(lowest + int(np.argmax(smooth[lowest:])))
+    return np.array(modes, np.float32)
 
 
 def row_strips(height_px: int, width_px: int, multiple: int = 1) -> list[slice]:

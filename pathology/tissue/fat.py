@@ -45,37 +45,37 @@ def wall_contrast(tissue_density: float) -> float:
     return float(np.clip(_WALL_TO_TISSUE * tissue_density, *WALL_DENSITY))
 
 
-def find_fat(image: Planes, glass: Float, known: Mask, mpp_um: float, min_contrast: float) -> Mask:
-    """Return the mask of fat, ``(h, w)`` bool; it may overlap ``known``.
+def find_fat(image: Planes, glass: Float, tissue: Mask, mpp_um: float, min_contrast: float) -> Mask:
+    """Return the mask of fat, ``(h, w)`` bool; it may overlap ``tissue``.
 
     Fat is detected in blocks of 32 µm, which costs little compared to the other steps.
 
     Args:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
         glass: From `pathology.tissue.density.glass_colour`.
-        known: Tissue and pen marks found before; they and the pixels next to them are not searched for walls.
+        tissue: Tissue and pen marks found before; they and the pixels next to them are not searched for walls.
         mpp_um: Microns per pixel. Above 16 walls cannot be seen, and no fat is found.
         min_contrast: From `wall_contrast`.
     """
     block = max(1, round(_BLOCK_UM / mpp_um))
     if mpp_um > _BLOCK_UM / 2:
-        return np.zeros_like(known)
-    *means, weight, known_fraction = _block_means(image, glass, known, block, mpp_um, min_contrast)
-    whole, sigma = slice(0, len(weight)), _AVERAGED_UM / (block * mpp_um)
-    total = binomial_filter(weight, whole, sigma)[0] + _MIN_WEIGHT
-    walls, density, colour = (binomial_filter(values, whole, sigma)[0] / total for values in means)
+        return np.zeros_like(tissue)
+    *means, weight, known_fraction = _block_means(image, glass, tissue, block, mpp_um, min_contrast)
+    all_rows, sigma = slice(0, len(weight)), _AVERAGED_UM / (block * mpp_um)
+    total = binomial_filter(weight, all_rows, sigma)[0] + _MIN_WEIGHT
+    walls, density, colour = (binomial_filter(values, all_rows, sigma)[0] / total for values in means)
     webs = (walls > WALL_FRACTION) & (colour > _COLOUR_TO_DENSITY * density)
     if not webs.any():
-        return np.zeros_like(known)
-    return _upsampled(_with_cells(webs, known_fraction >= 0.5, block * mpp_um), block, known.shape)
+        return np.zeros_like(tissue)
+    return _upsampled(_with_cells(webs, known_fraction >= 0.5, block * mpp_um), block, tissue.shape)
 
 
 def _block_means(
-    image: Planes, glass: Float, known: Mask, block: int, mpp_um: float, min_contrast: float
+    image: Planes, glass: Float, tissue: Mask, block: int, mpp_um: float, min_contrast: float
 ) -> tuple[Float, ...]:
     """Return means over blocks: walls, their density, their colour, searched pixels, known pixels."""
-    height, width = known.shape
-    near = dilated(known, 4)
+    height, width = tissue.shape
+    near = dilated(tissue, 4)
     shape = (-(-height // block), -(-width // block))
     walls, wall_density, wall_colour, searched, known_fraction = (np.empty(shape, np.float32) for _ in range(5))
 
@@ -89,7 +89,7 @@ def _block_means(
         for target, values in ((wall_density, density.mean(0)), (wall_colour, colour)):
             total = np.bincount(block_index, np.minimum(values, _MAX_DENSITY), target[blocks].size)
             target[blocks] = total.reshape(-1, shape[1]) / block**2
-        for target, mask in ((walls, wall), (searched, ~near[rows]), (known_fraction, known[rows])):
+        for target, mask in ((walls, wall), (searched, ~near[rows]), (known_fraction, tissue[rows])):
             target[blocks] = _block_fractions(mask, block)
 
     run_in_pool(fill, row_strips(height, width, block))
@@ -109,10 +109,10 @@ def _thin_and_dense(image: Planes, glass: Float, rows: slice, mpp_um: float, min
     """
     half = round(_WALL_UM / mpp_um / 2)
     first = max(0, rows.start - 2 * half)
-    needed = slice(first, rows.stop + 2 * half)
-    product: Float = np.ones(image[0, needed].shape, np.float32)
+    padded = slice(first, rows.stop + 2 * half)
+    product: Float = np.ones(image[0, padded].shape, np.float32)
     for channel, brightest in zip(image, glass, strict=True):
-        intensity = np.minimum(channel[needed], np.uint8(brightest)).astype(np.float32)
+        intensity = np.minimum(channel[padded], np.uint8(brightest)).astype(np.float32)
         intensity += 1
         product *= intensity
     closing = _square_filter(_square_filter(product, half, np.maximum), half, np.minimum)
@@ -132,9 +132,9 @@ def _line_filter(lines: Float, half: int, pick: Callable[[Any, Any], Any]) -> Fl
 
     From windows of two lines follow those of four, then eight …: the number of passes is logarithmic in the width.
     """
-    best, span, wanted = lines, 1, 2 * half + 1
-    while span < wanted:
-        step = min(span, wanted - span)
+    best, span, length = lines, 1, 2 * half + 1
+    while span < length:
+        step = min(span, length - span)
         best = pick(best[:-step], best[step:])
         span += step
     return best

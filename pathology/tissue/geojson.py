@@ -74,11 +74,11 @@ def read_areas(path: Path, data: bytes) -> Areas:
     names = [TISSUE_CLASS.lower()] if TISSUE_CLASS.lower() in of_class else [n for n in of_class if not n.endswith("*")]
     tissue = [polygon for name in names for polygon in of_class.pop(name)]
     left_out.update({f"of the class {name or '(none)'}": len(polygons) for name, polygons in of_class.items()})
-    listed = ", ".join(f"{count} {what}" for what, count in left_out.items())
+    listed = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
     if not tissue:
-        found = f" (only {listed})" if listed else f" (only areas of the class {IGNORED_CLASS})" if ignored else ""
+        note = f" (only {listed})" if listed else f" (only areas of the class {IGNORED_CLASS})" if ignored else ""
         raise RequestError(
-            f"{path}: it has no polygon of tissue{found}; draw areas of the class {TISSUE_CLASS} and export them as "
+            f"{path}: it has no polygon of tissue{note}; draw areas of the class {TISSUE_CLASS} and export them as "
             "GeoJSON"
         )
     return Areas(tuple(tissue), tuple(ignored), listed)
@@ -103,11 +103,13 @@ def _geometries(item: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]
 def _class_of(feature: Mapping[str, Any]) -> str:
     """Return the class of a feature in lower case; empty if it has none. A derived class has its parts: ``a: b``."""
     properties = feature.get("properties")
-    given = properties.get("classification") if isinstance(properties, dict) else None
-    if isinstance(given, dict):
-        names = given.get("names")
-        given = given.get("name") or (": ".join(map(str, names)) if isinstance(names, list) else names)
-    return str(given or "").strip().lower()
+    classification = properties.get("classification") if isinstance(properties, dict) else None
+    if isinstance(classification, dict):
+        names = classification.get("names")
+        classification = classification.get("name") or (
+            ": ".join(map(str, names)) if isinstance(names, list) else names
+        )
+    return str(classification or "").strip().lower()
 
 
 def _checked(path: Path, rings: Any) -> Polygon:

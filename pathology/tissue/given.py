@@ -96,10 +96,15 @@ class GivenTissue:
             )
         left_out, files = {}, 0
         for name in slide_ids:  # one after the other: files may be large
-            found = self.of(name)
-            files += found is not None
-            if found is not None and found.path is not None and found.areas is not None and found.areas.left_out:
-                left_out[found.path.name] = found.areas.left_out
+            areas_of_slide = self.of(name)
+            files += areas_of_slide is not None
+            if (
+                areas_of_slide is not None
+                and areas_of_slide.path is not None
+                and areas_of_slide.areas is not None
+                and areas_of_slide.areas.left_out
+            ):
+                left_out[areas_of_slide.path.name] = areas_of_slide.areas.left_out
         if slide_ids and not files:
             raise RequestError(
                 f"--tissue {path}: no <slide_id>.geojson for any of these slides, such as {slide_ids[0]}.geojson"
@@ -112,7 +117,7 @@ class GivenTissue:
         if not path.is_dir():
             return ""
         without = [name for name in slide_ids if self._file(name) is None]
-        used = {found.name for name in slide_ids if (found := self._file(name)) is not None}
+        used = {slide_file.name for name in slide_ids if (slide_file := self._file(name)) is not None}
         unused = sorted(file.stem for file in path.glob("*.geojson") if file.name not in used)
         parts = [f"no outlines for {_named(without)}, whose tissue is detected"] if without else []
         parts += [f"no slide for {_named([f'{name}.geojson' for name in unused])}"] if unused else []
@@ -128,7 +133,7 @@ class GivenTissue:
 
 def _left_out(files: Mapping[str, str]) -> str:
     """Return a sentence about what of files is left out."""
-    listed = [f"{name}: left out {what}" for name, what in list(files.items())[:_MOST_NAMED]]
+    listed = [f"{name}: left out {omitted}" for name, omitted in list(files.items())[:_MOST_NAMED]]
     more = [f"and of {len(files) - _MOST_NAMED} more files"] if len(files) > _MOST_NAMED else []
     return "; ".join(listed + more)
 

@@ -72,8 +72,8 @@ def without_texture(image: Planes, glass: Float, rows: slice, mpp_um: float) -> 
     density = density_of(image, glass, slice(first, end)).mean(0)
     mean = ndimage.uniform_filter(density, 2 * half + 1, mode="nearest")
     variance = ndimage.uniform_filter(density * density, 2 * half + 1, mode="nearest") - mean * mean
-    found: Mask = variance < (np.float32(_MAX_VARIATION) * mean) ** 2
-    return found[rows.start - first : rows.stop - first]
+    smooth: Mask = variance < (np.float32(_MAX_VARIATION) * mean) ** 2
+    return smooth[rows.start - first : rows.stop - first]
 
 
 def _mostly_smooth(smooth: Mask, core: Mask, mpp_um: float) -> Mask:
@@ -82,8 +82,8 @@ def _mostly_smooth(smooth: Mask, core: Mask, mpp_um: float) -> Mask:
     smooth_mean, core_mean = (
         ndimage.uniform_filter(m.astype(np.float32), side, mode="constant") for m in (smooth, core)
     )
-    found: Mask = smooth_mean > np.maximum(np.float32(_SMOOTH_FRACTION) * core_mean, np.float32(1e-6))
-    return found
+    mostly: Mask = smooth_mean > np.maximum(np.float32(_SMOOTH_FRACTION) * core_mean, np.float32(1e-6))
+    return mostly
 
 
 def pen_marks(core: Mask, smooth: Mask, certain: Mask, faint: Mask, thin: Mask, mpp_um: float) -> Mask:
@@ -113,5 +113,5 @@ def pen_marks(core: Mask, smooth: Mask, certain: Mask, faint: Mask, thin: Mask, 
 def _extends_beyond(faint: Mask, near: Mask, mpp_um: float) -> Mask:
     """Return the wide parts of ``faint`` that extend beyond ``near``: bluish tissue under a mark, not its rim."""
     wide = opened(faint, max(1, round(_STROKE_UM / mpp_um)))
-    found: Mask = joined_to(without_small(wide & ~near, max(1, round(_MIN_AREA_UM2 / mpp_um**2))), wide)
-    return found
+    beyond: Mask = joined_to(without_small(wide & ~near, max(1, round(_MIN_AREA_UM2 / mpp_um**2))), wide)
+    return beyond

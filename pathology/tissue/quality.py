@@ -121,24 +121,24 @@ class QualityAccumulator:
             self._blur.add(y0, x0, block)
             self._stains.add(y0, x0, block)
 
-    def result(self, masks: TissueMasks | None = None, given: Mask | None = None) -> Quality:
+    def result(self, masks: TissueMasks | None = None, given_tissue: Mask | None = None) -> Quality:
         """Return the measurements; call it after the last block.
 
         Args:
             masks: Masks of the mask level if they are known; by default they are computed here.
-            given: Tissue mask that replaces the detected one. Blur and stains are measured where both have tissue, so
-                that glass is not measured; or in all of it if nothing was detected there.
+            given_tissue: Tissue mask that replaces the detected one. Blur and stains are measured where both have
+                tissue, so that glass is not measured; or in all of it if nothing was detected there.
         """
         mpp_um = self.mpp_um * 2**self.mask_level
-        found = masks or find_tissue(self._overview, mpp_um, self.parameters)
-        tissue = found.tissue if given is None else given
-        measured = tissue & found.tissue
+        detected = masks or find_tissue(self._overview, mpp_um, self.parameters)
+        tissue = detected.tissue if given_tissue is None else given_tissue
+        measured = tissue & detected.tissue
         measured = measured if measured.any() else tissue
-        self._blur.restrict_to(measured, found.pen)
+        self._blur.restrict_to(measured, detected.pen)
         stains = self._stains.estimate(measured, glass_colour(self._overview))
         return Quality(
             self._overview,
-            TissueMasks(tissue, found.pen),
+            TissueMasks(tissue, detected.pen),
             mpp_um,
             self._blur,
             self.mpp_um * 2**self._sharp_level,

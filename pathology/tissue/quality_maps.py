@@ -27,9 +27,9 @@ def blur_to_json(blur: BlurMap, mpp_um: float) -> dict[str, Any]:
         blur: The map.
         mpp_um: Microns per pixel at which sharpness was measured.
     """
-    known = np.isfinite(blur.values)
+    measured = np.isfinite(blur.values)
     levels = np.clip(np.rint(np.nan_to_num(blur.values) / SHARPNESS_STEP), 1, 255)
-    grey = np.where(known, levels, 0).astype(np.uint8)
+    grey = np.where(measured, levels, 0).astype(np.uint8)
     return {"mpp": mpp_um * PATCH_PX, "step": SHARPNESS_STEP, "png": _encoded(Image.fromarray(grey))}
 
 

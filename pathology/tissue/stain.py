@@ -67,8 +67,8 @@ def estimate_stains(pixels: npt.NDArray[np.uint8], glass: Float) -> StainVectors
     low, high = np.percentile(angle, [_PERCENTILE, 100 - _PERCENTILE])
     if high - low < _MIN_ANGLE:
         return None
-    found = [plane @ [np.cos(a), np.sin(a)] for a in (low, high)]
-    stains = np.stack([_direction(v) for v in found])
+    in_plane = [plane @ [np.cos(a), np.sin(a)] for a in (low, high)]
+    stains = np.stack([_direction(v) for v in in_plane])
     if stains[0, 0] < stains[1, 0]:
         stains = stains[::-1]
     concentrations = np.linalg.pinv(stains.T).astype(np.float32) @ density

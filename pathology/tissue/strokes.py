@@ -38,16 +38,16 @@ def thin_strokes(image: Planes, glass: Float, dark: Mask, mpp_um: float) -> Mask
         dark: ``(h, w)``: pixels with the colour of ink, denser than `MIN_STROKE_DENSITY`.
         mpp_um: Microns per pixel.
     """
-    found: Mask = np.zeros_like(dark)
+    strokes: Mask = np.zeros_like(dark)
     near = label(dilated(dark, max(1, round(_GAP_UM / 2 / mpp_um))), corners=True)
     labels = np.where(dark, near, 0)
-    for number, place in enumerate(ndimage.find_objects(labels), 1):
-        if np.hypot(*(side.stop - side.start for side in place)) * mpp_um < _MIN_LENGTH_UM / 2:
+    for number, window in enumerate(ndimage.find_objects(labels), 1):
+        if np.hypot(*(side.stop - side.start for side in window)) * mpp_um < _MIN_LENGTH_UM / 2:
             continue  # even if it is curved
-        part = labels[place] == number
-        if _is_stroke(np.ascontiguousarray(image[:, *place]), glass, part, mpp_um):
-            found[place] |= part
-    return found
+        part = labels[window] == number
+        if _is_stroke(np.ascontiguousarray(image[:, *window]), glass, part, mpp_um):
+            strokes[window] |= part
+    return strokes
 
 
 def _is_stroke(image: Planes, glass: Float, part: Mask, mpp_um: float) -> bool:

@@ -148,8 +148,8 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
     gap_px, smallest_px = max(1, round(p.close_um / mpp_um)), _pixels(p.smallest_um2, mpp_um)
     tissue = closed(stained, gap_px) & ~excluded
     if p.fat:
-        known = without_small(tissue, smallest_px)
-        fat = find_fat(image, glass, known | excluded, mpp_um, wall_contrast(features.median_density(known)))
+        solid = without_small(tissue, smallest_px)
+        fat = find_fat(image, glass, solid | excluded, mpp_um, wall_contrast(features.median_density(solid)))
         tissue = closed(tissue | fat, gap_px) & ~excluded if fat.any() else tissue
     tissue = without_small(tissue, smallest_px)
     # Areas at the image's border do not count as holes: a small slide without tissue would be one.
@@ -170,12 +170,12 @@ def _without_unscanned(image: Planes, glass: Float) -> Planes:
     unscanned = np.zeros(len(sizes), bool)
     border = (labels[0], labels[-1], labels[:, 0], labels[:, -1])
     unscanned[np.unique(np.concatenate(border))] = True
-    for number, place in enumerate(find_objects(labels), 1):
-        height, width = (part.stop - part.start for part in place)
+    for number, window in enumerate(find_objects(labels), 1):
+        height, width = (part.stop - part.start for part in window)
         unscanned[number] |= min(height, width) > 2 and sizes[number] > _RECTANGULAR * height * width
     unscanned[0] = False
-    found = dilated(unscanned[labels], 2)
-    return np.where(found, glass.astype(np.uint8)[:, None, None], image) if found.any() else image
+    outside = dilated(unscanned[labels], 2)
+    return np.where(outside, glass.astype(np.uint8)[:, None, None], image) if outside.any() else image
 
 
 def _stained(features: _PixelFeatures, excluded: Mask, p: TissueParameters) -> Mask:

@@ -103,16 +103,16 @@ def parsed(data: bytes, name: str) -> dict[str, Any]:
     if len(data) > LARGEST_BYTES:
         raise AnnotationError(f"{name}: has {len(data) / 1e6:.0f} MB; at most {LARGEST_BYTES / 1e6:.0f} MB are read")
     try:
-        found = json.loads(data)
+        document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise AnnotationError(f"{name}: is not GeoJSON ({error})") from error
-    if isinstance(found, dict) and found.get("type") == "Feature":
-        found = [found]
-    if isinstance(found, list):  # QuPath writes features without a collection, too
-        found = {"type": "FeatureCollection", "features": found}
-    if not isinstance(found, dict) or not isinstance(found.get("features"), list):
+    if isinstance(document, dict) and document.get("type") == "Feature":
+        document = [document]
+    if isinstance(document, list):  # QuPath writes features without a collection, too
+        document = {"type": "FeatureCollection", "features": document}
+    if not isinstance(document, dict) or not isinstance(document.get("features"), list):
         raise AnnotationError(f"{name}: is not a feature collection")
-    for number, feature in enumerate(found["features"]):
+    for number, feature in enumerate(document["features"]):
         geometry = feature.get("geometry") if isinstance(feature, dict) else None
         kind = geometry.get("type") if isinstance(geometry, dict) else None
         if not isinstance(geometry, dict) or not isinstance(kind, str) or kind not in _DEPTHS:
@@ -121,7 +121,7 @@ def parsed(data: bytes, name: str) -> dict[str, Any]:
             )
         if not _are_valid(geometry.get("coordinates"), _DEPTHS[kind]):
             raise AnnotationError(f"{name}: feature {number} has invalid coordinates for a {kind}")
-    return found
+    return document
 
 
 def shown_collection(data: bytes, name: str, grid: SlideGrid) -> dict[str, Any]:

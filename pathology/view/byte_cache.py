@@ -34,16 +34,16 @@ class ByteCache:
         If two threads need the same missing array, both make it, instead of one waiting for the other.
         """
         with self._lock:
-            found = self._arrays.get(key)
-            if found is not None:
+            cached = self._arrays.get(key)
+            if cached is not None:
                 self._arrays.move_to_end(key)
-                return found
-        made = make()
-        made.flags.writeable = False
+                return cached
+        array = make()
+        array.flags.writeable = False
         with self._lock:
-            if key not in self._arrays and made.nbytes <= self._limit_bytes:
-                self._arrays[key] = made
-                self._held_bytes += made.nbytes
+            if key not in self._arrays and array.nbytes <= self._limit_bytes:
+                self._arrays[key] = array
+                self._held_bytes += array.nbytes
                 while self._held_bytes > self._limit_bytes:
                     self._held_bytes -= self._arrays.popitem(last=False)[1].nbytes
-        return made
+        return array

@@ -86,8 +86,8 @@ class GallerySlide:
         if self.predictions is None:
             return None
         with suppress(OSError, ValueError, TypeError, KeyError):  # of an earlier version, or not complete
-            known = json.loads((self.predictions / self.slide_id / PREDICTION_FILE).read_text(encoding="utf-8"))
-            y, x = known["source_mpp"]
+            prediction = json.loads((self.predictions / self.slide_id / PREDICTION_FILE).read_text(encoding="utf-8"))
+            y, x = prediction["source_mpp"]
             return float(y), float(x)
         return None
 
@@ -103,23 +103,23 @@ def find_slides(paths: Sequence[Path], annotations: Path | None = None) -> tuple
         RequestError: A path cannot be shown.
     """
     predictions = [path for path in paths if not is_remote(path) and (path / FILE_NAME).is_file()]
-    others = [path for path in paths if path not in predictions]
-    for path in others:
+    slide_paths = [path for path in paths if path not in predictions]
+    for path in slide_paths:
         _require_slide(path)
-    given = {item.slide_id: item for item in (find_inputs(others) if others else [])}
-    found: dict[str, GallerySlide] = {}
+    inputs_by_id = {item.slide_id: item for item in (find_inputs(slide_paths) if slide_paths else [])}
+    slides: dict[str, GallerySlide] = {}
     for folder in predictions:
         annotation_folder = annotations or folder / "annotations"
         for row in _rows(folder):
-            slide = _predicted(folder, row, given, annotation_folder / f"{row['slide_id']}.geojson")
-            key = slide.slide_id if slide.slide_id not in found else f"{slide.slide_id} ({folder.name})"
-            found[key] = replace(slide, key=key)
-    shown = {slide.slide_id for slide in found.values()}
-    for item in given.values():
+            slide = _predicted(folder, row, inputs_by_id, annotation_folder / f"{row['slide_id']}.geojson")
+            key = slide.slide_id if slide.slide_id not in slides else f"{slide.slide_id} ({folder.name})"
+            slides[key] = replace(slide, key=key)
+    shown = {slide.slide_id for slide in slides.values()}
+    for item in inputs_by_id.values():
         if item.slide_id not in shown:
             file = annotations / f"{item.slide_id}.geojson" if annotations else None
-            found[item.slide_id] = replace(_of_input(item), annotations=file)
-    return list(found.values()), predictions
+            slides[item.slide_id] = replace(_of_input(item), annotations=file)
+    return list(slides.values()), predictions
 
 
 def _require_slide(path: Path) -> None:
@@ -161,12 +161,14 @@ def _rows(folder: Path) -> list[dict[str, str]]:
     return rows
 
 
-def _predicted(folder: Path, row: dict[str, str], given: dict[str, SlideInput], annotations: Path) -> GallerySlide:
+def _predicted(
+    folder: Path, row: dict[str, str], inputs_by_id: dict[str, SlideInput], annotations: Path
+) -> GallerySlide:
     """Return the slide of a row of a table of predictions."""
     slide_id = row["slide_id"]
-    known = given.get(slide_id)
-    if known is not None:
-        slide = _of_input(known)
+    own_input = inputs_by_id.get(slide_id)
+    if own_input is not None:
+        slide = _of_input(own_input)
     else:
         path = location(row["path"])
         if not is_remote(path) and not path.is_absolute() and not path.exists() and (folder.parent / path).exists():
@@ -234,23 +236,23 @@ class Gallery:
             SlideError, StoreError: The slide cannot be opened.
         """
         with self._lock:
-            held = self._open.pop(key, None) or self._open_slide(key)
-            self._open[key] = held
-            held.users += 1
+            entry = self._open.pop(key, None) or self._open_slide(key)
+            self._open[key] = entry
+            entry.users += 1
             self._close_oldest()
         try:
-            yield held.slide
+            yield entry.slide
         finally:
             with self._lock:
-                held.users -= 1
-                if held.closing and not held.users:
-                    held.slide.close()
+                entry.users -= 1
+                if entry.closing and not entry.users:
+                    entry.slide.close()
 
     def close(self) -> None:
         """Close all slides."""
         with self._lock:
-            for held in self._open.values():
-                held.slide.close()
+            for entry in self._open.values():
+                entry.slide.close()
             self._open.clear()
 
     def _open_slide(self, key: str) -> _OpenSlide:

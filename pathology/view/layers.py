@@ -128,8 +128,8 @@ class HeatmapFile:
             len(self._shapes) - 1,
         )
         strength = np.abs(self.values(index, small) - offset)
-        seen = strength[np.isfinite(strength)]
-        return (float(np.percentile(seen, _RANGE_PERCENTILE)) if seen.size else 0.0) or 1.0
+        finite = strength[np.isfinite(strength)]
+        return (float(np.percentile(finite, _RANGE_PERCENTILE)) if finite.size else 0.0) or 1.0
 
 
 def _metadata_of(ome_xml: str) -> tuple[dict[str, Any], list[str]]:
@@ -160,7 +160,7 @@ class LayerPainter:
         slide: ShownSlide,
         heatmap: HeatmapFile,
         channel: HeatmapChannel,
-        place: tuple[int, int, int],
+        tile: tuple[int, int, int],
         smooth: bool,
     ) -> RGBA:
         """Return a tile of a heatmap, ``(TILE_PX, TILE_PX, 4)`` uint8.
@@ -169,13 +169,13 @@ class LayerPainter:
             slide: The slide below the layer.
             heatmap: The heatmap.
             channel: One of its channels.
-            place: (zoom, row, column) of the tile.
+            tile: (zoom, row, column) of the tile.
             smooth: Whether to interpolate between the centres of cells; otherwise each cell has one colour.
         """
-        y, x = _shown_points(slide, place)
+        y, x = _shown_points(slide, tile)
         to_cells = np.linalg.inv(_square(heatmap.cells)) @ _square(slide.to_level0)
         rows, columns = _along(to_cells[0], y, x), _along(to_cells[1], y, x)
-        level = heatmap.level_for(TileGrid.of(slide).scale(place[0]) * float(np.abs(to_cells[0, :2]).max()))
+        level = heatmap.level_for(TileGrid.of(slide).scale(tile[0]) * float(np.abs(to_cells[0, :2]).max()))
         values = self._cache.get(
             (str(heatmap.path), channel.index, level), lambda: heatmap.values(channel.index, level)
         )
@@ -183,9 +183,9 @@ class LayerPainter:
         sampled = (interpolated if smooth else nearest)(values, rows / factor, columns / factor)
         return painted(sampled - channel.offset, channel)
 
-    def tissue(self, slide: ShownSlide, tissue: TissueMask, place: tuple[int, int, int]) -> RGBA:
+    def tissue(self, slide: ShownSlide, tissue: TissueMask, tile: tuple[int, int, int]) -> RGBA:
         """Return a tile with the outline of the tissue, transparent elsewhere, ``(TILE_PX, TILE_PX, 4)`` uint8."""
-        y, x = _shown_points(slide, place, margin=_OUTLINE_PX)
+        y, x = _shown_points(slide, tile, margin=_OUTLINE_PX)
         inside = nearest(tissue.mask.astype(np.float32), y / tissue.pixel_px[0], x / tissue.pixel_px[1]) > 0
         edge = np.zeros_like(inside)
         for shift in (-_OUTLINE_PX, _OUTLINE_PX):
@@ -217,8 +217,8 @@ def nearest(
     """
     i, j = np.floor(rows).astype(np.intp), np.floor(columns).astype(np.intp)
     inside = (i >= 0) & (i < values.shape[0]) & (j >= 0) & (j < values.shape[1])
-    found = values[np.clip(i, 0, values.shape[0] - 1), np.clip(j, 0, values.shape[1] - 1)]
-    return np.where(inside, found, np.float32(np.nan))
+    nearest_values = values[np.clip(i, 0, values.shape[0] - 1), np.clip(j, 0, values.shape[1] - 1)]
+    return np.where(inside, nearest_values, np.float32(np.nan))
 
 
 def interpolated(
@@ -236,19 +236,19 @@ def interpolated(
     for step_y, part_y in ((0, 1 - down), (1, down)):
         for step_x, part_x in ((0, 1 - across), (1, across)):
             at = (np.clip(i + step_y, 0, values.shape[0] - 1), np.clip(j + step_x, 0, values.shape[1] - 1))
-            found = values[at]
-            part = np.where(np.isfinite(found), part_y * part_x, np.float32(0))
-            total += np.nan_to_num(found) * part
+            corner = values[at]
+            part = np.where(np.isfinite(corner), part_y * part_x, np.float32(0))
+            total += np.nan_to_num(corner) * part
             weight += part
-    known = np.isfinite(nearest(values, rows, columns))
-    return np.where(known, total / np.maximum(weight, np.float32(1e-6)), np.float32(np.nan))
+    is_inside = np.isfinite(nearest(values, rows, columns))
+    return np.where(is_inside, total / np.maximum(weight, np.float32(1e-6)), np.float32(np.nan))
 
 
 def _shown_points(
-    slide: ShownSlide, place: tuple[int, int, int], margin: int = 0
+    slide: ShownSlide, tile: tuple[int, int, int], margin: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return y, (n, 1), and x, (1, n), of the centres of a tile's pixels, in shown pixels, with a margin of pixels."""
-    zoom, row, column = place
+    zoom, row, column = tile
     scale = TileGrid.of(slide).scale(zoom)
     steps = np.arange(-margin, TILE_PX + margin, dtype=np.float64) + 0.5
     y, x = (np.asarray((first * TILE_PX + steps) * scale, np.float64) for first in (row, column))

@@ -86,7 +86,7 @@ class Scene:
                 "annotations": _annotation_target(entry),
             }
 
-    def tile(self, key: str, place: Place, lossless: bool) -> bytes:
+    def tile(self, key: str, tile: Place, lossless: bool) -> bytes:
         """Return a tile of a slide, as PNG if ``lossless``, else as JPEG.
 
         Raises:
@@ -94,18 +94,18 @@ class Scene:
         """
         self._slide(key)
         with self.gallery.opened(key) as slide:
-            pixels = self._cutter.cut(slide, key, *place)
+            pixels = self._cutter.cut(slide, key, *tile)
         if pixels is None:
-            raise NotInGalleryError(f"{key} has no tile {place}")
+            raise NotInGalleryError(f"{key} has no tile {tile}")
         return png(pixels) if lossless else jpeg(pixels)
 
-    def layer(self, key: str, layer: str, place: Place, smooth: bool) -> bytes:
+    def layer(self, key: str, layer: str, tile: Place, smooth: bool) -> bytes:
         """Return a tile of a layer as PNG.
 
         Args:
             key: Key of the slide.
             layer: ``tissue``, or the index of a channel of its heatmap.
-            place: Position of the tile.
+            tile: Position of the tile.
             smooth: Whether to interpolate between cells.
 
         Raises:
@@ -113,14 +113,14 @@ class Scene:
         """
         entry = self._slide(key)
         with self.gallery.opened(key) as slide:
-            if TileGrid.of(slide).box(*place).empty:
-                raise NotInGalleryError(f"{key} has no tile {place}")
+            if TileGrid.of(slide).box(*tile).empty:
+                raise NotInGalleryError(f"{key} has no tile {tile}")
             if layer == TISSUE:
-                return png(self._painter.tissue(slide, self._tissue(key, slide), place))
+                return png(self._painter.tissue(slide, self._tissue(key, slide), tile))
             heatmap = self._heatmap(entry)
             if heatmap is None or not layer.isdecimal() or int(layer) >= len(heatmap.channels):
                 raise NotInGalleryError(f"{key} has no layer {layer}")
-            return png(self._painter.heatmap(slide, heatmap, heatmap.channels[int(layer)], place, smooth))
+            return png(self._painter.heatmap(slide, heatmap, heatmap.channels[int(layer)], tile, smooth))
 
     def regions(self, key: str) -> dict[str, Any]:
         """Return the regions of a slide's prediction as GeoJSON in shown pixels; without features if there are none.
@@ -183,7 +183,7 @@ class Scene:
             heatmap = self._heatmap(entry)
         except LayerError as error:
             return [], str(error)
-        found = [
+        channels = [
             {
                 "id": str(channel.index),
                 "kind": channel.kind,
@@ -193,7 +193,7 @@ class Scene:
             }
             for channel in (heatmap.channels if heatmap else ())
         ]
-        return found, ""
+        return channels, ""
 
     def _heatmap(self, entry: GallerySlide) -> HeatmapFile | None:
         path = _file_of(entry, HEATMAP_FILE)
@@ -211,15 +211,15 @@ class Scene:
             NotInGalleryError: It is unknown.
         """
         with self._finding:  # several tiles are requested at once; only the first request computes the mask
-            found = self._masks.get(key)
-            if found is None:
-                found = slide.tissue()
-                if found is None:
+            mask = self._masks.get(key)
+            if mask is None:
+                mask = slide.tissue()
+                if mask is None:
                     raise NotInGalleryError(f"{key}: its tissue mask is unknown")
-                self._masks[key] = found
+                self._masks[key] = mask
                 while len(self._masks) > MAX_MASKS:
                     del self._masks[next(iter(self._masks))]
-            return found
+            return mask
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:

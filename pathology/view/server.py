@@ -142,15 +142,15 @@ class _Handlers:
         return RedirectResponse("cohort/0/" if self._gallery.predictions else "view", 302, headers=_FRESH)
 
     def viewer(self, request: Request) -> Response:
-        found = static_file("viewer.html")
-        assert found is not None, "viewer.html is in this package"
-        return HTMLResponse(found[0], headers=PAGE_HEADERS)
+        page = static_file("viewer.html")
+        assert page is not None, "viewer.html is in this package"
+        return HTMLResponse(page[0], headers=PAGE_HEADERS)
 
     def static(self, request: Request) -> Response:
-        found = static_file(request.path_params["name"])
-        if found is None:
+        file = static_file(request.path_params["name"])
+        if file is None:
             raise HTTPException(404)
-        return Response(found[0], media_type=found[1], headers=_CACHED)
+        return Response(file[0], media_type=file[1], headers=_CACHED)
 
     def cohort(self, request: Request) -> Response:
         folder = self._folder(request)
@@ -199,14 +199,14 @@ class _Handlers:
         return _json(self._scene.regions(request.path_params["key"]))
 
     def annotations(self, request: Request) -> Response:
-        found, state = self._scene.annotations(request.path_params["key"])
-        return _json(found, ETag=f'"{state}"')
+        features, state = self._scene.annotations(request.path_params["key"])
+        return _json(features, ETag=f'"{state}"')
 
     async def save(self, request: Request) -> Response:
         state = request.headers.get("if-match", "").strip('"')
         data = await _body(request)
-        now = await run_in_threadpool(self._scene.save, request.path_params["key"], data, state)
-        return _json({"saved": True}, ETag=f'"{now}"')
+        new_state = await run_in_threadpool(self._scene.save, request.path_params["key"], data, state)
+        return _json({"saved": True}, ETag=f'"{new_state}"')
 
     async def export(self, request: Request) -> Response:
         data = await _body(request)

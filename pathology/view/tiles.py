@@ -118,23 +118,23 @@ class TileCutter:
         """Return the pixels of a box as means of 2 × 2 pixels of the next zoom."""
         height, width = TileGrid.of(slide).size_px(zoom + 1)
         fine = Box(box.y0 * 2, min(box.y1 * 2, height), box.x0 * 2, min(box.x1 * 2, width))
-        whole: RGB = np.empty((*fine.shape, 3), np.uint8)
+        doubled: RGB = np.empty((*fine.shape, 3), np.uint8)
         for y in range(fine.y0, fine.y1, TILE_PX):
             for x in range(fine.x0, fine.x1, TILE_PX):
                 quarter = Box(y, y + TILE_PX, x, x + TILE_PX).intersect(fine)
-                whole[quarter.relative_to(fine).slices()] = self._part(slide, key, zoom + 1, quarter)
-        return np.ascontiguousarray(halve(whole.transpose(2, 0, 1)).transpose(1, 2, 0))
+                doubled[quarter.relative_to(fine).slices()] = self._part(slide, key, zoom + 1, quarter)
+        return np.ascontiguousarray(halve(doubled.transpose(2, 0, 1)).transpose(1, 2, 0))
 
     def _region(self, slide: ShownSlide, key: str, level: int, box: Box) -> RGB:
         """Return the pixels of a box of a level, from cached blocks."""
         size = slide.levels[level]
         down, across = size.block_px
-        whole = Box.of_size(size.height_px, size.width_px)
+        extent = Box.of_size(size.height_px, size.width_px)
         out: RGB = np.empty((*box.shape, 3), np.uint8)
         for y in range(box.y0 // down * down, box.y1, down):
             for x in range(box.x0 // across * across, box.x1, across):
-                block = Box(y, y + down, x, x + across).intersect(whole)
+                block = Box(y, y + down, x, x + across).intersect(extent)
                 pixels = self._cache.get((key, level, y, x), lambda block=block: slide.read(block, level))  # type: ignore[misc]
-                wanted = block.intersect(box)
-                out[wanted.relative_to(box).slices()] = pixels[wanted.relative_to(block).slices()]
+                common = block.intersect(box)
+                out[common.relative_to(box).slices()] = pixels[common.relative_to(block).slices()]
         return out

@@ -45,10 +45,10 @@ def leaflet_folder() -> Path:
     Raises:
         RequestError: Leaflet is not installed.
     """
-    found = importlib.util.find_spec("js_lib_leaflet")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("js_lib_leaflet")
+    if spec is None or spec.origin is None:
         raise RequestError("the viewer needs Leaflet: pip install django-js-lib-leaflet")
-    return Path(found.origin).parent / "static" / "js_lib_leaflet"
+    return Path(spec.origin).parent / "static" / "js_lib_leaflet"
 
 
 def with_viewer(page: str, address: str) -> str:

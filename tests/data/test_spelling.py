@@ -60,7 +60,7 @@ def test_an_ending_counts_where_both_have_one() -> None:
 def test_the_most_frequent_spelling_stands_for_the_others() -> None:
     spelled = one_spelling(["p1", "P1", "P1", "", "q"], "name", "t.csv", merge=True)
     assert spelled.spelling == {"p1": "P1", "P1": "P1", "q": "q"} and spelled.joined == (("p1", "P1"),)
-    assert one_spelling(["p1", "P1"], "name", "t.csv", merge=False, known=["P1", "p1"]).joined == ()
+    assert one_spelling(["p1", "P1"], "name", "t.csv", merge=False, known_names=["P1", "p1"]).joined == ()
 
 
 @settings(max_examples=60, deadline=None)

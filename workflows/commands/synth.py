@@ -24,7 +24,7 @@ def run(out: Path, slides: int, size_px: int, seed: int, pen: bool, blur: bool, 
             planned,
             out,
             workers=min(8, usable_cores()),
-            done=lambda path: progress.advance(1, path.name),
+            finished=lambda path: progress.advance(1, path.name),
         )
     cases = len({slide.spec.case for slide in planned})
     console.say(f"{len(planned)} slides of {cases} cases, {size_px} × {size_px} pixels at 0.5 µm: {manifest}")

@@ -29,14 +29,14 @@ def open_features(folder: str | os.PathLike[str]) -> dict[str, StoredFeatures]:
     paths = _files(folder)
     if not paths:
         raise RequestError(f"{folder}: it has no features (*.h5, *.zarr, h5_files/*.h5, pt_files/*.pt)")
-    stored = {one.slide_id: one for one in each(StoredFeatures.of, paths, folder)}
+    stored = {features.slide_id: features for features in each(StoredFeatures.of, paths, folder)}
     _check_alike(folder, stored)
     return dict(sorted(stored.items()))
 
 
 def _files(folder: Path) -> list[Path]:
-    for place, pattern in _PLACES:
-        paths = sorted(path for path in (folder / place).glob(pattern) if not path.name.startswith("."))
+    for subfolder, pattern in _PLACES:
+        paths = sorted(path for path in (folder / subfolder).glob(pattern) if not path.name.startswith("."))
         if paths:
             return paths
     return []
@@ -44,13 +44,13 @@ def _files(folder: Path) -> list[Path]:
 
 def _check_alike(folder: Path, stored: dict[str, StoredFeatures]) -> None:
     """Refuse features of several encoders: what most slides have is named with one that differs."""
-    for what in ("features", "encoder"):
-        counts = Counter(getattr(one, what) for one in stored.values())
+    for attribute in ("features", "encoder"):
+        counts = Counter(getattr(features, attribute) for features in stored.values())
         if len(counts) > 1:
             usual = counts.most_common(1)[0][0]
-            other = next(one for one in stored.values() if getattr(one, what) != usual)
-            name = "length of vectors" if what == "features" else "encoder"
+            unlike = next(features for features in stored.values() if getattr(features, attribute) != usual)
+            name = "length of vectors" if attribute == "features" else "encoder"
             raise RequestError(
                 f"{folder}: its features are not of one encoder: {name} {usual} in {counts[usual]} files, but "
-                f"{getattr(other, what)} in {other.path.name}; use a folder for each encoder"
+                f"{getattr(unlike, attribute)} in {unlike.path.name}; use a folder for each encoder"
             )

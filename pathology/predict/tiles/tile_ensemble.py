@@ -47,7 +47,7 @@ class TileEnsemble:
         self._tiling = Tiling(size, stride, spec.mpp, least)
         self._engines = [_engine(member, comm, options) for member in members]
 
-    def look(self, dataset: SlideDataset, whole: bool) -> Sight:
+    def look(self, dataset: SlideDataset, all_tissue: bool) -> Sight:
         """Return the tissue tiles of the dataset's slide.
 
         Raises:
@@ -76,17 +76,17 @@ class TileEnsemble:
 
     def _of_member(self, member: Member, engine: TilesEngine, slide: SlideStore, tiles: TissueTiles) -> Heatmap:
         source = _CheckedTiles(StoreTiles(slide, tiles), late := LateErrors(self._comm.size > 1))
-        found = engine.explain(source)
+        explanation = engine.explain(source)
         together(self._comm, late.raise_error)
-        if not bool(torch.isfinite(found.logits).all()):
-            raise SlideError(f"the network's output is not finite: {found.logits.tolist()}")
+        if not bool(torch.isfinite(explanation.logits).all()):
+            raise SlideError(f"the network's output is not finite: {explanation.logits.tolist()}")
         readout = member.readout
-        scores = readout.position_scores(found.alone.T[:, :, None].float())[:, :, 0]
+        scores = readout.position_scores(explanation.alone.T[:, :, None].float())[:, :, 0]
         values = TileValues(
-            found.logits.double().cpu().numpy(),
+            explanation.logits.double().cpu().numpy(),
             scores.cpu().numpy(),
-            found.contributions.double().T.cpu().numpy(),
-            None if found.attention is None else found.attention.double().cpu().numpy(),
+            explanation.contributions.double().T.cpu().numpy(),
+            None if explanation.attention is None else explanation.attention.double().cpu().numpy(),
         )
         return place_tiles(tiles, values, readout.channels, readout.exclusive)
 

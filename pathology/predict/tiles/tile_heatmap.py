@@ -61,9 +61,9 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
     for map_, of_tiles in zip(canvas, maps, strict=True):
         np.add.at(map_, (rows[inside], columns[inside]), np.broadcast_to(of_tiles[:, None], inside.shape)[inside])
     covers = canvas[2 * count]
-    seen = covers > 0
-    canvas[:, ~seen] = np.nan
-    canvas[count:, seen] /= covers[seen].copy()
+    is_seen = covers > 0
+    canvas[:, ~is_seen] = np.nan
+    canvas[count:, is_seen] /= covers[is_seen].copy()
     bias = values.logits - values.contributions.sum(1)
     return Heatmap(
         scores=canvas[count : 2 * count].astype(np.float32),
@@ -91,8 +91,8 @@ def at_tiles(tiles: TissueTiles, values: NDArray[np.floating], cell_px: int) -> 
         cell_px: Side of a cell, which divides size and stride.
     """
     rows, columns, inside = _cells(tiles, cell_px, (values.shape[0], values.shape[1]))
-    taken = np.where(inside, values[np.where(inside, rows, 0), np.where(inside, columns, 0)], 0.0)
-    mean: NDArray[np.float64] = taken.sum(1) / inside.sum(1)
+    cells = np.where(inside, values[np.where(inside, rows, 0), np.where(inside, columns, 0)], 0.0)
+    mean: NDArray[np.float64] = cells.sum(1) / inside.sum(1)
     return mean
 
 

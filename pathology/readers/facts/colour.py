@@ -68,10 +68,10 @@ def pixels_say(stored: Sequence[RGB]) -> str:
     if not stored:
         return ""
     values: npt.NDArray[np.float32] = np.concatenate([tile.reshape(-1, 3) for tile in stored]).astype(np.float32)
-    first, others = values[:, 0], values[:, 1:]
+    first, second_and_third = values[:, 0], values[:, 1:]
     pale = first > _PALE
-    as_rgb = (pale & (np.abs(others - first[:, None]).max(1) < 2 * _NEUTRAL)).mean()
-    as_ycbcr = (pale & (np.abs(others - 128).max(1) < _NEUTRAL)).mean()
+    as_rgb = (pale & (np.abs(second_and_third - first[:, None]).max(1) < 2 * _NEUTRAL)).mean()
+    as_ycbcr = (pale & (np.abs(second_and_third - 128).max(1) < _NEUTRAL)).mean()
     if max(as_rgb, as_ycbcr) > _GLASS_SHARE:
         return "rgb" if as_rgb > as_ycbcr else "ycbcr"
     as_stored, converted = _agreement(values), _agreement(values @ _TO_RGB)
@@ -95,17 +95,17 @@ def believed_jpeg(declared: str, tiles: Sequence[bytes], decode: Callable[[bytes
         tiles: Some encoded tiles.
         decode: Decodes a tile to its stored components; raises any exception if it is damaged.
     """
-    said = {jpeg_says(tile) for tile in tiles} - {""}
-    if len(said) != 1 or said == {declared}:
+    claims = {jpeg_says(tile) for tile in tiles} - {""}
+    if len(claims) != 1 or claims == {declared}:
         return declared, None
-    (marked,) = said
-    seen = pixels_say(_decoded(tiles, decode))
-    if seen == declared:
+    (marked,) = claims
+    shown = pixels_say(_decoded(tiles, decode))
+    if shown == declared:
         return declared, None
     said_by = f"the tag PhotometricInterpretation says {_NAMES[declared]}, its JPEG tiles {_NAMES[marked]}"
     # Where the pixels do not decide, the tag is as good as the marker: OpenSlide and libtiff believe it, too.
-    believed = seen or declared
-    return believed, _note(said_by if seen else f"{said_by}, and its pixels do not decide", believed)
+    believed = shown or declared
+    return believed, _note(said_by if shown else f"{said_by}, and its pixels do not decide", believed)
 
 
 def believed_jpeg_2000(
@@ -122,18 +122,20 @@ def believed_jpeg_2000(
         ColourError: They hold neither, or not all the same; or nothing decides.
     """
     headers = {header for tile in tiles if (header := jpeg_2000_header(tile)) is not None}
-    other = next((header.box for header in headers if header.box not in _READ), "")
-    if other:
-        raise ColourError(f"its JPEG 2000 tiles say that they hold {other}; only RGB, YCbCr and grey are supported")
+    unknown_box = next((header.box for header in headers if header.box not in _READ), "")
+    if unknown_box:
+        raise ColourError(
+            f"its JPEG 2000 tiles say that they hold {unknown_box}; only RGB, YCbCr and grey are supported"
+        )
     if len({header.says for header in headers}) > 1:
         raise ColourError("some of its JPEG 2000 tiles say that they hold RGB, others YCbCr")
     header = next(iter(headers), Jpeg2000Header(own_transform=False, subsampled=False))
     if declared and (header.says == declared or not header.says) and header.box != "grey" and not header.contradicts:
         return declared, None
-    seen = "ycbcr" if header.subsampled else pixels_say(_decoded(tiles, decode))
-    if seen == declared and header.says:
+    shown = "ycbcr" if header.subsampled else pixels_say(_decoded(tiles, decode))
+    if shown == declared and header.says:
         return declared, None
-    believed = seen or header.says or ("rgb" if header.own_transform else declared)
+    believed = shown or header.says or ("rgb" if header.own_transform else declared)
     tags = f"the TIFF's tags say {_NAMES[declared] if declared else 'both RGB and YCbCr'}"
     contradiction = ", its JPEG 2000 tiles ".join(filter(None, (tags, header.described)))
     if not believed:
@@ -150,10 +152,10 @@ def _note(contradiction: str, believed: str) -> Note:
 
 
 def _decoded(tiles: Sequence[bytes], decode: Callable[[bytes], RGB]) -> list[RGB]:
-    found = []
+    decoded = []
     for tile in tiles:
         try:
-            found.append(decode(tile))
+            decoded.append(decode(tile))
         except Exception:
             continue
-    return found
+    return decoded

@@ -121,17 +121,17 @@ def check_directories(path: Path) -> None:
         layout = _ByteLayout.of(head)
         if layout is None or (not layout.big and size >= 2**32):
             return
-        waiting, seen, tiles = [layout.first(head)], set[int](), 0
+        waiting, visited, tiles = [layout.first(head)], set[int](), 0
         while waiting:
             offset = waiting.pop()
-            if offset in seen or not 0 < offset < size:
+            if offset in visited or not 0 < offset < size:
                 continue
-            seen.add(offset)
+            visited.add(offset)
             directory = _directory(file, offset, layout)
             if directory is None or directory.tiles > size:
                 return  # damaged; the readers say so
             tiles += directory.tiles
-            _check(tiles, len(seen), directory)
+            _check(tiles, len(visited), directory)
             waiting += directory.others
 
 
@@ -156,12 +156,12 @@ def _directory(file: BinaryIO, offset: int, layout: _ByteLayout) -> _Directory |
     following = layout.number(file, layout.word)
     if following is None or len(data) < count * layout.entry_bytes:
         return None
-    tiles, size_px, others = 0, {_HEIGHT: 0, _WIDTH: 0}, [following]
+    tiles, size_px, further = 0, {_HEIGHT: 0, _WIDTH: 0}, [following]
     for tag, kind, number, value in layout.entries(data):
         if tag in _LISTS:
             tiles += number
         elif tag in size_px and kind in _KINDS:
             size_px[tag] = layout.numbers(file, kind, 1, value)[0]
         elif tag == _SUB_DIRECTORIES and kind in _KINDS and number <= _MOST_ENTRIES:
-            others += layout.numbers(file, kind, number, value)
-    return _Directory(tiles, (size_px[_HEIGHT], size_px[_WIDTH]), tuple(others))
+            further += layout.numbers(file, kind, number, value)
+    return _Directory(tiles, (size_px[_HEIGHT], size_px[_WIDTH]), tuple(further))

@@ -51,9 +51,9 @@ class Jpeg2000Header:
     def described(self) -> str:
         """What it says, after "its JPEG 2000 tiles"; empty if nothing."""
         names = {"rgb": "RGB", "ycbcr": "YCbCr"}
-        found = [f"say {names.get(self.box, self.box)} in their colour box"] if self.box else []
-        found += ["have a colour transform of their own"] if self.own_transform else []
-        return " and ".join(found + (["have fewer columns of chroma"] if self.subsampled else []))
+        claims = [f"say {names.get(self.box, self.box)} in their colour box"] if self.box else []
+        claims += ["have a colour transform of their own"] if self.own_transform else []
+        return " and ".join(claims + (["have fewer columns of chroma"] if self.subsampled else []))
 
     @property
     def _stream(self) -> str:

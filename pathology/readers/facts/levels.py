@@ -76,18 +76,18 @@ def believed_levels(stated: Sequence[StatedLevel], fitted: Sequence[SourceLevel 
     fits = [(k, level) for k, level in enumerate(fitted) if level is not None]
     of_fits = [level for _, level in fits]
     unlike = {fits[k][0] for k in unlike_levels(of_fits, lambda box, k: read(box, fits[k][0]))}
-    kept = [(k, level) for k, level in fits if k not in unlike]
-    indices = tuple(k for k, _ in kept)
-    others = (k for k in range(len(stated)) if k not in indices)
-    notes = tuple(_left_out(k, stated[k], stated[0], k in unlike) for k in others)
-    return BelievedLevels(tuple(level for _, level in kept), indices, notes)
+    believed = [(k, level) for k, level in fits if k not in unlike]
+    indices = tuple(k for k, _ in believed)
+    left_out = (k for k in range(len(stated)) if k not in indices)
+    notes = tuple(_left_out(k, stated[k], stated[0], k in unlike) for k in left_out)
+    return BelievedLevels(tuple(level for _, level in believed), indices, notes)
 
 
 def fitted_levels(stated: Sequence[StatedLevel]) -> list[SourceLevel | None]:
     """Return the levels with their downsample, without padding; None for those that do not fit the first one."""
     finest = stated[0]
     plain = levels_of_sizes([level.size_px for level in stated])
-    return [_fitted(finest, level, known) for level, known in zip(stated, plain, strict=True)]
+    return [_fitted(finest, level, downsample) for level, downsample in zip(stated, plain, strict=True)]
 
 
 def _fitted(finest: StatedLevel, level: StatedLevel, plain: SourceLevel) -> SourceLevel | None:
@@ -109,11 +109,11 @@ def _padded_factor(finest: StatedLevel, level: StatedLevel) -> int | None:
     if any(side % tile for side, tile in zip(level.size_px, level.tile_px, strict=True)):
         return None
     factor = 2 ** math.ceil(math.log2(max(f / s for f, s in zip(finest.size_px, level.size_px, strict=True))) - 1e-9)
-    whole = (
+    padded = (
         math.ceil(math.ceil(side / factor) / tile) * tile
         for side, tile in zip(finest.size_px, level.tile_px, strict=True)
     )
-    return factor if tuple(whole) == level.size_px and factor > 1 else None
+    return factor if tuple(padded) == level.size_px and factor > 1 else None
 
 
 def unlike_levels(levels: Sequence[SourceLevel], read: Read) -> list[int]:
@@ -174,8 +174,8 @@ def _alike(
     ratio = (coarser.downsample[0] / finer.downsample[0], coarser.downsample[1] / finer.downsample[1])
     enough = _ENOUGH if levels[0].height_px * levels[0].width_px >= _SMALL_PX else 1
     pairs: list[tuple[RGB, RGB]] = []
-    for place in places:
-        box = _patch(finer, coarser, ratio, place)
+    for position in places:
+        box = _patch(finer, coarser, ratio, position)
         rows = int(box.y0 * ratio[0]), min(finer.height_px, math.ceil(box.y1 * ratio[0]))
         columns = int(box.x0 * ratio[1]), min(finer.width_px, math.ceil(box.x1 * ratio[1]))
         with suppress(TileError):
@@ -188,18 +188,18 @@ def _alike(
 
 def _show_the_same(pairs: Sequence[tuple[RGB, RGB]], correlation: float) -> bool:
     """Whether patches ``(n, 3)`` of two levels have the same colours, and structures that correlate by so much."""
-    one, other = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    grey = one.mean(1), other.mean(1)
-    if np.abs(one.mean(0) - other.mean(0)).max() > _LARGEST_SHIFT or min(g.std() for g in grey) < _FLAT:
+    finer, coarser = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    grey = finer.mean(1), coarser.mean(1)
+    if np.abs(finer.mean(0) - coarser.mean(0)).max() > _LARGEST_SHIFT or min(g.std() for g in grey) < _FLAT:
         return False
     return bool(np.corrcoef(*grey)[0, 1] >= correlation)
 
 
 def _are_flat(pairs: Sequence[tuple[RGB, RGB]]) -> bool:
     """Whether patches have the same colours, and too little structure to be compared."""
-    one, other = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    spread = one.mean(1).std(), other.mean(1).std()
-    same_colours = np.abs(one.mean(0) - other.mean(0)).max() <= _LARGEST_SHIFT
+    finer, coarser = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    spread = finer.mean(1).std(), coarser.mean(1).std()
+    same_colours = np.abs(finer.mean(0) - coarser.mean(0)).max() <= _LARGEST_SHIFT
     return bool(same_colours and min(spread) < _FLAT and max(spread) < 3 * _FLAT)
 
 
@@ -209,7 +209,7 @@ def _reduced(pixels: RGB, shape: tuple[int, int]) -> RGB:
     return resample(np.ascontiguousarray(pixels.transpose(2, 0, 1)), *taps).transpose(1, 2, 0)
 
 
-def _patch(finer: SourceLevel, coarser: SourceLevel, ratio: tuple[float, float], place: tuple[float, float]) -> Box:
+def _patch(finer: SourceLevel, coarser: SourceLevel, ratio: tuple[float, float], position: tuple[float, float]) -> Box:
     """Return a patch of the coarser level around a place, within one tile of either level where that is large enough.
 
     Most of the time goes into decoding tiles: a patch across the corner of four takes four times as long.
@@ -217,8 +217,8 @@ def _patch(finer: SourceLevel, coarser: SourceLevel, ratio: tuple[float, float],
     largest = max(_PATCH_PX[0], min(_PATCH_PX[1], int(_FINER_PX / max(ratio))))
     spans = []
     sizes, tiles = (coarser.height_px, coarser.width_px), zip(coarser.tile_px, finer.tile_px, ratio, strict=True)
-    for at, size, (own, other, factor) in zip(place, sizes, tiles, strict=True):
-        centre, step, side = min(size - 1, int(at * size)), min(own, other / factor), largest
+    for at, size, (own, coarser_px, factor) in zip(position, sizes, tiles, strict=True):
+        centre, step, side = min(size - 1, int(at * size)), min(own, coarser_px / factor), largest
         start = centre - side // 2
         first = math.ceil(centre // step * step)
         room = math.floor((centre // step + 1) * step) - first

@@ -99,22 +99,22 @@ def pictures_of_ome(xml: str, name: str) -> list[Picture]:
     except ElementTree.ParseError:
         return []
     own = root.get("UUID", "")
-    found = []
+    pictures_here = []
     for image in elements(root, "Image"):
         for pixels in elements(image, "Pixels")[:1]:
             picture = _picture(image, pixels, own, name)
             if picture is not None and any(index is not None for index in picture.directories):
-                found.append(picture)
-    return found
+                pictures_here.append(picture)
+    return pictures_here
 
 
 def scenes_among(pictures: list[Picture]) -> list[Picture]:
     """Return the pictures that are scenes of tissue, in the order of the file: alike in scale to the largest one."""
-    others = [picture for picture in pictures if not picture.named_other] or pictures
-    if not others:
+    candidates = [picture for picture in pictures if not picture.named_other] or pictures
+    if not candidates:
         return []
-    largest = max(others, key=lambda picture: picture.area_px)
-    return [picture for picture in others if picture is largest or _is_alike(picture, largest)]
+    largest = max(candidates, key=lambda picture: picture.area_px)
+    return [picture for picture in candidates if picture is largest or _is_alike(picture, largest)]
 
 
 def scenes_of_tiff(path: Path) -> int:
@@ -196,9 +196,9 @@ def picked_plane(planes: list[Any], pick: Pick, size_px: tuple[int, int]) -> Any
         raise PlanesError(
             f"it has {len(planes)} channels{names.rstrip()}, as of fluorescence; slides are stained and in colour"
         )
-    what = f"{len(planes)} pictures of {size_px[0]} × {size_px[1]} px (channels, focal planes or times)"
+    described = f"{len(planes)} pictures of {size_px[0]} × {size_px[1]} px (channels, focal planes or times)"
     if not pick.plane:
-        raise PlanesError(f"the file has {what}; {HOW_TO_PICK}")
+        raise PlanesError(f"the file has {described}; {HOW_TO_PICK}")
     check_plane(pick, len(planes))
     return planes[pick.plane - 1]
 
@@ -207,8 +207,8 @@ def _channels_among(planes: list[Any]) -> str:
     """Return the names of channels in brackets where pages say that they are channels."""
     first = planes[0]
     if first.samplesperpixel == 1 and first.is_qpi:
-        found = [re.search(r"<Name>([^<]+)</Name>", page.description) for page in planes]
-        return f" ({', '.join(name[1] for name in found if name)})" if any(found) else " "
+        names = [re.search(r"<Name>([^<]+)</Name>", page.description) for page in planes]
+        return f" ({', '.join(name[1] for name in names if name)})" if any(names) else " "
     return " " if first.is_imagej and re.search(r"^channels=(?!1$)\d+$", first.description, re.MULTILINE) else ""
 
 
@@ -267,7 +267,7 @@ def _picture(image: ElementTree.Element, pixels: ElementTree.Element, own: str, 
 
 def _directories(pixels: ElementTree.Element, depths: int, own: str, name: str) -> tuple[int | None, ...]:
     """Return the index of the page of each focal plane of the first channel and time."""
-    found: list[int | None] = [None] * max(1, depths)
+    pages: list[int | None] = [None] * max(1, depths)
     every = elements(pixels, "TiffData")
     for data in every:
         if not _is_here(data, own, name):
@@ -275,9 +275,9 @@ def _directories(pixels: ElementTree.Element, depths: int, own: str, name: str) 
         first, index = int(data.get("FirstZ", "0")), int(data.get("IFD", "0"))
         count = int(data.get("PlaneCount", str(depths) if len(every) == 1 else "1"))
         for k in range(count):
-            if first + k < len(found) and found[first + k] is None and not int(data.get("FirstC", "0")):
-                found[first + k] = index + k
-    return tuple(found)
+            if first + k < len(pages) and pages[first + k] is None and not int(data.get("FirstC", "0")):
+                pages[first + k] = index + k
+    return tuple(pages)
 
 
 def _is_here(data: ElementTree.Element, own: str, name: str) -> bool:

@@ -46,17 +46,19 @@ def checked_mpp(stated: tuple[StatedMpp, ...], power: float | None, size_px: tup
         power: Magnification of the objective; None if the file does not state it.
         size_px: (height, width) of the finest level.
     """
-    facts = SlideFacts(stated, notes=tuple(Note(MPP_FLAG, one.repaired) for one in stated if one.repaired))
-    plausible = [one for one in stated if is_sensible(one.um)]
-    fine = [one for one in plausible if _is_fine_for(one, power)]
+    facts = SlideFacts(
+        stated, notes=tuple(Note(MPP_FLAG, statement.repaired) for statement in stated if statement.repaired)
+    )
+    plausible = [statement for statement in stated if is_sensible(statement.um)]
+    fine = [statement for statement in plausible if _is_fine_for(statement, power)]
     if not plausible:
         return CheckedMpp(stated[0].um if stated else None, facts)
     if not fine:
-        doubt = f"{_said(plausible[0])}, finer than any scanner at less than {_IMMERSION_POWER}×"
+        doubt = f"{_as_text(plausible[0])}, finer than any scanner at less than {_IMMERSION_POWER}×"
         return CheckedMpp(None, replace(facts, mpp_doubt=doubt))
-    too_fine = [one for one in stated if 0 < max(one.um) < FINEST_UM and one not in fine]
+    too_fine = [statement for statement in stated if 0 < max(statement.um) < FINEST_UM and statement not in fine]
     if too_fine:
-        facts = facts.noting(Note(MPP_FLAG, f"{_said(fine[0])}; {_said(too_fine[0])}, which is not plausible"))
+        facts = facts.noting(Note(MPP_FLAG, f"{_as_text(fine[0])}; {_as_text(too_fine[0])}, which is not plausible"))
     return _against_power(_agreed(fine, power, size_px, facts), power)
 
 
@@ -66,20 +68,20 @@ def _is_fine_for(stated: StatedMpp, power: float | None) -> bool:
 
 def _agreed(stated: list[StatedMpp], power: float | None, size_px: tuple[int, int], facts: SlideFacts) -> CheckedMpp:
     """Choose among plausible statements."""
-    stale = [one for one in stated if one.of_px not in (None, size_px)]
-    current = [one for one in stated if one not in stale]
+    stale = [statement for statement in stated if statement.of_px not in (None, size_px)]
+    current = [statement for statement in stated if statement not in stale]
     if stale:
         return _of_another_size(stale[0], current, size_px, facts)
     first = stated[0]
-    other = next((one for one in stated if not _agree(one.um, first.um)), None)
-    if other is None:
+    contrary = next((statement for statement in stated if not _agree(statement.um, first.um)), None)
+    if contrary is None:
         return CheckedMpp(first.um, facts)
-    both = f"{_said(first)}, but {_said(other)}{_usual_mistake(first, other)}"
-    likely = [one for one in stated if power and _within(_mean(one) * power, _DECIDES)]
-    if likely and all(_agree(one.um, likely[0].um) for one in likely):
-        text = f"{both}; {mpp_text(likely[0].um)} fits the {power:g}× that the file states"
+    contradiction = f"{_as_text(first)}, but {_as_text(contrary)}{_usual_mistake(first, contrary)}"
+    likely = [statement for statement in stated if power and _within(_mean(statement) * power, _DECIDES)]
+    if likely and all(_agree(statement.um, likely[0].um) for statement in likely):
+        text = f"{contradiction}; {mpp_text(likely[0].um)} fits the {power:g}× that the file states"
         return CheckedMpp(likely[0].um, facts.noting(Note(MPP_FLAG, text)))
-    return CheckedMpp(None, replace(facts, mpp_doubt=both))
+    return CheckedMpp(None, replace(facts, mpp_doubt=contradiction))
 
 
 def _of_another_size(
@@ -87,23 +89,27 @@ def _of_another_size(
 ) -> CheckedMpp:
     """Choose if a statement describes an image of another size: the image was reduced, or cut, after it was written."""
     assert stale.of_px is not None
-    factors = [old / new for old, new in zip(stale.of_px, size_px, strict=True)]
+    factors = [stated_px / now_px for stated_px, now_px in zip(stale.of_px, size_px, strict=True)]
     reduced = (stale.um[0] * factors[0], stale.um[1] * factors[1])
     (height, width), (fy, fx) = stale.of_px, factors
     same_shape = abs(height / fx - size_px[0]) <= 1 or abs(width / fy - size_px[1]) <= 1
     described = (
-        f"{_said(stale)} for an image of {stale.of_px[0]} × {stale.of_px[1]} px (rows × columns), but the slide has "
+        f"{_as_text(stale)} for an image of {stale.of_px[0]} × {stale.of_px[1]} px (rows × columns), but the slide has "
         f"{size_px[0]} × {size_px[1]} px"
     )
-    for other in current:
-        if same_shape and _agree(other.um, reduced):
-            return CheckedMpp(other.um, facts.noting(Note(MPP_FLAG, f"{described}; {_said(other)}, so it was reduced")))
-        if not same_shape and _agree(other.um, stale.um):
-            return CheckedMpp(other.um, facts.noting(Note(MPP_FLAG, f"{described}; {_said(other)}, so it was cut")))
+    for statement in current:
+        if same_shape and _agree(statement.um, reduced):
+            return CheckedMpp(
+                statement.um, facts.noting(Note(MPP_FLAG, f"{described}; {_as_text(statement)}, so it was reduced"))
+            )
+        if not same_shape and _agree(statement.um, stale.um):
+            return CheckedMpp(
+                statement.um, facts.noting(Note(MPP_FLAG, f"{described}; {_as_text(statement)}, so it was cut"))
+            )
     if same_shape:
         described += f": {mpp_text(reduced)} if it was reduced, {mpp_text(stale.um)} if it was cut"
-    others = "".join(f"; {_said(other)}" for other in current)
-    return CheckedMpp(None, replace(facts, mpp_doubt=described + others))
+    current_texts = "".join(f"; {_as_text(statement)}" for statement in current)
+    return CheckedMpp(None, replace(facts, mpp_doubt=described + current_texts))
 
 
 def _against_power(checked: CheckedMpp, power: float | None) -> CheckedMpp:
@@ -112,7 +118,7 @@ def _against_power(checked: CheckedMpp, power: float | None) -> CheckedMpp:
         return checked
     product = sum(checked.um) / 2 * power
     # Aperio states the magnification of the picture, others that of a lens before a smaller or larger camera.
-    aperio = any(one.where == APERIO for one in checked.facts.mpp)
+    aperio = any(statement.where == APERIO for statement in checked.facts.mpp)
     if _within(product, _DECIDES if aperio else _USUAL):
         return checked
     text = f"the file states {mpp_text(checked.um)} and a magnification of {power:g}×"
@@ -122,20 +128,20 @@ def _against_power(checked: CheckedMpp, power: float | None) -> CheckedMpp:
     return CheckedMpp(None, replace(checked.facts, mpp_doubt=text))
 
 
-def _usual_mistake(one: StatedMpp, other: StatedMpp) -> str:
-    ratio = max(_mean(one), _mean(other)) / min(_mean(one), _mean(other))
+def _usual_mistake(a: StatedMpp, b: StatedMpp) -> str:
+    ratio = max(_mean(a), _mean(b)) / min(_mean(a), _mean(b))
     if abs(ratio / 2.54 - 1) < 0.01:
         return " (inch and centimetre mixed up)"
     return " (ten times)" if abs(ratio / 10 - 1) < 0.01 else ""
 
 
-def _said(stated: StatedMpp) -> str:
+def _as_text(stated: StatedMpp) -> str:
     verb = "say" if stated.where.endswith("s") else "says"
     return f"{stated.where} {verb} {mpp_text(stated.um)}"
 
 
-def _agree(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return all(abs(a - b) <= AGREE_TOLERANCE * min(a, b) for a, b in zip(one, other, strict=True))
+def _agree(a_um: tuple[float, float], b_um: tuple[float, float]) -> bool:
+    return all(abs(a - b) <= AGREE_TOLERANCE * min(a, b) for a, b in zip(a_um, b_um, strict=True))
 
 
 def _mean(stated: StatedMpp) -> float:

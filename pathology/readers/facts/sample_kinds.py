@@ -75,18 +75,18 @@ def _grey_over_white(page: Any) -> list[str]:
     return ["o = a[..., 1].astype('float')", f"a = ({grey}).round().clip(0, 255).astype('uint8')"]
 
 
-def array_conversion(dtype: np.dtype[Any], axes: Sequence[str], place: str) -> str:
+def array_conversion(dtype: np.dtype[Any], axes: Sequence[str], path: str) -> str:
     """Return a sentence with the command that converts an array of OME-Zarr to a TIFF of 8 bits.
 
     Args:
         dtype: Its type.
         axes: Names of its dimensions, some of t, c, z, y, x.
-        place: Its place below the store.
+        path: Its place below the store.
     """
-    kept = [name for name in axes if name in "cyx"]
-    index = ", ".join(":" if name in kept else "0" for name in axes)
-    steps = [f"import zarr; a = zarr.open_array('IN.zarr/{place}', mode='r')[{index}]"]
-    order = [kept.index(name) for name in "yxc" if name in kept]
+    kept_axes = [name for name in axes if name in "cyx"]
+    index = ", ".join(":" if name in kept_axes else "0" for name in axes)
+    steps = [f"import zarr; a = zarr.open_array('IN.zarr/{path}', mode='r')[{index}]"]
+    order = [kept_axes.index(name) for name in "yxc" if name in kept_axes]
     if order != sorted(order):
         steps.append(f"a = a.transpose({', '.join(map(str, order))})")
     bits = 1 if dtype.kind == "b" else dtype.itemsize * 8

@@ -62,7 +62,7 @@ class SlideFacts:
 
 def merged(stated: tuple[StatedMpp, ...], more: tuple[StatedMpp, ...]) -> tuple[StatedMpp, ...]:
     """Return both without a place that occurs twice: two readers may have read it."""
-    found: dict[str, StatedMpp] = {}
-    for one in (*stated, *more):
-        found.setdefault(one.where, one)
-    return tuple(found.values())
+    by_place: dict[str, StatedMpp] = {}
+    for statement in (*stated, *more):
+        by_place.setdefault(statement.where, statement)
+    return tuple(by_place.values())

@@ -47,10 +47,10 @@ _UM_PER_UNIT = {
 
 def stated_by_tiff(tiff: tifffile.TiffFile, page: Any) -> tuple[StatedMpp, ...]:
     """Return what a page of a TIFF, which must be open, states of its microns per pixel."""
-    found = [_of_ome(tiff.ome_metadata or "", page) if tiff.is_ome else _of_aperio(page.description)]
+    statements = [_of_ome(tiff.ome_metadata or "", page) if tiff.is_ome else _of_aperio(page.description)]
     if page.is_imagej:
-        found.append(_of_imagej(page))
-    return tuple(stated for stated in (*found, _of_tags(page)) if stated is not None)
+        statements.append(_of_imagej(page))
+    return tuple(stated for stated in (*statements, _of_tags(page)) if stated is not None)
 
 
 def power_of_ome(xml: str) -> float | None:
@@ -73,9 +73,9 @@ def um_of_unit(unit: str) -> tuple[float, str] | None:
     (``?m``).
     """
     plain = unit.strip()
-    known = _UM_PER_UNIT.get(plain) or _UM_PER_UNIT.get(plain.lower())
-    if known is not None:
-        return known, ""
+    um = _UM_PER_UNIT.get(plain) or _UM_PER_UNIT.get(plain.lower())
+    if um is not None:
+        return um, ""
     prefix = plain.removesuffix("m")
     if prefix != plain and 0 < len(prefix) <= 3 and (not prefix.isascii() or prefix == "?"):
         return 1.0, f"the unit {plain!r} is read as µm, in which the µ was garbled"
@@ -83,17 +83,17 @@ def um_of_unit(unit: str) -> tuple[float, str] | None:
 
 
 def _of_aperio(description: str) -> StatedMpp | None:
-    found = re.search(r"\|\s*MPP\s*=\s*([0-9.,]+)", description)
+    match = re.search(r"\|\s*MPP\s*=\s*([0-9.,]+)", description)
     try:
-        return None if found is None else StatedMpp((parse_mpp(found[1]),) * 2, APERIO)
+        return None if match is None else StatedMpp((parse_mpp(match[1]),) * 2, APERIO)
     except ValueError:
         return None
 
 
 def _of_imagej(page: Any) -> StatedMpp | None:
     """ImageJ writes its unit into its text, and pixels per unit into the tags, without a unit there."""
-    found = re.search(r"^unit=(.*)$", page.description, re.MULTILINE)
-    unit = None if found is None else um_of_unit(found[1])
+    match = re.search(r"^unit=(.*)$", page.description, re.MULTILINE)
+    unit = None if match is None else um_of_unit(match[1])
     tags = page.tags
     if unit is None or "XResolution" not in tags or "YResolution" not in tags:
         return None
@@ -149,11 +149,11 @@ def _size_of(pixels: ElementTree.Element) -> tuple[int, int] | None:
 
 def _pixels_of_page(root: ElementTree.Element, page: Any) -> ElementTree.Element | None:
     """Return the element Pixels of a page: the only one, else by size and page index (there may be a label image)."""
-    found = elements(root, "Pixels")
-    if len(found) < 2:
-        return next(iter(found), None)
+    candidates = elements(root, "Pixels")
+    if len(candidates) < 2:
+        return next(iter(candidates), None)
     size = [str(page.imagelength), str(page.imagewidth)]
-    same = [pixels for pixels in found if [pixels.get("SizeY"), pixels.get("SizeX")] == size]
+    same = [pixels for pixels in candidates if [pixels.get("SizeY"), pixels.get("SizeX")] == size]
     index = str(page.index)
     named = [pixels for pixels in same if any(data.get("IFD", "0") == index for data in elements(pixels, "TiffData"))]
     return next(iter(named or same), None)

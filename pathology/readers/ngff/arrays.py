@@ -93,11 +93,11 @@ class ZarrLevel:
         self.order: Sequence[int] = (0,)
         _check_axes(image, path, self.array.ndim)
         if self.array.dtype != np.uint8:
-            place = f"{image.group.path.name}/{path}" if image.group.path.name.isdecimal() else path
+            array_path = f"{image.group.path.name}/{path}" if image.group.path.name.isdecimal() else path
             kind = _KINDS.get(self.array.dtype.kind, str(self.array.dtype))
             raise SlideError(
                 f"its pixels are {kind} of {self.array.dtype.itemsize * 8} bits; slides have unsigned 8-bit samples. "
-                f"{array_conversion(self.array.dtype, self._names, place)}"
+                f"{array_conversion(self.array.dtype, self._names, array_path)}"
             )
         self.size_px = self._of("y", self.array.shape), self._of("x", self.array.shape)
         self.tile_px = self._of("y", self.array.chunks), self._of("x", self.array.chunks)
@@ -136,18 +136,18 @@ class ZarrLevel:
         try:
             if isinstance(self._path, ObjectPath):
                 with as_file_errors(str(self._path)):
-                    found = np.asarray(self.array[tuple(chosen[name] for name in self._names)])
+                    values = np.asarray(self.array[tuple(chosen[name] for name in self._names)])
             else:
-                found = np.asarray(self.array[tuple(chosen[name] for name in self._names)])
+                values = np.asarray(self.array[tuple(chosen[name] for name in self._names)])
         except Exception as error:  # each codec raises its own types
             if is_remote(self._path) and isinstance(error, OSError):
                 raise SlideError(f"{self._path} cannot be read: {error.strerror or error}") from error
-            place = f"rows {box.y0}–{box.y1}, columns {box.x0}–{box.x1} of {self._path.name}"
-            raise TileError(f"a chunk of {place} cannot be decoded: {error}") from error
-        kept = [name for name in self._names if name in "cyx"]
-        if "c" not in kept:
-            found, kept = found[..., None], [*kept, "c"]
-        pixels = found.transpose([kept.index(name) for name in "yxc"])
+            where = f"rows {box.y0}–{box.y1}, columns {box.x0}–{box.x1} of {self._path.name}"
+            raise TileError(f"a chunk of {where} cannot be decoded: {error}") from error
+        order = [name for name in self._names if name in "cyx"]
+        if "c" not in order:
+            values, order = values[..., None], [*order, "c"]
+        pixels = values.transpose([order.index(name) for name in "yxc"])
         for k in range(3):
             out[..., k] = pixels[..., self.order[k % len(self.order)]]
 
@@ -163,12 +163,12 @@ class ZarrLevel:
         stored, metadata = set(files_below(self._path)), self.array.metadata
         counts = [-(-size // step) for size, step in zip(self.array.shape, self._files, strict=True)]
         fixed = {"t": 0, "z": self.plane // self._of("z", self._files) if "z" in self._names else 0}
-        found = set()
-        for place in np.ndindex(*(1 if name in fixed else n for name, n in zip(self._names, counts, strict=True))):
-            at = tuple(fixed.get(name, k) for name, k in zip(self._names, place, strict=True))
+        absent = set()
+        for chunk in np.ndindex(*(1 if name in fixed else n for name, n in zip(self._names, counts, strict=True))):
+            at = tuple(fixed.get(name, k) for name, k in zip(self._names, chunk, strict=True))
             if metadata.encode_chunk_key(at) not in stored:
-                found.add((self._of("y", at), self._of("x", at)))
-        return found
+                absent.add((self._of("y", at), self._of("x", at)))
+        return absent
 
     @property
     def _files(self) -> tuple[int, ...]:
@@ -193,18 +193,18 @@ def _opened(image: NgffImage, path: str) -> Any:
     import zarr
 
     group, name = image.group, path.strip("/")
-    place = group.path / name
+    array_path = group.path / name
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of codecs that are not in the specification yet
-            if not isinstance(place, ObjectPath):
-                return zarr.open_array(place, mode="r", zarr_format=group.zarr_format)
+            if not isinstance(array_path, ObjectPath):
+                return zarr.open_array(array_path, mode="r", zarr_format=group.zarr_format)
             from zarr.storage import ObjectStore
 
-            client = client_of(place.scheme, place.parts[1])
-            with as_file_errors(str(place)):
+            client = client_of(array_path.scheme, array_path.parts[1])
+            with as_file_errors(str(array_path)):
                 store = ObjectStore(client, read_only=True)
-                return zarr.open_array(store, path=place.key, mode="r", zarr_format=group.zarr_format)
+                return zarr.open_array(store, path=array_path.key, mode="r", zarr_format=group.zarr_format)
     except FileNotFoundError as error:
         raise SlideError(f"its level {name} is missing, which its metadata (`multiscales`) list") from error
     except Exception as error:  # zarr raises many types for damaged metadata and unknown codecs

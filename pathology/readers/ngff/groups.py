@@ -47,10 +47,10 @@ def read_group(path: Path) -> ZarrGroup | None:
             return None
         ours = isinstance(attributes.get("hyfi"), dict)
         return ZarrGroup(path, 3, _object(attributes.get("ome")) or attributes, ours)
-    old = read_document(path / ".zattrs")
-    if old is None and read_document(path / ".zgroup") is None:
+    attributes_v2 = read_document(path / ".zattrs")
+    if attributes_v2 is None and read_document(path / ".zgroup") is None:
         return None
-    return ZarrGroup(path, 2, old or {}, ours=False)
+    return ZarrGroup(path, 2, attributes_v2 or {}, ours=False)
 
 
 def is_ome_zarr(path: Path) -> bool:
@@ -101,12 +101,12 @@ def read_document(path: Path) -> dict[str, Any] | None:
     if data is None:
         return None
     try:
-        found = json.loads(data)
+        document = json.loads(data)
     except ValueError as error:
         raise SlideError(f"its {path.name} is damaged: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise SlideError(f"its {path.name} is damaged: it is not a JSON object")
-    return found
+    return document
 
 
 def read_bytes(path: Path) -> bytes | None:

@@ -91,25 +91,25 @@ def images_of(path: Path) -> tuple[list[NgffImage], str]:
         return [_image(root, _xml_images(xml), int(path.name) if own_series else 0)], xml
     xml = _xml_of(path)
     described = _xml_images(xml)
-    found: list[NgffImage] = []
+    images: list[NgffImage] = []
     for name in _series_names(root, len(described)):
         group = read_group(path / name)
         if group is None:
             break
         _refuse_others(group)
-        found.append(_image(group, described, len(found)))
-    if not found:
+        images.append(_image(group, described, len(images)))
+    if not images:
         raise SlideError("it is a zarr group without an image of OME-Zarr (`multiscales`)")
-    if len(described) > len(found):
-        raise SlideError(f"its OME-XML describes {len(described)} images, but it has {len(found)}: it is not complete")
-    return found, xml
+    if len(described) > len(images):
+        raise SlideError(f"its OME-XML describes {len(described)} images, but it has {len(images)}: it is not complete")
+    return images, xml
 
 
 def _refuse_others(group: ZarrGroup) -> None:
     attributes = group.attributes
     if "plate" in attributes or "well" in attributes:
-        what = "plate" if "plate" in attributes else "well of a plate"
-        raise SlideError(f"it is a {what} of fields, as of high-content screening; give one field of it")
+        kind = "plate" if "plate" in attributes else "well of a plate"
+        raise SlideError(f"it is a {kind} of fields, as of high-content screening; give one field of it")
     if "image-label" in attributes:
         raise SlideError("it is a label image, which numbers regions of another one; give that one")
 
@@ -125,12 +125,12 @@ def _series_names(root: ZarrGroup, described: int) -> list[str]:
 
 
 def _existing(root: ZarrGroup, numbers: range | count[int]) -> list[int]:
-    found = []
+    existing = []
     for number in numbers:
         if number >= _MOST_SERIES or read_group(root.path / str(number)) is None:
             break
-        found.append(number)
-    return found
+        existing.append(number)
+    return existing
 
 
 def _xml_of(path: Path) -> str:
@@ -151,7 +151,7 @@ def _image(group: ZarrGroup, described: list[ElementTree.Element], index: int) -
         axes = tuple(map(_axis, first.get("axes") or _OLD_AXES))
         shared = _scale(first, len(axes))
         levels = tuple(_level(dataset, shared, len(axes)) for dataset in first["datasets"])
-        channels = tuple(_channel(one) for one in (group.attributes.get("omero") or {}).get("channels") or ())
+        channels = tuple(_channel(channel) for channel in (group.attributes.get("omero") or {}).get("channels") or ())
         name = str(first.get("name") or "")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise SlideError(f"its OME-Zarr metadata (`multiscales`) are not complete: {error!r}") from error
@@ -184,14 +184,14 @@ def _level(dataset: Mapping[str, Any], shared: tuple[float, ...] | None, axes: i
 
 def _scale(of: Mapping[str, Any], axes: int) -> tuple[float, ...] | None:
     """Return the product of the scales of a list of coordinate transformations; None if it has none."""
-    found: tuple[float, ...] | None = None
+    product: tuple[float, ...] | None = None
     for step in of.get("coordinateTransformations") or ():
         if step.get("type") == "scale" and "scale" in step:
-            one = tuple(float(value) for value in step["scale"])
-            if len(one) != axes:
-                raise ValueError(f"a scale of {len(one)} numbers for {axes} axes")
-            found = one if found is None else tuple(a * b for a, b in zip(found, one, strict=True))
-    return found
+            scale = tuple(float(value) for value in step["scale"])
+            if len(scale) != axes:
+                raise ValueError(f"a scale of {len(scale)} numbers for {axes} axes")
+            product = scale if product is None else tuple(a * b for a, b in zip(product, scale, strict=True))
+    return product
 
 
 def _channel(stated: Any) -> tuple[str, str]:

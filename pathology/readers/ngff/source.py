@@ -93,7 +93,7 @@ class OmeZarrSource:
         pictures = [picture_of(image, shape) for image, shape in zip(images, finest, strict=True)]
         scenes = scenes_among(pictures)
         picture, notes = picked_scene(scenes, pick)
-        image = images[next(k for k, one in enumerate(pictures) if one is picture)]
+        image = images[next(k for k, picture_of_image in enumerate(pictures) if picture_of_image is picture)]
         plane = picked_directory(picture, pick)
         order, recoloured = colour_order(image) if picture.channels == 3 else ((0,), None)
         arrays = _levels_of(image, plane, order)
@@ -129,12 +129,12 @@ class OmeZarrSource:
             return []
         array, coarsest = self._arrays[level], self.levels[last]
         ratio = [c / f for c, f in zip(coarsest.downsample, self.levels[level].downsample, strict=True)]
-        whole, lost = Box.of_size(coarsest.height_px, coarsest.width_px), []
+        extent, lost = Box.of_size(coarsest.height_px, coarsest.width_px), []
         for box in absent:
             rows, columns = int(box.y0 / ratio[0]), int(box.x0 / ratio[1])
             ends = max(rows + 1, int(box.y1 / ratio[0])), max(columns + 1, int(box.x1 / ratio[1]))
             with suppress(TileError):
-                shown = self._read_present(Box(rows, ends[0], columns, ends[1]).intersect(whole), last)
+                shown = self._read_present(Box(rows, ends[0], columns, ends[1]).intersect(extent), last)
                 if shown.size and abs(float(shown.mean()) - array.fill) > _SHOWN:
                     lost.append(box)
         return lost
@@ -163,9 +163,9 @@ class OmeZarrSource:
         height, width = self.levels[level].tile_px
         block = max(1, _BLOCK_PX // height) * height, max(1, _BLOCK_PX // width) * width
         read = partial(self._read_block, level, box, out, bad is not None)
-        found = run_in_pool(read, split_on_grid(box, block))
+        bad_by_block = run_in_pool(read, split_on_grid(box, block))
         if bad is not None:
-            bad += [tile for tiles in found for tile in tiles]
+            bad += [tile for tiles in bad_by_block for tile in tiles]
 
     def _read_block(self, level: int, box: Box, out: RGB, tolerant: bool, block: Box) -> list[BadTile]:
         """Read a block; if that fails, read it chunk by chunk and return those that fail, which are white."""
@@ -176,22 +176,22 @@ class OmeZarrSource:
             if not tolerant:
                 raise
         bad, size = [], self.levels[level]
-        for place in split_on_grid(block, size.tile_px):
-            part = out[place.relative_to(box).slices()]
+        for tile_box in split_on_grid(block, size.tile_px):
+            part = out[tile_box.relative_to(box).slices()]
             try:
-                self._read_part(level, place, part)
+                self._read_part(level, tile_box, part)
             except TileError as error:
                 part[...] = _WHITE
                 height, width = size.tile_px
-                tile = Box.of_size(height, width).shift(place.y0 // height * height, place.x0 // width * width)
+                tile = Box.of_size(height, width).shift(tile_box.y0 // height * height, tile_box.x0 // width * width)
                 bad.append(BadTile(tile.intersect(Box.of_size(size.height_px, size.width_px)), str(error)))
         return bad
 
     def _read_part(self, level: int, box: Box, out: RGB) -> None:
         for lost in self._lost[level]:
             if not lost.intersect(box).empty:
-                place = f"rows {lost.y0}–{lost.y1}, columns {lost.x0}–{lost.x1} of level {level}"
-                raise TileError(f"the chunks of {place} are not stored, but a coarser level shows them")
+                where = f"rows {lost.y0}–{lost.y1}, columns {lost.x0}–{lost.x1} of level {level}"
+                raise TileError(f"the chunks of {where} are not stored, but a coarser level shows them")
         self._arrays[level].read(box, out)
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ def _sizes(arrays: Sequence[ZarrLevel]) -> str:
 def _checked(image: NgffImage, arrays: Sequence[ZarrLevel], power: float | None) -> CheckedMpp:
     """Return the microns per pixel that are believed: scales of all levels and OME-XML are compared."""
     stated, doubt = stated_mpp(image)
-    of_scale = next((one for one in stated if one.where == SCALE), None)
+    of_scale = next((statement for statement in stated if statement.where == SCALE), None)
     if of_scale is not None:
         stated += _of_coarser_levels(image, arrays, of_scale)
     checked = checked_mpp(stated, power, arrays[0].size_px)
@@ -256,7 +256,7 @@ def _of_coarser_levels(image: NgffImage, arrays: Sequence[ZarrLevel], finest: St
         # A side of a few pixels is rounded by more than a scale that is wrong.
         tolerances = [max(_AGREE, 2 / size) for size in array.size_px]
         pairs = zip(um, finest.um, tolerances, strict=True)
-        if any(abs(one - other) > tolerance * other for one, other, tolerance in pairs):
+        if any(abs(scale - finest_scale) > tolerance * finest_scale for scale, finest_scale, tolerance in pairs):
             return (StatedMpp((um[0], um[1]), f"the scale of level {k}, by their sizes,"),)
     return ()
 

@@ -43,31 +43,31 @@ def picture_of(image: NgffImage, shape: Sequence[int]) -> Picture:
 
 def stated_mpp(image: NgffImage) -> tuple[tuple[StatedMpp, ...], str]:
     """Return the microns per pixel that coordinate transformations and OME-XML state, and why a scale is not one."""
-    found, doubt = [], ""
+    statements, doubt = [], ""
     y, x = image.axis("y"), image.axis("x")
     assert y is not None and x is not None, "checked when the image was read"
     scale = image.levels[0].scale
     units = [um_of_unit(image.axes[k].unit) for k in (y, x)]
     if scale is not None and units[0] is not None and units[1] is not None:
         um = (scale[y] * units[0][0], scale[x] * units[1][0])
-        found.append(StatedMpp(um, SCALE, repaired=units[0][1] or units[1][1]))
+        statements.append(StatedMpp(um, SCALE, repaired=units[0][1] or units[1][1]))
     elif scale is not None and (scale[y], scale[x]) != (1.0, 1.0):
         unit = image.axes[x].unit
         doubt = f"{SCALE} says {scale[x]:g} in {f'the unit {unit!r}' if unit else 'no unit'}"
     for pixels in [] if image.xml is None else elements(image.xml, "Pixels")[:1]:
         of_xml = stated_by_pixels(pixels)
-        found += [] if of_xml is None else [of_xml]
-    return tuple(found), "" if found else doubt
+        statements += [] if of_xml is None else [of_xml]
+    return tuple(statements), "" if statements else doubt
 
 
 def colour_order(image: NgffImage) -> tuple[tuple[int, int, int], Note | None]:
     """Return which channels are red, green and blue, and a note if that is not their order."""
     named = [_PRIMARIES.get(label.strip().lower()) for label, _ in image.channels]
     shown = [_COLOURS.get(colour) for _, colour in image.channels]
-    for places, what in ((named, "names"), (shown, "colours")):
-        if sorted(place if place is not None else -1 for place in places) == [0, 1, 2] and places != [0, 1, 2]:
+    for places, source in ((named, "names"), (shown, "colours")):
+        if sorted(position if position is not None else -1 for position in places) == [0, 1, 2] and places != [0, 1, 2]:
             order = (places.index(0), places.index(1), places.index(2))
-            text = f"the channels' {what} say that red, green and blue are {', '.join(f'{k}' for k in order)}"
+            text = f"the channels' {source} say that red, green and blue are {', '.join(f'{k}' for k in order)}"
             return order, Note(_CHANNELS_FLAG, text)
     return RGB_ORDER, None
 
@@ -99,5 +99,5 @@ def _stains(image: NgffImage) -> bool:
         return True
     labels = [label.strip() for label, _ in image.channels]
     names = {label.lower() for label in labels or [channel.get("Name", "").strip() for channel in described]}
-    known = all(name in _PRIMARIES or _SAYS_NOTHING.fullmatch(name) for name in names)
-    return not known and len(names) > 1
+    says_rgb = all(name in _PRIMARIES or _SAYS_NOTHING.fullmatch(name) for name in names)
+    return not says_rgb and len(names) > 1

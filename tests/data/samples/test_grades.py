@@ -18,7 +18,7 @@ def write(folder: Path, *values: str) -> Path:
 
 
 def load_grades(path: Path, column: str, classes: tuple[str, ...] | None = None) -> Labels:
-    return in_order(load_labels(path, column, classes=classes), str(path), given=classes is not None)
+    return in_order(load_labels(path, column, classes=classes), str(path), is_given=classes is not None)
 
 
 @pytest.mark.parametrize(

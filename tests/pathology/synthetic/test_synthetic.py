@@ -202,7 +202,7 @@ def test_archive_balances_labels_and_keeps_cases_whole() -> None:
 def test_manifest_and_truth(tmp_path: Path) -> None:
     planned = plan_archive(3, 512, seed=1)
     seen: list[str] = []
-    manifest = make_archive(planned, tmp_path, truth=True, done=lambda path: seen.append(path.name))
+    manifest = make_archive(planned, tmp_path, truth=True, finished=lambda path: seen.append(path.name))
     rows = list(csv.DictReader(manifest.open()))
     assert [row["path"] for row in rows] == seen
     assert all((tmp_path / row["path"]).is_file() for row in rows)

@@ -39,7 +39,7 @@ class Ordinal(Multiclass):
     @classmethod
     def read_labels(cls, source: LabelSource) -> Labels:
         """Return the grade of each slide; see ``Task`` and `data.samples.grades.in_order`."""
-        return in_order(super().read_labels(source), str(source.path), given=source.classes is not None)
+        return in_order(super().read_labels(source), str(source.path), is_given=source.classes is not None)
 
     @property
     def outputs(self) -> int:
