@@ -129,7 +129,7 @@ def plain_json(value: Any) -> Any:
 
 
 @contextmanager
-def progress(total: float | None, label: str, done: float = 0.0, *, estimate: bool = True) -> Iterator[Progress]:
+def progress(total: float | None, label: str, finished: float = 0.0, *, estimate: bool = True) -> Iterator[Progress]:
     """Show the progress of a job on standard error.
 
     On a terminal this is a progress bar; otherwise about ten plain lines, at least two seconds apart.
@@ -137,20 +137,20 @@ def progress(total: float | None, label: str, done: float = 0.0, *, estimate: bo
     Args:
         total: Number of steps; None: unknown.
         label: Name of the job.
-        done: Steps that an earlier run has done.
+        finished: Steps that an earlier run has done.
         estimate: Show the remaining time; False: the notes of the job have it.
     """
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        with _bar(total, label, done, estimate) as shown:
+        with _bar(total, label, finished, estimate) as shown:
             yield shown
     else:
-        lines = _LogLines(total, label, done, estimate)
+        lines = _LogLines(total, label, finished, estimate)
         yield lines
         lines.finish()
 
 
 @contextmanager
-def _bar(total: float | None, label: str, done: float, estimate: bool) -> Iterator[Progress]:
+def _bar(total: float | None, label: str, finished: float, estimate: bool) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
@@ -164,7 +164,7 @@ def _bar(total: float | None, label: str, done: float, estimate: bool) -> Iterat
         TextColumn("{task.fields[note]}", markup=False),
     )
     with RichProgress(*columns, console=Console(stderr=True)) as bars:
-        yield _TerminalBar(bars, bars.add_task(label, total=total, completed=int(done), note=""))
+        yield _TerminalBar(bars, bars.add_task(label, total=total, completed=int(finished), note=""))
 
 
 class _TerminalBar:
@@ -184,9 +184,9 @@ class _TerminalBar:
 class _LogLines:
     """Progress in a log: a line for every tenth of the job, at least two seconds apart."""
 
-    def __init__(self, total: float | None, label: str, done: float, estimate: bool) -> None:
+    def __init__(self, total: float | None, label: str, finished: float, estimate: bool) -> None:
         self._total, self._label, self._estimate = total, label, estimate
-        self._first = self._done = self._printed = done
+        self._first = self._done = self._printed = finished
         self._note = ""
         self._started_s = self._printed_s = time.monotonic()
 

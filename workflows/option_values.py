@@ -38,8 +38,8 @@ def parse_cells(text: str | None, memory: str | None = None, spill: str | None =
             raise RequestError(f"--spill {spill} needs --cells R,C or --memory: without cells everything is in memory")
         return None
     if spill is None and (memory is not None or text == "auto"):
-        given = f"--memory {memory}" if memory is not None else "--cells auto"
-        raise RequestError(f"{given} needs --spill FOLDER on a fast local disk, where maps go that do not fit")
+        option = f"--memory {memory}" if memory is not None else "--cells auto"
+        raise RequestError(f"{option} needs --spill FOLDER on a fast local disk, where maps go that do not fit")
     if text is None or text == "auto":
         return "auto"
     words = [word.strip() for word in text.split(",")]

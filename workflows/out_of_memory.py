@@ -46,13 +46,13 @@ def advice() -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or its cause, is an out-of-memory error of Python, NumPy or torch."""
-    seen: BaseException | None = error
-    while seen is not None:
-        no_memory = isinstance(seen, OSError) and seen.errno == errno.ENOMEM
-        by_torch = isinstance(seen, RuntimeError) and _ALLOCATOR.search(str(seen)) is not None
-        if isinstance(seen, MemoryError) or no_memory or by_torch:
+    cause: BaseException | None = error
+    while cause is not None:
+        no_memory = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
+        by_torch = isinstance(cause, RuntimeError) and _ALLOCATOR.search(str(cause)) is not None
+        if isinstance(cause, MemoryError) or no_memory or by_torch:
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
@@ -67,18 +67,18 @@ def message_of(error: BaseException) -> str | None:
         return full_disk
     if not is_out_of_memory(error):
         return describe_file_error(error)
-    found = _REQUESTED.search(str(error))
-    return f"out of memory{f' (when {_amount(found[1])} more were requested)' if found else ''}; {advice()}"
+    match = _REQUESTED.search(str(error))
+    return f"out of memory{f' (when {_amount(match[1])} more were requested)' if match else ''}; {advice()}"
 
 
 def _full_disk(error: BaseException) -> str | None:
     """Return the message of an error that a full disk of ``plan.spill`` caused; None for other errors."""
-    seen: BaseException | None = error
-    while seen is not None:
-        cause = seen.__cause__
-        if isinstance(seen, RequestError) and is_full_disk(cause):
+    current: BaseException | None = error
+    while current is not None:
+        cause = current.__cause__
+        if isinstance(current, RequestError) and is_full_disk(cause):
             return str(error)
-        seen = cause
+        current = cause
     return None
 
 
@@ -90,7 +90,7 @@ def _amount(text: str) -> str:
 def kernel_kills() -> int:
     """Return how many processes this machine's kernel has killed for lack of memory since it booted; 0 if unknown."""
     try:
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+        match = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0

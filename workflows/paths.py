@@ -70,19 +70,19 @@ def require_folder(target: Path, purpose: str) -> None:
         raise RequestError(f"{target} is a file; choose a folder for {purpose}")
 
 
-def require_local(path: Path, what: str) -> None:
+def require_local(path: Path, subject: str) -> None:
     """Check that a path is not an address of object storage.
 
     Args:
         path: The path, as given.
-        what: What it is, for messages.
+        subject: What it is, for messages.
 
     Raises:
         RequestError: It is an address.
     """
     address = address_of(path)
     if address is not None:
-        raise RequestError(f"{what} {address}: only stores are read from object storage; copy it to a local folder")
+        raise RequestError(f"{subject} {address}: only stores are read from object storage; copy it to a local folder")
 
 
 def _check_accessible(target: Path) -> None:

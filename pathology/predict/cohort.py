@@ -265,7 +265,7 @@ class _Run:
 
     def _result(
         self,
-        one: SlideInput,
+        slide_input: SlideInput,
         prediction: Prediction,
         dataset: SlideDataset,
         sight: Sight,
@@ -278,15 +278,17 @@ class _Run:
         logits = [np.array(heatmap.logits, np.float64) for heatmap in heatmaps]
         heatmap = average(heatmaps) if len(heatmaps) > 1 else heatmaps[0]
         return SlideResult(
-            slide_id=one.slide_id,
-            case_id=one.case_id,
-            path=str(one.path),
+            slide_id=slide_input.slide_id,
+            case_id=slide_input.case_id,
+            path=str(slide_input.path),
             slide=slide,
             level=sight.level,
             views=sight.views,
             tiles=sight.tiles,
             combined=combination_text(sight.views, self._members[0].pooling),
-            label=label_of(one.row, self._members[0].config) if one.label is None else one.label,
+            label=label_of(slide_input.row, self._members[0].config)
+            if slide_input.label is None
+            else slide_input.label,
             withheld=prediction.reason if prediction.status == INCOMPLETE and not self._options.allow_partial else "",
             heatmap=heatmap,
             readout=readout,

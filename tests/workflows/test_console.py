@@ -11,7 +11,7 @@ def test_counts_go_on_where_an_earlier_run_stopped(
 ) -> None:
     now_s = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now_s[0])
-    with console.progress(10, "train", done=6) as shown:
+    with console.progress(10, "train", finished=6) as shown:
         for step in range(4):
             now_s[0] += 3
             shown.advance(1, f"loss 0.{step}")

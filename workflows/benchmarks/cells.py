@@ -50,33 +50,35 @@ def main() -> None:
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--only-cells", action="store_true", help="skip the run without cells, which may not fit")
     parser.add_argument("--way", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.way is not None:
-        print(json.dumps(train(given) if given.train else measure(given)))
+    args = parser.parse_args()
+    if args.way is not None:
+        print(json.dumps(train(args) if args.train else measure(args)))
         return
-    child_options = ["--train"] * given.train + ["--precision", given.precision]
-    child_options += ["--spill", given.spill] if given.spill else []
-    child_options += ["--memory", str(given.memory)] if given.memory else []
+    child_options = ["--train"] * args.train + ["--precision", args.precision]
+    child_options += ["--spill", args.spill] if args.spill else []
+    child_options += ["--memory", str(args.memory)] if args.memory else []
     first: dict[str, Any] | None = None
-    for way in (*([] if given.only_cells else ["one piece"]), *given.cells):
+    for way in (*([] if args.only_cells else ["one piece"]), *args.cells):
         command = [sys.executable, "-m", "workflows.benchmarks.cells", "--way", way]
-        command += ["--size", str(given.size), "--model", given.model]
-        command += ["--threads", str(given.threads)] if given.threads else []
+        command += ["--size", str(args.size), "--model", args.model]
+        command += ["--threads", str(args.threads)] if args.threads else []
         command += child_options
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            print(json.dumps({"way": way, "size_px": given.size, "failed": done.stderr.splitlines()[-1:]}), flush=True)
+        completed = subprocess.run(command, capture_output=True, text=True)
+        if completed.returncode != 0:
+            print(
+                json.dumps({"way": way, "size_px": args.size, "failed": completed.stderr.splitlines()[-1:]}), flush=True
+            )
             continue
-        found = json.loads(done.stdout.splitlines()[-1])
-        first = first or found
+        result = json.loads(completed.stdout.splitlines()[-1])
+        first = first or result
         ratios = {
-            f"{key}_to_first": round(found[key] / first[key], 3) for key in ("growth_mb", "seconds", "cpu_seconds")
+            f"{key}_to_first": round(result[key] / first[key], 3) for key in ("growth_mb", "seconds", "cpu_seconds")
         }
-        off = max(abs(a - b) for a, b in zip(found["logits"], first["logits"], strict=True))
-        print(json.dumps({**found, **ratios, "logits_off": off}), flush=True)
+        off = max(abs(a - b) for a, b in zip(result["logits"], first["logits"], strict=True))
+        print(json.dumps({**result, **ratios, "logits_off": off}), flush=True)
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Predict one image in this process and return its memory in MB, seconds and logits."""
     import torch
 
@@ -86,16 +88,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from hyfi_core.process_memory import return_what_is_freed
     from workflows.option_values import parse_cells
 
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    size_px, way = given.size, given.way
-    model = build_model({"name": given.model, "classes": 2}).eval()
+    size_px, way = args.size, args.way
+    model = build_model({"name": args.model, "classes": 2}).eval()
     shape, cells = (1, 3, size_px, size_px), None if way == "one piece" else parse_cells(way)
     began_s = time.perf_counter()
     if cells is not None:
         return_what_is_freed()
-        plan = _plan(given, cells)
+        plan = _plan(args, cells)
         engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator())
         engine.predict(torch.zeros(1, 3, _WARM_PX, _WARM_PX))
     else:
@@ -113,7 +115,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         with torch.no_grad():
             logits = model(read(pattern, Box.of_size(size_px, size_px)))
     seconds, cpu_seconds = time.perf_counter() - began_s, time.process_time() - cpu_s
-    found = {
+    result = {
         "way": way,
         "size_px": size_px,
         "growth_mb": round((peak_bytes() - before) / 1e6, 1),
@@ -123,15 +125,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "peak_mb": round(peak_bytes() / 1e6, 1),
         "logits": logits[0].tolist(),
     }
-    return found if cells is None else {**found, **_spilled(engine)}
+    return result if cells is None else {**result, **_spilled(engine)}
 
 
-def _plan(given: argparse.Namespace, cells: Cells) -> ParallelPlan:
+def _plan(args: argparse.Namespace, cells: Cells) -> ParallelPlan:
     """Return the plan of one rank with these cells, and the memory limit and folder that were given."""
     import hyfi_core
 
-    memory_bytes = int(given.memory) if given.memory and given.spill else None
-    return hyfi_core.ParallelPlan(((1, 1),), cells=cells, spill=given.spill, memory_bytes=memory_bytes)
+    memory_bytes = int(args.memory) if args.memory and args.spill else None
+    return hyfi_core.ParallelPlan(((1, 1),), cells=cells, spill=args.spill, memory_bytes=memory_bytes)
 
 
 def _spilled(engine: Engine) -> dict[str, int]:
@@ -140,7 +142,7 @@ def _spilled(engine: Engine) -> dict[str, int]:
     return {} if counts is None else {f"{key}_mb": round(getattr(counts, f"{key}_bytes") / 1e6) for key in _SPILLED}
 
 
-def train(given: argparse.Namespace) -> dict[str, Any]:
+def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train one image for one step in this process and return its memory in MB, seconds and loss."""
     import torch
 
@@ -150,25 +152,25 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     from hyfi_core.plan.box import Box
     from workflows.option_values import parse_cells
 
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    model = build_model({"name": given.model, "classes": 2}).train()
-    cells = None if given.way == "one piece" else parse_cells(given.way)
+    model = build_model({"name": args.model, "classes": 2}).train()
+    cells = None if args.way == "one piece" else parse_cells(args.way)
     labels, images = torch.zeros(1, dtype=torch.long), PatternImages()
-    autocast = torch.bfloat16 if given.precision == "bfloat16" else None
+    autocast = torch.bfloat16 if args.precision == "bfloat16" else None
     engine = None
     if cells is not None:
-        plan = _plan(given, cells)
-        shape = (1, 3, given.size, given.size)
+        plan = _plan(args, cells)
+        shape = (1, 3, args.size, args.size)
         engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator(), autocast=autocast)
-    whole = None if engine is not None else images.read(Box.of_size(given.size, given.size), 0, 1)
+    image = None if engine is not None else images.read(Box.of_size(args.size, args.size), 0, 1)
 
     def step() -> float:
         if engine is not None:
             return engine.accumulate(images, labels)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
-            loss = torch.nn.functional.cross_entropy(model(whole).float(), labels)
+            loss = torch.nn.functional.cross_entropy(model(image).float(), labels)
         torch.autograd.backward(loss)
         return float(loss.detach())
 
@@ -177,8 +179,8 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     loss = step()
     seconds, cpu_seconds = time.perf_counter() - began_s, time.process_time() - cpu_s
     return {
-        "way": given.way,
-        "size_px": given.size,
+        "way": args.way,
+        "size_px": args.size,
         "growth_mb": round((peak_bytes() - before) / 1e6, 1),
         "peak_mb": round(peak_bytes() / 1e6, 1),
         "seconds": round(seconds, 2),

@@ -51,12 +51,12 @@ def main() -> None:
     parser.add_argument("--region", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    given = parser.parse_args()
-    set_decode_threads(given.threads)
+    args = parser.parse_args()
+    set_decode_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        synthetic = [write_large_svs(Path(folder) / f"synthetic_{given.size}.svs", given.size)] if given.size else []
-        for path in [*given.slides, *synthetic]:
-            print(json.dumps(compare(path, given.region, given.rounds, given.threads)), flush=True)
+        synthetic = [write_large_svs(Path(folder) / f"synthetic_{args.size}.svs", args.size)] if args.size else []
+        for path in [*args.slides, *synthetic]:
+            print(json.dumps(compare(path, args.region, args.rounds, args.threads)), flush=True)
 
 
 def compare(path: Path, region_px: int, rounds: int, threads: int) -> dict[str, object]:
@@ -80,7 +80,7 @@ def compare(path: Path, region_px: int, rounds: int, threads: int) -> dict[str, 
             start = time.perf_counter()
             read()
             seconds[side].append(time.perf_counter() - start)
-    rate = {side: box.area / 1e6 / statistics.median(found[1:]) for side, found in seconds.items()}
+    rate = {side: box.area / 1e6 / statistics.median(times[1:]) for side, times in seconds.items()}
     return {
         "slide": path.name,
         "region_px": list(box.shape),

@@ -55,17 +55,17 @@ class TaskRecipe:
     @classmethod
     def of_demo(cls) -> TaskRecipe:
         """Return the recipe that ``hyfi demo`` trains."""
-        given = yaml.safe_load(RECIPE.read_text())
-        model, optimizer = given["model"], given["optimizer"]
+        config = yaml.safe_load(RECIPE.read_text())
+        model, optimizer = config["model"], config["optimizer"]
         return cls(
             name=model["name"],
             width=model["options"]["width"],
             pool=model["pool"],
-            batch_size=given["data"]["batch_size"],
-            epochs=given["run"]["epochs"],
+            batch_size=config["data"]["batch_size"],
+            epochs=config["run"]["epochs"],
             lr=optimizer["lr"],
             weight_decay=optimizer["weight_decay"],
-            warmup_steps=given["lr_schedule"]["warmup_steps"],
+            warmup_steps=config["lr_schedule"]["warmup_steps"],
             max_norm=optimizer["max_norm"],
         )
 
@@ -81,10 +81,10 @@ class Slides:
 def read_archive(planned: list[ArchiveSlide], folder: Path, mpp_um: float = 1.0) -> dict[str, Slides]:
     """Write the archive into ``folder``, read each whole slide at ``mpp_um``, and return the slides of each split."""
     make_archive(planned, folder, workers=2)
-    found: dict[str, list[tuple[NDArray[np.uint8], int]]] = {"train": [], "val": [], "test": []}
+    images: dict[str, list[tuple[NDArray[np.uint8], int]]] = {"train": [], "val": [], "test": []}
     for slide in planned:
-        found[slide.split].append((read_slide(slide, folder, mpp_um), int(slide.spec.positive)))
-    return {name: Slides(np.stack([i for i, _ in s]), np.array([y for _, y in s])) for name, s in found.items() if s}
+        images[slide.split].append((read_slide(slide, folder, mpp_um), int(slide.spec.positive)))
+    return {name: Slides(np.stack([i for i, _ in s]), np.array([y for _, y in s])) for name, s in images.items() if s}
 
 
 def shrink(slides: Slides, size_px: int) -> Slides:
@@ -161,11 +161,11 @@ def compare(splits: dict[str, Slides], recipe: TaskRecipe, seed: int, log: bool 
     """Train on whole slides and on thumbnails; return both AUROCs on the test split, and the seconds of the first."""
     start = time.perf_counter()
     test = splits["test"]
-    whole = auroc(scores(train(splits["train"], recipe, seed, log), test), test.labels)
+    whole_auroc = auroc(scores(train(splits["train"], recipe, seed, log), test), test.labels)
     seconds = time.perf_counter() - start
     small = shrink(test, THUMBNAIL_PX)
     thumbnail = auroc(scores(train(shrink(splits["train"], THUMBNAIL_PX), recipe, seed), small), small.labels)
-    return {"seed": seed, "auroc_whole": whole, "auroc_thumbnail": thumbnail, "seconds_whole": round(seconds, 1)}
+    return {"seed": seed, "auroc_whole": whole_auroc, "auroc_thumbnail": thumbnail, "seconds_whole": round(seconds, 1)}
 
 
 def auroc_by_position(planned: list[ArchiveSlide], predictions: Path) -> dict[str, float]:
@@ -227,7 +227,7 @@ def fit_mean_head(planned: list[ArchiveSlide], drawn: Path, checkpoint: Path, st
     model.load_state_dict(loaded.inference_weights)
     head, normalise = model.get_submodule("fc"), Normalisation.from_json(loaded.model["normalisation"])
     last: list[torch.Tensor] = []
-    list(model.children())[-2].register_forward_hook(lambda module, given, made: last.append(made))
+    list(model.children())[-2].register_forward_hook(lambda module, args, output: last.append(output))
     maps: dict[str, torch.Tensor] = {}
     for slide in planned:
         image = read_slide(slide, drawn)
@@ -243,16 +243,16 @@ def fit_mean_head(planned: list[ArchiveSlide], drawn: Path, checkpoint: Path, st
         F.cross_entropy(head(features), labels).backward()
         optimizer.step()
     tested = [slide for slide in planned if slide.split == "test"]
-    found, scored, truth = [], [], []
+    mean_scores, scored, truth = [], [], []
     for slide in tested:
         with torch.no_grad():
             logits = head(maps[slide.slide_id].permute(1, 2, 0))
-        found.append(float(logits.mean((0, 1)) @ torch.tensor([-1.0, 1.0])))
+        mean_scores.append(float(logits.mean((0, 1)) @ torch.tensor([-1.0, 1.0])))
         score = smoothed(logits.softmax(-1).permute(2, 0, 1).numpy())[1]
         focus, tissue = drawn_truth(slide, score.shape)
         scored.append(score[tissue])
         truth.append(focus[tissue])
-    slides = auroc(np.array(found), np.array([int(slide.spec.positive) for slide in tested]))
+    slides = auroc(np.array(mean_scores), np.array([int(slide.spec.positive) for slide in tested]))
     return {"slides": slides, "positions": _auroc_of_cells(np.concatenate(scored), np.concatenate(truth))}
 
 
@@ -277,19 +277,19 @@ def main() -> None:
     parser.add_argument("--maps", type=Path, metavar="PREDICTIONS")
     parser.add_argument("--mean-head", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--drawn", type=Path, metavar="SLIDES", help="the archive's slides, for --mean-head")
-    given = parser.parse_args()
-    planned = plan_archive(given.slides, given.size, given.archive_seed)
-    if given.maps is not None:
-        print(json.dumps(auroc_by_position(planned, given.maps)))
+    args = parser.parse_args()
+    planned = plan_archive(args.slides, args.size, args.archive_seed)
+    if args.maps is not None:
+        print(json.dumps(auroc_by_position(planned, args.maps)))
         return
-    if given.mean_head is not None:
-        print(json.dumps(fit_mean_head(planned, given.drawn, given.mean_head)))
+    if args.mean_head is not None:
+        print(json.dumps(fit_mean_head(planned, args.drawn, args.mean_head)))
         return
     with tempfile.TemporaryDirectory() as folder:
         splits = read_archive(planned, Path(folder))
     print({name: len(part.labels) for name, part in splits.items()}, flush=True)
     recipe = TaskRecipe.of_demo()
-    for seed in given.seed:
+    for seed in args.seed:
         print(json.dumps(compare(splits, recipe, seed, log=True)), flush=True)
 
 

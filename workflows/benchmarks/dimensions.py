@@ -69,17 +69,17 @@ def main() -> None:
     parser.add_argument("--branches", action="store_true")
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.plan is not None:
-        _real_rank(json.loads(given.plan), given.size, given.steps)
-    elif given.real:
-        _real(given.size, given.steps)
+    args = parser.parse_args()
+    if args.plan is not None:
+        _real_rank(json.loads(args.plan), args.size, args.steps)
+    elif args.real:
+        _real(args.size, args.steps)
     elif own_rank() is None or "HYFI_BENCHMARK" not in os.environ:
-        _start(4 if given.branches else 8, sys.argv[1:])
-    elif given.branches:
-        _branching_rank(given.steps)
+        _start(4 if args.branches else 8, sys.argv[1:])
+    elif args.branches:
+        _branching_rank(args.steps)
     else:
-        _sleeping_rank(given.out, given.steps)
+        _sleeping_rank(args.out, args.steps)
 
 
 def _start(ranks: int, arguments: list[str]) -> None:
@@ -117,15 +117,15 @@ def _timed(
 
 
 def _median(comm: Communicator, step: Any, steps: int) -> float:
-    found = []
+    seconds = []
     step()
     for _ in range(steps):
         comm.barrier()
         begin = time.perf_counter()
         step()
         comm.barrier()
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
 def _gathered(comm: Communicator, engine: Engine) -> list[TraceEvent] | None:
@@ -181,8 +181,8 @@ class SleepingInception(nn.Module):
         x = self.enter(x)
         for fan in self.fans:
             assert isinstance(fan, nn.ModuleList)
-            one, two, three, four = (branch(x) for branch in fan)
-            x = (one + two + three + four) / 4
+            a, b, c, d = (branch(x) for branch in fan)
+            x = (a + b + c + d) / 4
         logits: torch.Tensor = self.fc(x.mean((2, 3)))
         return logits
 
@@ -237,9 +237,9 @@ def _real(size_px: int, steps: int) -> None:
         arguments = ["--plan", json.dumps(plan.to_json()), "--size", str(size_px), "--steps", str(steps)]
         command = [*find().command(plan.ranks), sys.executable, "-m", "workflows.benchmarks.dimensions", *arguments]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        found = json.loads(done.stdout.strip().splitlines()[-1])
-        print(f"| {name} | " + " | ".join(str(item) for item in found) + " |", flush=True)
+        completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        cells = json.loads(completed.stdout.strip().splitlines()[-1])
+        print(f"| {name} | " + " | ".join(str(item) for item in cells) + " |", flush=True)
 
 
 def _real_rank(fields: dict[str, Any], size_px: int, steps: int) -> None:

@@ -33,10 +33,10 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=0.5)
     parser.add_argument("--fused-halo", default="2", help='a number, or "auto"')
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
-    fused = given.fused_halo if given.fused_halo == "auto" else int(given.fused_halo)
+    args = parser.parse_args()
+    fused = args.fused_halo if args.fused_halo == "auto" else int(args.fused_halo)
     torch.set_num_threads(1)
-    print(json.dumps(compare(given.model, given.size, given.delay_ms / 1e3, fused, given.rounds)), flush=True)
+    print(json.dumps(compare(args.model, args.size, args.delay_ms / 1e3, fused, args.rounds)), flush=True)
 
 
 def compare(name: str, size: int, delay_s: float, fused_halo: int | str, rounds: int) -> dict[str, object]:

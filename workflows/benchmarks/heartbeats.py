@@ -33,14 +33,14 @@ SIZE_PX, WIDTH, STEPS = 64, 8, 20
 @contextmanager
 def heartbeats(rate: float) -> Iterator[None]:
     """Context in which a thread sends ``rate`` heartbeats a second to a child process that reads them."""
-    mine, other = socket.socketpair()
+    mine, peer = socket.socketpair()
     reader = os.fork()
     if not reader:
         mine.close()
-        while other.recv(65536):
+        while peer.recv(65536):
             pass
         os._exit(0)
-    other.close()
+    peer.close()
     heart, ends = Heart(), threading.Event()
 
     def beat() -> None:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--rate", type=float, default=200.0)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     engine = hyfi_core.parallelize(
         resnet10(2, width=WIDTH),
@@ -79,18 +79,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     step_s(), step_s()
     without, with_beats = list[float](), list[float]()
-    for _ in range(given.rounds):
+    for _ in range(args.rounds):
         without += [step_s() for _ in range(STEPS)]
-        with heartbeats(given.rate):
+        with heartbeats(args.rate):
             with_beats += [step_s() for _ in range(STEPS)]
     plain_s, beaten_s = statistics.median(without), statistics.median(with_beats)
-    beat_s = (beaten_s - plain_s) / (given.rate * beaten_s)
+    beat_s = (beaten_s - plain_s) / (args.rate * beaten_s)
     print(
         json.dumps(
             {
                 "step_s": plain_s,
                 "step_with_beats_s": beaten_s,
-                "beats_per_s": given.rate,
+                "beats_per_s": args.rate,
                 "beat_s": beat_s,
                 "ratio_at_one_a_second": 1 + beat_s,
             }

@@ -32,20 +32,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder for slides and stores; default: a temporary folder")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--slide", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.slide is not None:
-        print(json.dumps(measure(given.slide, given.mpp, given.threads)))
+    args = parser.parse_args()
+    if args.slide is not None:
+        print(json.dumps(measure(args.slide, args.mpp, args.threads)))
         return
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         first = None
-        for size in given.size:
-            slide = write_slide(Path(folder) / f"{size}.svs", size, given.mpp)
+        for size in args.size:
+            slide = write_slide(Path(folder) / f"{size}.svs", size, args.mpp)
             command = [sys.executable, "-m", "workflows.benchmarks.ingest_memory", "--slide", str(slide)]
-            command += ["--threads", str(given.threads), "--mpp", str(given.mpp)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            first = first or found["growth_mb"]
-            print(json.dumps({"size_px": size, **found, "to_first": round(found["growth_mb"] / first, 3)}), flush=True)
+            command += ["--threads", str(args.threads), "--mpp", str(args.mpp)]
+            completed = subprocess.run(command, capture_output=True, text=True, check=True)
+            measured = json.loads(completed.stdout.splitlines()[-1])
+            first = first or measured["growth_mb"]
+            print(
+                json.dumps({"size_px": size, **measured, "to_first": round(measured["growth_mb"] / first, 3)}),
+                flush=True,
+            )
             slide.unlink()
 
 

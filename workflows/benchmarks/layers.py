@@ -44,54 +44,58 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.way is not None:
-        _rank(given)
+    args = parser.parse_args()
+    if args.way is not None:
+        _rank(args)
         return
-    for way in given.ways:
-        command = [*find().command(given.stages), sys.executable, "-m", "workflows.benchmarks.layers", "--way", way]
+    for way in args.ways:
+        command = [*find().command(args.stages), sys.executable, "-m", "workflows.benchmarks.layers", "--way", way]
         for name in ("depth", "filters", "stages", "size"):
-            command += [f"--{name}", str(getattr(given, name))]
+            command += [f"--{name}", str(getattr(args, name))]
         subprocess.run(command, env=os.environ | RANK_SETTINGS | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
-def _rank(given: argparse.Namespace) -> None:
+def _rank(args: argparse.Namespace) -> None:
     comm = hyfi_core.init()
     torch.manual_seed(0)
-    shape = (given.stages, 3, given.size, given.size)
-    plan = ParallelPlan(((1, 1),) * given.stages, "auto", given.stages, "1f1b")
+    shape = (args.stages, 3, args.size, args.size)
+    plan = ParallelPlan(((1, 1),) * args.stages, "auto", args.stages, "1f1b")
     F.conv2d(torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 3, 3))  # what the first convolution loads
     before = resident_bytes()
     forget_peak()
-    model = amoebanet_d(CLASSES, given.depth, given.filters)
-    released = given.way == "released"
+    model = amoebanet_d(CLASSES, args.depth, args.filters)
+    released = args.way == "released"
     engine = hyfi_core.parallelize(
         model, shape, plan, comm, optimizer=lambda p: torch.optim.AdamW(p), verify=False, release=released
     )
-    images, labels = torch.randn(shape), torch.zeros(given.stages, dtype=torch.long)
+    images, labels = torch.randn(shape), torch.zeros(args.stages, dtype=torch.long)
     for _ in range(STEPS):
         engine.accumulate(images, labels)
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         engine.update()
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
     states = [t for state in engine.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    held = {"weights": sum(t.nbytes for t in tensors), "gradients": gradients, "moments": sum(t.nbytes for t in states)}
+    tensor_bytes = {
+        "weights": sum(t.nbytes for t in tensors),
+        "gradients": gradients,
+        "moments": sum(t.nbytes for t in states),
+    }
     return_freed_now()
     grown, peak = resident_bytes() - before, peak_bytes() - before
-    own = _stage_bytes(given, engine.plan, comm.rank)
-    found: dict[str, Any] = {"way": given.way, "rank": comm.rank}
-    found |= {f"{name}_mb": count for name, count in held.items()}
-    found |= {"held_mb": sum(held.values()), "stage_mb": own, "growth_mb": grown, "peak_growth_mb": peak}
-    lines = comm.gather_objects({k: round(v / 1e6, 1) if k.endswith("_mb") else v for k, v in found.items()})
+    own = _stage_bytes(args, engine.plan, comm.rank)
+    facts: dict[str, Any] = {"way": args.way, "rank": comm.rank}
+    facts |= {f"{name}_mb": count for name, count in tensor_bytes.items()}
+    facts |= {"held_mb": sum(tensor_bytes.values()), "stage_mb": own, "growth_mb": grown, "peak_growth_mb": peak}
+    lines = comm.gather_objects({k: round(v / 1e6, 1) if k.endswith("_mb") else v for k, v in facts.items()})
     for line in lines or ():
         print(json.dumps({**line, "held_to_stage": round(line["held_mb"] / line["stage_mb"], 3)}), flush=True)
 
 
-def _stage_bytes(given: argparse.Namespace, plan: ParallelPlan, stage: int) -> int:
+def _stage_bytes(args: argparse.Namespace, plan: ParallelPlan, stage: int) -> int:
     """Return the bytes of a stage's weights and buffers, and of a gradient and two moments of its weights."""
     with torch.device("meta"):
-        model = amoebanet_d(CLASSES, given.depth, given.filters)
-    program = capture(model, (1, 3, given.size, given.size), torch.float32)
+        model = amoebanet_d(CLASSES, args.depth, args.filters)
+    program = capture(model, (1, 3, args.size, args.size), torch.float32)
     assert plan.cuts != "auto"
     part = cut_program(program, program.outputs, plan.cuts)[stage].program
     weights, buffers = (sum(value_bytes(program, name) for name in names) for names in (part.parameters, part.buffers))

@@ -100,7 +100,7 @@ Row = dict[str, str]
 def networks() -> Iterator[tuple[str, Make]]:
     """Yield (package/name, maker) of the networks of installed packages, alternating between packages."""
     sources: list[list[tuple[str, Make]]] = []
-    for package, place, names, make in (
+    for package, module_name, names, make in (
         ("timm", "timm", TIMM, _timm),
         ("torchvision", "torchvision.models", TORCHVISION, _torchvision),
         ("pytorchcv", "pytorchcv.model_provider", PYTORCHCV, _cv),
@@ -108,7 +108,7 @@ def networks() -> Iterator[tuple[str, Make]]:
         ("monai", "monai.networks.nets", MONAI, _monai),
     ):
         try:
-            module = importlib.import_module(place)
+            module = importlib.import_module(module_name)
         except ImportError:
             continue
         sources.append([(f"{package}/{name}", functools.partial(make, module, name)) for name in names.split()])
@@ -229,10 +229,10 @@ def small_size(make: Make) -> str:
         return f"impossible: {reason}"
     try:
         program = capture(model, shape, torch.float64)
-        found = trained(model, program, images, labels)
+        gradients = trained(model, program, images, labels)
     except RequestError as error:
         return f"refused: {str(error)[:300]}"
-    largest = worst(found, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
+    largest = worst(gradients, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
     return f"{'exact' if largest <= TOLERANCE else 'wrong'} {largest:.1e} at {shape[2]} px"
 
 
@@ -251,26 +251,26 @@ def trained(model: nn.Module, program: Program, images: torch.Tensor, labels: to
         engine.accumulate(images, labels)
         return engine.gather_gradients()
 
-    with mock.patch("hyfi_core.runtime.subject.capture", lambda *given: program):
+    with mock.patch("hyfi_core.runtime.subject.capture", lambda *args: program):
         gradients: dict[str, torch.Tensor] = run_ranks(len(copies), body)[0]
     return gradients
 
 
-def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+def worst(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Return the largest error of a gradient relative to its norm, or to 1/1000 of the norm of all gradients."""
-    if set(found) != set(wanted):
+    if set(gradients) != set(expected):
         return float("inf")
-    everything = torch.cat([g.flatten() for g in wanted.values()]).norm()
-    return max(float((found[n] - g).norm() / max(g.norm(), 1e-3 * everything)) for n, g in wanted.items())
+    everything = torch.cat([g.flatten() for g in expected.values()]).norm()
+    return max(float((gradients[n] - g).norm() / max(g.norm(), 1e-3 * everything)) for n, g in expected.items())
 
 
-def in_child(what: Callable[[Make], str], make: Make, limit_s: float) -> str:
+def in_child(check: Callable[[Make], str], make: Make, limit_s: float) -> str:
     """Return the outcome of ``what(make)`` in a child process; hanging or crashing is an outcome, too."""
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def run() -> None:
         try:
-            sender.send(what(make))
+            sender.send(check(make))
         except Exception as error:
             sender.send(f"failed: {_first_line(error)}")
 
@@ -296,27 +296,27 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=Path, help="JSON lines: results, read and appended")
     parser.add_argument("--again", default="", help="run networks with this outcome again, such as refused")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # failures are reported as outcomes
-    rows = _read(given.rows)
+    rows = _read(args.rows)
     began = time.monotonic()
     for name, make in networks():
-        if not fnmatch.fnmatch(name, given.only) or time.monotonic() - began > given.seconds:
+        if not fnmatch.fnmatch(name, args.only) or time.monotonic() - began > args.seconds:
             continue
-        old = rows.get(name)
-        if old is None or (given.again and given.again in (_outcome(old["full"]), _outcome(old["small"]))):
-            found = {
-                what: in_child(run, make, given.limit) for what, run in (("full", full_size), ("small", small_size))
+        former = rows.get(name)
+        if former is None or (args.again and args.again in (_outcome(former["full"]), _outcome(former["small"]))):
+            outcomes = {
+                mode: in_child(run, make, args.limit) for mode, run in (("full", full_size), ("small", small_size))
             }
-            rows[name] = {"name": name, **found}
-            if given.rows is not None:
-                with given.rows.open("a") as file:
+            rows[name] = {"name": name, **outcomes}
+            if args.rows is not None:
+                with args.rows.open("a") as file:
                     file.write(json.dumps(rows[name]) + "\n")
         print(f"{name:40} {rows[name]['full'][:160]:12} {rows[name]['small']}", flush=True)
-    for what in ("full", "small"):
-        counts = collections.Counter(_outcome(row[what]) for row in rows.values())
-        print(f"{what}: " + ", ".join(f"{count} {found}" for found, count in sorted(counts.items())), flush=True)
+    for mode in ("full", "small"):
+        counts = collections.Counter(_outcome(row[mode]) for row in rows.values())
+        print(f"{mode}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())), flush=True)
 
 
 def _outcome(result: str) -> str:

@@ -54,15 +54,15 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.2, help="fraction of loading and validation in an inline step")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--latency-ms", type=float, default=5.0, help="of the store that is far away")
-    given = parser.parse_args()
-    if given.steps < WARM + 2 * EVERY_STEPS:
-        parser.error(f"--steps {given.steps}: the first {WARM} warm up; {WARM + 2 * EVERY_STEPS} or more are needed")
+    args = parser.parse_args()
+    if args.steps < WARM + 2 * EVERY_STEPS:
+        parser.error(f"--steps {args.steps}: the first {WARM} warm up; {WARM + 2 * EVERY_STEPS} or more are needed")
     with (
         tempfile.TemporaryDirectory(prefix="hyfi-offload-") as folder,
-        running_server(Path(folder), given.latency_ms) as address,
+        running_server(Path(folder), args.latency_ms) as address,
     ):
-        result = compare(Path(folder), address, given.size, given.steps, given.share, given.rounds)
-        print(json.dumps({**result, "latency_ms": given.latency_ms}, indent=2))
+        result = compare(Path(folder), address, args.size, args.steps, args.share, args.rounds)
+        print(json.dumps({**result, "latency_ms": args.latency_ms}, indent=2))
 
 
 def compare(folder: Path, address: str, size_px: int, steps: int, share: float, rounds: int) -> dict[str, Any]:
@@ -78,8 +78,8 @@ def compare(folder: Path, address: str, size_px: int, steps: int, share: float, 
             ("offload_all", "offload_all"),
             ("offload_far", "offload_all"),
         ):
-            place = f"{address}/store" if name == "offload_far" else str(store)
-            run = OffloadRun(folder / f"{name}-{turn}", place, size_px, steps, design, compute_s, load_s)
+            store_address = f"{address}/store" if name == "offload_far" else str(store)
+            run = OffloadRun(folder / f"{name}-{turn}", store_address, size_px, steps, design, compute_s, load_s)
             runs.setdefault(name, []).append(run.go(pure=name == "pure"))
         for design in ("inline", "offload_all"):
             run = OffloadRun(

@@ -61,15 +61,15 @@ def preparing(
         passes: How often they are prepared.
         at_a_time: Images that the worker reads at a time.
     """
-    whole, found = Box.of_size(*size_px), []
-    pool = DecodePool(samples, 1, slots=AHEAD, slot_bytes=3 * whole.area, start=start_on_a_core, at_a_time=at_a_time)
+    extent, measured = Box.of_size(*size_px), []
+    pool = DecodePool(samples, 1, slots=AHEAD, slot_bytes=3 * extent.area, start=start_on_a_core, at_a_time=at_a_time)
     try:
-        _prepare(pool, [0], whole)  # a worker has started, and connected
+        _prepare(pool, [0], extent)  # a worker has started, and connected
         for _ in range(passes):
             begin, used = time.perf_counter(), _cpu_s(pool)
-            _prepare(pool, range(1, count), whole)
-            found.append(Preparing(time.perf_counter() - begin, max(_TICK_S, _cpu_s(pool) - used)))
-        return found
+            _prepare(pool, range(1, count), extent)
+            measured.append(Preparing(time.perf_counter() - begin, max(_TICK_S, _cpu_s(pool) - used)))
+        return measured
     finally:
         pool.close()
 
@@ -87,12 +87,12 @@ def cpu_s(pid: int) -> float:
     return (int(user) + int(system)) * _TICK_S
 
 
-def _prepare(pool: DecodePool, images: Sequence[int], whole: Box) -> None:
+def _prepare(pool: DecodePool, images: Sequence[int], extent: Box) -> None:
     """Prepare images in order, as many ahead as the pool has slots."""
     submitted = 0
     for number in range(len(images)):
         while submitted < len(images) and pool.has_free_slot:
-            pool.submit(submitted, 0, images[submitted], (whole,))
+            pool.submit(submitted, 0, images[submitted], (extent,))
             submitted += 1
         while pool.parts(number) is None:
             if not pool.collect():

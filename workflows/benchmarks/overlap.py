@@ -44,9 +44,9 @@ class SleepingConvolution(Convolution):
 
     seconds: ClassVar[float] = 0.0
 
-    def _convolve(self, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def _convolve(self, tensor: torch.Tensor, *bias: Any) -> torch.Tensor:
         time.sleep(self.seconds if tensor.shape[3] > 1 else 0.0)
-        return super()._convolve(tensor, *rest)
+        return super()._convolve(tensor, *bias)
 
     def _differentiate(self, back: Any, mask: Any) -> Any:
         time.sleep(sum(mask[:2]) * self.seconds if back.saved.seen.shape[3] > 1 else 0.0)
@@ -60,10 +60,10 @@ def main() -> None:
     parser.add_argument("--latency-ms", type=float, default=4.0)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--resting-ms", type=float, default=0.0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     if "HYFI_OVERLAP_RANK" in os.environ:
-        SleepingConvolution.seconds = given.resting_ms / 1000
-        _compare(given.size, given.latency_ms / 1000, given.steps)
+        SleepingConvolution.seconds = args.resting_ms / 1000
+        _compare(args.size, args.latency_ms / 1000, args.steps)
         return
     environment = os.environ | {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "HYFI_OVERLAP_RANK": "1"}
     command = [*find().command(2), sys.executable, "-m", "workflows.benchmarks.overlap", *sys.argv[1:]]
@@ -73,11 +73,11 @@ def main() -> None:
 def _compare(size: int, latency_s: float, steps: int) -> None:
     comm, latency = hyfi_core.init(), Latency(0.0)
     runs = {on: _runs(DelayedCommunicator(comm, latency), size, on) for on in (True, False)}
-    for what in ("forward", "step"):
-        found = {on: _measured(runs[on][what], latency, latency_s, comm, steps) for on in (True, False)}
-        line = {"what": what, "size_px": size, "latency_ms": latency_s * 1000, "seconds": found[True]["seconds"]}
+    for phase in ("forward", "step"):
+        measured = {on: _measured(runs[on][phase], latency, latency_s, comm, steps) for on in (True, False)}
+        line = {"what": phase, "size_px": size, "latency_ms": latency_s * 1000, "seconds": measured[True]["seconds"]}
         for key in ("hidden", "left_in_step"):
-            line |= {key: found[True][key], f"{key}_without_overlap": found[False][key]}
+            line |= {key: measured[True][key], f"{key}_without_overlap": measured[False][key]}
         if comm.rank == 0:
             print(json.dumps({key: round(x, 3) if isinstance(x, float) else x for key, x in line.items()}), flush=True)
 

@@ -98,14 +98,14 @@ def _curves(metrics: Path) -> Image.Image:
     font = ImageFont.load_default(19 * SCALE)
     last, top = losses[-1][0], max(loss for _, loss in losses)
 
-    def place(step: float, value: float, most: float) -> tuple[float, float]:
+    def point_at(step: float, value: float, most: float) -> tuple[float, float]:
         return edge + step / last * (side - 2 * edge), side - edge - value / most * (side - 2 * edge)
 
     draw.line([(edge, edge), (edge, side - edge), (side - edge, side - edge)], SOFT, SCALE)
-    draw.line([place(step, loss, top) for step, loss in losses], ACCENT, 2 * SCALE)
-    draw.line([place(step, value, 1.0) for step, value in aurocs], SECOND, 3 * SCALE)
+    draw.line([point_at(step, loss, top) for step, loss in losses], ACCENT, 2 * SCALE)
+    draw.line([point_at(step, value, 1.0) for step, value in aurocs], SECOND, 3 * SCALE)
     for step, value in aurocs:
-        x, y = place(step, value, 1.0)
+        x, y = point_at(step, value, 1.0)
         draw.ellipse((x - 5 * SCALE, y - 5 * SCALE, x + 5 * SCALE, y + 5 * SCALE), SECOND)
     draw.text((edge + 12, edge * 0.3), f"loss (0 to {top:.1f})", ACCENT, font)
     draw.text((side * 0.55, edge * 0.3), "AUROC (0 to 1)", SECOND, font)

@@ -186,11 +186,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     sides = {"free": (0.0, True), "overlapped": (LINK_S, True), "after": (LINK_S, False)}
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    seconds_of: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():
-            found[name].append(_step_s(*side))
-    seconds = {name: statistics.median(times) for name, times in found.items()}
+            seconds_of[name].append(_step_s(*side))
+    seconds = {name: statistics.median(times) for name, times in seconds_of.items()}
     hidden = 1.0 - (seconds["overlapped"] - seconds["free"]) / (seconds["after"] - seconds["free"])
     print(json.dumps({**{f"{k}_s": round(v, 3) for k, v in seconds.items()}, "hidden": round(hidden, 3)}))
 

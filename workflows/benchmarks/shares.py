@@ -38,12 +38,12 @@ def main() -> None:
     parser.add_argument("--slower", type=float, default=3.0)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
-    given = parser.parse_args()
-    sleeps, half = (SAMPLE_S, given.slower * SAMPLE_S), given.batch // 2
-    shares = apportion(given.batch, run_ranks(2, lambda comm: _pace(comm, sleeps))[0])
-    sides = {"alone": (given.batch,), "equal": (given.batch - half, half), "by_speed": shares}
-    seconds = {name: _step_s(side, sleeps, given.steps) for name, side in sides.items()}
-    least = seconds["alone"] / (1 + 1 / given.slower)
+    args = parser.parse_args()
+    sleeps, half = (SAMPLE_S, args.slower * SAMPLE_S), args.batch // 2
+    shares = apportion(args.batch, run_ranks(2, lambda comm: _pace(comm, sleeps))[0])
+    sides = {"alone": (args.batch,), "equal": (args.batch - half, half), "by_speed": shares}
+    seconds = {name: _step_s(side, sleeps, args.steps) for name, side in sides.items()}
+    least = seconds["alone"] / (1 + 1 / args.slower)
     ratios = {f"by_speed_to_{name}": round(seconds["by_speed"] / seconds[name], 3) for name in ("alone", "equal")}
     steps = {f"{name}_s": round(value, 4) for name, value in seconds.items()}
     print(json.dumps({"shares": shares, **steps, **ratios, "by_speed_to_least": round(seconds["by_speed"] / least, 3)}))

@@ -46,21 +46,21 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--validations", type=int, default=4)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
-        _rank(given)
+    args = parser.parse_args()
+    if args.rank:
+        _rank(args)
     else:
         command = [sys.executable, "-m", "workflows.benchmarks.snapshot", *sys.argv[1:], "--rank"]
         raise SystemExit(subprocess.run([*find().command(2), *command]).returncode)
 
 
-def _rank(given: argparse.Namespace) -> None:
+def _rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     world = hyfi_core.init()
     group = world.split(world.rank, world.rank)
     assert group is not None
-    engine, step_s = _trainer(given, group) if world.rank == 0 else (None, 0.0)
-    seconds = 2 * given.every * float(world.broadcast_object(step_s))
+    engine, step_s = _trainer(args, group) if world.rank == 0 else (None, 0.0)
+    seconds = 2 * args.every * float(world.broadcast_object(step_s))
     policies: tuple[Policy, ...] = ("all", "latest")
     for policy in policies:
         if engine is None:
@@ -70,16 +70,16 @@ def _rank(given: argparse.Namespace) -> None:
             service.serve()
         else:
             world.barrier()
-            print(json.dumps(measure(engine, ValidationClient(world, 1, policy), policy, given)), flush=True)
+            print(json.dumps(measure(engine, ValidationClient(world, 1, policy), policy, args)), flush=True)
 
 
-def _trainer(given: argparse.Namespace, group: Communicator) -> tuple[Engine, float]:
+def _trainer(args: argparse.Namespace, group: Communicator) -> tuple[Engine, float]:
     """Return an engine and the median seconds of a step."""
     torch.manual_seed(0)
-    model = getattr(resnet, given.model)(2).to(memory_format=torch.channels_last)
+    model = getattr(resnet, args.model)(2).to(memory_format=torch.channels_last)
     engine = hyfi_core.parallelize(
         model,
-        (1, 3, given.size, given.size),
+        (1, 3, args.size, args.size),
         hyfi_core.ParallelPlan(grids=((1, 1),)),
         group,
         loss=F.cross_entropy,
@@ -88,7 +88,7 @@ def _trainer(given: argparse.Namespace, group: Communicator) -> tuple[Engine, fl
     times = []
     for _ in range(6):
         start_s = time.perf_counter()
-        _step(engine, given.size)
+        _step(engine, args.size)
         times.append(time.perf_counter() - start_s)
     return engine, statistics.median(times[1:])
 
@@ -98,38 +98,38 @@ def _step(engine: Engine, size: int) -> None:
     engine.train_step(images, torch.tensor([1]))
 
 
-def measure(engine: Engine, client: ValidationClient, policy: Policy, given: argparse.Namespace) -> dict[str, Any]:
+def measure(engine: Engine, client: ValidationClient, policy: Policy, args: argparse.Namespace) -> dict[str, Any]:
     """Train and validate with one policy; return the ratios."""
     submitting_s = waiting_s = 0.0
     steps: list[int] = []
     start_s = time.perf_counter()
-    for step in range(1, given.every * given.validations + 1):
-        _step(engine, given.size)
+    for step in range(1, args.every * args.validations + 1):
+        _step(engine, args.size)
         before_s = time.perf_counter()
-        if step % given.every == 0:
+        if step % args.every == 0:
             while policy == "all" and client.waiting >= QUEUE:
                 time.sleep(1e-3)
-                steps += [done for done, _ in client.collect()]
+                steps += [validated for validated, _ in client.collect()]
             waiting_s += time.perf_counter() - before_s
             before_s = time.perf_counter()
             state = engine.gather_state_dict()
             assert state is not None
             client.submit(step, state, lambda: False)
-        steps += [done for done, _ in client.collect()]
+        steps += [validated for validated, _ in client.collect()]
         submitting_s += time.perf_counter() - before_s
     train_s = time.perf_counter() - start_s
     client.drain(lambda: False)
-    steps += [done for done, _ in client.collect()]
+    steps += [validated for validated, _ in client.collect()]
     client.close(stopped=False)
-    between_s = (train_s - waiting_s) / given.validations
+    between_s = (train_s - waiting_s) / args.validations
     return {
         "policy": policy,
         "between_validations_s": round(between_s, 3),
-        "snapshot_s": round(submitting_s / given.validations, 4),
-        "snapshot_share": round(submitting_s / given.validations / between_s, 4),
-        "wait_share": round(waiting_s / given.validations / between_s, 3),
+        "snapshot_s": round(submitting_s / args.validations, 4),
+        "snapshot_share": round(submitting_s / args.validations / between_s, 4),
+        "wait_share": round(waiting_s / args.validations / between_s, 3),
         "validated": steps,
-        "of": given.validations,
+        "of": args.validations,
     }
 
 

@@ -64,19 +64,19 @@ def main() -> None:
     )
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
-    given = parser.parse_args()
-    if given.side and given.memory:
-        _report_memory(given.side, given.model, given.size[0])
+    args = parser.parse_args()
+    if args.side and args.memory:
+        _report_memory(args.side, args.model, args.size[0])
         return
-    if given.side:
-        _report(_side(given.side, given.model, given.size[0]), given.steps)
+    if args.side:
+        _report(_side(args.side, args.model, args.size[0]), args.steps)
         return
-    for size in given.size:
-        if given.memory:
-            print(json.dumps(_memory(given.model, size, given.sides)), flush=True)
+    for size in args.size:
+        if args.memory:
+            print(json.dumps(_memory(args.model, size, args.sides)), flush=True)
             continue
-        settings = RANK_SETTINGS | (KEEP_MEMORY if given.keep_memory else {})
-        print(json.dumps(compare(given.model, size, given.rounds, given.steps, settings, given.sides)), flush=True)
+        settings = RANK_SETTINGS | (KEEP_MEMORY if args.keep_memory else {})
+        print(json.dumps(compare(args.model, size, args.rounds, args.steps, settings, args.sides)), flush=True)
 
 
 def compare(
@@ -85,10 +85,10 @@ def compare(
     """Return times of all sides, which alternate so that other processes disturb all of them."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
-        for side, found in seconds.items():
-            found += _run(side, model, size, steps, settings)
+        for side, times in seconds.items():
+            times += _run(side, model, size, steps, settings)
     result: dict[str, object] = {"model": model, "size_px": size}
-    result |= {f"{side}_s": round(min(found), 3) for side, found in seconds.items()}
+    result |= {f"{side}_s": round(min(times), 3) for side, times in seconds.items()}
     engine_sides = [side for side in sides if side not in ("plain", "as_started")]
     pairs = [(side, "plain") for side in engine_sides] + [("two_ranks", "as_started")]
     for ours, theirs in (pair for pair in pairs if {*pair} <= {*sides}):
@@ -116,8 +116,8 @@ def _run(
     environment = {name: value for name, value in os.environ.items() if name not in RANK_SETTINGS | KEEP_MEMORY}
     environment |= {"OMP_NUM_THREADS": str(max(1, 2 // ranks))} | ({} if side == "as_started" else settings)
     start = find().command(ranks) if ranks > 1 else []
-    done = subprocess.run([*start, *command], env=environment, capture_output=True, text=True, check=True)
-    lists = [json.loads(found) for found in re.findall(r"\[.*?\]", done.stdout)]
+    completed = subprocess.run([*start, *command], env=environment, capture_output=True, text=True, check=True)
+    lists = [json.loads(numbers) for numbers in re.findall(r"\[.*?\]", completed.stdout)]
     return [max(of) for of in zip(*lists, strict=True)]  # times are printed by one rank, memory by all
 
 

@@ -71,7 +71,7 @@ def measure(path: Path, folder: Path, runs: int) -> None:
     source = open_source(path)
     mpp = sum(source.mpp or (1.0, 1.0)) / 2
     size = source.levels[0]
-    whole = size.height_px * size.width_px / 1e6
+    megapixels = size.height_px * size.width_px / 1e6
     region = _region(size.height_px, size.width_px)
     pixels = np.ascontiguousarray(source.read(region, 0).transpose(2, 0, 1))
     source.close()
@@ -80,11 +80,11 @@ def measure(path: Path, folder: Path, runs: int) -> None:
     full = IngestOptions(mpp=mpp)
     kinds = {"ingest to zstd": full, "ingest --lossless": IngestOptions(mpp=mpp, lossless=True)}
     ours = {
-        name: _timed(name, runs, whole, folder, functools.partial(_ingest, path, options=o))
+        name: _timed(name, runs, megapixels, folder, functools.partial(_ingest, path, options=o))
         for name, o in kinds.items()
     }
     writer = _timed("our writer, from memory", runs, region.area / 1e6, folder, lambda out: _write(pixels, out))
-    vips = _timed("libvips tiffsave", runs, whole, folder, lambda out: _vips(path, out / "vips.tif"))
+    vips = _timed("libvips tiffsave", runs, megapixels, folder, lambda out: _vips(path, out / "vips.tif"))
     ome = _timed("ome-zarr-py", runs, region.area / 1e6, folder, lambda out: _ome_zarr(pixels, out))
     for timing, rival in (
         (ours["ingest to zstd"], vips),
@@ -191,8 +191,8 @@ def _reading(path: Path, region: Box, runs: int) -> None:
         print("tensorstore: not installed")
         return
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path / "0")}}
-    other = tensorstore.open(spec, open=True).result()
-    _compare(ours, _timed_read("read, tensorstore", runs, region, lambda: other[(slice(None), *box)].read().result()))
+    opened = tensorstore.open(spec, open=True).result()
+    _compare(ours, _timed_read("read, tensorstore", runs, region, lambda: opened[(slice(None), *box)].read().result()))
 
 
 def _timed_read(name: str, runs: int, region: Box, work: Callable[[], object]) -> Timing:

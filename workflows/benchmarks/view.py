@@ -105,17 +105,17 @@ def _places(about: dict[str, Any], levels: Sequence[int], count: int) -> Iterato
 def _fetch(pid: int, addresses: Sequence[str]) -> Served:
     parts = urlsplit(addresses[0])
     connection = HTTPConnection(parts.hostname or "", parts.port)
-    before, taken = cpu_s(pid), []
+    before, times_ms = cpu_s(pid), []
     for address in addresses:
         start = time.perf_counter()
         connection.request("GET", urlsplit(address).path)
         answer = connection.getresponse()
         data = answer.read()
-        taken.append(1e3 * (time.perf_counter() - start))
+        times_ms.append(1e3 * (time.perf_counter() - start))
         if answer.status != 200 or not data:
             raise SystemExit(f"{address}: {answer.status} {data[:200]!r}")
     connection.close()
-    return Served(taken, cpu_s(pid) - before)
+    return Served(times_ms, cpu_s(pid) - before)
 
 
 def draw(folder: Path, side_px: int) -> Path:

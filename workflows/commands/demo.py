@@ -71,7 +71,7 @@ def run(out: Path, as_json: bool, archive: Archive | None = None, overrides: Seq
         say(f"hyfi demo: {error}; the same command continues from there")
         return error.code
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    _mark(out, parameters, done=True)
+    _mark(out, parameters, finished=True)
     _print(summary)
     if as_json:
         emit_json(summary)
@@ -86,17 +86,17 @@ def _prepare(out: Path, parameters: dict[str, Any]) -> None:
         before = json.loads((out / MARKER).read_text())
         if before["done"] or before["parameters"] != parameters:
             # Rename before removing: a partly removed folder must not be taken for an unfinished demo.
-            old = out.with_name(f".{out.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            out.rename(old)
-            shutil.rmtree(old)
+            former = out.with_name(f".{out.name}.old")
+            shutil.rmtree(former, ignore_errors=True)
+            out.rename(former)
+            shutil.rmtree(former)
     out.mkdir(parents=True, exist_ok=True)
-    _mark(out, parameters, done=False)
+    _mark(out, parameters, finished=False)
 
 
-def _mark(out: Path, parameters: dict[str, Any], done: bool) -> None:
+def _mark(out: Path, parameters: dict[str, Any], finished: bool) -> None:
     temporary = out / f"{MARKER}.tmp"
-    temporary.write_text(json.dumps({"done": done, "parameters": parameters}))
+    temporary.write_text(json.dumps({"done": finished, "parameters": parameters}))
     temporary.replace(out / MARKER)
 
 
@@ -156,8 +156,8 @@ class _Demo:
         from workflows.tasks.class_metrics import metrics_of_probabilities
 
         column = f"p_{self.archive.positive}"
-        found = {row["slide_id"]: row for row in _rows(self.predictions / "predictions.csv")}
-        pairs = [(row, found[row["slide_id"]]) for row in self.held_out()]
+        predicted = {row["slide_id"]: row for row in _rows(self.predictions / "predictions.csv")}
+        pairs = [(row, predicted[row["slide_id"]]) for row in self.held_out()]
         positive = torch.tensor([float(predicted[column]) for _, predicted in pairs], dtype=torch.float64)
         targets = torch.tensor([row[self.archive.target] == self.archive.positive for row, _ in pairs]).long()
         metrics = metrics_of_probabilities(torch.stack([1 - positive, positive], dim=1), targets)

@@ -71,11 +71,11 @@ def _line(finding: Finding) -> str:
 def _tried(name: str, check: Callable[[], Finding | str], mend: str) -> Finding:
     """Run a check: returned text is the detail of a success, an exception is a failure."""
     try:
-        found = check()
+        outcome = check()
     except Exception as error:
         reason = str(error).strip() or type(error).__name__
         return Finding(name, False, reason.splitlines()[-1], mend)
-    return found if isinstance(found, Finding) else Finding(name, True, found)
+    return outcome if isinstance(outcome, Finding) else Finding(name, True, outcome)
 
 
 def _python() -> str:
@@ -96,8 +96,8 @@ def _torch() -> str:
 def _mpiexec() -> str:
     from workflows.launch import mpiexec
 
-    found = mpiexec.find()
-    return f"{found.flavour} ({found.path})"
+    launcher = mpiexec.find()
+    return f"{launcher.flavour} ({launcher.path})"
 
 
 def _halo() -> str:
@@ -106,10 +106,10 @@ def _halo() -> str:
     It starts ranks of its own, also if this process is a task of ``srun`` or ``mpiexec``.
     """
     probe, alone = [sys.executable, "-m", "workflows.commands.bench.halo_probe"], child_environment()
-    done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env=alone)
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr.strip() or f"ended with code {done.returncode}")
-    result = json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env=alone)
+    if completed.returncode != 0:
+        raise RuntimeError(completed.stderr.strip() or f"ended with code {completed.returncode}")
+    result = json.loads(completed.stdout.splitlines()[-1])
     return f"two ranks agree with one process, over {result['mpi']} (largest difference {result['difference']:.0e})"
 
 
@@ -191,12 +191,12 @@ def _threads() -> Finding | str:
         f"{name}={value}" for name, value in (RANK_SETTINGS | os.environ).items() if name in RANK_SETTINGS
     )
     cores = usable_cores()
-    found = f"{cores} cores for this process; {settings}; ranks get {ranks}; transparent huge pages: {_huge_pages()}"
+    detail = f"{cores} cores for this process; {settings}; ranks get {ranks}; transparent huge pages: {_huge_pages()}"
     excess = describe_excess_threads(torch.get_num_threads(), cores)
     if excess is None:
-        return found
-    now, _, mend = excess.partition("; ")
-    return Finding("threads", False, f"{now}; {found}", mend, essential=False)
+        return detail
+    excess_text, _, mend = excess.partition("; ")
+    return Finding("threads", False, f"{excess_text}; {detail}", mend, essential=False)
 
 
 def _huge_pages() -> str:

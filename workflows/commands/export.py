@@ -69,8 +69,8 @@ def _export(slide: Path, out: Path, progress: Callable[[int], None]) -> dict[str
     slide_id = slide.name.removesuffix(".zarr")
     threads = usable_cores()
     try:
-        new = export_ngff04(slide, out, threads, progress)
-        row = {"status": _DONE if new else _BEFORE, "reason": ""}
+        is_new = export_ngff04(slide, out, threads, progress)
+        row = {"status": _DONE if is_new else _BEFORE, "reason": ""}
     except StoreError as error:
         row = {"status": _FAILED, "reason": str(error)}
     except OSError as error:

@@ -91,11 +91,11 @@ def _slides(store: Path, request: FeatureRequest) -> list[str]:
         except StoreError:
             return ()  # named when it is its turn
 
-    known = {name: levels for name, levels in zip(names, each(levels_of, names, store), strict=True) if levels}
-    for name, levels in known.items():
+    levels_by_name = {name: levels for name, levels in zip(names, each(levels_of, names, store), strict=True) if levels}
+    for name, levels in levels_by_name.items():
         plane_of(levels, request.tiling.mpp, name)
-    if request.tiling.mpp is None and known:
-        finest = {name: sum(levels[0].mpp) / 2 for name, levels in known.items()}
+    if request.tiling.mpp is None and levels_by_name:
+        finest = {name: sum(levels[0].mpp) / 2 for name, levels in levels_by_name.items()}
         least, most = min(finest, key=finest.__getitem__), max(finest, key=finest.__getitem__)
         if finest[most] / finest[least] - 1 > _LARGEST_DIFFERENCE:
             raise RequestError(

@@ -138,8 +138,8 @@ def _ingest_as_rank(arguments: IngestArguments) -> int:
     comm = join()
     plan = agree(comm, lambda: _planned(request, arguments) if comm.rank == 0 else None)
     if arguments.dry_run:
-        found = None if plan is None else _dry_run(plan, request, workers * comm.size, arguments.as_json)
-        return int(comm.broadcast_object(found))
+        exit_code = None if plan is None else _dry_run(plan, request, workers * comm.size, arguments.as_json)
+        return int(comm.broadcast_object(exit_code))
     run_ingest = partial(
         ingest_together,
         request,
@@ -208,10 +208,10 @@ class _ByteProgress:
         self._name = outcome.record.slide_id
 
     def progress(self, shares: Sequence[float]) -> None:
-        done = self._pace.done(shares)
-        steps = round(done * len(self._pace.jobs), 2)
+        fraction = self._pace.done(shares)
+        steps = round(fraction * len(self._pace.jobs), 2)
         if steps > self._steps:
-            note = ", ".join(text for text in (self._pace.text(done), self._name) if text)
+            note = ", ".join(text for text in (self._pace.text(fraction), self._name) if text)
             self._bar.advance(steps - self._steps, note)
             self._steps = steps
 
@@ -237,13 +237,13 @@ class Pace:
         total = sum(self._bytes)
         return sum(size * share for size, share in zip(self._bytes, shares, strict=False)) / total if total else 1.0
 
-    def text(self, done: float) -> str:
-        """Return the rate and the remaining time as text; ``done``: the fraction done."""
+    def text(self, fraction: float) -> str:
+        """Return the rate and the remaining time as text; ``fraction``: the fraction done."""
         elapsed_s = time.monotonic() - self._started_s
-        if done <= 0 or elapsed_s <= 0:
+        if fraction <= 0 or elapsed_s <= 0:
             return ""
-        rate = sum(self._bytes) * done / elapsed_s / 1e6
-        left = f", {duration(elapsed_s * (1 - done) / done)} left" if done < 1 else ""
+        rate = sum(self._bytes) * fraction / elapsed_s / 1e6
+        left = f", {duration(elapsed_s * (1 - fraction) / fraction)} left" if fraction < 1 else ""
         return f"{rate:.3g} MB/s{left}"
 
 
@@ -266,10 +266,10 @@ def _refuse_too_little_room(plan: Plan, request: Request) -> None:
     from pathology.ingest.forecast import free_bytes, lower_bound_bytes
 
     free = free_bytes(request.store)
-    if free is not None and (needed := lower_bound_bytes(plan.jobs, request.options)) > free:
+    if free is not None and (needed_bytes := lower_bound_bytes(plan.jobs, request.options)) > free:
         raise RequestError(
             f"{request.store}: its disk has {free / 1e9:.1f} GB free, but the slides need at least "
-            f"{needed / 1e9:.1f} GB; choose another --out, or ingest a part of them with --part"
+            f"{needed_bytes / 1e9:.1f} GB; choose another --out, or ingest a part of them with --part"
         )
 
 

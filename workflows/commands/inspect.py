@@ -56,21 +56,21 @@ def run(
     if geojson is not None:
         _export_tissue(path, geojson)
     if _is_stored_slide(path):
-        found = _slide_of_store(path, png)
+        inspected = _slide_of_store(path, png)
     elif path.is_dir() and not _is_slide(path):
-        found = _store(path, png)
+        inspected = _store(path, png)
     else:
-        found = _file(path, png, slide_mpp)
-    for line in found.pop("lines"):
+        inspected = _file(path, png, slide_mpp)
+    for line in inspected.pop("lines"):
         console.say(line)
-    if found.get("reason"):
-        console.warn(f"failed: {path}: {found['reason']}")
-    if png is not None and found.pop("drawn", True):
-        found["png"] = str(png)
+    if inspected.get("reason"):
+        console.warn(f"failed: {path}: {inspected['reason']}")
+    if png is not None and inspected.pop("drawn", True):
+        inspected["png"] = str(png)
         console.say(f"picture: {png}")
     if as_json:
-        console.emit_json(found)
-    return 0 if found["status"] == "done" else 1
+        console.emit_json(inspected)
+    return 0 if inspected["status"] == "done" else 1
 
 
 def _export_tissue(path: Path, geojson: Path) -> None:
@@ -123,14 +123,14 @@ def _is_slide(folder: Path) -> bool:
 def _require_readable(path: Path) -> None:
     from data.location import is_remote
 
-    wanted = "give a store, a slide of a store (.zarr) or a slide file"
+    remedy = "give a store, a slide of a store (.zarr) or a slide file"
     if not is_remote(path):
-        require_readable(path, wanted)
+        require_readable(path, remedy)
         return
     try:
         _require_stored(path)
     except FileNotFoundError as error:
-        raise RequestError(f"{path}: no such file or folder; {wanted}") from error
+        raise RequestError(f"{path}: no such file or folder; {remedy}") from error
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
 
@@ -319,10 +319,10 @@ def _used_mpp_text(source: SlideSource, used: SourceMpp | None) -> str:
 
 
 def _given_text(parameters: dict[str, Any]) -> str:
-    given = parameters.get("given_tissue")
-    if given is None:
+    tissue = parameters.get("given_tissue")
+    if tissue is None:
         return ""
-    return ", as given: " + ("all of it" if given == "off" else f"outlines with SHA-256 {given}")
+    return ", as given: " + ("all of it" if tissue == "off" else f"outlines with SHA-256 {tissue}")
 
 
 def _power(power: float | None) -> str:

@@ -125,9 +125,9 @@ def run_array(words: list[str], parts: int, options: ScriptOptions) -> int:
         RequestError: The command has no ``--part``, or Slurm refuses the job.
     """
     if not words or words[0] not in ("ingest", "predict"):
-        given = words[0] if words else "nothing"
+        command = words[0] if words else "nothing"
         raise RequestError(
-            f"slurm-array: given {given!r}; allowed: ingest PATH… --out STORE, predict CHECKPOINT SLIDE… --out DIR "
+            f"slurm-array: given {command!r}; allowed: ingest PATH… --out STORE, predict CHECKPOINT SLIDE… --out DIR "
             "(the commands that have --part)"
         )
     if "--part" in words or any(word.startswith("--part=") for word in words):

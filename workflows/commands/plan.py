@@ -75,17 +75,17 @@ def run(
         )
     model = model if memory is None else replace(model, memory_bytes=bytes_of(memory))
     ranks = ranks or model.devices_per_node
-    found = _search(settings, model, ranks, images, top)
-    _print_plans(found, settings, images, model)
+    search = _search(settings, model, ranks, images, top)
+    _print_plans(search, settings, images, model)
     if write:
-        write_plan(config, found.plans[0].plan)
+        write_plan(config, search.plans[0].plan)
         say(f"{config}: plan written")
     if as_json:
         plans = [
-            {**forecast_json(one, images), "input_bytes_per_s": input_bytes_per_s(one, images, settings)}
-            for one in found.plans
+            {**forecast_json(forecast, images), "input_bytes_per_s": input_bytes_per_s(forecast, images, settings)}
+            for forecast in search.plans
         ]
-        emit_json({"machine": model.name, "ranks": ranks, "plans": plans, "alternatives": _alternatives(found)})
+        emit_json({"machine": model.name, "ranks": ranks, "plans": plans, "alternatives": _alternatives(search)})
     return DONE
 
 
@@ -110,8 +110,8 @@ def _plan_predictions(
 
     if purpose not in ("predict", "validate"):
         raise RequestError(f"--for {purpose}: use train, predict or validate")
-    for given, option in ((write, "--write"), (batch is not None, "--batch")):
-        if given:
+    for is_given, option in ((write, "--write"), (batch is not None, "--batch")):
+        if is_given:
             raise RequestError(f"{option} with --for {purpose}: it is for training; the plan is a command line")
     if config.is_dir():
         model, kind = EvaluatedModel.of_checkpoint(config, overrides), load_machine(machine or "cpu")
@@ -131,18 +131,18 @@ def _plan_predictions(
         held_bytes=PROCESS_BYTES,
         dtype="bfloat16" if purpose == "validate" and model.precision == "bfloat16" else None,
     )
-    found = prediction_plans(model.program(), needs)
+    search = prediction_plans(model.program(), needs)
     say(f"machine: {kind.name}; {needs.ranks} ranks, images of {model.size_px[0]} x {model.size_px[1]}")
-    for number, one in enumerate(found.plans[:top], 1):
-        slower = f" ({one.each_s / found.plans[0].each_s:.2f}× as long as the first)" if number > 1 else ""
-        first, *lines = description(one, needs)
+    for number, forecast in enumerate(search.plans[:top], 1):
+        slower = f" ({forecast.each_s / search.plans[0].each_s:.2f}× as long as the first)" if number > 1 else ""
+        first, *lines = description(forecast, needs)
         say(f"\n{number}. {first}{slower}")
-        for line in (*lines, " ".join(command_line(model, needs, one))):
+        for line in (*lines, " ".join(command_line(model, needs, forecast))):
             say(f"   {line}")
-    for name, why in found.refused.items():
+    for name, why in search.refused.items():
         say(f"{name}: {why}")
     if as_json:
-        emit_json(plans_json(model, needs, found, top))
+        emit_json(plans_json(model, needs, search, top))
     return DONE
 
 
@@ -190,14 +190,14 @@ def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: b
     machine, devices = _this_node(settings)
     if settings.roles.by_host or settings.roles.design == "offload_naive":
         raise RequestError("plan: auto needs roles by number, and no spare ranks; write the plan: hyfi plan … --write")
-    others = settings.ranks - settings.trainers
-    trainers = (ranks or max(devices, others + 1)) - others
+    without_model = settings.ranks - settings.trainers
+    trainers = (ranks or max(devices, without_model + 1)) - without_model
     if trainers < 1:
-        raise RequestError(f"--ranks {ranks}: loaders and validators take {others}, and none is left to train")
+        raise RequestError(f"--ranks {ranks}: loaders and validators take {without_model}, and none is left to train")
     machine = replace(machine, memory_bytes=machine.memory_bytes // max(1, -(-trainers // devices)))
-    found = _search(settings, machine, trainers, settings.data.batch_size, 1)
-    _print_plans(found, settings, settings.data.batch_size, machine)
-    return _as_overrides(found.plans[0].plan)
+    search = _search(settings, machine, trainers, settings.data.batch_size, 1)
+    _print_plans(search, settings, settings.data.batch_size, machine)
+    return _as_overrides(search.plans[0].plan)
 
 
 def _this_node(settings: Config) -> tuple[MachineModel, int]:
@@ -270,15 +270,15 @@ def write_plan(config: Path, plan: ParallelPlan) -> None:
     write_atomically(config, text.encode())
 
 
-def _print_plans(found: PlanSearch, settings: Config, batch: int, machine: MachineModel) -> None:
-    say(f"machine: {machine.name}; {found.candidates} plans, {found.simulated} simulated")
-    for number, one in enumerate(found.plans, 1):
-        say(f"\n{number}. {plan_text(one.plan)}")
-        for line in (*describe(one, batch, machine), input_text(one, batch, settings)):
+def _print_plans(search: PlanSearch, settings: Config, batch: int, machine: MachineModel) -> None:
+    say(f"machine: {machine.name}; {search.candidates} plans, {search.simulated} simulated")
+    for number, forecast in enumerate(search.plans, 1):
+        say(f"\n{number}. {plan_text(forecast.plan)}")
+        for line in (*describe(forecast, batch, machine), input_text(forecast, batch, settings)):
             say(f"   {line}")
-    best = found.plans[0]
-    for name, other in found.alternatives.items():
-        say(f"{name}: {other if isinstance(other, str) else _comparison(other, best)}")
+    best = search.plans[0]
+    for name, alternative in search.alternatives.items():
+        say(f"{name}: {alternative if isinstance(alternative, str) else _comparison(alternative, best)}")
     before = settings.plan
     changed = (best.plan.replicas, best.plan.microbatches) != (before.replicas, before.microbatches)
     if changed and settings.model.norm == "train":
@@ -288,20 +288,22 @@ def _print_plans(found: PlanSearch, settings: Config, batch: int, machine: Machi
         )
 
 
-def _comparison(other: StepForecast, best: StepForecast) -> str:
+def _comparison(alternative: StepForecast, best: StepForecast) -> str:
     """Return how much slower an alternative is, and the main reason."""
-    ratio = other.step_s / best.step_s
+    ratio = alternative.step_s / best.step_s
     if ratio < 1.005:
         return "as fast as the best plan"
-    shares = {f"{kind} takes": seconds / other.step_s for kind, seconds in other.exposed_s.items()}
-    shares["ranks wait"] = other.bubble
+    shares = {f"{kind} takes": seconds / alternative.step_s for kind, seconds in alternative.exposed_s.items()}
+    shares["ranks wait"] = alternative.bubble
     why = max(shares, key=lambda name: shares[name])
     digits = 2 if ratio < 1.1 else 1  # "1.0×" would say that it is as fast
     return f"{ratio:.{digits}f}× slower" + (f", {why} {shares[why]:.0%}" if shares[why] >= 0.05 else "")
 
 
-def _alternatives(found: PlanSearch) -> dict[str, Any]:
+def _alternatives(search: PlanSearch) -> dict[str, Any]:
     return {
-        name: {"refused": other} if isinstance(other, str) else {"step_s": other.step_s, "bubble": other.bubble}
-        for name, other in found.alternatives.items()
+        name: {"refused": alternative}
+        if isinstance(alternative, str)
+        else {"step_s": alternative.step_s, "bubble": alternative.bubble}
+        for name, alternative in search.alternatives.items()
     }

@@ -128,8 +128,8 @@ def resolved(plan: ParallelPlan, program: Any, machine: MachineModel) -> Paralle
 def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[str]:
     """Return the forecast as lines of text."""
     exposed = ", ".join(f"{kind} {1e3 * seconds:.3g} ms" for kind, seconds in forecast.exposed_s.items() if seconds)
-    needed = needed_bytes(forecast)
-    most, least = max(needed), min(needed)
+    rank_bytes = needed_bytes(forecast)
+    most, least = max(rank_bytes), min(rank_bytes)
     smallest = f"{least / 1e9:.2g} to " if most > 1.1 * least else ""
     lines = [
         f"step: {forecast.step_s:.3g} s, {forecast.images_per_s(batch):.3g} images/s in batches of {batch}; ranks are "
@@ -152,9 +152,10 @@ def input_text(forecast: StepForecast, batch: int, config: Config) -> str:
     """Return what loaders and storage must give, as a line of text."""
     from data.loading.rates import core_bytes_per_s
 
-    given, each = input_bytes_per_s(forecast, batch, config), core_bytes_per_s(config.data.augment.build())
+    bytes_per_s, each = input_bytes_per_s(forecast, batch, config), core_bytes_per_s(config.data.augment.build())
+    cores = counted(ceil(bytes_per_s / each), "core")
     return (
-        f"input: {given / 1e9:.2g} GB/s of pixels, for which loaders need about {counted(ceil(given / each), 'core')} "
+        f"input: {bytes_per_s / 1e9:.2g} GB/s of pixels, for which loaders need about {cores} "
         f"({each / 1e9:.2g} GB/s each with this data.augment) and storage that reads as much, divided by the store's "
         "compression"
     )
@@ -162,9 +163,9 @@ def input_text(forecast: StepForecast, batch: int, config: Config) -> str:
 
 def _spilling(forecast: StepForecast) -> str:
     """Return what leaves memory and what that takes, as a line of text."""
-    place = "the host's memory" if forecast.plan.spill == "memory" else "the disk"
+    destination = "the host's memory" if forecast.plan.spill == "memory" else "the disk"
     return (
-        f"spilled maps: {forecast.moved_bytes / 1e9:.3g} GB of each trainer go to {place} and back in "
+        f"spilled maps: {forecast.moved_bytes / 1e9:.3g} GB of each trainer go to {destination} and back in "
         f"{forecast.moving_s:.3g} s, {forecast.exposed_s['spill']:.3g} s of them not while it computes; others are "
         f"computed again in {forecast.recomputing_s:.3g} s"
     )
@@ -182,7 +183,7 @@ def needed_bytes(forecast: StepForecast) -> list[int]:
 
 def forecast_json(forecast: StepForecast, batch: int) -> dict[str, Any]:
     """Return the forecast as one JSON object."""
-    needed = needed_bytes(forecast)
+    rank_bytes = needed_bytes(forecast)
     return {
         "plan": forecast.plan.to_json(),
         "step_s": forecast.step_s,
@@ -194,6 +195,6 @@ def forecast_json(forecast: StepForecast, batch: int) -> dict[str, Any]:
         "moving_s": forecast.moving_s,
         "moved_bytes": round(forecast.moved_bytes),
         "recomputing_s": forecast.recomputing_s,
-        "memory_bytes": max(needed),
-        "rank_memory_bytes": needed,
+        "memory_bytes": max(rank_bytes),
+        "rank_memory_bytes": rank_bytes,
     }

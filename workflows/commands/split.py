@@ -92,8 +92,8 @@ def _in_one_way(
         RequestError: A column is missing, or a name has several spellings and ``merge`` is off.
     """
     named = with_one_name_each(table, rows, merge=merge, missing=missing)
-    known = cases_in_one_way(rows, "store", merge=merge, missing=missing)
-    named = replace(named, table=_with_cases_of(named.table, known))
+    rows_with_cases = cases_in_one_way(rows, "store", merge=merge, missing=missing)
+    named = replace(named, table=_with_cases_of(named.table, rows_with_cases))
     if stratify is not None:
         named.table.require(stratify, "--stratify")
         named = column_of_classes(named, stratify, merge=merge, missing=missing)
@@ -157,10 +157,15 @@ def _with_same_content(
     group_of = {row[key]: name for row, name in zip(table.rows, groups, strict=True)}
     item_of = {row["slide_id"]: row.get(key, "") for row in rows if row.get("slide_id")}
     for same in same_content(rows):
-        found = list(dict.fromkeys(joined[group_of[item_of[s]]] for s in same.slides if item_of[s] in group_of))
-        if found and not same.scenes:
+        content_groups = list(
+            dict.fromkeys(joined[group_of[item_of[s]]] for s in same.slides if item_of[s] in group_of)
+        )
+        if content_groups and not same.scenes:
             notes.append(f"{same.text}: {', '.join(same.slides)}")
-        joined = {name: found[0] if now in found else now for name, now in joined.items()}
+        joined = {
+            name: content_groups[0] if group_name in content_groups else group_name
+            for name, group_name in joined.items()
+        }
     return [joined[name] for name in groups], notes
 
 

@@ -38,34 +38,34 @@ def run(folder: Path, as_json: bool) -> int:
     require_readable(folder, "give the run.dir of a configuration")
     if not (folder / "config.yaml").is_file():
         raise RequestError(f"{folder}: not a run (it has no config.yaml); give the run.dir of a configuration")
-    found = read_status(folder)
-    say(f"{folder}: {found['state']}{', but stalled' * found['stalled']}{_owner_text(found)}")
-    for text in filter(None, (found["reason"], found["nonfinite"])):
+    status = read_status(folder)
+    say(f"{folder}: {status['state']}{', but stalled' * status['stalled']}{_owner_text(status)}")
+    for text in filter(None, (status["reason"], status["nonfinite"])):
         say(text)
-    if found["step"]:
-        of = f" of {found['steps']}" if found["steps"] else ""
-        left = f", about {duration(found['seconds_left'])} left" if found["seconds_left"] is not None else ""
-        ago = f", {duration(found['last_step_s'])} ago" if found["state"] == "running" else ""
-        say(f"step {found['step']}{of}, epoch {found['epoch']}, loss {_number(found['loss'])}{ago}{left}")
-        if found["stalled"]:
+    if status["step"]:
+        of = f" of {status['steps']}" if status["steps"] else ""
+        left = f", about {duration(status['seconds_left'])} left" if status["seconds_left"] is not None else ""
+        ago = f", {duration(status['last_step_s'])} ago" if status["state"] == "running" else ""
+        say(f"step {status['step']}{of}, epoch {status['epoch']}, loss {_number(status['loss'])}{ago}{left}")
+        if status["stalled"]:
             say("no step for ten times the longest one: a rank is frozen, or a validation or a file takes long")
-        if found["throughput"]:
-            say(found["throughput"])
-    if found["loading"]:
-        say(describe_loading(found["loading"]))
-    slow = describe_stragglers(found["stragglers"])
+        if status["throughput"]:
+            say(status["throughput"])
+    if status["loading"]:
+        say(describe_loading(status["loading"]))
+    slow = describe_stragglers(status["stragglers"])
     if slow:
-        say(f"{slow} (until step {found['stragglers_step']})")
-    if found["fullest"]:
-        say(f"{describe_fullest(found['fullest'])} (at step {found['stragglers_step']})")
-    if found["validation"]:
-        numbers = ", ".join(f"{k} {_number(v)}" for k, v in found["validation"].items() if k in _BRIEF)
-        say(f"last validation, step {found['validation']['step']}: {numbers}")
-    say(f"latest checkpoint: {found['latest'] or 'none'}; best: {found['best'] or 'none'}")
-    for line in _logs_text(folder, found["state"], found["logs"]):
+        say(f"{slow} (until step {status['stragglers_step']})")
+    if status["fullest"]:
+        say(f"{describe_fullest(status['fullest'])} (at step {status['stragglers_step']})")
+    if status["validation"]:
+        numbers = ", ".join(f"{k} {_number(v)}" for k, v in status["validation"].items() if k in _BRIEF)
+        say(f"last validation, step {status['validation']['step']}: {numbers}")
+    say(f"latest checkpoint: {status['latest'] or 'none'}; best: {status['best'] or 'none'}")
+    for line in _logs_text(folder, status["state"], status["logs"]):
         say(line)
     if as_json:
-        emit_json({"run": folder, **found})
+        emit_json({"run": folder, **status})
     return DONE
 
 
@@ -117,8 +117,8 @@ def read_status(folder: Path) -> dict[str, Any]:
     }
 
 
-def _owner_text(found: dict[str, Any]) -> str:
-    owner = found["owner"]
+def _owner_text(status: dict[str, Any]) -> str:
+    owner = status["owner"]
     if not owner:
         return ""
     since = f" since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(owner['since']))}" if "since" in owner else ""
@@ -165,9 +165,9 @@ def _step_s(records: Sequence[Mapping[str, Any]]) -> float:
 def _throughput_text(folder: Path, trained: Mapping[str, Any]) -> str:
     if any(trained.get(key) is None for key in _RATES if key != "utilisation"):
         return ""  # written by an earlier version
-    found = {key: trained.get(key) for key in _RATES}
+    rates = {key: trained.get(key) for key in _RATES}
     of_tiles = re.search(r"^  tiles: \{", _config(folder), re.MULTILINE) is not None  # plan.tiles is a number
-    return f"{describe_speed(trained['images_per_second'], found, of_tiles)} on rank 0"
+    return f"{describe_speed(trained['images_per_second'], rates, of_tiles)} on rank 0"
 
 
 def _logs_text(folder: Path, state: str, logs: list[dict[str, Any]]) -> list[str]:
@@ -188,10 +188,10 @@ def _logs_text(folder: Path, state: str, logs: list[dict[str, Any]]) -> list[str
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _link(link: Path) -> str | None:

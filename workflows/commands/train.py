@@ -238,7 +238,7 @@ def _own_shared(world: Communicator, own: Callable[[], FolderOwner], folder: Pat
 
 def _say_once(world: Communicator, note: str | None) -> None:
     """Let rank 0 warn of what ranks have noted, each text once (collective)."""
-    for text in sorted({found for found in world.gather_objects(note) or () if found is not None}):
+    for text in sorted({text_of_rank for text_of_rank in world.gather_objects(note) or () if text_of_rank is not None}):
         warn(f"hyfi: {text}")
 
 
@@ -285,7 +285,7 @@ def _trainer(
         loop = TrainingLoop(inputs, roles, engine, model, freezing, recorder, saved, stop)
         if recorder is None:
             return _code(loop, loop.run(lambda: None))
-        with progress(job.steps, "train", done=start) as bar:
+        with progress(job.steps, "train", finished=start) as bar:
             stopped = loop.run(lambda: bar.advance(1, recorder.line()))
         recorder.close()
         report(job, recorder, stopped, loop.failure, as_json)

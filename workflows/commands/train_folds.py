@@ -88,8 +88,8 @@ def _print(runs: FoldRuns, pooled: PooledFolds, summary: Mapping[str, Any]) -> N
         say(f"  {name:<18} {', '.join(parts)}")
     say(f"all slides: {summary['page']}, {summary['predictions']}")
     if summary["ensemble"] and count > 1:
-        first, *others = summary["ensemble"]
-        words = ["hyfi", "predict", first, *(word for one in others for word in ("--checkpoint", one))]
+        first, *more = summary["ensemble"]
+        words = ["hyfi", "predict", first, *(word for checkpoint in more for word in ("--checkpoint", checkpoint))]
         say(f"the models of the folds as an ensemble: {shlex.join(words)} SLIDES --out results")
     elif count > 1:
         say(

@@ -217,7 +217,7 @@ def _evaluator(
         plan = ParallelPlan(grids=((1, world.size),))
     else:
         plan = ParallelPlan(((1, 1),), replicas=world.size, cells=cells, memory_bytes=memory_bytes, spill=request.spill)
-    return Evaluator.of(model, dataset, plan, world, cells, whole=request.image == "whole", device=device)
+    return Evaluator.of(model, dataset, plan, world, cells, all_tissue=request.image == "whole", device=device)
 
 
 def _calibration(model: Mapping[str, Any], evaluator: Evaluator, logits: Logits) -> dict[str, Any] | None:
@@ -255,8 +255,8 @@ def _write_page(
     task = evaluator.evaluation_set.task
     readout = task.readout(model.get("calibration"))
     least = float(model.get("min_coverage", MIN_COVERAGE))
-    whole = evaluator.whole is not None
-    slides = evaluated_slides(dataset, logits, task, readout, least, whole=whole, bags=bags)
+    is_whole = evaluator.whole is not None
+    slides = evaluated_slides(dataset, logits, task, readout, least, all_tissue=is_whole, bags=bags)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_predictions(out, slides, readout.columns, request.store)
@@ -266,19 +266,22 @@ def _write_page(
         raise RequestError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
 
 
-def _print_enlarged(whole: WholeSlides, model: Mapping[str, Any], slides: int) -> None:
+def _print_enlarged(slides_shown: WholeSlides, model: Mapping[str, Any], slides: int) -> None:
     """Print which slides did not fit the trained size and how they were shown."""
     height, width = model["size_px"]
-    cropped = sum("cropped" in whole.dataset.view(index).flags for index in range(slides))
+    cropped = sum("cropped" in slides_shown.dataset.view(index).flags for index in range(slides))
     if cropped:
         warn(
             f"{cropped} of {slides} slides do not fit {height} × {width} px and are shown whole here; validation "
             f"during training saw only what fits, so these numbers differ from the run's (--image trained gives the "
             f"same)"
         )
-    for how, indices in (("as one larger image each", whole.enlarged), ("as several images each", whole.several)):
+    for how, indices in (
+        ("as one larger image each", slides_shown.enlarged),
+        ("as several images each", slides_shown.several),
+    ):
         if indices:
-            names = ", ".join(whole.dataset.samples[index].slide_id for index in sorted(indices))
+            names = ", ".join(slides_shown.dataset.samples[index].slide_id for index in sorted(indices))
             say(f"{len(indices)} slides have more tissue than fits {height} × {width} px; shown {how}: {names}")
 
 
@@ -306,20 +309,20 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     path = location(request.labels or store / "manifest.csv")
     task = task_of(model)
     task = task if request.target is None else task.with_target(request.target)
-    known = task.read_again(path, rows, merge, missing)
-    rows = with_cases(rows, known)
+    labels = task.read_again(path, rows, merge, missing)
+    rows = with_cases(rows, labels)
     column = request.split_column or model.get("split_column", "split")
     if split == ALL:
         splits = {row["slide_id"]: ALL for row in rows}
     else:
         splits = load_splits(location(request.splits or path), rows, column=column, merge_alike=merge, missing=missing)
-    match = match_labels(rows, known, splits)
+    match = match_labels(rows, labels, splits)
     match.check(str(path), allow_unmatched=True)
     if own_rank() == 0:
         say(match.describe())
     flags = model.get("exclude_flags", ()) if split in ("train", "val") else ()
-    slides = select_slides(without_flags(rows, flags), known, splits, split)
-    left_out = len(select_slides(rows, known, splits, split)) - len(slides)
+    slides = select_slides(without_flags(rows, flags), labels, splits, split)
+    left_out = len(select_slides(rows, labels, splits, split)) - len(slides)
     if left_out and own_rank() == 0:
         say(f"as in training, {left_out} slides with one of the flags {', '.join(flags)} are left out")
     if not slides:

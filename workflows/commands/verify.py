@@ -38,28 +38,28 @@ def run(store: Path, as_json: bool) -> int:
         slides = [store] if single else slides_in(store)
         with console.progress(size_of_store(slides) / 1e6, "verify (MB)") as bar:
             verify = verify_slide if single else verify_store
-            found = verify(store, threads, lambda size, name: bar.advance(size / 1e6, name))
+            report = verify(store, threads, lambda size, name: bar.advance(size / 1e6, name))
     except OSError as error:
         raise RequestError(f"{error.filename or store}: cannot be read ({error.strerror or error})") from error
-    for fault in found.faults:
+    for fault in report.faults:
         console.warn(f"failed: {fault.slide_id}: {fault.path}: {fault.reason}")
     if not single:
-        _write_list(store, found.faults)
-    damaged = len({fault.slide_id for fault in found.faults})
+        _write_list(store, report.faults)
+    damaged = len({fault.slide_id for fault in report.faults})
     console.say(
-        f"{console.counted(found.slides, 'slide')}, {console.counted(found.files, 'file')}, "
-        f"{found.size_bytes / 1e6:.1f} MB: "
+        f"{console.counted(report.slides, 'slide')}, {console.counted(report.files, 'file')}, "
+        f"{report.size_bytes / 1e6:.1f} MB: "
         + (
-            f"{console.counted(len(found.faults), 'fault')} in {console.counted(damaged, 'slide')}"
-            if found.faults
+            f"{console.counted(len(report.faults), 'fault')} in {console.counted(damaged, 'slide')}"
+            if report.faults
             else "no faults"
         )
     )
     if as_json:
-        faults = [{"slide_id": f.slide_id, "path": str(f.path), "reason": f.reason} for f in found.faults]
-        counts = {"slides": found.slides, "files": found.files, "bytes": found.size_bytes}
+        faults = [{"slide_id": f.slide_id, "path": str(f.path), "reason": f.reason} for f in report.faults]
+        counts = {"slides": report.slides, "files": report.files, "bytes": report.size_bytes}
         console.emit_json({"store": str(store), **counts, "faults": faults})
-    return 1 if found.faults else 0
+    return 1 if report.faults else 0
 
 
 def _write_list(store: Path, faults: list[Fault]) -> None:

@@ -106,9 +106,11 @@ def _check_annotations(folder: Path, paths: list[Path]) -> None:
     for path in paths:
         if is_remote(path):
             continue
-        given = path.resolve()
-        slides_folder = given if given.is_dir() and not (given / "predictions.csv").exists() else None
-        if (slides_folder and target.is_relative_to(slides_folder)) or (given.is_file() and target == given.parent):
+        shown_path = path.resolve()
+        slides_folder = shown_path if shown_path.is_dir() and not (shown_path / "predictions.csv").exists() else None
+        if (slides_folder and target.is_relative_to(slides_folder)) or (
+            shown_path.is_file() and target == shown_path.parent
+        ):
             raise RequestError(f"--annotations {folder}: the folder has slides in it ({path}); choose another one")
 
 

@@ -63,9 +63,9 @@ class FoldTable:
                 f"{table.name}: {len(folds)} folds; --folds needs at least {FEWEST}: one is reported, another chooses "
                 "the best checkpoint, the rest is trained on"
             )
-        found = cls(table, tuple(folds))
-        found._check_keys(rows)
-        return found
+        fold_table = cls(table, tuple(folds))
+        fold_table._check_keys(rows)
+        return fold_table
 
     def _check_keys(self, rows: Sequence[Mapping[str, str]]) -> None:
         """Check that no slide and no case is in two folds."""

@@ -77,14 +77,14 @@ class PooledFolds:
     def columns(self) -> tuple[str, ...]:
         """The numbers that all models predict."""
         every = [set(result.readout.columns) for result in self.results]
-        return tuple(name for name in self.results[0].readout.columns if all(name in one for one in every))
+        return tuple(name for name in self.results[0].readout.columns if all(name in columns for columns in every))
 
     @property
     def form_ensemble(self) -> bool:
         """Whether ``hyfi predict`` can average the models."""
         first = self.results[0]
         same = (InputSpec.of(first.model), first.readout.columns)
-        return all((InputSpec.of(one.model), one.readout.columns) == same for one in self.results)
+        return all((InputSpec.of(result.model), result.readout.columns) == same for result in self.results)
 
     def spread(self, case: bool) -> dict[str, dict[str, float | int | None]]:
         """Return mean and standard deviation of each metric over the folds that define it.
@@ -95,13 +95,13 @@ class PooledFolds:
         parts = [result.metrics["case"] if case else result.metrics for result in self.results]
         if any(part is None for part in parts):
             return {}
-        found: dict[str, dict[str, float | int | None]] = {}
+        spread: dict[str, dict[str, float | int | None]] = {}
         for name in dict.fromkeys((*self.task.metric_names, *self.task.own_names)):
             values = [float(part[name]) for part in parts if part.get(name) is not None]
             mean = statistics.fmean(values) if values else None
             sd = statistics.stdev(values) if len(values) > 1 else None
-            found[name] = {"mean": mean, "sd": sd, "folds": len(values)}
-        return found
+            spread[name] = {"mean": mean, "sd": sd, "folds": len(values)}
+        return spread
 
     def slides(self, store: Path) -> list[CohortSlide]:
         """Return all slides, with thumbnails from the store."""
@@ -125,14 +125,16 @@ class PooledFolds:
         title = f"Cross-validation: {len(self.results)} of {folds} folds of {store.name}"
         page = write_cohort_page(folder, slides, task, readout, title, section)
         return {
-            "folds": {f"{one.fold}": {**one.metrics, "checkpoint": str(one.checkpoint)} for one in self.results},
+            "folds": {
+                f"{result.fold}": {**result.metrics, "checkpoint": str(result.checkpoint)} for result in self.results
+            },
             "of": folds,
             "slides": len(slides),
             "cases": len({slide.case_id or slide.slide_id for slide in slides}),
             "pooled": {name: _json(number) for name, number in section.numbers.items()},
             "spread": self.spread(case=False),
             "spread_by_case": self.spread(case=True),
-            "ensemble": [str(one.checkpoint) for one in self.results] if self.form_ensemble else None,
+            "ensemble": [str(result.checkpoint) for result in self.results] if self.form_ensemble else None,
             "predictions": str(folder / FILE_NAME),
             "page": str(page),
         }

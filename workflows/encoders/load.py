@@ -50,19 +50,19 @@ def load_encoder(
         RequestError: There is no such encoder, its files are not those of this encoder, or it does not take tiles of
             this size or does not return a vector for each.
     """
-    kind, _, rest = name.partition(":")
-    if not kind or not rest:
+    kind, _, encoder_name = name.partition(":")
+    if not kind or not encoder_name:
         raise RequestError(
             f"encoder {name!r}: use timm:NAME or timm:FOLDER, transformers:FOLDER, or package.module:factory"
         )
     output: Output | None = None
     untrained: tuple[str, ...] = ()
     if kind == "timm":
-        module, source = timm_module(rest, options or {}, weights is None, allow_download)
+        module, source = timm_module(encoder_name, options or {}, weights is None, allow_download)
     elif architecture is not None:
         module, source, output = module_of(architecture), "", pooled
     elif kind == "transformers":
-        module, source, untrained = transformers_module(rest, options or {}, weights is None, allow_download)
+        module, source, untrained = transformers_module(encoder_name, options or {}, weights is None, allow_download)
         output = pooled
     else:
         module, source = construct("encoder", name, name, {}, options or {}), "as its factory returns them"
@@ -70,7 +70,7 @@ def load_encoder(
         source, untrained = _load(name, module, weights)
     elif not source:
         source, untrained = "random", tuple(module.state_dict())
-    normalisation, origin = _normalisation(kind, rest, module, mean, std)
+    normalisation, origin = _normalisation(kind, encoder_name, module, mean, std)
     module.float().eval()
     encoder = TileEncoder(name, module, output, 0, normalisation, origin, source, untrained)
     return replace(encoder, features=_features(encoder, size_px))
@@ -82,12 +82,12 @@ def _load(name: str, module: nn.Module, weights: Path) -> tuple[str, tuple[str, 
         report = load_weights(module, weights)
     except RequestError as error:
         raise RequestError(f"encoder {name}: {str(error).removeprefix('model.')}") from error
-    rest = f", not used: {listed(report.unexpected)}" if report.unexpected else ""
-    return f"{weights} ({len(report.loaded)} tensors{report.source}{rest})", (*report.missing, *report.reshaped)
+    unused = f", not used: {listed(report.unexpected)}" if report.unexpected else ""
+    return f"{weights} ({len(report.loaded)} tensors{report.source}{unused})", (*report.missing, *report.reshaped)
 
 
 def _normalisation(
-    kind: str, rest: str, module: nn.Module, mean: Sequence[float] | None, std: Sequence[float] | None
+    kind: str, encoder_name: str, module: nn.Module, mean: Sequence[float] | None, std: Sequence[float] | None
 ) -> tuple[Normalisation, str]:
     """Return the normalisation, and where it is from."""
     if (mean is None) != (std is None):
@@ -99,7 +99,7 @@ def _normalisation(
                 f"standard deviations above 0"
             )
         return Normalisation.from_json({"mean": mean, "std": std}), "as asked for"
-    stated = normalisation_in(rest) if kind == "transformers" else normalisation_of(module)
+    stated = normalisation_in(encoder_name) if kind == "transformers" else normalisation_of(module)
     if stated is not None:
         return stated, "preprocessor_config.json" if kind == "transformers" else "timm's configuration"
     return Normalisation(), "ImageNet's: the encoder states none"

@@ -62,10 +62,12 @@ class TileEncoder:
         """
         vectors = returned if self.output is None else self.output(returned)
         if not isinstance(vectors, torch.Tensor) or vectors.dim() != 2 or not vectors.is_floating_point():
-            what = f"{tuple(vectors.shape)} {vectors.dtype}" if isinstance(vectors, torch.Tensor) else type(vectors)
+            description = (
+                f"{tuple(vectors.shape)} {vectors.dtype}" if isinstance(vectors, torch.Tensor) else type(vectors)
+            )
             raise RequestError(
-                f"encoder {self.name}: it returns {what}, not one vector for each tile, (n, D); use a factory of your "
-                f"own, package.module:factory, whose module returns that"
+                f"encoder {self.name}: it returns {description}, not one vector for each tile, (n, D); use a factory "
+                f"of your own, package.module:factory, whose module returns that"
             )
         return vectors
 
@@ -92,8 +94,8 @@ class TileEncoder:
         """Return how many of its tensors are random, and the names of some if not all are."""
         total = len(self.module.state_dict())
         some = f"{len(self.untrained)} of {total}: {listed(self.untrained, _NAMED)}"
-        which = "all" if len(self.untrained) >= total else some
-        return f"encoder {self.name}: its weights are random ({which})"
+        untrained = "all" if len(self.untrained) >= total else some
+        return f"encoder {self.name}: its weights are random ({untrained})"
 
     def __str__(self) -> str:
         """Return one line for the user."""

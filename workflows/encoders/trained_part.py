@@ -17,8 +17,8 @@ _ALLOWED = "all, none, norms, last:N for the last N blocks, or lora:R for update
 
 def lora_rank(train: str) -> int | None:
     """Return the rank of ``lora:R``; None for the others."""
-    found = _LORA.fullmatch(train)
-    return None if found is None else int(found[1])
+    match = _LORA.fullmatch(train)
+    return None if match is None else int(match[1])
 
 
 def frozen_patterns(encoder: nn.Module, train: str) -> tuple[str, ...]:
@@ -79,10 +79,12 @@ def _as_modules(names: list[str], frozen: set[str]) -> tuple[str, ...]:
     """Return the outermost modules all of whose parameters are frozen, and the other frozen parameters."""
     patterns: list[str] = []
     for name in names:
-        if name not in frozen or any(name == one or name.startswith(f"{one}.") for one in patterns):
+        if name not in frozen or any(name == pattern or name.startswith(f"{pattern}.") for pattern in patterns):
             continue
         parts = name.split(".")
         prefixes = [".".join(parts[:end]) for end in range(1, len(parts))]
-        whole = (p for p in prefixes if all(other in frozen for other in names if other.startswith(f"{p}.")))
-        patterns.append(next(whole, name))
+        all_frozen = (
+            p for p in prefixes if all(parameter in frozen for parameter in names if parameter.startswith(f"{p}."))
+        )
+        patterns.append(next(all_frozen, name))
     return tuple(patterns)

@@ -86,8 +86,8 @@ def predicted_slides(
         OSError: The table cannot be read.
     """
     _, rows = read_own((out / FILE_NAME).read_bytes())
-    known = labels or {}
-    return [_predicted_slide(out, row, task, names, known.get(row["slide_id"])) for row in rows]
+    label_texts = labels or {}
+    return [_predicted_slide(out, row, task, names, label_texts.get(row["slide_id"])) for row in rows]
 
 
 def _predicted_slide(
@@ -123,11 +123,11 @@ def _uncalibrated(details: Mapping[str, Any]) -> tuple[float, ...]:
     return tuple(details["probabilities_uncalibrated"]) if fitted else ()
 
 
-def _seen_of(dataset: SlideDataset, index: int, whole: bool) -> tuple[float, tuple[str, ...]]:
-    """Return coverage and flags of a slide's image; ``whole``: all tissue was shown, even if it does not fit."""
+def _seen_of(dataset: SlideDataset, index: int, all_tissue: bool) -> tuple[float, tuple[str, ...]]:
+    """Return coverage and flags of a slide's image; ``all_tissue``: all tissue was shown, even if it does not fit."""
     view = dataset.view(index)
-    flags = tuple(flag for flag in view.flags if not (whole and flag == "cropped"))
-    return (1.0 if whole and view.pieces else view.coverage), flags
+    flags = tuple(flag for flag in view.flags if not (all_tissue and flag == "cropped"))
+    return (1.0 if all_tissue and view.pieces else view.coverage), flags
 
 
 def evaluated_slides(
@@ -137,7 +137,7 @@ def evaluated_slides(
     readout: Readout,
     least: float,
     *,
-    whole: bool,
+    all_tissue: bool,
     bags: TileBags | None = None,
 ) -> list[CohortSlide]:
     """Return the slides of a dataset with their predictions, and thumbnails from the store.
@@ -148,18 +148,18 @@ def evaluated_slides(
         task: What is predicted.
         readout: How logits are read.
         least: Smallest coverage; slides with less are ``incomplete``.
-        whole: Whether all tissue was shown, even if it does not fit the dataset's images.
+        all_tissue: Whether all tissue was shown, even if it does not fit the dataset's images.
         bags: The slides as tiles, if the model has an encoder of tiles.
     """
-    found = []
+    slides = []
     for index, sample in enumerate(dataset.samples):
         outputs = np.asarray(logits[index], dtype=np.float64)
-        coverage, flags = _seen_of(dataset, index, whole) if bags is None else (bags.coverage(index), ())
+        coverage, flags = _seen_of(dataset, index, all_tissue) if bags is None else (bags.coverage(index), ())
         slide = dataset.slide(index)
         assert isinstance(slide, SlideStore)
         values, before = readout.values(outputs), readout.uncalibrated(outputs)
         prediction = readout.prediction(values)
-        found.append(
+        slides.append(
             CohortSlide(
                 slide_id=sample.slide_id,
                 case_id=sample.case_id,
@@ -174,7 +174,7 @@ def evaluated_slides(
                 wrong=sample.label is not None and task.is_wrong(prediction, sample.label),
             )
         )
-    return found
+    return slides
 
 
 def stored_thumbnail(slide: SlideStore) -> bytes:
@@ -225,8 +225,8 @@ def write_cohort_page(
     worst = sorted(section.errors, key=lambda index: -section.errors[index])[:MAX_WORST] if section else []
     content = {
         "columns": [
-            {"name": one.name, "color": "" if one.channel is None else _css(one.channel)}
-            for one in readout.page_columns()
+            {"name": column.name, "color": "" if column.channel is None else _css(column.channel)}
+            for column in readout.page_columns()
         ],
         "predictions": list(task.names) if task.facts.samples_classes else [],
         "flags": {name: FLAG_MEANINGS.get(name, "") for slide in slides for name in slide.flags},
@@ -301,7 +301,7 @@ def _worst(slide: CohortSlide, readout: Readout) -> dict[str, Any]:
 
 
 def _counts(slides: Sequence[CohortSlide]) -> list[tuple[str, int]]:
-    found = [("slide" if len(slides) == 1 else "slides", len(slides))]
-    found += [(status, sum(slide.status == status for slide in slides)) for status in ("done", "incomplete", "failed")]
+    counts = [("slide" if len(slides) == 1 else "slides", len(slides))]
+    counts += [(status, sum(slide.status == status for slide in slides)) for status in ("done", "incomplete", "failed")]
     wrong = sum(slide.wrong for slide in slides)
-    return [*found, ("wrong", wrong)] if wrong else found
+    return [*counts, ("wrong", wrong)] if wrong else counts

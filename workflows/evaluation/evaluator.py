@@ -90,7 +90,7 @@ class Evaluator:
         group: Communicator,
         cells: tuple[int, int] | Literal["auto"] | None = None,
         *,
-        whole: bool = False,
+        all_tissue: bool = False,
         device: torch.device | None = None,
     ) -> Evaluator:
         """Build the model of a ``model.json``, distributed by ``plan``, with arbitrary weights.
@@ -102,7 +102,7 @@ class Evaluator:
             group: The ranks.
             cells: Rows and columns of cells: each rank evaluates its own images, cell by cell, spilling as the plan
                 says; ``auto``: as many as its memory limit requires. None: without cells.
-            whole: Whether to evaluate all tissue of slides that do not fit the trained size.
+            all_tissue: Whether to evaluate all tissue of slides that do not fit the trained size.
             device: Device of this rank; None: the CPU.
 
         Raises:
@@ -123,7 +123,7 @@ class Evaluator:
             in_cells.reserve(trains=False)  # refused now, not with the first weights
             engine = in_cells
         slides = evaluation_set_of(model, dataset)
-        if not whole:
+        if not all_tissue:
             return cls(slides, engine, module, plan, group)
         replica = group if cells is None else AloneCommunicator()
         engines = SizedEngines(
@@ -158,12 +158,12 @@ class Evaluator:
             Interrupted: On all ranks, if ``interrupted`` returned True.
         """
         self.engine.load_state_dict(dict(weights))
-        replica, place = divmod(self.group.rank, self.plan.ranks_per_replica)
+        replica, position = divmod(self.group.rank, self.plan.ranks_per_replica)
         share = (replica, self.plan.replicas)
         slides = self.evaluation_set
         engine, images = (self.engine, slides.images) if self.whole is None else (self.whole, self.whole)
         mine = predict_slides(engine, images, len(slides.targets), share, interrupted)
-        logits = gather_logits(self.group, mine if place == 0 else None)
+        logits = gather_logits(self.group, mine if position == 0 else None)
         if logits is None:
             return None
         on_logits(logits)

@@ -66,16 +66,16 @@ class InputLabels:
         if self.target is not None:
             task = task.with_target(self.target)
         path = self._table(paths)
-        rows = [{"slide_id": one.slide_id, "case_id": one.case_id, "status": "done"} for one in inputs]
+        rows = [{"slide_id": slide.slide_id, "case_id": slide.case_id, "status": "done"} for slide in inputs]
         missing = MISSING if model.get("missing") is None else tuple(model["missing"])
-        known = task.read_again(path, rows, bool(model.get("merge_alike", False)), missing)
-        rows = with_cases(rows, known)
-        match = match_labels(rows, known)
+        labels = task.read_again(path, rows, bool(model.get("merge_alike", False)), missing)
+        rows = with_cases(rows, labels)
+        match = match_labels(rows, labels)
         match.check(str(path), allow_unmatched=bool(match.slides))
-        targets = [known.of(row["slide_id"], row["case_id"]) for row in rows]
+        targets = [labels.of(row["slide_id"], row["case_id"]) for row in rows]
         labelled = [
-            replace(one, case_id=row["case_id"], label="" if target is None else task.text(target))
-            for one, row, target in zip(inputs, rows, targets, strict=True)
+            replace(slide, case_id=row["case_id"], label="" if target is None else task.text(target))
+            for slide, row, target in zip(inputs, rows, targets, strict=True)
         ]
         return self._chosen(labelled, path, rows, model, missing), match.describe()
 
@@ -92,7 +92,7 @@ class InputLabels:
             return inputs
         column = model.get("split_column", "split")
         splits = load_splits(path, rows, column=column, missing=missing)
-        chosen = [one for one in inputs if splits.get(one.slide_id) == self.split]
+        chosen = [slide for slide in inputs if splits.get(slide.slide_id) == self.split]
         if not chosen:
             none = f"none of the {len(inputs)} slides is in it"
             raise RequestError(f"--split {self.split}: {none}, by the column {column!r} of {path}")
@@ -103,8 +103,8 @@ class InputLabels:
         if self.labels is not None:
             return location(self.labels)
         places = [location(path) for path in paths]
-        found = [path if path.suffix.lower() == ".csv" else path / "manifest.csv" for path in places]
-        if len(found) == 1 and found[0].is_file():
-            return found[0]
-        given = "--target" if self.target is not None else "--split"
-        raise RequestError(f"{given}: the slides have no manifest to read it from; give --labels CSV")
+        manifests = [path if path.suffix.lower() == ".csv" else path / "manifest.csv" for path in places]
+        if len(manifests) == 1 and manifests[0].is_file():
+            return manifests[0]
+        option = "--target" if self.target is not None else "--split"
+        raise RequestError(f"{option}: the slides have no manifest to read it from; give --labels CSV")

@@ -64,10 +64,10 @@ class EvaluatedModel:
             if not override.startswith(_SIZE):
                 raise RequestError(f"{override}: of a checkpoint only data.size_px can be changed, as in {_SIZE}16384")
             try:
-                given = yaml.safe_load(override.removeprefix(_SIZE))
+                size_text = yaml.safe_load(override.removeprefix(_SIZE))
             except yaml.YAMLError:
-                given = None
-            size = [given, given] if isinstance(given, int) else given
+                size_text = None
+            size = [size_text, size_text] if isinstance(size_text, int) else size_text
             right = isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
             if not right:
                 raise RequestError(f"{override}: use one or two whole numbers, as in {_SIZE}16384 or [8192, 16384]")
@@ -86,50 +86,52 @@ class EvaluatedModel:
         return capture(model.to(DTYPES[self.precision]).eval(), (1, 3, *self.size_px), DTYPES[self.precision])
 
 
-def command_line(model: EvaluatedModel, needs: PredictionNeeds, one: PredictionForecast) -> list[str]:
+def command_line(model: EvaluatedModel, needs: PredictionNeeds, forecast: PredictionForecast) -> list[str]:
     """Return the command that predicts in this way; words in capitals are left to the user."""
     words = ["hyfi", needs.command, str(model.checkpoint or "CHECKPOINT")]
     words += ["SLIDES", "--out", "OUT"] if needs.command == "predict" else ["--store", "STORE"]
     if needs.ranks > 1:
         words += ["--ranks", str(needs.ranks)]
-        words += ["--ranks-per-slide", str(one.grid[0] * one.grid[1])] if needs.command == "predict" else []
-    if one.spills:
+        words += ["--ranks-per-slide", str(forecast.grid[0] * forecast.grid[1])] if needs.command == "predict" else []
+    if forecast.spills:
         spill = "memory" if needs.machine.device == "cuda" else "FOLDER"
         return [*words, "--memory", str(needs.memory_bytes), "--spill", spill]
-    return [*words, "--cells", "{},{}".format(*one.cells)] if one.cells else words
+    return [*words, "--cells", "{},{}".format(*forecast.cells)] if forecast.cells else words
 
 
-def description(one: PredictionForecast, needs: PredictionNeeds) -> list[str]:
+def description(forecast: PredictionForecast, needs: PredictionNeeds) -> list[str]:
     """Return a plan as lines of text."""
-    rows, columns = one.grid
+    rows, columns = forecast.grid
     shared = "1 rank a slide" if rows * columns == 1 else f"{rows * columns} ranks a slide ({rows} x {columns})"
-    at_once = f"{one.groups} slides at a time" if one.groups > 1 else "one slide at a time"
-    cells = f", each part in {one.cells[0]} x {one.cells[1]} cells" if one.cells else ""
-    spills = ", maps that no cell needs are moved out of memory" if one.spills else ""
-    parts = ", ".join(f"{kind} {seconds / one.slide_s:.0%}" for kind, seconds in one.parts_s.items() if seconds)
+    at_once = f"{forecast.groups} slides at a time" if forecast.groups > 1 else "one slide at a time"
+    cells = f", each part in {forecast.cells[0]} x {forecast.cells[1]} cells" if forecast.cells else ""
+    spills = ", maps that no cell needs are moved out of memory" if forecast.spills else ""
+    parts = ", ".join(
+        f"{kind} {seconds / forecast.slide_s:.0%}" for kind, seconds in forecast.parts_s.items() if seconds
+    )
     return [
         f"{shared}, {at_once}{cells}{spills}",
-        f"{one.each_s:.3g} s per slide, {one.slide_s:.3g} s from its pixels to its result; bound by {one.bound_by} "
-        f"({parts})",
-        f"memory: {one.memory_bytes / 1e9:.2g} GB for each rank, of {needs.memory_bytes / 1e9:.2g} GB",
+        f"{forecast.each_s:.3g} s per slide, {forecast.slide_s:.3g} s from its pixels to its result; bound by "
+        f"{forecast.bound_by} ({parts})",
+        f"memory: {forecast.memory_bytes / 1e9:.2g} GB for each rank, of {needs.memory_bytes / 1e9:.2g} GB",
     ]
 
 
-def plans_json(model: EvaluatedModel, needs: PredictionNeeds, found: PredictionSearch, top: int) -> dict[str, Any]:
+def plans_json(model: EvaluatedModel, needs: PredictionNeeds, search: PredictionSearch, top: int) -> dict[str, Any]:
     """Return plans as one JSON object."""
     plans = [
         {
-            "ranks_per_slide": one.grid[0] * one.grid[1],
-            "cells": one.cells,
-            "spills": one.spills,
-            "seconds_per_slide": one.each_s,
-            "slide_s": one.slide_s,
-            "memory_bytes": one.memory_bytes,
-            "bound_by": one.bound_by,
-            "parts_s": one.parts_s,
-            "command": command_line(model, needs, one),
+            "ranks_per_slide": forecast.grid[0] * forecast.grid[1],
+            "cells": forecast.cells,
+            "spills": forecast.spills,
+            "seconds_per_slide": forecast.each_s,
+            "slide_s": forecast.slide_s,
+            "memory_bytes": forecast.memory_bytes,
+            "bound_by": forecast.bound_by,
+            "parts_s": forecast.parts_s,
+            "command": command_line(model, needs, forecast),
         }
-        for one in found.plans[:top]
+        for forecast in search.plans[:top]
     ]
     return {
         "machine": needs.machine.name,
@@ -137,5 +139,5 @@ def plans_json(model: EvaluatedModel, needs: PredictionNeeds, found: PredictionS
         "ranks": needs.ranks,
         "size_px": list(model.size_px),
         "plans": plans,
-        "refused": found.refused,
+        "refused": search.refused,
     }

@@ -67,8 +67,8 @@ def _check_output(program: Program, images: int, classes: int, name: str) -> Non
     Raises:
         RequestError: It returns something else.
     """
-    found = program.unflatten(list(program.outputs))
-    info = program.values.get(found.name) if isinstance(found, Ref) else None
+    output = program.unflatten(list(program.outputs))
+    info = program.values.get(output.name) if isinstance(output, Ref) else None
     if info is not None and info.shape == (images, classes) and info.dtype.is_floating_point:
         return
     if classes == 1:
@@ -78,13 +78,13 @@ def _check_output(program: Program, images: int, classes: int, name: str) -> Non
             "`classes`, here 1, for the size of the last layer, and forward return the outputs alone"
         )
     if info is None:
-        given = f"a {type(found).__name__}" if not isinstance(found, Ref) else "a constant"
+        description = f"a {type(output).__name__}" if not isinstance(output, Ref) else "a constant"
     elif info.shape == (images, 1) and classes == 2:
-        given = "1 output, as for a sigmoid; for a softmax over two classes it needs 2"
+        description = "1 output, as for a sigmoid; for a softmax over two classes it needs 2"
     else:
-        given = f"a tensor of shape {tuple(info.shape)} and dtype {str(info.dtype).removeprefix('torch.')}"
+        description = f"a tensor of shape {tuple(info.shape)} and dtype {str(info.dtype).removeprefix('torch.')}"
     raise RequestError(
-        f"model {name}: for {images} image{'s' * (images > 1)} and {classes} classes it returns {given}; it must "
+        f"model {name}: for {images} image{'s' * (images > 1)} and {classes} classes it returns {description}; it must "
         f"return floating-point logits of shape ({images}, {classes}), one for each class: let the factory use its "
         f"argument `classes` for the size of the last layer, and forward return the logits alone"
     )

@@ -94,8 +94,8 @@ def cells_of(
         require_local(checkpoint, "checkpoint")
     if not any(is_tile_model(read_model_json(checkpoint)) for checkpoint in checkpoints):
         return parse_cells(cells, memory, spill)
-    given = {"--cells": cells, "--spill": spill, "--image": None if image == "whole" else image}
-    for option, value in given.items():
+    options = {"--cells": cells, "--spill": spill, "--image": None if image == "whole" else image}
+    for option, value in options.items():
         if value is not None:
             raise RequestError(
                 f"{option} {value}: has no meaning for an encoder of tiles, which is computed chunk by chunk over all "

@@ -35,9 +35,9 @@ class NormalisedTiles:
 
     def __call__(self, encoder: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Return the arguments with normalised tiles."""
-        tiles, *others = args
+        tiles, *more_args = args
         mean, std = (of.to(tiles.device, tiles.dtype) for of in (self._mean, self._std))
-        return ((tiles - mean) / std, *others)
+        return ((tiles - mean) / std, *more_args)
 
 
 def tile_model_fields(config: ModelConfig, outputs: int) -> dict[str, Any]:
@@ -83,9 +83,9 @@ def build_tile_model(
     """
     encoder, aggregator = fields["encoder"], fields["aggregator"]
     mean, std = (None, None) if normalisation is None else (normalisation.mean, normalisation.std)
-    options, known = encoder["options"], encoder.get("architecture")
+    options, architecture = encoder["options"], encoder.get("architecture")
     loaded = load_encoder(
-        encoder["name"], weights, size_px=tile_px, options=options, mean=mean, std=std, architecture=known
+        encoder["name"], weights, size_px=tile_px, options=options, mean=mean, std=std, architecture=architecture
     )
     if encoder.get("lora") is not None:
         add_lora(loaded.module, int(encoder["lora"]))

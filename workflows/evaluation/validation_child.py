@@ -94,10 +94,10 @@ def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> Para
             f"divide the number of validators ({validators}, roles.validators)"
         )
     cuts = plan.cuts if len(grids) == len(plan.grids) else "auto"
-    found = ParallelPlan(grids, cuts, replicas=validators // replica_ranks, fused_halo=plan.fused_halo)
+    derived = ParallelPlan(grids, cuts, replicas=validators // replica_ranks, fused_halo=plan.fused_halo)
     if not with_cells:
-        return found
-    return replace(found, cells=config.validation.cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
+        return derived
+    return replace(derived, cells=config.validation.cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
 
 
 def main() -> None:

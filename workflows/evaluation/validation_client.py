@@ -121,8 +121,8 @@ class ValidationClient:
             elif snapshot is not None:
                 self._pool.release(snapshot)
         self._sending = unfinished
-        while (found := self._world.poll_object(RESULT_TAG, self._leader)) is not None:
-            self._handle(found[1])
+        while (received := self._world.poll_object(RESULT_TAG, self._leader)) is not None:
+            self._handle(received[1])
         limit = QUEUE if self._policy == "all" else 1
         while self._unsent and len(self._in_flight) < limit and not self.gave_up and self._unsent[0].ready():
             self._send(self._unsent.pop(0))

@@ -112,9 +112,9 @@ class ValidationService:
 
     # -- validator 0
 
-    def _run_leader(self, done: Callable[[], bool]) -> None:
+    def _run_leader(self, is_over: Callable[[], bool]) -> None:
         backoff = Backoff()
-        while not done():
+        while not is_over():
             if self._receive() | self._advance_child():
                 backoff.reset()
             else:
@@ -125,16 +125,16 @@ class ValidationService:
         self._watch()
         self._sending = [pending for pending in self._sending if not pending.test()]
         received = False
-        while (found := self._world.poll_object(WORK_TAG, 0)) is not None:
-            received, message = True, found[1]
+        while (work := self._world.poll_object(WORK_TAG, 0)) is not None:
+            received, message = True, work[1]
             if message["kind"] == "end":
                 self._end = message
             else:
                 buffer = self._buffers.acquire(message["bytes"])
                 pending = self._world.exchange([], [Message(0, buffer.flat, SNAPSHOT_TAG)])
                 self._queue.append(_QueuedSnapshot(message["step"], buffer, pending))
-        while (found := self._group.poll_object(DEATH_TAG)) is not None:
-            self._on_death_notice(found[1])
+        while (death := self._group.poll_object(DEATH_TAG)) is not None:
+            self._on_death_notice(death[1])
         return received
 
     def _advance_child(self) -> bool:
@@ -230,17 +230,17 @@ class ValidationService:
             self._watch()
             if self._child is not None and (message := self._child.receive()) is not None:
                 self._on_follower_child(message)
-            found = self._group.poll_object(ORDER_TAG, 0)
-            if found is None:
+            order = self._group.poll_object(ORDER_TAG, 0)
+            if order is None:
                 backoff.pause()
                 continue
             backoff.reset()
-            if found[1]["kind"] in ("begun", "end"):
-                return bool(found[1].get("stopped"))
+            if order[1]["kind"] in ("begun", "end"):
+                return bool(order[1].get("stopped"))
             self._kill()
-            if found[1]["kind"] == "start":
-                self._round = found[1]["round"]
-                self._replace_child(found[1]["port"])
+            if order[1]["kind"] == "start":
+                self._round = order[1]["round"]
+                self._replace_child(order[1]["port"])
 
     def _on_follower_child(self, message: ChildMessage) -> None:
         if message["kind"] == "died":

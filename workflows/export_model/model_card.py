@@ -57,7 +57,7 @@ def _model(source: ExportSource, checkpoint: Path) -> list[tuple[str, str]]:
     rows = [
         ("predicts", f"{config.get('task', 'multiclass')} from the column {target!r}"),
         ("outputs, in order", ", ".join(map(str, config["class_names"]))),
-        ("weights", f"{sum(one.numel() for one in source.member.model.parameters()):,}"),
+        ("weights", f"{sum(parameter.numel() for parameter in source.member.model.parameters()):,}"),
         ("SHA-256 of the weights", source.member.digest),
         ("checkpoint", f"{checkpoint.name}, step {config.get('step', 'unknown')}"),
     ]
@@ -92,11 +92,13 @@ def _metrics(checkpoint: Path, config: Mapping[str, Any]) -> list[str]:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
         lines = []
-    found = [one for one in lines if one.get("kind") == "validation" and one.get("step") == config.get("step")]
-    if not found:
+    validations = [
+        line for line in lines if line.get("kind") == "validation" and line.get("step") == config.get("step")
+    ]
+    if not validations:
         unknown = "Not known: the checkpoint does not lie in its run, or its step was not validated."
         return ["## Metrics", "", unknown, ""]
-    last = found[-1]
+    last = validations[-1]
     intervals: Mapping[str, Any] = last.get("intervals") or {}
     rows = [
         (name, _value(value) + _interval(intervals, name))

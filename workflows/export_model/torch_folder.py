@@ -76,5 +76,5 @@ def _script(source: ExportSource) -> str:
     )
     if source.temperature is None:
         return text.replace("import sys\n", "import json\nimport sys\n", 1) + _OTHERS.format(model_json=MODEL_JSON)
-    names = [str(one) for one in config["class_names"]]
+    names = [str(name) for name in config["class_names"]]
     return text + _CLASSES.format(names=names, temperature=source.temperature)

@@ -53,9 +53,9 @@ class FeatureFolder:
         before = self._before()
         if before is not None and before != self._settings and not overwrite:
             names = [name for name in {**before, **self._settings} if before.get(name) != self._settings.get(name)]
-            which = f"{names[0]} ({_short(before.get(names[0]))}; now {_short(self._settings.get(names[0]))})"
+            difference = f"{names[0]} ({_short(before.get(names[0]))}; now {_short(self._settings.get(names[0]))})"
             raise RequestError(
-                f"{self.path} has features made with another {which}; choose another --out, or use --overwrite to "
+                f"{self.path} has features made with another {difference}; choose another --out, or use --overwrite to "
                 f"start over"
             )
         for slide_id in slide_ids:
@@ -158,14 +158,14 @@ def digest_of(path: Path) -> str:
     if not path.is_dir():
         return sha256_of(path)
     summed = hashlib.sha256()
-    for file in sorted(one for one in path.rglob("*") if one.is_file()):
+    for file in sorted(entry for entry in path.rglob("*") if entry.is_file()):
         summed.update(f"{file.relative_to(path).as_posix()} {sha256_of(file)}\n".encode())
     return summed.hexdigest()
 
 
 def _stamp(path: Path) -> list[list[Any]]:
     """Return size and time of a file, or of all files of a folder: with the same stamp, a file is not read again."""
-    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    files = sorted(entry for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else [path]
     stats = [(file.relative_to(path).as_posix(), file.stat()) for file in files]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 

@@ -74,8 +74,8 @@ class TiledSlide:
             source_size_px=(int(bounds["y1"]), int(bounds["x1"])),
             source_mpp_um=(source_mpp[0], source_mpp[1]),
             tile_source_px=tiles.source_size_px,
-            magnification=_whole(float(power)),
-            tile_magnification=_whole(float(power) * (sum(source_mpp) / 2) / mpp),
+            magnification=_without_fraction(float(power)),
+            tile_magnification=_without_fraction(float(power) * (sum(source_mpp) / 2) / mpp),
             corners=tiles.source_corners,
         )
 
@@ -85,7 +85,7 @@ def _standard(power: float) -> float:
     return float(5 * 2.0 ** round(log2(power / 5)))
 
 
-def _whole(value: float) -> float:
+def _without_fraction(value: float) -> float:
     """Return a magnification as a whole number if it nearly is one."""
     nearest = round(value)
     return float(nearest) if nearest and abs(value / nearest - 1) <= _WHOLE_SHARE else value

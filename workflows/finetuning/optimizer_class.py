@@ -41,16 +41,16 @@ def optimizer_of(config: OptimizerConfig) -> Callable[[Groups, float], torch.opt
 
     def make(groups: Groups, lr: float) -> torch.optim.Optimizer:
         try:
-            made = kind(groups, lr=lr, **arguments)
+            optimizer = kind(groups, lr=lr, **arguments)
         except TypeError as error:
             raise RequestError(
                 f"optimizer.name {config.name}: cannot be made from options {arguments}: {error}"
             ) from error
-        if not isinstance(made, torch.optim.Optimizer):
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise RequestError(
-                f"optimizer.name {config.name}: it returned {type(made).__name__}, not a torch.optim.Optimizer"
+                f"optimizer.name {config.name}: it returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
             )
-        return made
+        return optimizer
 
     return make
 

@@ -74,8 +74,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, batch: int) -> t
 def _chosen(config: OptimizerConfig, names: Sequence[str]) -> Mapping[str, int]:
     """Return name -> place of its group among ``optimizer.groups``, the first that matches."""
     chosen: dict[str, int] = {}
-    for place, group in enumerate(config.groups):
-        key = f"optimizer.groups[{place}].match"
+    for index, group in enumerate(config.groups):
+        key = f"optimizer.groups[{index}].match"
         check_matches(key, group.match, names)
         fitting = [name for name in names if any(matches(name, pattern) for pattern in group.match)]
         free = [name for name in fitting if name not in chosen]
@@ -84,7 +84,7 @@ def _chosen(config: OptimizerConfig, names: Sequence[str]) -> Mapping[str, int]:
                 f"{key}: all parameters that {', '.join(group.match)} matches belong to groups before it, and "
                 f"the first group counts; put it before them"
             )
-        chosen |= dict.fromkeys(free, place)
+        chosen |= dict.fromkeys(free, index)
     return chosen
 
 
@@ -98,7 +98,7 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
     layers = list(_layers(model, "", total))
     depths: dict[str, int] = {}
     for name, _ in model.named_parameters():
-        inside = [place for place, path in enumerate(layers) if name == path or name.startswith(f"{path}.")]
+        inside = [depth for depth, path in enumerate(layers) if name == path or name.startswith(f"{path}.")]
         depths[name] = inside[-1] if inside else 0
     return depths
 

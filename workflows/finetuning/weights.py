@@ -95,18 +95,18 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     """
     file, own = read_weights(path), model.state_dict()
     prefix = _prefix(file.tensors, own)
-    given = {prefix.renamed(name): tensor for name, tensor in file.tensors.items()}
-    reshaped = tuple(name for name in own if name in given and own[name].shape != given[name].shape)
-    fitting = {name: given[name] for name in own if name in given and name not in reshaped}
+    tensors = {prefix.renamed(name): tensor for name, tensor in file.tensors.items()}
+    reshaped = tuple(name for name in own if name in tensors and own[name].shape != tensors[name].shape)
+    fitting = {name: tensors[name] for name in own if name in tensors and name not in reshaped}
     counters = {name for name in own if name.endswith("num_batches_tracked")}
     if not set(fitting) - counters:
         raise RequestError(
-            f"model.weights {path}: none of its {len(given)} tensors matches the model; its first names are "
+            f"model.weights {path}: none of its {len(tensors)} tensors matches the model; its first names are "
             f"{', '.join(sorted(file.tensors)[:3])}, the model's {', '.join(list(own)[:3])}"
         )
     model.load_state_dict(fitting, strict=False)
-    missing = tuple(name for name in own if name not in given and name not in counters)
-    unexpected = tuple(sorted(given.keys() - own.keys()))
+    missing = tuple(name for name in own if name not in tensors and name not in counters)
+    unexpected = tuple(sorted(tensors.keys() - own.keys()))
     loaded = tuple(name for name in fitting if name not in counters)
     return WeightsReport(loaded, missing, unexpected, reshaped, f"{file}{prefix}")
 

@@ -75,15 +75,15 @@ def read_weights(path: Path) -> WeightsFile:
 
 def _unwrapped(path: Path, value: Any) -> WeightsFile:
     keys: list[str] = []
-    others: tuple[str, ...] = ()
+    other_keys: tuple[str, ...] = ()
     for _ in range(_DEEPEST):
         if _is_state(value):
-            return WeightsFile({str(name): tensor for name, tensor in value.items()}, ".".join(keys), others)
+            return WeightsFile({str(name): tensor for name, tensor in value.items()}, ".".join(keys), other_keys)
         inside = [] if not isinstance(value, dict) else [key for key in _WRAPPERS if isinstance(value.get(key), dict)]
         if not inside:
             break
         keys.append(inside[0])
-        others += tuple(inside[1:])
+        other_keys += tuple(inside[1:])
         value = value[inside[0]]
     kind = f"a dict with {', '.join(map(repr, list(value)[:5]))}" if isinstance(value, dict) else type(value).__name__
     raise RequestError(
@@ -93,4 +93,6 @@ def _unwrapped(path: Path, value: Any) -> WeightsFile:
 
 
 def _is_state(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value) and all(isinstance(one, torch.Tensor) for one in value.values())
+    return (
+        isinstance(value, dict) and bool(value) and all(isinstance(tensor, torch.Tensor) for tensor in value.values())
+    )

@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="time for all parts")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", default="*", help="run parts whose name matches this pattern, such as 'equal*'")
-    given = parser.parse_args(arguments)
-    return _check(given.out, given.minutes, given.device, given.only)
+    args = parser.parse_args(arguments)
+    return _check(args.out, args.minutes, args.device, args.only)
 
 
 def _check(out: Path, minutes: float, device: str, only: str) -> int:
@@ -65,22 +65,22 @@ def _check(out: Path, minutes: float, device: str, only: str) -> int:
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if device == "cuda" and not gpus:
         raise RequestError("no GPU was found; run this on a machine with one, or add --device cpu to run its code here")
-    known = all_parts((FULL if gpus else SMALL).speed_px)
-    parts = [part for part in known if fnmatch.fnmatch(part.name, only)]
+    every_part = all_parts((FULL if gpus else SMALL).speed_px)
+    parts = [part for part in every_part if fnmatch.fnmatch(part.name, only)]
     if not parts:
-        raise RequestError(f"--only {only}: no part has such a name; parts are {', '.join(p.name for p in known)}")
+        raise RequestError(f"--only {only}: no part has such a name; parts are {', '.join(p.name for p in every_part)}")
     require_folder(out, "the results")
     require_writable(out)
     out.mkdir(parents=True, exist_ok=True)
     machine, results = _machine(gpus), list[PartResult]()
 
-    def done(result: PartResult) -> None:
+    def report(result: PartResult) -> None:
         results.append(result)
         say(f"{result.outcome}: {result.part}" + (f": {result.reason}" if result.reason else ""))
         write_atomically(out / "gpu-check.json", json.dumps(as_json(machine, results), indent=1).encode())
         write_atomically(out / "gpu-check.txt", as_text(machine, results).encode())
 
-    run_parts(parts, gpus, 60 * minutes, ["--device", device, "--out", str(out.absolute())], done)
+    run_parts(parts, gpus, 60 * minutes, ["--device", device, "--out", str(out.absolute())], report)
     say("\n" + as_text(machine, results).rstrip())
     return SOME_FAILED if any(result.outcome in ("failed", "stopped") for result in results) else DONE
 

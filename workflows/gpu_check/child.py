@@ -33,16 +33,16 @@ def main() -> None:
     parser.add_argument("argument", nargs="?", default="")
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
+    args = parser.parse_args()
     die_with_parent()
     number = int(os.environ.get("LOCAL_RANK", "0"))
-    if given.device == "cuda":
+    if args.device == "cuda":
         torch.cuda.set_device(number)
-        setting = Setting(torch.device("cuda", number), FULL, given.out)
+        setting = Setting(torch.device("cuda", number), FULL, args.out)
     else:
         torch.set_num_threads(1)
-        setting = Setting(torch.device("cpu"), SMALL, given.out)
-    for row in BODIES[given.body](setting, given.argument):
+        setting = Setting(torch.device("cpu"), SMALL, args.out)
+    for row in BODIES[args.body](setting, args.argument):
         emit_json(row)
 
 

@@ -28,11 +28,11 @@ def equal(setting: Setting, network: str) -> Iterator[Row]:
     """Compare one step and one prediction of a network, on all ranks of the job."""
     comm = hyfi_core.init()
     torch.manual_seed(0)
-    found = _made(network, setting)
-    if found is None:
+    named_model = _network_of(network, setting)
+    if named_model is None:
         yield {"what": network, "not run": f"no network of another package is installed ({', '.join(_THIRD_PARTY)})"}
         return
-    name, model = found
+    name, model = named_model
     model = without_drops(model).double().train().to(setting.device)
     reference = copy.deepcopy(model)
     shape = (2, 3, setting.sizes.equal_px, setting.sizes.equal_px)
@@ -48,7 +48,7 @@ def equal(setting: Setting, network: str) -> Iterator[Row]:
         yield {"what": f"{name}, float64, {comm.size} x {setting.device.type}", "passed": passed, **errors}
 
 
-def _made(network: str, setting: Setting) -> tuple[str, nn.Module] | None:
+def _network_of(network: str, setting: Setting) -> tuple[str, nn.Module] | None:
     """Return (name, network); None if no package has one."""
     if network == "resnet18":
         return network, resnet18(CLASSES)
@@ -60,9 +60,9 @@ def _made(network: str, setting: Setting) -> tuple[str, nn.Module] | None:
     return None if name is None else (name, makers[name](setting.sizes.equal_px))
 
 
-def _errors(reference: nn.Module, images: torch.Tensor, labels: torch.Tensor, found: Any) -> dict[str, float]:
+def _errors(reference: nn.Module, images: torch.Tensor, labels: torch.Tensor, results: Any) -> dict[str, float]:
     """Return the largest errors of a step of the engine, by what was compared."""
-    loss, gradients, state, logits = found
+    loss, gradients, state, logits = results
     mean = F.cross_entropy(reference(images), labels)
     torch.autograd.backward(mean)
     expected = float(mean.detach())

@@ -56,13 +56,13 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def tried(what: str, body: Callable[[], Row], device: torch.device) -> Row:
+def tried(row_name: str, body: Callable[[], Row], device: torch.device) -> Row:
     """Return the row of ``body``; if it fails, a row with the reason, and the device's memory is free again."""
     try:
-        return {"what": what, **body()}
+        return {"what": row_name, **body()}
     except torch.OutOfMemoryError:
         reason = "out of memory"
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
     free(device)
-    return {"what": what, "failed": reason}
+    return {"what": row_name, "failed": reason}

@@ -19,15 +19,17 @@ _MARK = "mark.cuda"
 
 def tests(setting: Setting, _: str) -> Iterator[Row]:
     """Run the tests marked ``cuda``, which skip without a GPU."""
-    found = [path for path in sorted((_ROOT / "tests").rglob("test_*.py")) if _MARK in path.read_text(encoding="utf-8")]
-    if not found:
+    marked = [
+        path for path in sorted((_ROOT / "tests").rglob("test_*.py")) if _MARK in path.read_text(encoding="utf-8")
+    ]
+    if not marked:
         yield {"what": "tests marked cuda", "not run": f"there are none in {_ROOT / 'tests'}: check out the repository"}
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *map(str, found)]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *map(str, marked)]
+    completed = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    lines = completed.stdout.strip().splitlines() or completed.stderr.strip().splitlines() or [""]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    yield {"what": "tests marked cuda", "passed": done.returncode == 0, "result": lines[-1], "failures": failed}
+    yield {"what": "tests marked cuda", "passed": completed.returncode == 0, "result": lines[-1], "failures": failed}
 
 
 def machine(setting: Setting, _: str) -> Iterator[Row]:

@@ -47,9 +47,9 @@ def as_text(machine: Mapping[str, Any], results: Sequence[PartResult]) -> str:
 
 
 def _row_text(row: Mapping[str, Any]) -> str:
-    found = [f"{key} {_value_text(key, value)}" for key, value in row.items() if key not in ("what", "passed")]
+    texts = [f"{key} {_value_text(key, value)}" for key, value in row.items() if key not in ("what", "passed")]
     verdict = "" if row.get("passed", True) else "NOT as expected: "
-    return f"{row.get('what', '')}: {verdict}{', '.join(found)}"
+    return f"{row.get('what', '')}: {verdict}{', '.join(texts)}"
 
 
 def _value_text(key: str, value: object) -> str:

@@ -77,8 +77,8 @@ def memory(setting: Setting, _: str) -> Iterator[Row]:
                 optimizer=lambda parameters: torch.optim.AdamW(parameters),
                 verify=False,
             )
-            held = sum(parameter.nbytes for parameter in model.parameters())
-            peak_bytes = held + step_peak_bytes(lambda: engine.train_step(images, labels), setting.device)
+            weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+            peak_bytes = weights_bytes + step_peak_bytes(lambda: engine.train_step(images, labels), setting.device)
             ratio = peak_bytes / forecast_bytes
             return {"peak_bytes": peak_bytes, "forecast_bytes": forecast_bytes, "peak_to_forecast": ratio}
 

@@ -29,7 +29,7 @@ def run_parts(
     gpus: int,
     seconds: float,
     options: list[str],
-    done: Callable[[PartResult], None],
+    report: Callable[[PartResult], None],
 ) -> list[PartResult]:
     """Run all parts; each may take its share of the remaining time, so time that a part leaves serves later ones.
 
@@ -38,15 +38,15 @@ def run_parts(
         gpus: number of GPUs here; a part that needs more is not run. 0: the check runs on the processor.
         seconds: for all parts.
         options: of the child program.
-        done: called with each result.
+        report: called with each result.
     """
     results: list[PartResult] = []
     deadline_s = time.monotonic() + seconds
     for number, part in enumerate(parts):
-        left = sum(other.weight for other in parts[number:] if other is part or _lacking(other, gpus) is None)
+        left = sum(later.weight for later in parts[number:] if later is part or _lacking(later, gpus) is None)
         limit_s = max(1.0, (deadline_s - time.monotonic()) * part.weight / left)
         results.append(_run(part, gpus, limit_s, options))
-        done(results[-1])
+        report(results[-1])
     return results
 
 
@@ -111,11 +111,11 @@ def _rows(output: str) -> list[dict[str, Any]]:
     rows = []
     for line in output.splitlines():
         try:
-            found = json.loads(line)
+            row = json.loads(line)
         except ValueError:  # libraries and launchers print, too
             continue
-        if isinstance(found, dict) and "what" in found:
-            rows.append(found)
+        if isinstance(row, dict) and "what" in row:
+            rows.append(row)
     return rows
 
 

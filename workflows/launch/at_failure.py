@@ -21,8 +21,8 @@ def add(action: Callable[[], Any]) -> None:
 
 def act() -> None:
     """Do everything that was added."""
-    for kept in _actions:
-        action = kept()
+    for reference in _actions:
+        action = reference()
         if action is not None:
             with contextlib.suppress(Exception):
                 action()

@@ -32,27 +32,29 @@ def keep_compiled(folder: Path | None, warns: bool = True) -> None:
     """
     if folder is None and VARIABLE in os.environ:
         return
-    place = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hyfi" / "compile"
-    problem = _problem(place)
+    cache_folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hyfi" / "compile"
+    problem = _problem(cache_folder)
     if problem is None:
-        os.environ[VARIABLE] = str(place.absolute())
+        os.environ[VARIABLE] = str(cache_folder.absolute())
     elif folder is not None:
-        raise RequestError(f"run.compile_cache: {place} {problem}; give a folder of yours, or null")
+        raise RequestError(f"run.compile_cache: {cache_folder} {problem}; give a folder of yours, or null")
     elif warns:
-        warn(f"hyfi: {place} {problem}; compiled code is not kept there (run.compile_cache names another folder)")
+        warn(
+            f"hyfi: {cache_folder} {problem}; compiled code is not kept there (run.compile_cache names another folder)"
+        )
 
 
-def _problem(place: Path) -> str | None:
+def _problem(folder: Path) -> str | None:
     """Return why a folder cannot be used, which is made if it is missing; None if it can."""
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = place.stat()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
     except OSError as error:
         return f"cannot be made ({error.strerror})"
-    if not os.access(place, os.W_OK | os.X_OK):
+    if not os.access(folder, os.W_OK | os.X_OK):
         return "cannot be written"
-    if found.st_uid != os.getuid():
+    if status.st_uid != os.getuid():
         return "belongs to another user, and code is loaded from it"
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         return "may be written by other users, and code is loaded from it"
     return None

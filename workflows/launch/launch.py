@@ -122,10 +122,12 @@ def _environment(ranks: int) -> dict[str, str]:
     would take itself for a Slurm task. What limits the job's memory stays, and so does its number, by another name.
     """
     removed = ("SLURM_", "PMI_", "PMIX_")
-    kept = {name: value for name, value in os.environ.items() if name in SLURM_LIMITS or not name.startswith(removed)}
+    inherited = {
+        name: value for name, value in os.environ.items() if name in SLURM_LIMITS or not name.startswith(removed)
+    }
     if "SLURM_JOB_ID" in os.environ:
-        kept[JOB_VARIABLE] = os.environ["SLURM_JOB_ID"]
-    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | kept
+        inherited[JOB_VARIABLE] = os.environ["SLURM_JOB_ID"]
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | inherited
 
 
 class _LaunchMonitor:

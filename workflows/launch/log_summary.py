@@ -45,15 +45,19 @@ def read_logs(run: Path) -> list[RankReport]:
 
     A run that continues on fewer ranks leaves the logs of the others; these are not reported.
     """
-    found = (_report(path) for path in (run / FOLDER).glob("rank-*.log"))
-    reports = sorted((report for report in found if report is not None), key=lambda report: report.rank)
+    parsed = (_report(path) for path in (run / FOLDER).glob("rank-*.log"))
+    reports = sorted((report for report in parsed if report is not None), key=lambda report: report.rank)
     start_s = _seconds(reports[0].start_time) if reports and reports[0].rank == 0 else 0.0
     return [report for report in reports if _seconds(report.last_time) >= start_s - _STARTS_WITHIN_S]
 
 
 def first_failed(reports: list[RankReport]) -> RankReport | None:
     """Return the rank that reported its error first; None if none did."""
-    return min((one for one in reports if one.error), key=lambda one: (one.error_time, one.rank), default=None)
+    return min(
+        (report for report in reports if report.error),
+        key=lambda report: (report.error_time, report.rank),
+        default=None,
+    )
 
 
 def _report(path: Path) -> RankReport | None:

@@ -43,12 +43,12 @@ class RankPlace:
         import torch
 
         job, own = available_memory(process=False), available_memory()
-        place = cls(socket.gethostname(), trainer, usable_cores(), job.free_bytes, job.source)
+        rank_place = cls(socket.gethostname(), trainer, usable_cores(), job.free_bytes, job.source)
         if own.per_process:
-            place = replace(place, own_bytes=own.free_bytes, own_limit=own.source)
+            rank_place = replace(rank_place, own_bytes=own.free_bytes, own_limit=own.source)
         if trainer is None or not device.startswith("cuda"):
-            return place
-        return replace(place, device=device, device_bytes=int(torch.cuda.mem_get_info(device)[0]))
+            return rank_place
+        return replace(rank_place, device=device, device_bytes=int(torch.cuda.mem_get_info(device)[0]))
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ def crowded(hosts: Sequence[Host]) -> list[str]:
 
 def short_of_cores(ranks: Sequence[tuple[int, int]]) -> list[str]:
     """Return a warning if ranks have more threads than cores, from (threads, cores) of each; with the worst of them."""
-    texts = {rank: describe_excess_threads(*found) for rank, found in enumerate(ranks)}
+    texts = {rank: describe_excess_threads(*counts) for rank, counts in enumerate(ranks)}
     short = [rank for rank, text in texts.items() if text is not None]
     if not short:
         return []
     worst = max(short, key=lambda rank: ranks[rank][0] / ranks[rank][1])
-    others = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
-    return [f"rank {worst}{others} has {texts[worst]}"]
+    more = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
+    return [f"rank {worst}{more} has {texts[worst]}"]

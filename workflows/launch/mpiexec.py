@@ -47,10 +47,10 @@ def find() -> MpiExec:
         RequestError: There is none.
     """
     own = Path(sys.executable).parent / "mpiexec"
-    found = str(own) if os.access(own, os.X_OK) else shutil.which("mpiexec")
-    if found is None:
+    path = str(own) if os.access(own, os.X_OK) else shutil.which("mpiexec")
+    if path is None:
         raise RequestError(NO_MPI)
-    return MpiExec(Path(found), _flavour(found))
+    return MpiExec(Path(path), _flavour(path))
 
 
 def _flavour(path: str) -> str:

@@ -19,21 +19,21 @@ PREFIX = "hyfi-launch-"
 
 
 @contextmanager
-def own_folder(place: Path | None = None) -> Iterator[Path]:
+def own_folder(parent: Path | None = None) -> Iterator[Path]:
     """Context with a new folder of this process alone, which is removed at its end.
 
     Args:
-        place: Folder in which it is made; None: the system's folder for temporary files.
+        parent: Folder in which it is made; None: the system's folder for temporary files.
 
     Raises:
         OSError: It cannot be made.
     """
-    place = place or Path(tempfile.gettempdir())
-    _remove_abandoned(place)
-    made = _new_folder(place)
-    while made is None:
-        made = _new_folder(place)
-    folder, lock = made
+    parent = parent or Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
+    created = _new_folder(parent)
+    while created is None:
+        created = _new_folder(parent)
+    folder, lock = created
     try:
         yield folder
     finally:
@@ -41,9 +41,9 @@ def own_folder(place: Path | None = None) -> Iterator[Path]:
         os.close(lock)
 
 
-def _new_folder(place: Path) -> tuple[Path, int] | None:
+def _new_folder(parent: Path) -> tuple[Path, int] | None:
     """Return a new folder and its lock; None if another launcher took it for abandoned before it was locked."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -60,12 +60,12 @@ def _new_folder(place: Path) -> tuple[Path, int] | None:
     return None
 
 
-def _remove_abandoned(place: Path) -> None:
+def _remove_abandoned(parent: Path) -> None:
     """Remove the folders of this user's launchers that have ended."""
-    for folder in place.glob(f"{PREFIX}*"):
+    for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
-            found = folder.lstat()
-            if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            status = folder.lstat()
+            if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
                 continue
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -37,14 +37,14 @@ class FolderOwner:
         RequestError: Another process owns it.
     """
 
-    def __init__(self, folder: Path, other: str, part: str = "") -> None:
+    def __init__(self, folder: Path, remedy: str, part: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._names = folder, list[str]()
         self._files: list[IO[str]] = []
         try:
-            self._own(folder, NAME, other, shared=bool(part))
+            self._own(folder, NAME, remedy, shared=bool(part))
             if part:
-                self._own(folder, f"{NAME}-{part}", other, shared=False)
+                self._own(folder, f"{NAME}-{part}", remedy, shared=False)
         except RequestError:
             self.release()
             raise
@@ -63,14 +63,14 @@ class FolderOwner:
                 self._folder.rmdir()
         self.release()
 
-    def _own(self, folder: Path, name: str, other: str, shared: bool) -> None:
+    def _own(self, folder: Path, name: str, remedy: str, shared: bool) -> None:
         file = (folder / name).open("a+", encoding="utf-8")
         self._files.append(file)
         self._names.append(name)
         try:
             self._lock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         except BlockingIOError:
-            raise _in_use(folder, owner_of(folder, name), other) from None
+            raise _in_use(folder, owner_of(folder, name), remedy) from None
         except OSError as error:
             warn(
                 f"hyfi: {folder}: its file system has no locks ({error.strerror}); make sure that no other process "
@@ -82,7 +82,9 @@ class FolderOwner:
             file.truncate(0)
             os.write(file.fileno(), json.dumps(owner).encode())  # unbuffered: nothing is left to write on closing
         except OSError as error:
-            raise RequestError(f"{folder}: cannot be written ({error.strerror}); make room there, or {other}") from None
+            raise RequestError(
+                f"{folder}: cannot be written ({error.strerror}); make room there, or {remedy}"
+            ) from None
 
     @staticmethod
     def _lock(file: IO[str], kind: int) -> None:
@@ -94,19 +96,19 @@ class FolderOwner:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
 
 
-def check_free(folder: Path, other: str) -> None:
-    """Check that no process owns a folder at this moment; ``other`` as for `FolderOwner`.
+def check_free(folder: Path, remedy: str) -> None:
+    """Check that no process owns a folder at this moment; ``remedy`` as for `FolderOwner`.
 
     Raises:
         RequestError: One does.
     """
     owner = owner_of(folder)
     if owner is not None:
-        raise _in_use(folder, owner, other)
+        raise _in_use(folder, owner, remedy)
 
 
-def _in_use(folder: Path, owner: dict[str, Any] | None, other: str) -> RequestError:
-    return RequestError(f"{folder}: in use by {describe_owner(owner)}; wait for it or stop it, or {other}")
+def _in_use(folder: Path, owner: dict[str, Any] | None, remedy: str) -> RequestError:
+    return RequestError(f"{folder}: in use by {describe_owner(owner)}; wait for it or stop it, or {remedy}")
 
 
 def owner_of(folder: Path, name: str = NAME) -> dict[str, Any] | None:
@@ -132,7 +134,7 @@ def describe_owner(owner: dict[str, Any] | None) -> str:
 
 def _parse(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except json.JSONDecodeError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

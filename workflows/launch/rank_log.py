@@ -46,7 +46,7 @@ class RankLog(logging.Handler):
     def __init__(self, rank: int, marked: bool) -> None:
         super().__init__()
         self._rank, self._marked = rank, marked
-        self._host, self._began = socket.gethostname(), _now()
+        self._host, self._began = socket.gethostname(), _time_text()
         self._file: TextIO | None = None
         self._held: list[tuple[str, bool]] | None = []  # lines, and whether the terminal has them already
         self._before: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
@@ -110,7 +110,7 @@ class RankLog(logging.Handler):
 
     def _written(self, level: str, text: str, shown: bool) -> str:
         """Return lines in the form of the log, after they were written there."""
-        head = f"{_now()} {self._head(level)}"
+        head = f"{_time_text()} {self._head(level)}"
         marked = "".join(f"{head}{line}\n" for line in without_password(text).splitlines() or [""])
         with self.lock or contextlib.nullcontext():
             if self._file is not None:
@@ -126,8 +126,8 @@ class RankLog(logging.Handler):
 
     def _show_held(self) -> None:
         """Print the lines that were held back and that the terminal does not have yet."""
-        held, self._held = self._held or [], None
-        for lines, shown in held:
+        buffered, self._held = self._held or [], None
+        for lines, shown in buffered:
             if not shown:
                 console.show(sys.stderr, lines.rstrip("\n"))
 
@@ -140,7 +140,7 @@ class RankLog(logging.Handler):
                 logger.propagate = True
 
 
-def _now() -> str:
+def _time_text() -> str:
     return time.strftime(TIME_FORMAT)
 
 
@@ -176,7 +176,7 @@ def append_error(run: Path, rank: int, text: str) -> None:
     with contextlib.suppress(OSError):
         if path.is_file():
             with path.open("a", encoding="utf-8", errors="replace") as file:
-                file.write(f"{_now()} {socket.gethostname()} rank {rank} ERROR {text}\n")
+                file.write(f"{_time_text()} {socket.gethostname()} rank {rank} ERROR {text}\n")
 
 
 def end() -> None:

@@ -42,7 +42,7 @@ class Resumption:
         """Return the flags of a command line that give this request."""
         flags = {"--resume": self.allowed, "--accept-data-changes": self.accepts_changes}
         source = ["--resume-from", self.source] if self.source is not None else []
-        return [*(flag for flag, given in flags.items() if given), *source]
+        return [*(flag for flag, is_set in flags.items() if is_set), *source]
 
     def describe(self, folder: Path, start: int) -> str | None:
         """Return what a run loses by continuing from a checkpoint that was chosen; None if none was."""
@@ -78,12 +78,12 @@ class Resumption:
             if last and last not in saved:
                 raise RequestError(f"{link}: step {last} is not there; {_offer(saved)}")
             return last
-        wanted = max((step for step in saved if step < last), default=None)
+        target = max((step for step in saved if step < last), default=None)
         if self.source != PREVIOUS:
-            wanted = _step_of(self.source)
-        if wanted is None or wanted not in saved:
+            target = _step_of(self.source)
+        if target is None or target not in saved:
             raise RequestError(f"--resume-from {self.source}: {checkpoints} has no such checkpoint; {_offer(saved)}")
-        return wanted
+        return target
 
 
 def describe_way_out(checkpoints: Path, damaged: int) -> str:
@@ -109,10 +109,10 @@ def _is_whole(checkpoints: Path, step: int) -> bool:
     return True
 
 
-def _offer(steps: Sequence[int], which: str = "saved") -> str:
+def _offer(steps: Sequence[int], kind: str = "saved") -> str:
     if not steps:
-        return f"no other checkpoint is {which}; begin again in another run.dir"
-    return f"{which}: {_named(steps)}; continue from the last of them with --resume-from step-{steps[-1]}"
+        return f"no other checkpoint is {kind}; begin again in another run.dir"
+    return f"{kind}: {_named(steps)}; continue from the last of them with --resume-from step-{steps[-1]}"
 
 
 def _named(steps: Sequence[int]) -> str:

@@ -68,26 +68,26 @@ class Site:
         Raises:
             RequestError: It is missing, not YAML, or has an unknown key or a value of the wrong type.
         """
-        given, path = path is not None, path or Path("site.yaml")
-        if not given and not path.exists():
+        is_given, path = path is not None, path or Path("site.yaml")
+        if not is_given and not path.exists():
             return cls()
         try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise RequestError(f"{path}: cannot be read as YAML: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(document, dict):
             raise RequestError(
-                f"{path}: given {type(found).__name__}; allowed: a mapping with the keys {', '.join(_keys(cls))}"
+                f"{path}: given {type(document).__name__}; allowed: a mapping with the keys {', '.join(_keys(cls))}"
             )
-        for key, value in found.items():
+        for key, value in document.items():
             default = getattr(cls(), str(key), Site)
-            wanted = list if isinstance(default, list) else int if isinstance(default, int) else str
-            if key not in _keys(cls) or not isinstance(value, wanted):
+            kind = list if isinstance(default, list) else int if isinstance(default, int) else str
+            if key not in _keys(cls) or not isinstance(value, kind):
                 raise RequestError(
                     f"{path}: {key}: given {value!r}; allowed: {', '.join(_keys(cls))} "
                     "(modules, setup, sbatch and role_sbatch are lists, signal_s is a number, the others are text)"
                 )
-        return cls(**found)
+        return cls(**document)
 
 
 @dataclass(frozen=True)
@@ -184,11 +184,11 @@ def _seconds_of(time: str) -> float | None:
     """Return a time limit of Slurm in seconds, infinity without a limit; None if it is not one."""
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if found is None:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
         return None
-    days, *rest = found.groups()
-    numbers = [int(number) for number in rest if number is not None]
+    days, *clock = match.groups()
+    numbers = [int(number) for number in clock if number is not None]
     if days is not None:  # days-hours, days-hours:minutes, days-hours:minutes:seconds
         hours, minutes, seconds = (*numbers, 0, 0)[:3]
     elif len(numbers) == 3:

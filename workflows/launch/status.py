@@ -103,10 +103,10 @@ class RunStatus:
     def failure(self) -> dict[str, Any] | None:
         """Return {"rank", "error"} of the first failure; None if there is none."""
         try:
-            found: dict[str, Any] = json.loads((self.folder / FAILURE).read_text(encoding="utf-8"))
+            failure: dict[str, Any] = json.loads((self.folder / FAILURE).read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        return found
+        return failure
 
     def codes(self) -> dict[int, int]:
         """Return {rank: exit code} of the ranks that ended by themselves."""

@@ -31,16 +31,16 @@ def submit(path: Path) -> str:
         raise RequestError(
             "--submit: sbatch not found; without --submit the script is written, to be submitted on a login node"
         )
-    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines()]
-        raise RequestError(f"--submit: sbatch refused {path}: {'; '.join(lines)}{_partitions_text(done.stderr)}")
-    return done.stdout.strip().partition(";")[0]
+    completed = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    if completed.returncode != 0:
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in completed.stderr.splitlines()]
+        raise RequestError(f"--submit: sbatch refused {path}: {'; '.join(lines)}{_partitions_text(completed.stderr)}")
+    return completed.stdout.strip().partition(";")[0]
 
 
 def why_it_cannot_start(job: str) -> str | None:
     """Return why a submitted job will not start as it is; None if it waits for its turn, or nobody tells."""
-    for reason in _said("squeue", "--noheader", f"--jobs={job}", "--format=%r"):
+    for reason in _output_lines("squeue", "--noheader", f"--jobs={job}", "--format=%r"):
         if reason in _NEVER:
             return f"{_NEVER[reason]} (Slurm's reason: {reason})"
     return None
@@ -48,14 +48,14 @@ def why_it_cannot_start(job: str) -> str | None:
 
 def _partitions_text(refusal: str) -> str:
     """Return a sentence with the partitions of the cluster if a refusal is about them, else nothing."""
-    names = list(dict.fromkeys(_said("sinfo", "--noheader", "--format=%R"))) if "partition" in refusal else []
+    names = list(dict.fromkeys(_output_lines("sinfo", "--noheader", "--format=%R"))) if "partition" in refusal else []
     return f"; the partitions are {', '.join(names)}" if names else ""
 
 
-def _said(*words: str) -> list[str]:
+def _output_lines(*words: str) -> list[str]:
     """Return the lines that a command of Slurm prints; none if it fails."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+        completed = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    return [line.strip() for line in completed.stdout.splitlines() if line.strip()] if completed.returncode == 0 else []

@@ -26,9 +26,9 @@ def area_interval(area: float, positives: int, negatives: int, level: float = 0.
     z = NormalDist().inv_cdf((1 + level) / 2)
     more = (positives + negatives) / 2 - 1
 
-    def reaches(other: float) -> bool:
-        spread = 1 + more * (1 - other) / (2 - other) + more * other / (1 + other)
-        return abs(area - other) <= z * math.sqrt(other * (1 - other) * spread / (positives * negatives))
+    def reaches(true_area: float) -> bool:
+        spread = 1 + more * (1 - true_area) / (2 - true_area) + more * true_area / (1 + true_area)
+        return abs(area - true_area) <= z * math.sqrt(true_area * (1 - true_area) * spread / (positives * negatives))
 
     return [_farthest(area, 0.0, reaches), _farthest(area, 1.0, reaches)]
 

@@ -50,25 +50,25 @@ def intervals(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor,
     names = ("loss", *METRICS)
     if len(targets) == 0 or not bool(logits.isfinite().all()):
         return dict.fromkeys(names)
-    found = resampled(lambda part: drawn_metrics(logits, targets, losses, part), names, counts)
+    intervals_of = resampled(lambda part: drawn_metrics(logits, targets, losses, part), names, counts)
     if logits.shape[1] == 2 and (area := metrics_of_logits(logits, targets)["auroc"]) is not None:
-        found = rank_interval(found, area, targets == 1, counts)
-    return share_interval(found, float((logits.argmax(1) == targets).double().mean()), counts)
+        intervals_of = rank_interval(intervals_of, area, targets == 1, counts)
+    return share_interval(intervals_of, float((logits.argmax(1) == targets).double().mean()), counts)
 
 
-def rank_interval(found: Intervals, area: float, positive: torch.Tensor, counts: torch.Tensor) -> Intervals:
+def rank_interval(intervals: Intervals, area: float, positive: torch.Tensor, counts: torch.Tensor) -> Intervals:
     """Return intervals with that of ``auroc``, of up to `FEW` slides, by `area_interval` of the cases of each class."""
     if counts.shape[1] > FEW or _cases(counts) < 2:
-        return found
-    return {**found, "auroc": area_interval(area, _cases(counts[:, positive]), _cases(counts[:, ~positive]), LEVEL)}
+        return intervals
+    return {**intervals, "auroc": area_interval(area, _cases(counts[:, positive]), _cases(counts[:, ~positive]), LEVEL)}
 
 
-def share_interval(found: Intervals, accuracy: float, counts: torch.Tensor) -> Intervals:
+def share_interval(intervals: Intervals, accuracy: float, counts: torch.Tensor) -> Intervals:
     """Return intervals with that of ``accuracy``, of up to `FEW` slides, by Wilson, if there are two cases or more."""
     cases = _cases(counts) if counts.shape[1] <= FEW else 0
-    if cases and (found["accuracy"] is not None or cases > 1):
-        return {**found, "accuracy": wilson(accuracy, cases)}
-    return found
+    if cases and (intervals["accuracy"] is not None or cases > 1):
+        return {**intervals, "accuracy": wilson(accuracy, cases)}
+    return intervals
 
 
 def _cases(counts: torch.Tensor) -> int:
@@ -117,8 +117,8 @@ def drawn_metrics(
 ) -> dict[str, torch.Tensor]:
     """Return the metrics of every draw, each (draws,); NaN if undefined. See :func:`intervals`."""
     logits, losses = logits.double(), losses.double()
-    found = weighted_metrics(log_odds(logits), logits, logits.softmax(1), targets, counts)
-    return found | {"loss": (counts * losses).sum(1) / counts.sum(1)}
+    metrics = weighted_metrics(log_odds(logits), logits, logits.softmax(1), targets, counts)
+    return metrics | {"loss": (counts * losses).sum(1) / counts.sum(1)}
 
 
 def _interval(values: np.ndarray) -> list[float] | None:

@@ -79,7 +79,7 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> Calibration |
 
 def evaluate_temperature(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Calibration:
     """Return the effect of a temperature on some slides."""
-    both = [logits.double(), logits.double() / temperature]
-    losses = [float(torch.nn.functional.cross_entropy(one, labels)) for one in both]
-    errors = [metrics_of_logits(one, labels)["calibration_error"] for one in both]
+    before_and_after = [logits.double(), logits.double() / temperature]
+    losses = [float(torch.nn.functional.cross_entropy(scaled, labels)) for scaled in before_and_after]
+    errors = [metrics_of_logits(scaled, labels)["calibration_error"] for scaled in before_and_after]
     return Calibration(temperature, len(labels), (losses[0], losses[1]), (errors[0], errors[1]))

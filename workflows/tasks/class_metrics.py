@@ -53,15 +53,15 @@ def metrics_of_probabilities(probabilities: torch.Tensor, targets: torch.Tensor)
 
 def log_odds(logits: torch.Tensor) -> torch.Tensor:
     """Return log(p / (1 − p)) of each class, (N, K), without computing p, which could round to 1."""
-    others = logits.unsqueeze(1).expand(-1, logits.shape[1], -1).clone()
-    others.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
-    return logits - others.logsumexp(dim=2)
+    other_classes = logits.unsqueeze(1).expand(-1, logits.shape[1], -1).clone()
+    other_classes.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+    return logits - other_classes.logsumexp(dim=2)
 
 
 def ranks(scores: torch.Tensor) -> torch.Tensor:
     """Return the rank of each score (N,) among the distinct scores, from 0; equal scores have equal ranks."""
-    found: torch.Tensor = scores.unique(return_inverse=True)[1]
-    return found
+    indices: torch.Tensor = scores.unique(return_inverse=True)[1]
+    return indices
 
 
 def _check(outputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -77,8 +77,8 @@ def _metrics(
     if not len(targets) or not bool(outputs.isfinite().all()):
         return dict.fromkeys(METRICS)
     once = torch.ones(1, len(targets), dtype=torch.float64)
-    found = weighted_metrics(scores, outputs, probabilities, targets, once)
-    values = {name: float(found[name]) for name in METRICS}
+    drawn = weighted_metrics(scores, outputs, probabilities, targets, once)
+    values = {name: float(drawn[name]) for name in METRICS}
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
@@ -105,14 +105,14 @@ def weighted_metrics(
     true, predicted_as, hit = confusion.sum(2), confusion.sum(1), confusion.diagonal(dim1=1, dim2=2)
     several_classes = (true > 0).sum(1) > 1
     f1 = 2 * hit / (true + predicted_as)
-    found = {
+    metrics = {
         "auroc": _areas(scores, targets, counts, true),
         "balanced_accuracy": mean_present(hit / true, true),
         "f1": f1[:, 1] if classes == 2 else mean_present(f1, true),
         "quadratic_kappa": quadratic_kappa(confusion),
     }
-    found = {name: torch.where(several_classes, value, torch.nan) for name, value in found.items()}
-    return found | {
+    metrics = {name: torch.where(several_classes, value, torch.nan) for name, value in metrics.items()}
+    return metrics | {
         "accuracy": hit.sum(1) / counts.sum(1),
         "calibration_error": _calibration(probabilities, predicted == targets, counts),
     }
@@ -149,8 +149,8 @@ def _areas(scores: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, tr
 
 def quadratic_kappa(confusion: torch.Tensor) -> torch.Tensor:
     """Return Cohen's kappa with quadratic weights (draws,) of confusion matrices (draws, K, K)."""
-    place = torch.arange(confusion.shape[1], dtype=torch.float64)
-    weights = (place[:, None] - place) ** 2
+    grade = torch.arange(confusion.shape[1], dtype=torch.float64)
+    weights = (grade[:, None] - grade) ** 2
     expected = confusion.sum(2)[:, :, None] * confusion.sum(1)[:, None, :]
     by_chance = (weights * expected).sum((1, 2)) / confusion.sum((1, 2))
     return 1 - (weights * confusion).sum((1, 2)) / by_chance

@@ -37,9 +37,9 @@ def _drawn_ranks(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return (sums.cumsum(1) - sums / 2)[:, group]
 
 
-def _correlation(one: torch.Tensor, other: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _correlation(a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the correlation (draws,) of two (draws, N), weighted by ``counts``."""
     total = counts.sum(1, keepdim=True)
-    one, other = (part - (counts * part).sum(1, keepdim=True) / total for part in (one, other))
-    both, left, right = ((counts * product).sum(1) for product in (one * other, one**2, other**2))
-    return torch.where((left > 0) & (right > 0), both / (left * right).sqrt(), torch.nan)
+    a, b = (part - (counts * part).sum(1, keepdim=True) / total for part in (a, b))
+    covariance, left, right = ((counts * product).sum(1) for product in (a * b, a**2, b**2))
+    return torch.where((left > 0) & (right > 0), covariance / (left * right).sqrt(), torch.nan)

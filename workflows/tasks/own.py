@@ -41,12 +41,12 @@ def own_numbers(
 ) -> dict[str, float | None]:
     """Return ``loss`` (if there is one) and the metrics of a user; None if not finite."""
     named = {**({"loss": (LOSS_KEY, loss)} if loss else {}), **{metric_name(m): (METRICS_KEY, m) for m in metrics}}
-    found: dict[str, float | None] = {}
+    numbers: dict[str, float | None] = {}
     for name, (key, path) in named.items():
         function = load_user_code(key, path, "a function of (outputs, labels)")
         value = _number(function(outputs, labels))
-        found[name] = value if value is not None and math.isfinite(value) else None
-    return found
+        numbers[name] = value if value is not None and math.isfinite(value) else None
+    return numbers
 
 
 def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tensor, evaluated: torch.Tensor) -> None:

@@ -65,24 +65,24 @@ def curve_plots(
 
 def rate_plots(classes: Sequence[ScoredClass]) -> list[Plot]:
     """Return the ROC and the precision-recall plot of classes, with bands."""
-    found = []
+    plots = []
     kinds = (
         ("ROC", roc_curve, "false positive rate", "true positive rate", "area under the curve"),
         ("Precision and recall", precision_recall_curve, "recall", "precision", "average precision"),
     )
     for title, make, x_name, y_name, area_name in kinds:
         figure, axes = _figure(x_name, y_name)
-        for one in classes:
-            curve = make(one.score, one.positive, one.draws)
+        for scored in classes:
+            curve = make(scored.score, scored.positive, scored.draws)
             if curve is not None:
-                _draw_curve(axes, curve, one.name, class_color(one.color))
+                _draw_curve(axes, curve, scored.name, class_color(scored.color))
         if title == "ROC":
             axes.plot([0, 1], [0, 1], color="#b9bec7", linewidth=0.8, linestyle="--")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower right" if title == "ROC" else "lower left", frameon=False, fontsize=9)
         caption = f"In brackets: {area_name}. Bands: 95 % intervals, bootstrap over cases."
-        found.append(Plot(title, _svg(figure), caption))
-    return found
+        plots.append(Plot(title, _svg(figure), caption))
+    return plots
 
 
 def _draw_curve(axes: Axes, curve: RateCurve, name: str, rgb: tuple[int, int, int]) -> None:
@@ -211,5 +211,5 @@ def _svg(figure: Any) -> str:
     # Keep text as text: smaller, and the browser can choose the font.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hyfi"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
-    whole = text.getvalue()
-    return whole[whole.index("<svg") :]
+    document = text.getvalue()
+    return document[document.index("<svg") :]

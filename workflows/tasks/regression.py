@@ -106,7 +106,7 @@ class Regression(Task):
         """Return the mean or the largest output and the mean or the largest value of each case."""
         reduce = torch.amax if how == "max" else torch.mean
         members = members_of(of_case)
-        merged = [torch.stack([reduce(all_of[one], 0) for one in members]) for all_of in (outputs, targets)]
+        merged = [torch.stack([reduce(all_of[indices], 0) for indices in members]) for all_of in (outputs, targets)]
         return merged[0], merged[1]
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
@@ -249,8 +249,8 @@ class NumberReadout(Readout):
 
     def bars(self, values: Values) -> Sequence[ReadBar]:
         """Return the value, on a bar of the distribution of the training values."""
-        place = float(torch.special.ndtr(torch.tensor((values[0] - self.mean) / self.std)))
-        return [ReadBar(self.name, place, self.prediction(values), 0)]
+        quantile = float(torch.special.ndtr(torch.tensor((values[0] - self.mean) / self.std)))
+        return [ReadBar(self.name, quantile, self.prediction(values), 0)]
 
     def verdict(self, values: Values) -> str:
         """Return the interval."""

@@ -310,5 +310,5 @@ def target_columns(model: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _as_json(one) for key, one in value.items()}
-    return [_as_json(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {key: _as_json(item) for key, item in value.items()}
+    return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value

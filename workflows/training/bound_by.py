@@ -79,8 +79,8 @@ class StepTime:
     def end_step(self, seconds: float) -> Spent:
         """Return the time by kind of a step that took ``seconds`` and since the previous step; reset."""
         spent, self._now = self._now, dict.fromkeys(KINDS, 0.0)
-        known = spent["compile"] + spent["wait"] + spent["spill"] + sum(spent[kind] for kind in MESSAGES)
-        spent["compute"] = max(0.0, seconds - known)
+        measured = spent["compile"] + spent["wait"] + spent["spill"] + sum(spent[kind] for kind in MESSAGES)
+        spent["compute"] = max(0.0, seconds - measured)
         for kind in KINDS:
             self._epoch[kind] += spent[kind] - self._reported[kind]
             self._interval[kind] += spent[kind]
@@ -134,10 +134,10 @@ def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
     wait. ``halo`` and ``reduce`` are those of the rank that spends least, which are the cost of the messages; what
     others spend beyond that is ``imbalance``. ``compute`` and ``stage`` are means.
     """
-    totals = [sum(one.values()) or math.inf for one in spent]
+    totals = [sum(times.values()) or math.inf for times in spent]
 
     def parts(kind: str) -> list[float]:
-        return [one[kind] / total for one, total in zip(spent, totals, strict=True)]
+        return [times[kind] / total for times, total in zip(spent, totals, strict=True)]
 
     def mean(kind: str) -> float:
         return sum(parts(kind)) / len(spent)
@@ -158,20 +158,20 @@ def percentages(spent: Sequence[Mapping[str, float]]) -> dict[str, int]:
 
     Message time beyond that of the rank that spends least on messages is counted as waiting for slower ranks.
     """
-    whole = [one for one in spent if sum(one.values())]
-    if not whole:
+    counted = [times for times in spent if sum(times.values())]
+    if not counted:
         return dict.fromkeys(NAMES, 0)
-    parts = [{kind: one[kind] / sum(one.values()) for kind in one} for one in whole]
-    mean = {kind: sum(one[kind] for one in parts) / len(parts) for kind in parts[0]}
-    least = {kind: min(one[kind] for one in parts) for kind in ("halo", "reduce")}
+    parts = [{kind: times[kind] / sum(times.values()) for kind in times} for times in counted]
+    mean = {kind: sum(part[kind] for part in parts) / len(parts) for kind in parts[0]}
+    least = {kind: min(part[kind] for part in parts) for kind in ("halo", "reduce")}
     exact = {name: least.get(name, mean.get(name, 0.0)) for name in NAMES}
     exact["imbalance"] = sum(mean[kind] - least[kind] for kind in least)
-    found = {name: int(100 * part) for name, part in exact.items()}
+    percents = {name: int(100 * part) for name, part in exact.items()}
     # Largest remainder method: each is off by less than 1, and the sum is 100.
-    by_remainder = sorted(exact, key=lambda name: 100 * exact[name] - found[name], reverse=True)
-    for name in by_remainder[: 100 - sum(found.values())]:
-        found[name] += 1
-    return found
+    by_remainder = sorted(exact, key=lambda name: 100 * exact[name] - percents[name], reverse=True)
+    for name in by_remainder[: 100 - sum(percents.values())]:
+        percents[name] += 1
+    return percents
 
 
 def bound_by(spent: Sequence[Mapping[str, float]], setup: RunSetup) -> str:
@@ -180,21 +180,23 @@ def bound_by(spent: Sequence[Mapping[str, float]], setup: RunSetup) -> str:
     The breakdown is the mean over trainers. Where the bound is the share of one trainer for which the others wait, and
     that is not the mean, the line names the trainer.
     """
-    found = shares(spent)
-    most = max((kind for kind in found if kind != "compute"), key=lambda kind: found[kind])
-    kind = most if found[most] >= MIN_SHARE else "compute"
+    shares_of = shares(spent)
+    most = max((kind for kind in shares_of if kind != "compute"), key=lambda kind: shares_of[kind])
+    kind = most if shares_of[most] >= MIN_SHARE else "compute"
     parts = percentages(spent)
     split = ", ".join(f"{NAMES[name]} {part}%" for name, part in parts.items() if part or name == "compute")
     of = f"mean of {len(spent)} trainers: " if len(spent) > 1 else ""
     percent, who = parts[kind], ""
-    if kind in OF_THE_SLOWEST and round(100 * found[kind]) != percent:
-        percent, who = round(100 * found[kind]), f" on trainer {_slowest(spent, kind)}"
-    return f"{_verdict(kind, found[kind], f'{percent}% {NAMES[kind]}{who}', setup)} [{of}{split}]".replace("%", " %")
+    if kind in OF_THE_SLOWEST and round(100 * shares_of[kind]) != percent:
+        percent, who = round(100 * shares_of[kind]), f" on trainer {_slowest(spent, kind)}"
+    return f"{_verdict(kind, shares_of[kind], f'{percent}% {NAMES[kind]}{who}', setup)} [{of}{split}]".replace(
+        "%", " %"
+    )
 
 
 def _slowest(spent: Sequence[Mapping[str, float]], kind: str) -> int:
     """Return the trainer that spends the largest fraction of its time on ``kind``."""
-    parts = [one[kind] / (sum(one.values()) or math.inf) for one in spent]
+    parts = [times[kind] / (sum(times.values()) or math.inf) for times in spent]
     return parts.index(max(parts))
 
 

@@ -77,10 +77,10 @@ def _metrics(validation: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _points(records: Iterable[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
     """Return the defined (step, value); long curves are reduced to ``_MAX_POINTS`` means over consecutive steps."""
-    found = [(float(r["step"]), float(r[name])) for r in records if isinstance(r.get(name), (int, float))]
-    found = [point for point in found if math.isfinite(point[1])]
-    run = -(-len(found) // _MAX_POINTS) or 1
-    groups = [found[start : start + run] for start in range(0, len(found), run)]
+    points = [(float(r["step"]), float(r[name])) for r in records if isinstance(r.get(name), (int, float))]
+    points = [point for point in points if math.isfinite(point[1])]
+    run = -(-len(points) // _MAX_POINTS) or 1
+    groups = [points[start : start + run] for start in range(0, len(points), run)]
     return tuple((sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups)
 
 
@@ -101,17 +101,17 @@ def _chart(name: str, curves: Sequence[RunCurve]) -> str:
     if name in _AT_MOST_1:
         y1 = min(y1, 1.0)
 
-    def place(point: Point) -> str:
+    def point_text(point: Point) -> str:
         x = _LEFT + (point[0] - x0) / (x1 - x0) * (_WIDTH - _LEFT - 8)
         y = _TOP + (y1 - point[1]) / (y1 - y0) * (_HEIGHT - _BOTTOM - _TOP)
         return f"{x:.1f},{y:.1f}"
 
     lines, keys = [], []
     for curve, colour in zip(curves, _COLOURS, strict=False):
-        drawn = " ".join(map(place, curve.points))
+        drawn = " ".join(map(point_text, curve.points))
         lines.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         if len(curve.points) <= 60:
-            dots = (place(point).split(",") for point in curve.points)
+            dots = (point_text(point).split(",") for point in curve.points)
             lines += [f'<circle cx="{x}" cy="{y}" r="2.4" fill="{colour}"/>' for x, y in dots]
         keys.append(f'<span class="key" style="background:{colour}"></span>{html.escape(curve.name)}')
     axes = [f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH}" y1="{y}" y2="{y}"/>' for y in (_TOP, _HEIGHT - _BOTTOM)] + [

@@ -53,12 +53,12 @@ class MovingAverage:
     def applied(self) -> Iterator[None]:
         """Context manager in which the average replaces the weights; they are restored bitwise afterwards."""
         weights = self._floats()
-        kept = {name: value.clone() for name, value in weights.items()}
+        backup = {name: value.clone() for name, value in weights.items()}
         self._copy(self._average, weights)
         try:
             yield
         finally:
-            self._copy(kept, weights)
+            self._copy(backup, weights)
 
     @staticmethod
     @torch.no_grad()
@@ -68,10 +68,10 @@ class MovingAverage:
 
     def _floats(self) -> dict[str, torch.Tensor]:
         """Return the model's floating-point tensors that this rank holds by name, each tied tensor once."""
-        seen: set[int] = set()
-        found = {}
+        pointers: set[int] = set()
+        tensors = {}
         for name, value in local_state(self._model).items():
-            if value.is_floating_point() and not value.is_meta and value.data_ptr() not in seen:
-                seen.add(value.data_ptr())
-                found[name] = value
-        return found
+            if value.is_floating_point() and not value.is_meta and value.data_ptr() not in pointers:
+                pointers.add(value.data_ptr())
+                tensors[name] = value
+        return tensors

@@ -131,15 +131,15 @@ def _lack_of_room(size_bytes: int) -> str | None:
     cache = node_cache()
     if cache is None:
         return None
-    room, wanted = cache.room(), f"data.node_cache_bytes={size_bytes:,}"
+    room, setting = cache.room(), f"data.node_cache_bytes={size_bytes:,}"
     if size_bytes > room.disk_bytes:
         raise RequestError(
-            f"{wanted}: the disk of {cache.folder} on {socket.gethostname()} has {room.disk_bytes:,} bytes in all; "
+            f"{setting}: the disk of {cache.folder} on {socket.gethostname()} has {room.disk_bytes:,} bytes in all; "
             f"give at most {room.usable_bytes:,}, which are usable now, or a data.node_cache on a larger disk"
         )
     if size_bytes > room.usable_bytes:
         return (
-            f"{wanted}: only {room.usable_bytes:,} bytes are usable on the disk of {cache.folder} on "
+            f"{setting}: only {room.usable_bytes:,} bytes are usable on the disk of {cache.folder} on "
             f"{socket.gethostname()}; when they are used up, further chunks are not shared"
         )
     return None

@@ -229,13 +229,13 @@ def _selected(
     """
     flags_of = {row["slide_id"]: flags_to_exclude(row, config.data.exclude_flags) for row in rows}
     slides = select_slides(rows, labels, splits, split)
-    known = {one.slide_id for one in excluded}
+    excluded_ids = {slide.slide_id for slide in excluded}
     excluded += [
-        ExcludedSlide(one.slide_id, one.case_id, split, flags_of[one.slide_id])
-        for one in slides
-        if flags_of[one.slide_id] and one.slide_id not in known
+        ExcludedSlide(slide.slide_id, slide.case_id, split, flags_of[slide.slide_id])
+        for slide in slides
+        if flags_of[slide.slide_id] and slide.slide_id not in excluded_ids
     ]
-    remaining = tuple(one for one in slides if not flags_of[one.slide_id])
+    remaining = tuple(slide for slide in slides if not flags_of[slide.slide_id])
     lost = _classes(labels, slides) - _classes(labels, remaining)
     if slides and (lost or not remaining):
         refuse_empty(split, sorted(lost) if remaining else [], excluded)
@@ -289,14 +289,14 @@ def mpp_of(config: Config) -> float:
     mpp: float | Literal["native"] = config.data.mpp if tiles is None else tiles.mpp or "native"
     if mpp != "native":
         return mpp
-    found = {row["slide_id"]: float(row["store_mpp"]) for row in load_manifest(config.data.store) if row["store_mpp"]}
-    finest, coarsest = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
-    middle = (found[finest] * found[coarsest]) ** 0.5
-    if found[coarsest] > (1 + MPP_TOLERANCE) * middle:
-        given = "data.mpp: given native" if tiles is None else "data.tiles.mpp: not given"
+    mpps = {row["slide_id"]: float(row["store_mpp"]) for row in load_manifest(config.data.store) if row["store_mpp"]}
+    finest, coarsest = min(mpps, key=mpps.__getitem__), max(mpps, key=mpps.__getitem__)
+    middle = (mpps[finest] * mpps[coarsest]) ** 0.5
+    if mpps[coarsest] > (1 + MPP_TOLERANCE) * middle:
+        setting = "data.mpp: given native" if tiles is None else "data.tiles.mpp: not given"
         raise RequestError(
-            f"{given}; the slides of {config.data.store} differ, from {found[finest]:g} ({finest}) to "
-            f"{found[coarsest]:g} ({coarsest}); ingest them with one --mpp, {found[coarsest]:g} or more"
+            f"{setting}; the slides of {config.data.store} differ, from {mpps[finest]:g} ({finest}) to "
+            f"{mpps[coarsest]:g} ({coarsest}); ingest them with one --mpp, {mpps[coarsest]:g} or more"
         )
     return float(f"{middle:.6g}")
 
@@ -339,8 +339,8 @@ def _tissue(dataset: SlideDataset) -> dict[str, Any]:
     """Return the tissue parameters of the store, from the first slide of ``dataset``."""
     attributes = getattr(dataset.slide(0), "attributes", {})
     parameters = attributes.get("parameters", {})
-    found = parameters.get("tissue", {}) if isinstance(parameters, dict) else {}
-    return dict(found)
+    tissue = parameters.get("tissue", {}) if isinstance(parameters, dict) else {}
+    return dict(tissue)
 
 
 def _label(sample: SlideRef) -> Target:

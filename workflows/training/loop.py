@@ -96,11 +96,11 @@ class TrainingLoop:
         self._places = gather_places(roles.trainers, roles.launched)
         steps = traced_steps(self._start, job.steps, job.config.run.trace)
         self._trace = StepTrace(job.config.run.dir / "trace.json", engine, roles.trainers, steps)
-        others = len(roles.loader_ranks), len(roles.validator_ranks)
+        role_counts = len(roles.loader_ranks), len(roles.validator_ranks)
         spare_train = job.config.roles.design == "offload_naive"
         self._setup = RunSetup(
             job.plan.ranks,
-            *others,
+            *role_counts,
             job.config.validation.policy,
             spare_train,
             job.plan.branches,
@@ -230,9 +230,9 @@ class TrainingLoop:
         self._compared_s = time.perf_counter() - start_s
         if gathered is None or len(gathered) == 1:
             return {}
-        spent, needed = [one for one, _ in gathered], [length for _, length in gathered]
-        fullest = self._places[needed.index(max(needed))]
-        self._fullest = {"rank": fullest.rank, "host": fullest.host, "memory_bytes": max(needed)}
+        spent, used_bytes = [times for times, _ in gathered], [length for _, length in gathered]
+        fullest = self._places[used_bytes.index(max(used_bytes))]
+        self._fullest = {"rank": fullest.rank, "host": fullest.host, "memory_bytes": max(used_bytes)}
         return {
             "slowest": slowest(spent, self._places),
             "stragglers": stragglers(spent, self._places),
@@ -249,7 +249,7 @@ class TrainingLoop:
         self._time.add({"validation": self._validating.new_seconds()})
         spent = self._time.end_epoch(self._trainers)
         # An epoch of the first step alone has no computing: it is not counted, because it captures the model.
-        if spent is not None and any(one["compute"] for one in spent):
+        if spent is not None and any(times["compute"] for times in spent):
             slow = describe_stragglers(stragglers(spent, self._places))
             full = describe_fullest(self._fullest)
             text = "; ".join(filter(None, (bound_by(spent, self._setup), slow, full)))

@@ -32,7 +32,7 @@ PROCESS_BYTES = 400_000_000
 """Memory of a rank before its first step: Python, torch and the libraries."""
 
 
-def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], needed: Sequence[int]) -> list[int]:
+def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], trainer_bytes: Sequence[int]) -> list[int]:
     """Return the bytes of each trainer's process in the host's memory.
 
     A rank that writes checkpoints also has a copy of what it writes: its share of a stage's weights and moments.
@@ -40,31 +40,33 @@ def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], needed: Seq
     Args:
         plan: The run's plan.
         stages: Forecast for each stage.
-        needed: What each rank of a plane needs there for training.
+        trainer_bytes: What each rank of a plane needs there for training.
     """
     written = _written_bytes(plan, Placement.of(plan), stages)
-    return [PROCESS_BYTES + needed[rank % len(needed)] + written.get(rank, 0) for rank in range(plan.ranks)]
+    return [
+        PROCESS_BYTES + trainer_bytes[rank % len(trainer_bytes)] + written.get(rank, 0) for rank in range(plan.ranks)
+    ]
 
 
 def _written_bytes(plan: ParallelPlan, placement: Placement, stages: Sequence[MemoryForecast]) -> dict[int, int]:
     """Return rank -> the bytes that it writes to a checkpoint."""
-    found: dict[int, int] = defaultdict(int)
+    written: dict[int, int] = defaultdict(int)
     for stage, forecast in enumerate(stages):
         holders = sorted({rank for way in range(placement.directions) for rank in placement.group(stage, way)})
         copies = [first + rank for first in range(0, plan.ranks, placement.size) for rank in holders]
         writers = sharing(forecast.weight_bytes, copies)
         for rank in writers:
-            found[rank] += forecast.written_bytes // len(writers)
-    return found
+            written[rank] += forecast.written_bytes // len(writers)
+    return written
 
 
-def describe_memory(needed: Sequence[int], pools: Sequence[MemoryPool], kind: str = "memory") -> str:
+def describe_memory(trainer_bytes: Sequence[int], pools: Sequence[MemoryPool], kind: str = "memory") -> str:
     """Return one line of text: the peak of each trainer, and the total of the fullest pool."""
-    totals = {pool.name: sum(needed[rank] for rank in pool.trainers) for pool in pools}
+    totals = {pool.name: sum(trainer_bytes[rank] for rank in pool.trainers) for pool in pools}
     fullest = max(pools, key=lambda pool: totals[pool.name] / max(1, pool.free_bytes))
-    spread = f"{_gb(min(needed))} to " * (max(needed) > 1.1 * min(needed))
+    spread = f"{_gb(min(trainer_bytes))} to " * (max(trainer_bytes) > 1.1 * min(trainer_bytes))
     return (
-        f"{kind}: about {spread}{_gb(max(needed))} GB for each trainer, {_gb(totals[fullest.name])} GB of "
+        f"{kind}: about {spread}{_gb(max(trainer_bytes))} GB for each trainer, {_gb(totals[fullest.name])} GB of "
         f"{_gb(fullest.free_bytes)} GB free on {fullest.name}{_by(fullest)}"
     )
 
@@ -80,23 +82,25 @@ def _gb(count_bytes: float) -> str:
 
 
 def check_room(
-    needed: Sequence[int], pools: Sequence[MemoryPool], others: Mapping[str, Sequence[int]] | None = None
+    trainer_bytes: Sequence[int], pools: Sequence[MemoryPool], cheaper: Mapping[str, Sequence[int]] | None = None
 ) -> None:
     """Check that every pool has enough memory for its trainers.
 
     Args:
-        needed: Least bytes of each trainer.
+        trainer_bytes: Least bytes of each trainer.
         pools: Memory of the run's hosts, or of its GPUs.
-        others: Changes of the configuration, as on the command line, to the bytes of each trainer with them.
+        cheaper: Changes of the configuration, as on the command line, to the bytes of each trainer with them.
 
     Raises:
         RequestError: One does not. The message names it, both amounts, and the first change that would fit.
     """
     for pool in pools:
-        total = sum(needed[rank] for rank in pool.trainers)
+        total = sum(trainer_bytes[rank] for rank in pool.trainers)
         if total <= pool.free_bytes:
             continue
-        change = next((change for change, found in (others or {}).items() if fits(found, pools)), None)
+        change = next(
+            (change for change, bytes_of_change in (cheaper or {}).items() if fits(bytes_of_change, pools)), None
+        )
         advice = (
             f"{change} would fit"
             if change is not None
@@ -116,19 +120,21 @@ def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
         plan: The run's plan.
         batch: Images in a replica's batch.
     """
-    found = {}
+    cheaper = {}
     counts = [n for n in range(plan.microbatches + 1, batch + 1) if batch % n == 0]
     for count in counts if plan.schedule in ("1f1b", "sequential") and plan.shares is None else []:
-        found[f"plan.microbatches={count}"] = replace(plan, microbatches=count)
+        cheaper[f"plan.microbatches={count}"] = replace(plan, microbatches=count)
     if plan.recompute is False and plan.stages > 1:
-        found |= {f"{change} plan.recompute=true": replace(one, recompute=True) for change, one in found.items()}
-        found = {"plan.recompute=true": replace(plan, recompute=True), **found}
-    return found
+        cheaper |= {
+            f"{change} plan.recompute=true": replace(changed, recompute=True) for change, changed in cheaper.items()
+        }
+        cheaper = {"plan.recompute=true": replace(plan, recompute=True), **cheaper}
+    return cheaper
 
 
-def fits(needed: Sequence[int], pools: Sequence[MemoryPool]) -> bool:
+def fits(trainer_bytes: Sequence[int], pools: Sequence[MemoryPool]) -> bool:
     """Whether every pool has enough memory for its trainers."""
-    return all(sum(needed[rank] for rank in pool.trainers) <= pool.free_bytes for pool in pools)
+    return all(sum(trainer_bytes[rank] for rank in pool.trainers) <= pool.free_bytes for pool in pools)
 
 
 def check_memory(job: TrainingJob, roles: Roles, device: str) -> list[str]:
@@ -144,12 +150,12 @@ def check_memory(job: TrainingJob, roles: Roles, device: str) -> list[str]:
     """
     import torch
 
-    place = RankPlace.here(roles.trainers.rank if roles.trainers is not None else None, device)
-    places = roles.world.gather_objects(asdict(place))
-    threads = roles.world.gather_objects((torch.get_num_threads(), place.cores))
+    own_place = RankPlace.here(roles.trainers.rank if roles.trainers is not None else None, device)
+    places = roles.world.gather_objects(asdict(own_place))
+    threads = roles.world.gather_objects((torch.get_num_threads(), own_place.cores))
     if places is None or threads is None:
         return []
-    ranks = [RankPlace(**place) for place in places]
+    ranks = [RankPlace(**fields) for fields in places]
     hosts, gpus = hosts_of(ranks), gpus_of(ranks)
     slow = [*crowded(hosts), *short_of_cores(threads)]
     if job.plan.cells is not None or job.plan.tiles is not None:
@@ -157,9 +163,9 @@ def check_memory(job: TrainingJob, roles: Roles, device: str) -> list[str]:
     memories = [host.memory for host in hosts]
     forecast = _Forecaster(job, on_gpus=bool(gpus))
     pools = gpus or memories
-    needed = forecast.least_bytes(job.plan)
-    cheaper = {} if fits(needed, pools) else cheaper_plans(job.plan, _largest_batch(job))
-    check_room(needed, pools, {change: forecast.least_bytes(plan) for change, plan in cheaper.items()})
+    trainer_bytes = forecast.least_bytes(job.plan)
+    cheaper = {} if fits(trainer_bytes, pools) else cheaper_plans(job.plan, _largest_batch(job))
+    check_room(trainer_bytes, pools, {change: forecast.least_bytes(plan) for change, plan in cheaper.items()})
     lines = [describe_memory(forecast.host_bytes(job.plan), memories, "host memory")] if gpus else []
     return [describe_memory(forecast.device_bytes(job.plan), pools), *lines, *slow]
 
@@ -206,9 +212,9 @@ class _Forecaster:
         plan, _, stages = self._stages(plan)
         return rank_bytes(plan, stages, (0,))
 
-    def _of_trainers(self, plan: ParallelPlan, needed: Sequence[int]) -> list[int]:
+    def _of_trainers(self, plan: ParallelPlan, stage_bytes: Sequence[int]) -> list[int]:
         process = 0 if self._on_gpus else PROCESS_BYTES
-        return [process + needed[rank % len(needed)] for rank in range(plan.ranks)]
+        return [process + stage_bytes[rank % len(stage_bytes)] for rank in range(plan.ranks)]
 
     def _stages(self, plan: ParallelPlan) -> tuple[ParallelPlan, Program, tuple[MemoryForecast, ...]]:
         """Return the plan with cuts, the captured model of a micro-batch, and the forecast of each stage."""

@@ -29,8 +29,8 @@ def optimizer_factory(
     Raises:
         RequestError: A group matches no parameter, or the optimizer's class cannot be used.
     """
-    made, groups = optimizer_of(config), parameter_groups(model, config, batch)
-    place_of = {name: place for place, group in enumerate(groups) for name in group.names}
+    make_optimizer, groups = optimizer_of(config), parameter_groups(model, config, batch)
+    place_of = {name: index for index, group in enumerate(groups) for name in group.names}
 
     def make(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -41,7 +41,7 @@ def optimizer_factory(
             {"params": of, "lr": group.lr, "weight_decay": group.weight_decay}
             for of, group in zip(members, groups, strict=True)
         ]
-        return made(settings, config.scaled_lr(batch))
+        return make_optimizer(settings, config.scaled_lr(batch))
 
     return make
 

@@ -67,9 +67,9 @@ def measured(trainers: Communicator, replica: int, turn: Callable[[int], None]) 
         start_s = time.perf_counter()
         turn(number)
         seconds.append(time.perf_counter() - start_s)
-    found = trainers.broadcast_object(trainers.gather_objects((replica, statistics.median(seconds))))
-    count = 1 + max(index for index, _ in found)
-    return tuple(max(taken for index, taken in found if index == wanted) for wanted in range(count))
+    medians = trainers.broadcast_object(trainers.gather_objects((replica, statistics.median(seconds))))
+    count = 1 + max(index for index, _ in medians)
+    return tuple(max(seconds_taken for index, seconds_taken in medians if index == number) for number in range(count))
 
 
 def describe_pace(job: TrainingJob) -> str:

@@ -27,11 +27,11 @@ def format_metrics(metrics: Metrics) -> dict[str, str]:
 
     A metric whose interval is undefined says so: too few cases define it, or all draws are alike.
     """
-    found = metrics.get("intervals", {})
+    intervals = metrics.get("intervals", {})
     numbers = {
         k: v for k, v in metrics.items() if isinstance(v, float) or (v is None and k not in ("case", "calibration"))
     }
-    return {name: _format_number(value, found.get(name, ())) for name, value in numbers.items()}
+    return {name: _format_number(value, intervals.get(name, ())) for name, value in numbers.items()}
 
 
 def _format_number(value: float | None, interval: Sequence[float] | None) -> str:
@@ -101,7 +101,7 @@ class Recorder:
     ) -> None:
         """Record one step; ``lr``: the rate that it used; ``spent``: other keys, of its time."""
         images_per_s = self._job.step_samples / seconds
-        found = self._throughput.of(images_per_s)
+        throughput = self._throughput.of(images_per_s)
         values = {
             "epoch": self._job.epoch_of(step),
             "loss": loss,
@@ -110,11 +110,11 @@ class Recorder:
             "images_per_second": images_per_s,
             "wait_seconds": wait_seconds,
             **(spent or {}),
-            **found,
+            **throughput,
         }
         self._log.write("train", step=step, **values)
         of_many = " on rank 0" if self._job.plan.ranks > 1 else ""
-        speed = describe_speed(images_per_s, found, self._job.config.data.tiles is not None) + of_many
+        speed = describe_speed(images_per_s, throughput, self._job.config.data.tiles is not None) + of_many
         self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {speed}"
         self._show("train", step, values)
 
@@ -181,11 +181,11 @@ class Recorder:
 
     def unvalidated(self) -> list[int]:
         """Return saved steps whose validation is missing because the run was stopped before it."""
-        done = self._log.validations()
+        validated = self._log.validations()
         saved = [step for step in saved_steps(self.folder.checkpoints) if step <= self._start]
         if self._job.config.validation.policy == "latest":  # earlier ones were skipped on purpose
-            saved = [step for step in saved if step > max(done, default=0)][-1:]
-        return [step for step in saved if self._job.validates_after(step) and step not in done]
+            saved = [step for step in saved if step > max(validated, default=0)][-1:]
+        return [step for step in saved if self._job.validates_after(step) and step not in validated]
 
     def close(self) -> None:
         """Write the curves, sync everything to disk and close."""

@@ -109,8 +109,8 @@ class Roles:
     def describe(self) -> str:
         """Return this rank's role and its number in that role: ``trainer 3``."""
         named = {"trainer": self.trainer_ranks, "loader": self.loader_ranks, "validator": self.validator_ranks}
-        found = ((role, ranks) for role, ranks in named.items() if self.world.rank in ranks)
-        role, ranks = next(found)
+        own_roles = ((role, ranks) for role, ranks in named.items() if self.world.rank in ranks)
+        role, ranks = next(own_roles)
         return f"{role} {ranks.index(self.world.rank)}"
 
 
@@ -142,7 +142,7 @@ def _in_place(world: Communicator, config: Config, classes: int, chosen: RankRol
     order = world.broadcast_object(
         agree(world, lambda: _place_order(config, classes, nodes) if world.rank == 0 else None)
     )
-    return replace(chosen, trainers=tuple(chosen.trainers[place] for place in order))
+    return replace(chosen, trainers=tuple(chosen.trainers[index] for index in order))
 
 
 def _place_order(config: Config, classes: int, nodes: Sequence[str]) -> list[int]:
@@ -177,8 +177,11 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
     for dataset in (job.train, job.val):
         dataset.check_files()
         check_coverage(dataset, job.config.data.min_coverage)
-    known = {sample.slide_id for sample in job.train.samples}
-    return [*job.train.coverage_table(), *(row for row in job.val.coverage_table() if row["slide_id"] not in known)]
+    trained_ids = {sample.slide_id for sample in job.train.samples}
+    return [
+        *job.train.coverage_table(),
+        *(row for row in job.val.coverage_table() if row["slide_id"] not in trained_ids),
+    ]
 
 
 def drawn_by_stage(job: TrainingJob, device: str) -> InitialWeights | None:
@@ -326,9 +329,9 @@ class SavedRun:
         load_optimizer_state(engine.optimizer, model.named_parameters(), self.training.optimizer)
         restore_random(engine.random, self.training.state)
 
-    def describe_norm_change(self, now: Config) -> str | None:
+    def describe_norm_change(self, resumed: Config) -> str | None:
         """Return how batch norm changes with the configuration of the resumed run; None if it does not."""
-        return describe_norm_change(self.before, now, int(self.training.state["step"]))
+        return describe_norm_change(self.before, resumed, int(self.training.state["step"]))
 
     def close(self) -> None:
         """Close the files when all has been restored: they may be removed."""

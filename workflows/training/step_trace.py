@@ -23,15 +23,15 @@ from hyfi_core.schedule.trace import TraceEvent, to_json
 from workflows.training.inputs.run_inputs import TrainingEngine
 
 
-def traced_steps(done: int, last: int, count: int) -> range:
+def traced_steps(finished: int, last: int, count: int) -> range:
     """Return the steps to trace: ``count`` of them from the second on, because the first captures the model.
 
     Args:
-        done: Number of steps that were finished before this process started.
+        finished: Number of steps that were finished before this process started.
         last: The run's last step.
         count: Number of steps to trace; if the run has only one step, that one is traced.
     """
-    first = min(done + 2, last)
+    first = min(finished + 2, last)
     return range(first, min(first + count, last + 1))
 
 

@@ -47,7 +47,7 @@ class TrainerPlace:
 
 def gather_places(trainers: Communicator, rank: int) -> list[TrainerPlace]:
     """Return the places of all trainers, on trainer 0; empty elsewhere (collective)."""
-    return [TrainerPlace(*place) for place in trainers.gather_objects([rank, socket.gethostname()]) or []]
+    return [TrainerPlace(*fields) for fields in trainers.gather_objects([rank, socket.gethostname()]) or []]
 
 
 def slowest(spent: Sequence[Mapping[str, float]], places: Sequence[TrainerPlace]) -> dict[str, dict[str, Any]]:
@@ -61,43 +61,45 @@ def slowest(spent: Sequence[Mapping[str, float]], places: Sequence[TrainerPlace]
         Kind to ``rank``, ``host``, ``seconds`` and ``over_median``; that is None if the median is 0. The median of an
         even number of trainers is the lower one, so that one of two can be slow.
     """
-    found = {}
+    slowest_of = {}
     for kind in KINDS if len(spent) > 1 else ():
-        seconds = [one[kind] for one in spent]
+        seconds = [times[kind] for times in spent]
         most, median = max(seconds), statistics.median_low(seconds)
         if most > 0:
-            place = places[seconds.index(most)]
+            trainer = places[seconds.index(most)]
             over = most / median if median > 0 else None
-            found[kind] = {"rank": place.rank, "host": place.host, "seconds": most, "over_median": over}
-    return found
+            slowest_of[kind] = {"rank": trainer.rank, "host": trainer.host, "seconds": most, "over_median": over}
+    return slowest_of
 
 
 def stragglers(spent: Sequence[Mapping[str, float]], places: Sequence[TrainerPlace]) -> list[dict[str, Any]]:
     """Return those of ``slowest`` that delay the others so that it matters, the worst first, with their ``kind``."""
-    whole_s = max((sum(one.values()) for one in spent), default=0.0)
-    found = []
+    whole_s = max((sum(times.values()) for times in spent), default=0.0)
+    delays = []
     for kind, entry in slowest(spent, places).items():
         over = entry["over_median"]
         delay_s = entry["seconds"] * (1 - 1 / over) if over is not None else entry["seconds"]
         late = delay_s >= MIN_DELAY * whole_s and (over is None or over >= MIN_OVER_MEDIAN)
         writes_for_all = kind == "save" and (over is None or over > _WRITES_FOR_ALL)
         if late and kind not in MESSAGES and not writes_for_all:
-            found.append((delay_s, {"kind": kind, **entry, "delay_seconds": delay_s}))
-    return [entry for _, entry in sorted(found, key=lambda pair: -pair[0])]
+            delays.append((delay_s, {"kind": kind, **entry, "delay_seconds": delay_s}))
+    return [entry for _, entry in sorted(delays, key=lambda pair: -pair[0])]
 
 
-def describe_stragglers(found: Sequence[Mapping[str, Any]]) -> str:
+def describe_stragglers(stragglers: Sequence[Mapping[str, Any]]) -> str:
     """Return the stragglers as text, ``slow: rank 3 on node2, computing 1.42 × the median``; empty without any."""
-    if not found:
+    if not stragglers:
         return ""
-    return "slow: " + "; ".join(_describe(entry) for entry in found)
+    return "slow: " + "; ".join(_describe(entry) for entry in stragglers)
 
 
-def describe_fullest(found: Mapping[str, Any] | None) -> str:
+def describe_fullest(fullest: Mapping[str, Any] | None) -> str:
     """Return the rank with the most memory as text; empty without one, as of a single trainer."""
-    if not found:
+    if not fullest:
         return ""
-    return f"most memory: {plain_number(found['memory_bytes'] / 1e9, 2)} GB, rank {found['rank']} on {found['host']}"
+    return (
+        f"most memory: {plain_number(fullest['memory_bytes'] / 1e9, 2)} GB, rank {fullest['rank']} on {fullest['host']}"
+    )
 
 
 def _describe(entry: Mapping[str, Any]) -> str:

@@ -46,17 +46,20 @@ class Throughput:
         }
 
 
-def describe_speed(images_per_s: float, found: Mapping[str, Any], of_tiles: bool) -> str:
+def describe_speed(images_per_s: float, throughput: Mapping[str, Any], of_tiles: bool) -> str:
     """Return the speed as text: ``0.8 images/s, 170 MP/s, …``, or slides if each is a bag of tiles."""
-    return f"{plain_number(images_per_s, 3)} {'slides' if of_tiles else 'images'}/s, {describe_throughput(found)}"
+    return f"{plain_number(images_per_s, 3)} {'slides' if of_tiles else 'images'}/s, {describe_throughput(throughput)}"
 
 
-def describe_throughput(found: Mapping[str, Any]) -> str:
+def describe_throughput(throughput: Mapping[str, Any]) -> str:
     """Return the values of ``Throughput.of`` as text: ``170 MP/s, 1.2 TFLOP/s (34 % of peak), 3.1 GB``."""
-    share = found["utilisation"]
+    share = throughput["utilisation"]
     peak = "" if share is None else f" ({plain_number(100 * share, 2)} % of peak)"
-    pixels, flops = _with_prefix(1e9 * found["gigapixels_per_second"]), _with_prefix(found["flops_per_second"])
-    return f"{pixels}P/s, {flops}FLOP/s{peak}, {plain_number(found['memory_bytes'] / 1e9, 2)} GB"
+    pixels, flops = (
+        _with_prefix(1e9 * throughput["gigapixels_per_second"]),
+        _with_prefix(throughput["flops_per_second"]),
+    )
+    return f"{pixels}P/s, {flops}FLOP/s{peak}, {plain_number(throughput['memory_bytes'] / 1e9, 2)} GB"
 
 
 def _with_prefix(value: float) -> str:

@@ -168,14 +168,14 @@ class Validating:
                 self._recorder.validated(step, metrics, self.open_steps)
 
     def _validate_in_trainers(self, step: int) -> None:
-        replica, place = divmod(self._trainers.rank, self._job.plan.ranks_per_replica)
+        replica, position = divmod(self._trainers.rank, self._job.plan.ranks_per_replica)
         plan, images, slides = self._job.plan, self._evaluation_set.images, len(self._job.val)
         share = (replica, plan.replicas)
         try:
             mine = predict_slides(self._inference, images, slides, share, self._interrupted, plan.shares)
         except Interrupted:
             return
-        logits = gather_logits(self._trainers, mine if place == 0 else None)
+        logits = gather_logits(self._trainers, mine if position == 0 else None)
         self._checkpoints.finish((*self.open_steps, step))
         if self._recorder is not None and logits is not None:
             self._recorder.validated(step, self._evaluation_set.metrics_of(logits), self.open_steps)

@@ -78,7 +78,7 @@ def test_another_demo_is_made_anew(tmp_path: Path, finished: bool, seed: int) ->
     out = tmp_path / "demo"
     _prepare(out, seed=1)
     (out / "slides").mkdir()
-    demo._mark(out, {"seed": 1}, done=finished)
+    demo._mark(out, {"seed": 1}, finished=finished)
     _prepare(out, seed=seed)
     assert [path.name for path in out.iterdir()] == [demo.MARKER]
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]

@@ -48,11 +48,11 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=512)
     parser.add_argument("--every", type=int, default=4, help="steps between two checkpoints")
     parser.add_argument("--saves", type=int, default=4, help="checkpoints with each way")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    engine = _trainer(given.model, given.size)
+    engine = _trainer(args.model, args.size)
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(measure(engine, Path(folder), given.size, given.every, given.saves)))
+        print(json.dumps(measure(engine, Path(folder), args.size, args.every, args.saves)))
 
 
 def measure(engine: Engine, folder: Path, size: int, every: int, saves: int) -> dict[str, float]:
@@ -62,21 +62,21 @@ def measure(engine: Engine, folder: Path, size: int, every: int, saves: int) -> 
     _save(engine, writer, folder, 0, Times())  # memory of the copy, and the optimizer's moments
     writer.finish()
     for number in range(1, saves + 1):
-        for way, found in times.items():
+        for way, measured in times.items():
             begun_s = time.perf_counter()
             if way != "none":
-                _save(engine, writer, folder, number, found)
+                _save(engine, writer, folder, number, measured)
             if way == "at_once":
                 before_s = time.perf_counter()
                 writer.finish()
-                found.writings.append(time.perf_counter() - before_s)
+                measured.writings.append(time.perf_counter() - before_s)
             for _ in range(every):
                 _step(engine, size)
                 if not writer.busy():
                     writer.advance()
-            found.intervals.append(time.perf_counter() - begun_s)
+            measured.intervals.append(time.perf_counter() - begun_s)
             writer.finish()  # not counted: the next interval has another way
-    medians = {way: statistics.median(found.intervals) for way, found in times.items()}
+    medians = {way: statistics.median(measured.intervals) for way, measured in times.items()}
     copy_s = statistics.median(times["beside"].copies)
     return {
         "checkpoint_mb": round(sum(file.stat().st_size for file in step_folder(folder, 1).iterdir()) / 1e6, 1),

@@ -41,41 +41,41 @@ def main() -> None:
     parser.add_argument("--mpp", type=float, help="of tiles; default: the store's finest")
     for name, default in (("width", 384), ("depth", 12), ("side", 224), ("workers", 1), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
-        pathology.ingest(given.slide, store, mpp=0.5 if given.mpp is None else min(0.5, given.mpp))
-        measure(store, Path(scratch), given)
+        pathology.ingest(args.slide, store, mpp=0.5 if args.mpp is None else min(0.5, args.mpp))
+        measure(store, Path(scratch), args)
 
 
-def measure(store: Path, scratch: Path, given: argparse.Namespace) -> None:
+def measure(store: Path, scratch: Path, args: argparse.Namespace) -> None:
     """Measure the three ways on the first slide of a store, and print them."""
     (slide_id,) = slide_ids(store)
-    encoder = load_encoder(NAME, size_px=given.side, options={"width": given.width, "depth": given.depth})
-    tiling = Tiling(given.side, mpp=given.mpp)
+    encoder = load_encoder(NAME, size_px=args.side, options={"width": args.width, "depth": args.depth})
+    tiling = Tiling(args.side, mpp=args.mpp)
     slide = open_store(store, slide_id)
     tiles = tissue_tiles(slide, tiling)
     starts = range(0, len(tiles), BATCH)
     in_memory = [StoreTiles(slide, tiles).read(range(k, min(k + BATCH, len(tiles)))) for k in starts]
 
     def read() -> None:
-        reader = StoreTiles(slide, tiles, threads=given.workers)
+        reader = StoreTiles(slide, tiles, threads=args.workers)
         for k in starts:
             reader.read(range(k, min(k + BATCH, len(tiles))))
 
-    def whole() -> None:
+    def encode_slide() -> None:
         with tempfile.TemporaryDirectory(dir=scratch) as out:
             folder = FeatureFolder(Path(out), "zarr", {})
             folder.begin()
-            run = EncodingRun(store, encoder, folder, tiling, "float32", BATCH, given.workers)
+            run = EncodingRun(store, encoder, folder, tiling, "float32", BATCH, args.workers)
             encode_slides(run, [slide_id], FeatureReport(), lambda share, name: None, print)
 
-    plain_s = fastest_s(lambda: [encoder.encode(batch) for batch in in_memory], given.rounds)
-    print(f"{len(tiles)} tiles of {given.side} px, width {given.width}, {given.depth} blocks, {given.workers} workers")
+    plain_s = fastest_s(lambda: [encoder.encode(batch) for batch in in_memory], args.rounds)
+    print(f"{len(tiles)} tiles of {args.side} px, width {args.width}, {args.depth} blocks, {args.workers} workers")
     for name, seconds in (
         ("encoder, tiles in memory", plain_s),
-        ("features: read, encoded, written", fastest_s(whole, given.rounds)),
-        ("only read", fastest_s(read, given.rounds)),
+        ("features: read, encoded, written", fastest_s(encode_slide, args.rounds)),
+        ("only read", fastest_s(read, args.rounds)),
     ):
         print(f"  {name:<34}{len(tiles) / seconds:9.1f} tiles/s   {plain_s / seconds:7.2f} of the first")
 

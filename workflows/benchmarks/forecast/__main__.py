@@ -120,24 +120,24 @@ def main() -> None:
     parser.add_argument("--machine", help="name or file of a machine; without it, this one is measured")
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--sleeping", action="store_true")
-    given = parser.parse_args()
-    if given.sleeping:
-        compare_sleeping(given.steps)
+    args = parser.parse_args()
+    if args.sleeping:
+        compare_sleeping(args.steps)
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     studies: list[Study] = []
-    for _ in range(given.rounds):
-        machine = load_machine(given.machine) if given.machine else _measured_machine()
-        studies = studies or [Study(name, given, machine) for name in given.models]
+    for _ in range(args.rounds):
+        machine = load_machine(args.machine) if args.machine else _measured_machine()
+        studies = studies or [Study(name, args, machine) for name in args.models]
         for study in studies:
             study.measure(machine)
-    found = [case for study in studies for case in study.compared()]
-    errors, memory = [case.step_error for case in found], [case.memory_error for case in found]
-    tensors = [case.tensors_error for case in found]
-    steps = [(case.forecast.step_s, case.step_s) for case in found]
-    order = float(spearmanr(*zip(*steps, strict=True)).statistic) if len(found) > 1 else 1.0
+    cases = [case for study in studies for case in study.compared()]
+    errors, memory = [case.step_error for case in cases], [case.memory_error for case in cases]
+    tensors = [case.tensors_error for case in cases]
+    steps = [(case.forecast.step_s, case.step_s) for case in cases]
+    order = float(spearmanr(*zip(*steps, strict=True)).statistic) if len(cases) > 1 else 1.0
     last = {
-        "plans": len(found),
+        "plans": len(cases),
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
         "rank_correlation": order,
@@ -168,16 +168,14 @@ class Study:
         machine: the machine for which cuts and the planner's choice are found.
     """
 
-    def __init__(self, name: str, given: argparse.Namespace, machine: MachineModel) -> None:
-        self._name, self._given = name, given
-        self._dtype = None if given.precision == "float32" else given.precision
+    def __init__(self, name: str, args: argparse.Namespace, machine: MachineModel) -> None:
+        self._name, self._given = name, args
+        self._dtype = None if args.precision == "float32" else args.precision
         self._program = cache(self._captured)
-        requests = [
-            PlanRequest(ranks, BATCH, machine, machine.memory_bytes, dtype=self._dtype) for ranks in given.ranks
-        ]
-        found = (best_plans(self._program, request).plans[0] for request in requests)
-        self._best = min(found, key=lambda best: best.step_s).plan
-        listed = [with_cuts(plan, self._of(plan), machine) for plan in PLANS[name] if plan.ranks in given.ranks]
+        requests = [PlanRequest(ranks, BATCH, machine, machine.memory_bytes, dtype=self._dtype) for ranks in args.ranks]
+        fastest = (best_plans(self._program, request).plans[0] for request in requests)
+        self._best = min(fastest, key=lambda best: best.step_s).plan
+        listed = [with_cuts(plan, self._of(plan), machine) for plan in PLANS[name] if plan.ranks in args.ranks]
         self._plans = list(dict.fromkeys([*listed, self._best]))
         self._rounds: list[tuple[MachineModel, list[tuple[float, int, int]]]] = []
 
@@ -194,9 +192,9 @@ class Study:
         return cases
 
     def _case(self, index: int, plan: ParallelPlan) -> Comparison:
-        found = [(machine, *of_plans[index]) for machine, of_plans in self._rounds]
-        machine, step_s, _, allocated = min(found, key=lambda of_round: of_round[1])
-        grown = statistics.median(grown for _, _, grown, _ in found)
+        rounds = [(machine, *of_plans[index]) for machine, of_plans in self._rounds]
+        machine, step_s, _, allocated = min(rounds, key=lambda of_round: of_round[1])
+        grown = statistics.median(grown for _, _, grown, _ in rounds)
         forecast = forecast_step(self._of(plan), plan, machine, self._dtype)
         case = Comparison(self._name, forecast, step_s, int(grown), allocated, plan == self._best)
         print(case.to_json(), flush=True)
@@ -211,13 +209,15 @@ class Study:
         return program if self._dtype is None else under_autocast(program, torch.bfloat16, "cpu")
 
 
-def _measured(name: str, plan: ParallelPlan, given: argparse.Namespace) -> tuple[float, int, int]:
+def _measured(name: str, plan: ParallelPlan, args: argparse.Namespace) -> tuple[float, int, int]:
     """Return the seconds of a step, by how many bytes the process grows that needs most, and the most of tensors."""
-    words = name, json.dumps(plan.to_json()), str(given.size), str(given.steps), given.precision
+    words = name, json.dumps(plan.to_json()), str(args.size), str(args.steps), args.precision
     command = [*find().command(plan.ranks), sys.executable, "-m", "workflows.benchmarks.forecast.rank", *words]
-    done = subprocess.run(command, env={**os.environ, **RANK_SETTINGS}, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return found["step_s"], max(found["grown_bytes"]), max(found["allocated_bytes"])
+    completed = subprocess.run(
+        command, env={**os.environ, **RANK_SETTINGS}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    measured = json.loads(completed.stdout.strip().splitlines()[-1])
+    return measured["step_s"], max(measured["grown_bytes"]), max(measured["allocated_bytes"])
 
 
 if __name__ == "__main__":

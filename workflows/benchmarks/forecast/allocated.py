@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_of(step: Callable[[], Any]) -> int:
     """Return the most bytes of CPU tensors during a step, in addition to those that are there when it begins."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
-    assert seen.profiler is not None
-    events = seen.profiler.kineto_results.events()
+    assert profiled.profiler is not None
+    events = profiled.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     total = most = 0
     for _, change in changes:
@@ -29,7 +29,9 @@ def held_bytes() -> int:
     """Return the bytes of all CPU tensors that exist; of several in the same memory, once."""
     gc.collect()
     tensors = [
-        one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter) and one.device.type == "cpu"
+        tensor
+        for tensor in gc.get_objects()
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
     ]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -64,8 +64,8 @@ def compare_sleeping(steps: int) -> None:
         errors.append(abs(predicted_s / measured_s - 1))
         line = {"plan": _short(plan), "predicted_s": predicted_s, "measured_s": measured_s}
         print(json.dumps({**line, "ratio": round(predicted_s / measured_s, 3)}), flush=True)
-    found = {"plans": len(PLANS), "median_error": statistics.median(errors), "worst_error": max(errors)}
-    print(json.dumps({name: round(value, 4) for name, value in found.items()}), flush=True)
+    summary = {"plans": len(PLANS), "median_error": statistics.median(errors), "worst_error": max(errors)}
+    print(json.dumps({name: round(value, 4) for name, value in summary.items()}), flush=True)
 
 
 def besides_sleeping_s(grid: tuple[int, int], steps: int = _SHORT_STEPS) -> tuple[float, float]:
@@ -90,8 +90,8 @@ def besides_sleeping_s(grid: tuple[int, int], steps: int = _SHORT_STEPS) -> tupl
         forward_s, backward_s = (statistics.median(spans[verb][2:]) / BLOCKS for verb in (Verb.F, Verb.B))
         return forward_s - _SHORT_S, backward_s - 2 * _SHORT_S
 
-    found = run_ranks(ranks, body)
-    return max(0.0, *(forward_s for forward_s, _ in found)), max(0.0, *(backward_s for _, backward_s in found))
+    times = run_ranks(ranks, body)
+    return max(0.0, *(forward_s for forward_s, _ in times)), max(0.0, *(backward_s for _, backward_s in times))
 
 
 def predicted_step_s(

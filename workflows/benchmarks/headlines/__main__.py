@@ -41,22 +41,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="pattern of sources, as in 'torch*'; 'ahead' for the last table")
     parser.add_argument("--json", type=Path, help="file for the rows of the first table")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     forecasts = Forecasts()
     rows = []
     print(f"{'source':<11} {'quantity':<20} {'published':>9} {'modelled':>9} {'error':>6}  setting")
     for point in points():
-        if fnmatch.fnmatch(point.source, given.only):
+        if fnmatch.fnmatch(point.source, args.only):
             rows.append(_Row(point, point.modelled(forecasts)))
             print(_line(rows[-1]), flush=True)
     for line in _summary(rows):
         print(line)
-    for what, why in NOT_MODELLED.items() if given.only == "*" else ():
-        print(f"not modelled: {what}: {why}")
-    if given.json is not None:
-        given.json.write_text(json.dumps([_as_json(row) for row in rows], indent=1), encoding="utf-8")
-    if fnmatch.fnmatch("ahead", given.only):
+    for figure, why in NOT_MODELLED.items() if args.only == "*" else ():
+        print(f"not modelled: {figure}: {why}")
+    if args.json is not None:
+        args.json.write_text(json.dumps([_as_json(row) for row in rows], indent=1), encoding="utf-8")
+    if fnmatch.fnmatch("ahead", args.only):
         print_ahead(forecasts)
 
 
@@ -69,16 +69,16 @@ def _line(row: _Row) -> str:
 
 
 def _summary(rows: list[_Row]) -> list[str]:
-    found = []
+    lines = []
     for stated, name in ((True, "stated"), (False, "assumed")):
         errors = [abs(row.error) for row in rows if row.point.stated == stated]
         if errors:
             close = sum(error <= _CLOSE for error in errors)
-            found.append(
+            lines.append(
                 f"{name} settings: {close} of {len(errors)} points within {_CLOSE:.0%}, median error "
                 f"{statistics.median(errors):.1%}, largest {max(errors):.0%}"
             )
-    return found
+    return lines
 
 
 def _as_json(row: _Row) -> dict[str, object]:

@@ -67,9 +67,9 @@ def print_ahead(forecasts: Forecasts) -> None:
     )
     for case in _CASES:
         slow = forecasts.step(case.network, case.size, 2, case.baseline, LASSEN)
-        found = [_step(forecasts, case, plan) for plan in CANDIDATES]
-        fitting = [one for one in found if _fits(forecasts, one)]
-        fast = min(fitting or found, key=lambda forecast: forecast.step_s)
+        steps = [_step(forecasts, case, plan) for plan in CANDIDATES]
+        fitting = [step for step in steps if _fits(forecasts, step)]
+        fast = min(fitting or steps, key=lambda forecast: forecast.step_s)
         gain = slow.step_s / fast.step_s
         print(
             f"  {case.network}, {case.size}²: {_named(fast.plan)}: {fast.step_s:.3g} s, {gain:.2f} x {case.name} "
@@ -91,11 +91,11 @@ def _print_fitting(forecasts: Forecasts, case: _Case, slow: StepForecast) -> Non
         for plan in (CANDIDATES[0], CANDIDATES[2])
         for side in _SIDES
     ]
-    found = [one for one in _possible(forecasts, case, plans) if _fits(forecasts, one)]
-    if not found:
+    fitting = [step for step in _possible(forecasts, case, plans) if _fits(forecasts, step)]
+    if not fitting:
         print("    no plan in cells fits either", flush=True)
         return
-    fast = min(found, key=lambda forecast: forecast.step_s)
+    fast = min(fitting, key=lambda forecast: forecast.step_s)
     host_bytes = fast.moved_bytes / 2 * machine.devices_per_node
     where = (
         "fits with spilling" if host_bytes <= _LASSEN_HOST_BYTES else "fits with spilling, on hosts with more memory"
@@ -122,9 +122,9 @@ def _possible(forecasts: Forecasts, case: _Case, plans: Iterable[ParallelPlan]) 
 
 
 def _print_scaling(forecasts: Forecasts, case: _Case, plan: ParallelPlan) -> None:
-    kept = scaling(forecasts, case.network, case.size, 2 // plan.replicas, plan, 2048)
+    efficiency = scaling(forecasts, case.network, case.size, 2 // plan.replicas, plan, 2048)
     machine = forecasts.machine(LASSEN)
-    print(f"    scaling to 2,048 V100s: {kept:.1%}")
+    print(f"    scaling to 2,048 V100s: {efficiency:.1%}")
     print(
         f"    assumed: gradients are summed within a node first, then by one of its GPUs over a rail of "
         f"{(machine.rail_bytes_per_s or machine.network.bytes_per_s) / 1e9:.3g} GB/s that nobody else uses; all ranks "
@@ -137,14 +137,14 @@ def _print_largest(forecasts: Forecasts) -> None:
     machine = forecasts.machine("h100")
     cells = ParallelPlan(grids=((1, 1),), cells=(8, 8), spill="memory", memory_bytes=machine.memory_bytes)
     for plan in (ParallelPlan(grids=((8, 8),)), cells):
-        found = forecasts.step("ResNet-50", 22528, 1, plan, "h100")
-        spills = f"; {_moving(found)}" if plan.spill is not None else ""
+        step = forecasts.step("ResNet-50", 22528, 1, plan, "h100")
+        spills = f"; {_moving(step)}" if plan.spill is not None else ""
         print(
-            f"  ResNet-50, 22528², {plan.ranks} H100, {_named(plan)}: {found.step_s:.3g} s an image; "
-            f"{_most(found, plan):.1f} GB a rank{spills}"
+            f"  ResNet-50, 22528², {plan.ranks} H100, {_named(plan)}: {step.step_s:.3g} s an image; "
+            f"{_most(step, plan):.1f} GB a rank{spills}"
         )
         host = (
-            f"; {_link(forecasts, 'h100')}, and a host with {found.moved_bytes / 2e9:.0f} GB for maps" if spills else ""
+            f"; {_link(forecasts, 'h100')}, and a host with {step.moved_bytes / 2e9:.0f} GB for maps" if spills else ""
         )
         print(f"    assumed: efficiencies of an H100, float32 as TF32{host}", flush=True)
 
@@ -153,20 +153,20 @@ def _step(forecasts: Forecasts, case: _Case, plan: ParallelPlan) -> StepForecast
     return forecasts.step(case.network, case.size, 2 // plan.replicas, plan, LASSEN)
 
 
-def _fits(forecasts: Forecasts, one: StepForecast) -> bool:
-    return max(one.memory_bytes) <= forecasts.machine(LASSEN).memory_bytes
+def _fits(forecasts: Forecasts, step: StepForecast) -> bool:
+    return max(step.memory_bytes) <= forecasts.machine(LASSEN).memory_bytes
 
 
-def _memory(forecasts: Forecasts, one: StepForecast) -> str:
+def _memory(forecasts: Forecasts, step: StepForecast) -> str:
     """Return the memory of a rank, and whether a V100 has it."""
-    more = "" if _fits(forecasts, one) else f" (a V100 has {forecasts.machine(LASSEN).memory_bytes / 1e9:.0f})"
-    return f"{_most(one, one.plan):.1f} GB a rank{more}"
+    more = "" if _fits(forecasts, step) else f" (a V100 has {forecasts.machine(LASSEN).memory_bytes / 1e9:.0f})"
+    return f"{_most(step, step.plan):.1f} GB a rank{more}"
 
 
-def _moving(one: StepForecast) -> str:
+def _moving(step: StepForecast) -> str:
     return (
-        f"{one.moved_bytes / 1e9:.0f} GB of maps a rank to the host and back, {one.moving_s:.3g} s of moving, "
-        f"{one.exposed_s['spill']:.3g} s of it not hidden"
+        f"{step.moved_bytes / 1e9:.0f} GB of maps a rank to the host and back, {step.moving_s:.3g} s of moving, "
+        f"{step.exposed_s['spill']:.3g} s of it not hidden"
     )
 
 

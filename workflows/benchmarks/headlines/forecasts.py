@@ -51,8 +51,10 @@ class Forecasts:
             machine: one of ``machine_names()``.
         """
         program, model = self._program(network, size, images // plan.microbatches), self.machine(machine)
-        known, spills = self._lowered.setdefault(machine, LoweredPlans()), SpillForecast(model, PROCESS_BYTES)
-        return forecast_step(program, with_cuts(plan, program, model), model, lowered_plans=known, spills=spills)
+        lowered_plans, spills = self._lowered.setdefault(machine, LoweredPlans()), SpillForecast(model, PROCESS_BYTES)
+        return forecast_step(
+            program, with_cuts(plan, program, model), model, lowered_plans=lowered_plans, spills=spills
+        )
 
     def step_s(self, network: str, size: int, images: int, plan: ParallelPlan, machine: str) -> float:
         """Return the seconds of a step; see ``step``."""

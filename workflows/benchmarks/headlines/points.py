@@ -45,18 +45,18 @@ def points() -> list[Point]:
 
 def _formulas() -> list[Point]:
     """Bubbles that do not depend on hardware: of GEMS for many repetitions, of Chimera and 1F1B for N = D and 2 D."""
-    found = []
+    points = []
     for stages in (4, 8, 16):
         setting = f"{stages} stages, 32 repetitions, backward = 2 forwards"
         model = partial(_bubble, schedule="gems_master", stages=stages, rounds=64, backward_s=2.0)
-        found.append(Point("GEMS", "bubble", (stages - 1) / (stages + 0.5), setting, True, model))
+        points.append(Point("GEMS", "bubble", (stages - 1) / (stages + 0.5), setting, True, model))
     for stages in (4, 8, 16):
         for rounds in (stages, 2 * stages):
             setting = f"{stages} stages, {rounds} micro-batches, backward = forward"
             model = partial(_bubble, schedule="chimera", stages=stages, rounds=rounds, backward_s=1.0)
             published = (stages - 2) / (2 * rounds + stages - 2)
-            found.append(Point("Chimera", "bubble", published, setting, True, model))
-    return found
+            points.append(Point("Chimera", "bubble", published, setting, True, model))
+    return points
 
 
 def _bubble(_: Forecasts, schedule: Schedule, stages: int, rounds: int, backward_s: float) -> float:
@@ -84,7 +84,7 @@ _AMOEBANET = (
 
 
 def _torchgpipe_amoebanet() -> list[Point]:
-    found = []
+    points = []
     for rounds, batch, balance, published in _AMOEBANET:
         ends = list(accumulate(balance))[:-1]
         plan = ParallelPlan(
@@ -100,8 +100,8 @@ def _torchgpipe_amoebanet() -> list[Point]:
             return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, but_last)
 
         setting = f"AmoebaNet-D (18, 256), 224², {len(balance)} P40, {rounds} micro-batches, batch {batch}"
-        found.append(Point("torchgpipe", "images/s", published, setting, True, modelled))
-    return found
+        points.append(Point("torchgpipe", "images/s", published, setting, True, modelled))
+    return points
 
 
 # torchgpipe's benchmarks/resnet101-speed: (micro-batches, images of each, cuts, images/s). Its 370 layers are cut where
@@ -120,7 +120,7 @@ def _torchgpipe_resnet() -> list[Point]:
     def alone(forecasts: Forecasts) -> float:
         return 118 / forecasts.step_s(network, 224, 118, ParallelPlan(grids=((1, 1),)), P40)
 
-    found = [Point("torchgpipe", "images/s", 95.862, f"{network}, 224², 1 P40, plain, batch 118", True, alone)]
+    points = [Point("torchgpipe", "images/s", 95.862, f"{network}, 224², 1 P40, plain, batch 118", True, alone)]
     for rounds, images, cuts, published in _RESNET:
         plan = ParallelPlan(
             grids=((1, 1),) * (len(cuts) + 1),
@@ -135,8 +135,8 @@ def _torchgpipe_resnet() -> list[Point]:
             return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, True)
 
         setting = f"{network}, 224², {len(cuts) + 1} P40, micro-batches of {images}"
-        found.append(Point("torchgpipe", "images/s", published, setting, True, modelled))
-    return found
+        points.append(Point("torchgpipe", "images/s", published, setting, True, modelled))
+    return points
 
 
 # The smallest legal group of Hy-Fi: 5 stages, the first over 2 x 2 ranks, two directions, 2 micro-batches. On equal
@@ -160,16 +160,16 @@ def ratio(forecasts: Forecasts, network: str, size: int, slow: ParallelPlan, fas
 def scaling(forecasts: Forecasts, network: str, size: int, images: int, plan: ParallelPlan, ranks: int) -> float:
     """Return the images/s of so many ranks over those of one replica, times the number of replicas."""
     replicas = ranks // plan.ranks_per_replica
-    one, many = (
+    single, many = (
         forecasts.step_s(network, size, images, replace(plan, replicas=count), LASSEN) for count in (1, replicas)
     )
-    return one / many
+    return single / many
 
 
 def _hy_fi() -> list[Point]:
     group = "2 images on 8 V100 (assumed: 5 stages, the first on 2 x 2; layer, pipeline: 8 stages)"
-    found = []
-    for what, published, network, size, slow, fast in (
+    points = []
+    for figure, published, network, size, slow, fast in (
         ("pipeline over layer", 1.589, SMALL, 2048, LAYER, PIPELINE),
         ("over layer", 2.67, SMALL, 2048, LAYER, HY_FI),
         ("over pipeline", 1.68, SMALL, 2048, PIPELINE, HY_FI),
@@ -177,10 +177,10 @@ def _hy_fi() -> list[Point]:
         ("over basic spatial", 1.47, LARGE, 16384, BASIC_SPATIAL, HY_FI),
     ):
         model = partial(ratio, network=network, size=size, slow=slow, fast=fast)
-        found.append(Point("Hy-Fi", what, published, f"{network}, {size}², {group}", False, model))
+        points.append(Point("Hy-Fi", figure, published, f"{network}, {size}², {group}", False, model))
     at_2048 = partial(scaling, network=SMALL, size=2048, images=2, plan=HY_FI, ranks=2048)
-    found.append(Point("Hy-Fi", "scaling at 2,048", 0.945, f"{SMALL}, 2048², {group}", False, at_2048))
-    return found
+    points.append(Point("Hy-Fi", "scaling at 2,048", 0.945, f"{SMALL}, 2048², {group}", False, at_2048))
+    return points
 
 
 def _mpi4dl() -> list[Point]:
@@ -192,13 +192,13 @@ def _mpi4dl() -> list[Point]:
         "halo D2": ParallelPlan(grids=parts, schedule="sequential"),
     }
     charts = (("layer parallel", 0.95, 1.3), ("halo D1", 1.125, 1.5), ("halo D2", 2.125, 2.725))
-    found = []
+    points = []
     for name, *published in charts:
         for images, rate in enumerate(published, 1):
             model = partial(_images_per_s, images=images, plan=systems[name])
             setting = f"{LARGE}, 2048² (assumed), batch {images}, {systems[name].ranks} V100"
-            found.append(Point("MPI4DL", f"images/s, {name}", rate, setting, False, model))
-    return found
+            points.append(Point("MPI4DL", f"images/s, {name}", rate, setting, False, model))
+    return points
 
 
 def _images_per_s(forecasts: Forecasts, images: int, plan: ParallelPlan) -> float:

@@ -36,11 +36,11 @@ def main() -> None:
     parser.add_argument("--px", type=int, default=4096, help="side of a square")
     parser.add_argument("--images", type=int, default=4, help="squares, at least 2; the first one is not timed")
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         store = Path(name) / "store"
-        (record,) = ingest(Request([given.slide], store, IngestOptions(native=True))).done
-        rates = measure(slide_path(store, record.slide_id), given.px, given.images, given.rounds)
+        (record,) = ingest(Request([args.slide], store, IngestOptions(native=True))).done
+        rates = measure(slide_path(store, record.slide_id), args.px, args.images, args.rounds)
     report(rates)
 
 
@@ -52,8 +52,8 @@ def measure(path: Path, side_px: int, images: int, rounds: int) -> dict[str, lis
         "worker, turned": Squares(path, boxes, Augment(stain=0.0, colour=0.0)),
         "worker, augmented": Squares(path, boxes, Augment()),
     }
-    ways: dict[str, Callable[[], float]] = {name: _preparing(one) for name, one in samples.items()}
-    ways |= {name: _reading(read, boxes) for name, read in _others(path).items()}
+    ways: dict[str, Callable[[], float]] = {name: _preparing(sample) for name, sample in samples.items()}
+    ways |= {name: _reading(read, boxes) for name, read in _other_libraries(path).items()}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, seconds in ways.items():
@@ -71,9 +71,9 @@ def squares(path: Path, side_px: int, images: int) -> tuple[Box, ...]:
 
 def report(rates: dict[str, list[float]]) -> None:
     """Print the medians, and the ratios to zarr-python of each round."""
-    for name, found in rates.items():
-        ratio = statistics.median(ours / other for ours, other in zip(found, rates["zarr-python"], strict=True))
-        print(f"{name}: {statistics.median(found) / MB:.0f} MB/s a core, {ratio:.2f} of zarr-python")
+    for name, own_rates in rates.items():
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(own_rates, rates["zarr-python"], strict=True))
+        print(f"{name}: {statistics.median(own_rates) / MB:.0f} MB/s a core, {ratio:.2f} of zarr-python")
 
 
 def _preparing(samples: Squares) -> Callable[[], float]:
@@ -81,22 +81,22 @@ def _preparing(samples: Squares) -> Callable[[], float]:
     return lambda: preparing(samples, len(samples.boxes), samples.boxes[0].shape, 1)[0].cpu_s
 
 
-def _others(path: Path) -> dict[str, Callable[[Box], Any]]:
+def _other_libraries(path: Path) -> dict[str, Callable[[Box], Any]]:
     """Return what reads a box of the slide by other libraries, with one thread."""
     import zarr
 
     zarr.config.set({"threading.max_workers": 1, "async.concurrency": 1})
     array: Any = zarr.open_group(path, mode="r")["0"]
-    found: dict[str, Callable[[Box], Any]] = {"zarr-python": lambda box: array[(slice(None), *box.slices())]}
+    readers: dict[str, Callable[[Box], Any]] = {"zarr-python": lambda box: array[(slice(None), *box.slices())]}
     try:
         import tensorstore
     except ImportError:
         print("tensorstore: not installed")
-        return found
+        return readers
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path / "0")}}
     context = {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
-    other = tensorstore.open(spec, open=True, context=tensorstore.Context(context)).result()
-    return found | {"tensorstore": lambda box: other[(slice(None), *box.slices())].read().result()}
+    array_of_tensorstore = tensorstore.open(spec, open=True, context=tensorstore.Context(context)).result()
+    return readers | {"tensorstore": lambda box: array_of_tensorstore[(slice(None), *box.slices())].read().result()}
 
 
 def _reading(read: Callable[[Box], Any], boxes: Sequence[Box]) -> Callable[[], float]:

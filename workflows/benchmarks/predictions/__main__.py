@@ -38,25 +38,25 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="folder for slide, store and results, kept; default: a temporary one"
     )
-    given = parser.parse_args()
-    if given.folder is not None:
-        given.folder.mkdir(parents=True, exist_ok=True)
-        _measure(given, given.folder)
+    args = parser.parse_args()
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        _measure(args, args.folder)
         return
     with tempfile.TemporaryDirectory() as folder:
-        _measure(given, Path(folder))
+        _measure(args, Path(folder))
 
 
-def _measure(given: argparse.Namespace, folder: Path) -> None:
-    stored = store_slide(folder, given.size)
-    checkpoint = save_network(folder / "checkpoint", given.model, given.width, given.trained or given.size)
+def _measure(args: argparse.Namespace, folder: Path) -> None:
+    stored = store_slide(folder, args.size)
+    checkpoint = save_network(folder / "checkpoint", args.model, args.width, args.trained or args.size)
     first = None
-    for way in given.ways:
+    for way in args.ways:
         out = folder / f"results-{way.replace(':', '-').replace(',', 'x')}"
-        found = predict(checkpoint, stored, out, way)
+        measured = predict(checkpoint, stored, out, way)
         result = out / stored.stem
         first = first or result
-        print(json.dumps({"size_px": given.size, "way": way, **found, **differences(result, first)}), flush=True)
+        print(json.dumps({"size_px": args.size, "way": way, **measured, **differences(result, first)}), flush=True)
 
 
 def store_slide(folder: Path, size_px: int) -> Path:
@@ -146,11 +146,11 @@ def differences(result: Path, first: Path) -> dict[str, Any]:
             metadata: Any = tifffile.xml2dict(file.ome_metadata or "")
             annotation = metadata["OME"]["StructuredAnnotations"]["MapAnnotation"]["Value"]["M"]
             maps.append(file.series[0].asarray())
-        logits.append(np.array(json.loads(next(one["value"] for one in annotation if one["K"] == "logits"))))
-    seen = np.isfinite(maps[0])
-    if not np.array_equal(seen, np.isfinite(maps[1])):
+        logits.append(np.array(json.loads(next(entry["value"] for entry in annotation if entry["K"] == "logits"))))
+    is_seen = np.isfinite(maps[0])
+    if not np.array_equal(is_seen, np.isfinite(maps[1])):
         raise SystemExit(f"{result}: other cells were seen than in {first}")
-    off = [float(np.abs(a[s] - b[s]).max() / np.abs(a[s]).max()) for a, b, s in zip(*maps, seen, strict=True)]
+    off = [float(np.abs(a[s] - b[s]).max() / np.abs(a[s]).max()) for a, b, s in zip(*maps, is_seen, strict=True)]
     return {
         "logits": logits[1].tolist(),
         "logits_off": float(np.abs(logits[1] - logits[0]).max()),

@@ -44,35 +44,35 @@ def main() -> None:
     parser.add_argument("--image", type=int, default=2048, help="height and width of an image in pixels")
     parser.add_argument("--slides", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        slides = make_store(folder, given.slides, given.size)
-        with running_server(folder, given.latency_ms) as address:
+        slides = make_store(folder, args.slides, args.size)
+        with running_server(folder, args.latency_ms) as address:
             sides: dict[str, SlideDataset] = {
-                "folder": dataset(folder / "store", slides, given.image, None),
-                "object storage": dataset(location(f"{address}/store"), slides, given.image, None),
-                "network disk": dataset(folder / "store", slides, given.image, SlowOpener(given.latency_ms / 1e3)),
+                "folder": dataset(folder / "store", slides, args.image, None),
+                "object storage": dataset(location(f"{address}/store"), slides, args.image, None),
+                "network disk": dataset(folder / "store", slides, args.image, SlowOpener(args.latency_ms / 1e3)),
             }
             far_at_a_time = sides["object storage"].reads_at_a_time
             rates: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
-            for _ in range(given.rounds):
+            for _ in range(args.rounds):
                 for side, samples in sides.items():
                     rates[side].append(passes(samples, 1 if side == "folder" else far_at_a_time))
-    report(rates, given.latency_ms)
+    report(rates, args.latency_ms)
 
 
 def report(rates: dict[str, list[tuple[float, float]]], latency_ms: float) -> None:
     """Print the medians and the ratios to the folder, those of each round."""
-    for side, found in rates.items():
-        cold, again = (statistics.median(rate[number] for rate in found) for number in range(len(PASSES)))
+    for side, own_rates in rates.items():
+        cold, again = (statistics.median(rate[number] for rate in own_rates) for number in range(len(PASSES)))
         print(f"{side}: cold {cold:.1f} MP/s, open {again:.1f} MP/s")
     for number, name in enumerate(PASSES):
         ratios = {
             side: statistics.median(
-                far[number] / near[number] for far, near in zip(found, rates["folder"], strict=True)
+                far[number] / near[number] for far, near in zip(own_rates, rates["folder"], strict=True)
             )
-            for side, found in rates.items()
+            for side, own_rates in rates.items()
             if side != "folder"
         }
         shown = ", ".join(f"{side} {ratio:.2f}" for side, ratio in ratios.items())
@@ -84,11 +84,11 @@ def make_store(folder: Path, slides: int, size_px: int) -> tuple[SlideRef, ...]:
     (folder / "slides").mkdir()
     for slide in plan_archive(min(slides, DRAWN), size_px):
         write_archive_slide(slide, folder / "slides")
-    done = ingest(Request([folder / "slides"], folder / "store", IngestOptions(mpp=MPP))).done
-    names = [record.slide_id for record in done]
+    ingested = ingest(Request([folder / "slides"], folder / "store", IngestOptions(mpp=MPP))).done
+    names = [record.slide_id for record in ingested]
     for number in range(len(names), slides):
         names.append(f"link-{number}")
-        slide_path(folder / "store", names[-1]).symlink_to(slide_path(folder / "store", names[number % len(done)]))
+        slide_path(folder / "store", names[-1]).symlink_to(slide_path(folder / "store", names[number % len(ingested)]))
     return tuple(SlideRef(name) for name in names)
 
 

@@ -39,11 +39,11 @@ async def _answer(folder: Path, request: str, writer: asyncio.StreamWriter) -> N
         writer.write(_MISSING)
         return
     size = path.stat().st_size
-    start, end, asked = 0, size, _range(request)
-    if asked is not None:
-        first, _, last = asked.partition("-")
+    start, end, byte_range = 0, size, _range(request)
+    if byte_range is not None:
+        first, _, last = byte_range.partition("-")
         start, end = (int(first), min(size, int(last) + 1)) if first else (max(0, size - int(last)), size)
-    status = "200 OK" if asked is None else f"206 Partial Content\r\nContent-Range: bytes {start}-{end - 1}/{size}"
+    status = "200 OK" if byte_range is None else f"206 Partial Content\r\nContent-Range: bytes {start}-{end - 1}/{size}"
     head = f"HTTP/1.1 {status}\r\nContent-Length: {end - start}\r\nLast-Modified: {_DATE}\r\n\r\n"
     writer.write(head.encode())
     if method != "GET":

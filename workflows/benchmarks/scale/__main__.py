@@ -89,29 +89,27 @@ def main() -> None:
     )
     parser.add_argument("--size", type=int, default=16384)
     parser.add_argument("--most", type=int, default=2048, help="largest number of ranks")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    model = _model(given.model)
+    model = _model(args.model)
     capture(nn.Conv2d(3, 3, 1), (1, 3, 8, 8), torch.float32)  # the first export imports much of PyTorch
     before, begun = peak_bytes(), time.process_time()
-    program = capture(model, (1, 3, given.size, given.size), torch.float32)
+    program = capture(model, (1, 3, args.size, args.size), torch.float32)
     captured_s, growth = time.process_time() - begun, (peak_bytes() - before) / 1e6
-    print(
-        f"{given.model} at {given.size} x {given.size}, captured once: {captured_s:.1f} s of processor, {growth:.0f} MB"
-    )
+    print(f"{args.model} at {args.size} x {args.size}, captured once: {captured_s:.1f} s of processor, {growth:.0f} MB")
     print(f"{'ranks':>6}  {'plan':<28} {'lowering (s)':>12} {'schedule (s)':>12} {'memory (MB)':>12} {'calls':>6}")
-    for plan in (one for one in PLANS if one.ranks <= max(4, given.most)):
+    for plan in (plan for plan in PLANS if plan.ranks <= max(4, args.most)):
         last = apart(model, program, with_cuts(plan, program))
         print(
             f"{plan.ranks:>6}  {_named(plan):<28} {last.lowering_s:>12.2f} {last.schedule_s:>12.2f} "
             f"{last.growth_mb:>12.1f} {last.instructions:>6}",
             flush=True,
         )
-    taken = step_ms()
+    cost = step_ms()
     print(
-        f"a step of almost no work, {STEP_RANKS} ranks: {taken.rank_ms:.2f} ms of processor a rank (median; largest "
-        f"{taken.largest_ms:.2f}, process over ranks {taken.process_ms:.2f}), plain {taken.plain_ms:.2f}: "
-        f"{taken.rank_ms - taken.plain_ms:.2f} beside compute"
+        f"a step of almost no work, {STEP_RANKS} ranks: {cost.rank_ms:.2f} ms of processor a rank (median; largest "
+        f"{cost.largest_ms:.2f}, process over ranks {cost.process_ms:.2f}), plain {cost.plain_ms:.2f}: "
+        f"{cost.rank_ms - cost.plain_ms:.2f} beside compute"
     )
     weights = sum(parameter.nbytes for parameter in model.parameters())
     planning_s = captured_s + last.lowering_s + last.schedule_s
@@ -202,9 +200,9 @@ def step_ms() -> StepCost:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
 
-    found = run_ranks(STEP_RANKS, train)
-    own, whole = [of_thread for of_thread, _ in found], found[0][1] / STEP_RANKS
-    return StepCost(statistics.median(own), max(own), whole, _timed_ms(plain, AloneCommunicator())[0])
+    times = run_ranks(STEP_RANKS, train)
+    own, process_s = [of_thread for of_thread, _ in times], times[0][1] / STEP_RANKS
+    return StepCost(statistics.median(own), max(own), process_s, _timed_ms(plain, AloneCommunicator())[0])
 
 
 def _almost_nothing() -> nn.Module:

@@ -78,8 +78,8 @@ class StartupPart:
 
 def measured_imports() -> Imports:
     """Measure the imports of a rank, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", _MEASURE], capture_output=True, text=True, check=True)
-    seconds, files, size = done.stdout.split()
+    completed = subprocess.run([sys.executable, "-c", _MEASURE], capture_output=True, text=True, check=True)
+    seconds, files, size = completed.stdout.split()
     return Imports(float(seconds), int(files), int(size))
 
 

@@ -59,8 +59,8 @@ def _check(path: Path) -> float:
 def _seconds(work: Callable[[], object]) -> float:
     """Return the seconds of a call, or what it measured itself."""
     start = time.process_time()
-    found = work()
-    return found if isinstance(found, float) else time.process_time() - start
+    returned = work()
+    return returned if isinstance(returned, float) else time.process_time() - start
 
 
 if __name__ == "__main__":

@@ -147,8 +147,8 @@ def measure(run: TilesRun) -> dict[str, float]:
 def measured(run: TilesRun) -> dict[str, float]:
     """Return `measure` of a process of its own."""
     command = [sys.executable, "-m", "workflows.benchmarks.tiles", "--run", json.dumps(asdict(run))]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    values: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    values: dict[str, float] = json.loads(completed.stdout.splitlines()[-1])
     return values
 
 
@@ -162,28 +162,29 @@ def main() -> None:
         "--room-mb", type=int, help="memory of the recomputed steps; default: a quarter of the plain one"
     )
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.run is not None:
-        print(json.dumps(measure(TilesRun(**json.loads(given.run)))))
+    args = parser.parse_args()
+    if args.run is not None:
+        print(json.dumps(measure(TilesRun(**json.loads(args.run)))))
         return
-    shape: dict[str, Any] = {name: getattr(given, name) for name in ("width", "depth", "side", "rounds")}
-    plain = measured(TilesRun("plain", given.tiles, **shape))
-    room = int(plain["bytes"] / 4) if given.room_mb is None else given.room_mb * 1_000_000
+    shape: dict[str, Any] = {name: getattr(args, name) for name in ("width", "depth", "side", "rounds")}
+    plain = measured(TilesRun("plain", args.tiles, **shape))
+    room = int(plain["bytes"] / 4) if args.room_mb is None else args.room_mb * 1_000_000
     ways = {
         "plain, one graph": plain,
-        "all kept": measured(TilesRun("kept", given.tiles, **shape)),
-        f"at most {room / 1e6:.0f} MB": measured(TilesRun("recomputed", given.tiles, **shape, room_bytes=room)),
+        "all kept": measured(TilesRun("kept", args.tiles, **shape)),
+        f"at most {room / 1e6:.0f} MB": measured(TilesRun("recomputed", args.tiles, **shape, room_bytes=room)),
     }
-    print(f"{given.tiles} tiles of {given.side} px, width {given.width}, {given.depth} blocks, one rank")
-    for name, found in ways.items():
-        ratios = f"{found['seconds'] / plain['seconds']:.2f} of the seconds, {found['bytes'] / plain['bytes']:.2f} of"
-        print(f"  {name:<26}{found['seconds']:8.2f} s {found['bytes'] / 1e6:8.0f} MB   {ratios} the memory")
+    print(f"{args.tiles} tiles of {args.side} px, width {args.width}, {args.depth} blocks, one rank")
+    for name, cost in ways.items():
+        seconds, size = cost["seconds"], cost["bytes"]
+        ratios = f"{seconds / plain['seconds']:.2f} of the seconds, {size / plain['bytes']:.2f} of the memory"
+        print(f"  {name:<26}{seconds:8.2f} s {size / 1e6:8.0f} MB   {ratios}")
     print(f"memory by tiles, {SMALL['side']} px, width {SMALL['width']}, {SMALL['depth']} blocks, at most 200 MB")
     first = None
-    for count in map(int, given.counts.split(",")):
-        found = measured(TilesRun("recomputed", count, **SMALL, rounds=1, room_bytes=200_000_000))
-        first = first or found["bytes"]
-        print(f"  {count:>6} tiles {found['bytes'] / 1e6:8.0f} MB   {found['bytes'] / first:.2f} of the first")
+    for count in map(int, args.counts.split(",")):
+        cost = measured(TilesRun("recomputed", count, **SMALL, rounds=1, room_bytes=200_000_000))
+        first = first or cost["bytes"]
+        print(f"  {count:>6} tiles {cost['bytes'] / 1e6:8.0f} MB   {cost['bytes'] / first:.2f} of the first")
 
 
 if __name__ == "__main__":

@@ -47,13 +47,13 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, nargs="*", default=[1024, 2048])
     parser.add_argument("--slides", type=int, default=3, help="drawn slides of each kind")
     parser.add_argument("--slide-mpp", type=float, help="microns per pixel of slides that state none")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for path in given.slides_given:
-            print(describe(path.name, measure(path, given.mpp, Path(folder), given.slide_mpp)), flush=True)
-        for name, path, ink in _drawn(given.drawn, given.slides, Path(folder)):
+        for path in args.slides_given:
+            print(describe(path.name, measure(path, args.mpp, Path(folder), args.slide_mpp)), flush=True)
+        for name, path, ink in _drawn(args.drawn, args.slides, Path(folder)):
             recall = "" if ink is None else f", {found_share(path, ink):.0%} of the ink found"
-            print(describe(name, measure(path, given.mpp, Path(folder))) + recall, flush=True)
+            print(describe(name, measure(path, args.mpp, Path(folder))) + recall, flush=True)
 
 
 def measure(path: Path, mpps: list[float], folder: Path, slide_mpp: float | None = None) -> dict[float, Found | str]:
@@ -65,7 +65,7 @@ def measure(path: Path, mpps: list[float], folder: Path, slide_mpp: float | None
     from pathology.ingest.slide import ingest_slide
     from pathology.tissue.tissue import TissueParameters
 
-    found: dict[float, Found | str] = {}
+    by_mpp: dict[float, Found | str] = {}
     for mpp in mpps:
         store = folder / "store"
         options = IngestOptions(mpp=mpp, slide_mpp=slide_mpp, tissue=TissueParameters(pen="mask"))
@@ -74,23 +74,23 @@ def measure(path: Path, mpps: list[float], folder: Path, slide_mpp: float | None
             level = SlideStore.open(store / "slide.zarr").levels[0]
             slide_mm2 = level.height_px * level.width_px * level.mpp[0] * level.mpp[1] / 1e6
             pen = float(record.pen_fraction or 0)
-            found[mpp] = Found(float(record.tissue_fraction or 0) * slide_mm2, pen, tuple(record.flags))
+            by_mpp[mpp] = Found(float(record.tissue_fraction or 0) * slide_mm2, pen, tuple(record.flags))
         else:
-            found[mpp] = "too coarse" if "coarser" in record.reason else record.reason
+            by_mpp[mpp] = "too coarse" if "coarser" in record.reason else record.reason
         shutil.rmtree(store, ignore_errors=True)
-    return found
+    return by_mpp
 
 
-def describe(name: str, found: dict[float, Found | str]) -> str:
+def describe(name: str, by_mpp: dict[float, Found | str]) -> str:
     """Return one line of text."""
-    first = next((one.area_mm2 for one in found.values() if isinstance(one, Found)), math.nan)
+    first = next((result.area_mm2 for result in by_mpp.values() if isinstance(result, Found)), math.nan)
     parts = []
-    for mpp, one in found.items():
-        if isinstance(one, str):
-            parts.append(f"{mpp:g}: {one}")
+    for mpp, result in by_mpp.items():
+        if isinstance(result, str):
+            parts.append(f"{mpp:g}: {result}")
             continue
-        pen = f", pen {one.pen_fraction:.2%}" + " flagged" * ("pen" in one.flags)
-        parts.append(f"{mpp:g}: {one.area_mm2 / first - 1:+.2%}{pen}")
+        pen = f", pen {result.pen_fraction:.2%}" + " flagged" * ("pen" in result.flags)
+        parts.append(f"{mpp:g}: {result.area_mm2 / first - 1:+.2%}{pen}")
     return f"{name}: {first:.4f} mm² | " + " | ".join(parts)
 
 

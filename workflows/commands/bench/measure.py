@@ -129,8 +129,8 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     host = _host_bytes_per_s(device) if comm.rank == 0 else None
     if alone is None or together is None:
         return DEFAULT_MACHINE, []
-    here = gpus or len(local_ranks)
-    machine = _machine(device, here, alone, together, shared, near, far, disk, host)
+    devices = gpus or len(local_ranks)
+    machine = _machine(device, devices, alone, together, shared, near, far, disk, host)
     machine = calibrated(machine, alone.block, together.block)
     notes = [f"Measured by `hyfi doctor --measure` with {comm.size} rank(s) on {len(set(hosts))} node(s)."]
     if near is None:
@@ -142,7 +142,7 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
 
 def _machine(
     device: torch.device,
-    here: int,
+    devices: int,
     alone: AloneRates,
     together: TogetherRates,
     shared: SharedCores | None,
@@ -151,7 +151,7 @@ def _machine(
     disk: float,
     host: float | None,
 ) -> MachineModel:
-    """Return the machine model with these rates; ``here`` ranks or devices are on a node."""
+    """Return the machine model with these rates; ``devices`` ranks or devices are on a node."""
     from hyfi_core.cost.machine import KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
     from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
     from workflows.commands.bench.measured_layers import WEIGHTS_OF_BLOCK
@@ -159,10 +159,10 @@ def _machine(
     rates, kinds = alone.rates, alone.kinds
     peak = max(rates[kind][0] for kind in PRODUCTS)
     best = {kind: peak if kind in PRODUCTS else alone.copied_bytes_per_s for kind in KINDS}
-    crowding = [max(1.0, found / own) for found, own in zip(together.crowded_s, alone.crowded_s, strict=True)]
+    crowding = [max(1.0, crowded_s / own) for crowded_s, own in zip(together.crowded_s, alone.crowded_s, strict=True)]
     rates["shared_norm"] = together.norm[0] * crowding[1], together.norm[1] * crowding[1]
     link = near or far
-    overheads = {kind: found.overhead_s for kind, found in kinds.items()}
+    overheads = {kind: measured_kind.overhead_s for kind, measured_kind in kinds.items()}
     overheads["thin_convolution"] = overheads["convolution"]
     overheads["shared_norm"] = _less(together.tiny_norm_s, alone.kernel_s)  # which is counted for its sum
     message_s = _rounded(link[0]) if link else DEFAULT_MACHINE.message_s
@@ -170,8 +170,8 @@ def _machine(
     return MachineModel(
         name=f"{_device_name(device)}, {socket.gethostname()}",
         device=device.type,
-        devices_per_node=here,
-        memory_bytes=_memory_bytes(device, here),
+        devices_per_node=devices,
+        memory_bytes=_memory_bytes(device, devices),
         peak_flops_per_s={name: _rounded(peak * rate) for name, rate in alone.dtype_shares.items()},
         memory_bytes_per_s=_rounded(alone.copied_bytes_per_s),
         efficiency={kind: (_rounded(f / best[kind]), _rounded(b / best[kind])) for kind, (f, b) in rates.items()},
@@ -210,15 +210,15 @@ def _links(comm: Communicator, device: torch.device, hosts: list[str], same: boo
     """
     from hyfi_core.cost.machine import DeviceLink
 
-    others = [rank for rank, host in enumerate(hosts) if rank and (host == hosts[0]) == same]
-    pair = comm.split(0 if comm.rank in (0, *others[:1]) and others else None)
-    found = None
+    partners = [rank for rank, host in enumerate(hosts) if rank and (host == hosts[0]) == same]
+    pair = comm.split(0 if comm.rank in (0, *partners[:1]) and partners else None)
+    link = None
     if pair is not None:
         short, long = _exchange_s(pair, device, 16), _exchange_s(pair, device, _ROW_PX)
         moved = (_ROW_PX - 16) * _CHANNELS * 4
-        found = max(1e-7, short - _LATENCY_S), DeviceLink(_LATENCY_S, _rounded(moved / max(1e-9, long - short)))
+        link = max(1e-7, short - _LATENCY_S), DeviceLink(_LATENCY_S, _rounded(moved / max(1e-9, long - short)))
     comm.barrier()
-    return found
+    return link
 
 
 def _exchange_s(comm: Communicator, device: torch.device, width_px: int) -> float:
@@ -259,16 +259,16 @@ def _host_bytes_per_s(device: torch.device) -> float | None:
     """Return the rate of copies between a GPU and pinned memory of its host, in the slower direction; None on a CPU."""
     if device.type != "cuda":
         return None
-    here, there = _host_buffers(device)
-    return min(_copied_bytes_per_s(here, there), _copied_bytes_per_s(there, here))
+    host, gpu = _host_buffers(device)
+    return min(_copied_bytes_per_s(host, gpu), _copied_bytes_per_s(gpu, host))
 
 
 def _host_buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return pinned memory of the host, and as much of a GPU."""
     import torch
 
-    here = torch.zeros(_HOST_BYTES, dtype=torch.uint8, pin_memory=True)
-    return here, torch.zeros(_HOST_BYTES, dtype=torch.uint8, device=device)
+    host = torch.zeros(_HOST_BYTES, dtype=torch.uint8, pin_memory=True)
+    return host, torch.zeros(_HOST_BYTES, dtype=torch.uint8, device=device)
 
 
 def _copied_bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
@@ -319,8 +319,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    return run_as_rank(partial(measure_rank, given.target, given.json))
+    args = parser.parse_args()
+    return run_as_rank(partial(measure_rank, args.target, args.json))
 
 
 if __name__ == "__main__":

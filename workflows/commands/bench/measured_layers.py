@@ -213,22 +213,22 @@ class LayerBench:
         weights = sum(parameter.numel() for parameter in cases[0].make(TINY_CHANNELS).parameters())
         return MeasuredKind(overhead, rates, tiny[0].update_s / cases[0].operators if weights else None)
 
-    def heavy(self, kind: str, found: MeasuredKind) -> tuple[tuple[float, float], float]:
+    def heavy(self, kind: str, measured: MeasuredKind) -> tuple[tuple[float, float], float]:
         """Return (bytes of weights per second of (forward, backward), seconds of a byte's update) of a kind.
 
         Args:
             kind: One of ``HEAVY``.
-            found: What its operators take without large weights.
+            measured: What its operators take without large weights.
         """
         case = HEAVY[kind]
         times = self.times(case)
-        known = LayerTimes(
-            case.operators * found.overhead_s[0] + case.flops / found.rates[0],
-            2 * (case.operators * found.overhead_s[1] + case.flops / found.rates[1]),
-            case.operators * (found.tensor_update_s or 0.0),
+        predicted = LayerTimes(
+            case.operators * measured.overhead_s[0] + case.flops / measured.rates[0],
+            2 * (case.operators * measured.overhead_s[1] + case.flops / measured.rates[1]),
+            case.operators * (measured.tensor_update_s or 0.0),
             0.0,
         )
-        left, weight_bytes = times.less(known), _weight_bytes(case)
+        left, weight_bytes = times.less(predicted), _weight_bytes(case)
         ends_s = left.update_s + left.rest_s
         return (weight_bytes / left.forward_s, weight_bytes / left.backward_s), ends_s / weight_bytes
 
@@ -271,8 +271,8 @@ class LayerBench:
     def _both_s(self, case: LayerCase, comm: Communicator) -> float:
         """Return the seconds of the forward and backward of a layer on each of several ranks, typical ones."""
         few, many = (self._chain(case, length, comm=comm, typical=True) for length in LENGTHS)
-        found = many.less(few).divided(LENGTHS[1] - LENGTHS[0])
-        return found.forward_s + found.backward_s
+        difference = many.less(few).divided(LENGTHS[1] - LENGTHS[0])
+        return difference.forward_s + difference.backward_s
 
     def crowded(self) -> tuple[float, float]:
         """Return the typical seconds of layers that are bound by (arithmetic, memory), forward and backward.
@@ -293,8 +293,8 @@ class LayerBench:
         case = replace(LAYERS["convolution"][0], side_px=STRIP_PX)
         halves = [self._chain(case, length, comm=comm, typical=True) for length in LENGTHS]
         alone = [self._chain(case, length, typical=True) for length in LENGTHS]
-        found = halves[1].less(halves[0]).less(alone[1].less(alone[0])).divided(LENGTHS[1] - LENGTHS[0])
-        return found.forward_s, found.backward_s
+        difference = halves[1].less(halves[0]).less(alone[1].less(alone[0])).divided(LENGTHS[1] - LENGTHS[0])
+        return difference.forward_s, difference.backward_s
 
     def _chain(
         self,
@@ -326,16 +326,16 @@ class LayerBench:
         )
         images, labels = torch.rand(shape, device=self._device), torch.zeros(1, dtype=torch.long, device=self._device)
         spans: dict[Verb, list[float]] = {Verb.F: [], Verb.B: []}
-        updates, rest = [], []
+        updates, remainders = [], []
         for _ in range((TINY_STEPS if tiny or typical else STEPS) + 1):
             step_s = self._seconds(lambda: engine.train_step(images, labels))
             for action, begin_s, end_s in engine.events:
                 if action.verb in spans:
                     spans[action.verb].append(end_s - begin_s)
             updates.append(moments[-1] - moments[-2])
-            rest.append(step_s - spans[Verb.F][-1] - spans[Verb.B][-1] - updates[-1])
+            remainders.append(step_s - spans[Verb.F][-1] - spans[Verb.B][-1] - updates[-1])
         of = statistics.median if typical else min
-        return LayerTimes(of(spans[Verb.F][1:]), of(spans[Verb.B][1:]), min(updates[1:]), min(rest[1:]))
+        return LayerTimes(of(spans[Verb.F][1:]), of(spans[Verb.B][1:]), min(updates[1:]), min(remainders[1:]))
 
     def _timed(self, moments: list[float], parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer that adds the moments before and after each of its steps."""

@@ -80,8 +80,8 @@ class OperatorBench:
 
     def rates(self, kind: str) -> Rates:
         """Return the rates of a kind of operator, the mean over its cases."""
-        found = [self._case(case, torch.float32, self._rounds) for case in CASES[kind]]
-        return statistics.mean(f for f, _ in found), statistics.mean(b for _, b in found)
+        rates = [self._case(case, torch.float32, self._rounds) for case in CASES[kind]]
+        return statistics.mean(f for f, _ in rates), statistics.mean(b for _, b in rates)
 
     def dtype_rate(self, dtype: torch.dtype) -> float:
         """Return the forward rate of a convolution in ``dtype``."""

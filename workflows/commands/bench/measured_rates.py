@@ -55,9 +55,9 @@ def measured_alone(bench: OperatorBench, layers: LayerBench) -> AloneRates:
     half: dict[str, Pair] = {}
     for kind, (_, wide) in NARROW.items():
         overhead_s = kinds.get(kind, kinds["convolution"]).overhead_s
-        half[kind] = found = layers.half_channels(kind, rates[kind], overhead_s)
-        rates[kind] = rates[kind][0] * (1 + found[0] / wide), rates[kind][1] * (1 + found[1] / wide)
-    updates = [found.tensor_update_s for found in kinds.values() if found.tensor_update_s is not None]
+        half[kind] = channels = layers.half_channels(kind, rates[kind], overhead_s)
+        rates[kind] = rates[kind][0] * (1 + channels[0] / wide), rates[kind][1] * (1 + channels[1] / wide)
+    updates = [measured.tensor_update_s for measured in kinds.values() if measured.tensor_update_s is not None]
     return AloneRates(
         rates=rates,
         kinds=kinds,

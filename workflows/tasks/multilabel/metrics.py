@@ -29,15 +29,15 @@ def label_metrics(
     """
     columns = []
     for k in range(scores.shape[1]):
-        known = (targets[:, k] != UNKNOWN).nonzero()[:, 0]
-        columns.append(_of_label(scores[known, k], called[known, k], targets[known, k], counts[:, known]))
+        labelled = (targets[:, k] != UNKNOWN).nonzero()[:, 0]
+        columns.append(_of_label(scores[labelled, k], called[labelled, k], targets[labelled, k], counts[:, labelled]))
     return {name: torch.stack([column[name] for column in columns], 1) for name in MEANS}
 
 
 def macro(values: torch.Tensor) -> torch.Tensor:
     """Return the mean (draws,) over the labels (draws, labels) in which a metric is defined; NaN if it is in none."""
-    known = values.isfinite()
-    return torch.where(known, values, 0.0).sum(1) / known.sum(1)
+    is_defined = values.isfinite()
+    return torch.where(is_defined, values, 0.0).sum(1) / is_defined.sum(1)
 
 
 def _of_label(
@@ -48,16 +48,16 @@ def _of_label(
     defined = (total_yes > 0) & (total_no > 0)
     distinct, rank = torch.unique(-scores, return_inverse=True)  # the highest score first
     shape = (len(counts), len(distinct))
-    hits, others = (torch.zeros(shape, dtype=torch.float64).index_add_(1, rank, part) for part in (yes, no))
-    above, false = hits.cumsum(1), others.cumsum(1)
-    area = (hits * (total_no[:, None] - false + others / 2)).sum(1) / (total_yes * total_no)
+    hits, misses = (torch.zeros(shape, dtype=torch.float64).index_add_(1, rank, part) for part in (yes, no))
+    above, false = hits.cumsum(1), misses.cumsum(1)
+    area = (hits * (total_no[:, None] - false + misses / 2)).sum(1) / (total_yes * total_no)
     precision = torch.where(above + false > 0, above / (above + false), 0.0)
-    found, wrong = (yes * called).sum(1), (no * called).sum(1)
+    true_positives, false_positives = (yes * called).sum(1), (no * called).sum(1)
     values = {
         "auroc": area,
         "average_precision": (hits * precision).sum(1) / total_yes,
-        "balanced_accuracy": (found / total_yes + 1 - wrong / total_no) / 2,
-        "f1": 2 * found / (total_yes + found + wrong),
+        "balanced_accuracy": (true_positives / total_yes + 1 - false_positives / total_no) / 2,
+        "f1": 2 * true_positives / (total_yes + true_positives + false_positives),
     }
     return {name: torch.where(defined, value, torch.nan) for name, value in values.items()}
 
@@ -71,18 +71,18 @@ def best_thresholds(probabilities: torch.Tensor, targets: torch.Tensor) -> list[
         probabilities: (N, labels) float64.
         targets: (N, labels).
     """
-    found: list[float | None] = []
+    thresholds: list[float | None] = []
     for k in range(probabilities.shape[1]):
         yes, no = (probabilities[targets[:, k] == value, k] for value in (YES, NO))
         if not len(yes) or not len(no):
-            found.append(None)
+            thresholds.append(None)
             continue
         values = torch.unique(torch.cat([yes, no]))
         between = (values[1:] + values[:-1]) / 2
         if not len(between):
-            found.append(None)
+            thresholds.append(None)
             continue
         merit = (yes[None] >= between[:, None]).double().mean(1) + (no[None] < between[:, None]).double().mean(1)
         best = between[merit >= merit.max() - 1e-12]
-        found.append(float(best[(best - 0.5).abs().argmin()]))
-    return found
+        thresholds.append(float(best[(best - 0.5).abs().argmin()]))
+    return thresholds

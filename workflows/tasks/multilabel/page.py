@@ -61,8 +61,8 @@ def _curves(values: Array, targets: Array, draws: Array, names: Sequence[str]) -
     most = sorted(range(len(names)), key=lambda k: -int((targets[:, k] == YES).sum()))[:MAX_CURVES]
     curves = []
     for k in sorted(most):
-        known = targets[:, k] != UNKNOWN
-        curves.append(ScoredClass(names[k], k, values[known, k], targets[known, k] == YES, draws[:, known]))
+        labelled = targets[:, k] != UNKNOWN
+        curves.append(ScoredClass(names[k], k, values[labelled, k], targets[labelled, k] == YES, draws[:, labelled]))
     return curves
 
 

@@ -81,7 +81,10 @@ class LabelsReadout(Readout):
         how = "50 %, as there were no validation slides"
         if self.chosen:
             pairs = zip(self.names, self.thresholds, strict=True)
-            how = ", ".join(f"{name} {percent(one)}" for name, one in pairs) + "; chosen on the validation slides"
+            how = (
+                ", ".join(f"{name} {percent(threshold)}" for name, threshold in pairs)
+                + "; chosen on the validation slides"
+            )
         return f"{averaged}Sigmoid of the model's logits. A label is predicted from its threshold on: {how}."
 
     def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:
@@ -93,7 +96,7 @@ class LabelsReadout(Readout):
         """Return a bar for each label."""
         return [PageColumn(name, k) for k, name in enumerate(self.names)]
 
-    def joined(self, others: Sequence[Self]) -> Self:
+    def joined(self, members: Sequence[Self]) -> Self:
         """Return the readout whose thresholds are the means of those of the members."""
-        means = np.mean([one.thresholds for one in others], axis=0)
-        return replace(self, thresholds=tuple(means.tolist()), chosen=all(one.chosen for one in others))
+        means = np.mean([member.thresholds for member in members], axis=0)
+        return replace(self, thresholds=tuple(means.tolist()), chosen=all(member.chosen for member in members))

@@ -67,12 +67,12 @@ class Multilabel(Task):
                 f"data.class_weights: all training slides are alike in {', '.join(absent)}, which cannot be balanced"
             )
         weights = torch.stack([(yes + no) / (2 * yes), (yes + no) / (2 * no)], 1)
-        return replace(task, weights=tuple((one, other) for one, other in weights.tolist()))
+        return replace(task, weights=tuple((positive, negative) for positive, negative in weights.tolist()))
 
     @classmethod
     def of_json(cls, model: Mapping[str, Any]) -> Self:
         """Return the task of a ``model.json``."""
-        weights = tuple((float(one), float(other)) for one, other in model["label_weights"])
+        weights = tuple((float(positive), float(negative)) for positive, negative in model["label_weights"])
         return cls(target_columns(model), tuple(map(str, model["class_names"])), weights)
 
     def to_json(self) -> dict[str, Any]:
@@ -83,8 +83,8 @@ class Multilabel(Task):
         self, path: Path, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
     ) -> Labels:
         """Return labels for a model that was trained before; several columns are those of its labels, in order."""
-        known = self.labels if len(self.columns) == 1 else self.columns
-        labels = self.read_labels(LabelSource(path, self.columns, known, rows, merge_alike, missing))
+        classes = self.labels if len(self.columns) == 1 else self.columns
+        labels = self.read_labels(LabelSource(path, self.columns, classes, rows, merge_alike, missing))
         return replace(labels, classes=self.labels)
 
     @property
@@ -115,10 +115,10 @@ class Multilabel(Task):
 
     def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the metrics of `workflows.tasks.multilabel.metrics`, with thresholds of one half."""
-        found = label_metrics(outputs.double(), outputs >= 0, targets, counts)
-        each = {f"auroc_{name}": found["auroc"][:, k] for k, name in enumerate(self.labels)}
+        metrics = label_metrics(outputs.double(), outputs >= 0, targets, counts)
+        each = {f"auroc_{name}": metrics["auroc"][:, k] for k, name in enumerate(self.labels)}
         loss = counts @ self._losses(outputs.double(), targets) / counts.sum(1)
-        return {"loss": loss, **{name: macro(found[name]) for name in MEANS}, **each}
+        return {"loss": loss, **{name: macro(metrics[name]) for name in MEANS}, **each}
 
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
@@ -137,9 +137,11 @@ class Multilabel(Task):
         if not bool(outputs.isfinite().all()):
             return None
         chosen = best_thresholds(outputs.double().sigmoid(), targets)
-        thresholds = {name: HALF if one is None else one for name, one in zip(self.labels, chosen, strict=True)}
-        kept = [name for name, one in zip(self.labels, chosen, strict=True) if one is None]
-        return {"thresholds": thresholds, "not_chosen": kept, "slides": len(targets)}
+        thresholds = {
+            name: HALF if threshold is None else threshold for name, threshold in zip(self.labels, chosen, strict=True)
+        }
+        not_chosen = [name for name, threshold in zip(self.labels, chosen, strict=True) if threshold is None]
+        return {"thresholds": thresholds, "not_chosen": not_chosen, "slides": len(targets)}
 
     def describe_calibration(
         self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
@@ -152,8 +154,8 @@ class Multilabel(Task):
         called = scores >= torch.tensor(readout.thresholds, dtype=torch.float64)
 
         def draw(counts: torch.Tensor) -> dict[str, torch.Tensor]:
-            found = label_metrics(scores, called, targets, counts)
-            return {name: macro(found[name]) for name in CALLED_MEANS}
+            metrics = label_metrics(scores, called, targets, counts)
+            return {name: macro(metrics[name]) for name in CALLED_MEANS}
 
         shown = measured(draw, len(scores))
         texts = [f"{name.replace('_', ' ')} " + ("undefined" if v is None else f"{v:.3f}") for name, v in shown.items()]
@@ -231,8 +233,8 @@ class Multilabel(Task):
     def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of each sample, (N,)."""
         logits = wide(outputs)
-        known, yes = (targets != UNKNOWN).to(logits.dtype), (targets == YES).to(logits.dtype)
-        losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, yes, reduction="none") * known
+        is_known, yes = (targets != UNKNOWN).to(logits.dtype), (targets == YES).to(logits.dtype)
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, yes, reduction="none") * is_known
         if self.weights:
             pairs = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
             losses = losses * torch.where(yes > 0, pairs[:, 0], pairs[:, 1])

@@ -36,9 +36,9 @@ def outputs_of(log_above: torch.Tensor) -> torch.Tensor:
 def corn_losses(outputs: torch.Tensor, grades: torch.Tensor) -> torch.Tensor:
     """Return the negative log-likelihood of each sample's grade, (N,): output k counts if the grade is not below k."""
     at = torch.arange(outputs.shape[1], device=outputs.device)
-    asked, higher = grades[:, None] >= at, (grades[:, None] > at).to(outputs.dtype)
+    counted, higher = grades[:, None] >= at, (grades[:, None] > at).to(outputs.dtype)
     losses = torch.nn.functional.binary_cross_entropy_with_logits(outputs, higher, reduction="none")
-    return (losses * asked).sum(1)
+    return (losses * counted).sum(1)
 
 
 def predicted_grades(probabilities: torch.Tensor) -> torch.Tensor:

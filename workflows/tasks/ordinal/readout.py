@@ -35,8 +35,8 @@ class GradeReadout(Readout):
 
     def values(self, logits: Values) -> Values:
         """Return the probabilities."""
-        found: Values = grade_probabilities(torch.from_numpy(np.asarray(logits, np.float64))).numpy()
-        return found
+        probabilities: Values = grade_probabilities(torch.from_numpy(np.asarray(logits, np.float64))).numpy()
+        return probabilities
 
     def position_scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the probability of a grade above each."""

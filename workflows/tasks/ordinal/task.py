@@ -57,10 +57,10 @@ class Ordinal(Multiclass):
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
         """Return intervals by bootstrap, of ``accuracy`` by Wilson."""
-        found = Task.intervals(self, outputs, targets, counts)
+        intervals = Task.intervals(self, outputs, targets, counts)
         if not len(targets) or not bool(outputs.isfinite().all()):
-            return found
-        return share_interval(found, float((self._predicted(outputs) == targets).double().mean()), counts)
+            return intervals
+        return share_interval(intervals, float((self._predicted(outputs) == targets).double().mean()), counts)
 
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation

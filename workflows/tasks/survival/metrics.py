@@ -44,9 +44,9 @@ def survival_metrics(
     weights = torch.where(counts > 0, 1 / free, 0.0)
     harrell, uno = concordances(risks, times, events, weights, horizons[-1], counts)
     areas, falls = time_areas(risks, times, events, counts * weights, horizons, counts)
-    known = areas.isfinite()
-    weight = (known * falls).sum(1)
-    mean = torch.where(known, areas * falls, 0.0).sum(1) / weight
+    is_defined = areas.isfinite()
+    weight = (is_defined * falls).sum(1)
+    mean = torch.where(is_defined, areas * falls, 0.0).sum(1) / weight
     scores = torch.full_like(mean, torch.nan)
     if survival is not None:
         scores = integrated_brier(survival, times, events, free, horizons, counts)
@@ -107,8 +107,10 @@ def concordances(
         right = (longer * ((risk > risks) + 0.5 * (risk == risks))).double()
         drawn = counts[:, rows]
         weight = torch.where(times[rows] < last, weights[:, rows] ** 2, 0.0)
-        both = (counts @ right.T * drawn, counts @ longer.double().T * drawn)
-        sums += torch.stack([(part * one).sum(1) for one in (torch.ones_like(weight), weight) for part in both])
+        pairs_of = (counts @ right.T * drawn, counts @ longer.double().T * drawn)
+        sums += torch.stack(
+            [(part * pair_weight).sum(1) for pair_weight in (torch.ones_like(weight), weight) for part in pairs_of]
+        )
     return sums[0] / sums[1], sums[2] / sums[3]
 
 
@@ -151,7 +153,7 @@ def integrated_brier(
     counts: torch.Tensor,
 ) -> torch.Tensor:
     """Return the Brier score of survival probabilities (N, horizons), integrated over the horizons: (draws,)."""
-    total, scores, known, weights = counts.sum(1), [], [], torch.where(counts > 0, 1 / free, 0.0)
+    total, scores, has_known, weights = counts.sum(1), [], [], torch.where(counts > 0, 1 / free, 0.0)
     for k, horizon in enumerate(horizons):
         ended, alive = (times <= horizon) & (events > 0), times > horizon
         # Nobody is censored between the last time up to the horizon and the horizon itself.
@@ -159,9 +161,9 @@ def integrated_brier(
         wrong = torch.where(ended, survival[:, k] ** 2 * weights, 0.0)
         wrong = wrong + torch.where(alive, (1 - survival[:, k]) ** 2 / before, 0.0)
         scores.append((counts * wrong).sum(1) / total)
-        known.append((counts * alive).sum(1) > 0)
+        has_known.append((counts * alive).sum(1) > 0)
     of, at = torch.stack(scores, 1), torch.tensor(horizons, dtype=torch.float64)
-    wide = torch.stack(known, 1)
+    wide = torch.stack(has_known, 1)
     widths = torch.where(wide[:, 1:] & wide[:, :-1], at.diff(), 0.0)
     length = widths.sum(1)
     middle = torch.where(wide, of, 0.0)

@@ -49,10 +49,10 @@ def survival_section(
     """
     risks, counts = torch.from_numpy(np.ascontiguousarray(values[:, 0])), torch.from_numpy(draws)
     survival = torch.from_numpy(np.ascontiguousarray(values[:, 1:]))
-    known = survival if bool(survival.isfinite().all()) else None
+    curves = survival if bool(survival.isfinite().all()) else None
 
     def draw(part: torch.Tensor) -> dict[str, torch.Tensor]:
-        return survival_metrics(risks, known, targets, times, part)
+        return survival_metrics(risks, curves, targets, times, part)
 
     once = measured(draw, len(risks))
     bounds = resampled(draw, metrics, counts)
@@ -66,7 +66,7 @@ def survival_section(
     return PageSection(
         shown,
         [*plots, _areas(risks, targets, times, counts, columns[0])],
-        [_groups_table(case_targets, high), _horizon_table(risks, targets, times, known)],
+        [_groups_table(case_targets, high), _horizon_table(risks, targets, times, curves)],
         numbers=metric_numbers(once, bounds),
     )
 
@@ -75,8 +75,8 @@ def _by_case(risks: torch.Tensor, targets: torch.Tensor, draws: Array) -> tuple[
     """Return the mean risk and the target of each case: slides of one case are in each draw equally often."""
     of_case = np.unique(draws, axis=1, return_inverse=True)[1].reshape(-1)
     members = members_of(torch.from_numpy(of_case))
-    latest = [int(one[targets[one, 0].argmax()]) for one in members]
-    return torch.stack([risks[one].mean() for one in members]), targets[latest]
+    latest = [int(indices[targets[indices, 0].argmax()]) for indices in members]
+    return torch.stack([risks[indices].mean() for indices in members]), targets[latest]
 
 
 def _curves(targets: torch.Tensor, high: torch.Tensor, p: float | None, name: str, own: bool) -> Plot:
@@ -123,9 +123,9 @@ def _areas(
     once = measured(draw, len(risks))
     bounds = resampled(draw, list(once), counts)
     rows = [(time, once[f"{time}"], bounds[f"{time}"]) for time in times]
-    known = [(time, area, bound or [math.nan, math.nan]) for time, area, bound in rows if area is not None]
+    points = [(time, area, bound or [math.nan, math.nan]) for time, area, bound in rows if area is not None]
     caption = "Slides with the event up to each time against those that survive it. Bands: 95 %, bootstrap over cases."
-    return time_plot("AUROC over time", name, "AUROC", known, caption)
+    return time_plot("AUROC over time", name, "AUROC", points, caption)
 
 
 def _groups_table(targets: torch.Tensor, high: torch.Tensor) -> PageTable:

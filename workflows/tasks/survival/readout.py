@@ -119,8 +119,8 @@ class SurvivalReadout(Readout):
         """Return the risk, and a bar for each time."""
         return [PageColumn("risk"), *(PageColumn(f"survives {time:.6g}", 0) for time in self.times)]
 
-    def joined(self, others: Sequence[Self]) -> Self:
+    def joined(self, members: Sequence[Self]) -> Self:
         """Return the readout whose cutoff is the mean of those of the members."""
-        cutoffs = [one.cutoff for one in others]
-        known = [cutoff for cutoff in cutoffs if cutoff is not None]
-        return replace(self, cutoff=sum(known) / len(known) if len(known) == len(cutoffs) else None)
+        cutoffs = [member.cutoff for member in members]
+        defined = [cutoff for cutoff in cutoffs if cutoff is not None]
+        return replace(self, cutoff=sum(defined) / len(defined) if len(defined) == len(cutoffs) else None)

@@ -85,16 +85,16 @@ class Survival(Task):
     @classmethod
     def of_json(cls, model: Mapping[str, Any]) -> Self:
         """Return the task of a ``model.json``."""
-        found = model["survival"]
-        times, edges = (tuple(map(float, found[name])) for name in ("times", "edges"))
+        survival = model["survival"]
+        times, edges = (tuple(map(float, survival[name])) for name in ("times", "edges"))
         columns = target_columns(model)
-        return cls(columns, str(found["loss"]), times, edges, int(found["slides"]), int(found["events"]))
+        return cls(columns, str(survival["loss"]), times, edges, int(survival["slides"]), int(survival["events"]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the names of the outputs, and ``survival``: ``loss``, ``times``, ``edges``, ``slides``, ``events``."""
-        found = {"loss": self.kind, "times": list(self.times), "edges": list(self.edges)}
+        settings = {"loss": self.kind, "times": list(self.times), "edges": list(self.edges)}
         counts = {"slides": self.slides, "events": self.events}
-        return {"class_names": list(self.names), "survival": {**found, **counts}}
+        return {"class_names": list(self.names), "survival": {**settings, **counts}}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -157,14 +157,14 @@ class Survival(Task):
         if not bool(outputs.isfinite().all()):
             return None
         cases, _ = self.by_case(outputs, targets, of_case, "mean")
-        found: dict[str, Any] = {"slides": len(targets), "cases": len(cases)}
+        calibration: dict[str, Any] = {"slides": len(targets), "cases": len(cases)}
         if self.kind != COX:
-            return {**found, "cutoff": float(np.median(self._risks(cases).numpy()))}
+            return {**calibration, "cutoff": float(np.median(self._risks(cases).numpy()))}
         risks, centre = outputs[:, 0].double(), float(outputs[:, 0].double().mean())
         spread = float(risks.std(correction=0))
         baseline = breslow(risks - centre, targets[:, 0], targets[:, 1], self.times)
         cutoff = float(np.median((cases[:, 0].double() - centre).numpy()))
-        return {**found, "cutoff": cutoff, "centre": centre, "spread": spread or 1.0, "baseline": list(baseline)}
+        return {**calibration, "cutoff": cutoff, "centre": centre, "spread": spread or 1.0, "baseline": list(baseline)}
 
     def describe_calibration(
         self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
@@ -173,22 +173,22 @@ class Survival(Task):
         if "cutoff" not in fitted:
             return None
         readout, (times, events) = self.readout(fitted), targets.unbind(1)
-        values = torch.from_numpy(np.stack([readout.values(one) for one in outputs.double().numpy()]))
+        values = torch.from_numpy(np.stack([readout.values(output) for output in outputs.double().numpy()]))
         once = torch.ones(1, len(times), dtype=torch.float64)
         free = free_of_censoring(times, events, once)
         distinct, curve = kaplan_meier(times, events, once)
         steps = torch.cat([torch.ones(1, dtype=torch.float64), curve[0]])
         same = steps[torch.searchsorted(distinct, torch.tensor(self.times, dtype=torch.float64), right=True)]
         scores = [
-            float(integrated_brier(one, times, events, free, self.times, once))
-            for one in (values[:, 1:], same.expand(len(times), -1))
+            float(integrated_brier(curve, times, events, free, self.times, once))
+            for curve in (values[:, 1:], same.expand(len(times), -1))
         ]
         p = log_rank(times, events, values[:, 0] > float(fitted["cutoff"]))
         brier = [score if math.isfinite(score) else None for score in scores]
         shown = ["undefined" if score is None else f"{score:.3f}" for score in brier]
         text = f"integrated Brier score {shown[0]} (one curve for all: {shown[1]}), log-rank p of the risk groups "
-        found = {"brier": brier[0], "brier_one_curve": brier[1], "log_rank_p": p, "slides": len(times)}
-        return text + ("undefined" if p is None else f"{p:.2g}"), {**fitted, **found}
+        measures = {"brier": brier[0], "brier_one_curve": brier[1], "log_rank_p": p, "slides": len(times)}
+        return text + ("undefined" if p is None else f"{p:.2g}"), {**fitted, **measures}
 
     def describe(self) -> str:
         """Return the columns, and the number of events."""
@@ -202,11 +202,11 @@ class Survival(Task):
 
     def target_of(self, text: str) -> Target | None:
         """Return the target of ``12 (event)``, or of the cells of both columns, ``12;1``."""
-        found = re.fullmatch(r"(.*?)[;(](.*?)\)?", text.strip())
-        if found is None or is_missing(found[1].strip()) or is_missing(found[2].strip()):
+        match = re.fullmatch(r"(.*?)[;(](.*?)\)?", text.strip())
+        if match is None or is_missing(match[1].strip()) or is_missing(match[2].strip()):
             return None
         try:
-            time, event = float(found[1]), event_of(found[2].strip())
+            time, event = float(match[1]), event_of(match[2].strip())
         except ValueError:
             return None
         return None if event is None or not math.isfinite(time) or time < 0 else (time, event)

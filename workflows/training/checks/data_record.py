@@ -42,7 +42,7 @@ class RecordedSlide:
 
     def __str__(self) -> str:
         """Return one line, with the label last because it may have any character."""
-        return "\t".join(getattr(self, one.name) for one in fields(self))
+        return "\t".join(getattr(self, field.name) for field in fields(self))
 
     @classmethod
     def of(cls, line: str) -> RecordedSlide:
@@ -72,27 +72,30 @@ class SlideTables:
 def data_record(job: TrainingJob) -> DataRecord:
     """Return the record of a run's slides; opens each, and reads no pixels."""
     weights = [""] * len(job.train) if job.draw_weights is None else [f"{weight:.9g}" for weight in job.draw_weights]
-    found = _facts(job, job.val, job.config.validation.split, [""] * len(job.val))
-    return {**_facts(job, job.train, "train", weights), **(found if job.config.validation.split != "train" else {})}
+    validation = _facts(job, job.val, job.config.validation.split, [""] * len(job.val))
+    return {
+        **_facts(job, job.train, "train", weights),
+        **(validation if job.config.validation.split != "train" else {}),
+    }
 
 
 def _facts(job: TrainingJob, dataset: SlideDataset, split: str, weights: list[str]) -> DataRecord:
-    found = {}
+    facts = {}
     for index, (sample, weight) in enumerate(zip(dataset.samples, weights, strict=True)):
         shards = getattr(dataset.slide(index), "attributes", {}).get("shards", {})
         content = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()[:16]
         label = "" if sample.label is None else job.task.text(sample.label)
-        found[sample.slide_id] = str(RecordedSlide(content, split, weight, label))
-    return found
+        facts[sample.slide_id] = str(RecordedSlide(content, split, weight, label))
+    return facts
 
 
-def check_data(job: TrainingJob, state: Mapping[str, Any], now: DataRecord, accepts: bool) -> str | None:
+def check_data(job: TrainingJob, state: Mapping[str, Any], after: DataRecord, accepts: bool) -> str | None:
     """Compare the data of a resumed run with that of its checkpoint; return a note for the user.
 
     Args:
         job: The run.
         state: The checkpoint's ``state.json``.
-        now: The record of the data as they are.
+        after: The record of the data as they are.
         accepts: Whether changes are accepted.
 
     Raises:
@@ -101,7 +104,7 @@ def check_data(job: TrainingJob, state: Mapping[str, Any], now: DataRecord, acce
     before = state.get(KEY)
     if before is None:
         return "the checkpoint does not record its slides and labels: changes of them since then are not noticed"
-    changes = changes_of(before, now)
+    changes = changes_of(before, after)
     if not changes:
         return None
     lines = "\n".join(f"  {line}" for line in changes)
@@ -113,25 +116,27 @@ def check_data(job: TrainingJob, state: Mapping[str, Any], now: DataRecord, acce
     return f"{text}\nThe run goes on with them from step {int(state['step']) + 1}"
 
 
-def changes_of(before: DataRecord, now: DataRecord) -> list[str]:
+def changes_of(before: DataRecord, after: DataRecord) -> list[str]:
     """Return the differences between two records, one line for each kind; empty if there are none."""
     kinds: dict[str, list[str]] = {}
-    for slide in (slide for slide in before if slide not in now):
+    for slide in (slide for slide in before if slide not in after):
         kinds.setdefault("removed", []).append(f"{slide} ({RecordedSlide.of(before[slide]).split})")
-    for slide in (slide for slide in now if slide not in before):
-        kinds.setdefault("added", []).append(f"{slide} ({RecordedSlide.of(now[slide]).split})")
-    for slide in (slide for slide in before if slide in now):
-        old, new = RecordedSlide.of(before[slide]), RecordedSlide.of(now[slide])
-        if old.split != new.split:
-            kinds.setdefault("moved to another split", []).append(f"{slide} (from {old.split} to {new.split})")
-        if old.label != new.label:
-            kinds.setdefault("relabelled", []).append(f"{slide} (from {old.label} to {new.label})")
-        if old.content != new.content:
+    for slide in (slide for slide in after if slide not in before):
+        kinds.setdefault("added", []).append(f"{slide} ({RecordedSlide.of(after[slide]).split})")
+    for slide in (slide for slide in before if slide in after):
+        before_slide, after_slide = RecordedSlide.of(before[slide]), RecordedSlide.of(after[slide])
+        if before_slide.split != after_slide.split:
+            kinds.setdefault("moved to another split", []).append(
+                f"{slide} (from {before_slide.split} to {after_slide.split})"
+            )
+        if before_slide.label != after_slide.label:
+            kinds.setdefault("relabelled", []).append(f"{slide} (from {before_slide.label} to {after_slide.label})")
+        if before_slide.content != after_slide.content:
             kinds.setdefault("other content in the store", []).append(slide)
-        if old.weight != new.weight and old.split == new.split:
+        if before_slide.weight != after_slide.weight and before_slide.split == after_slide.split:
             kinds.setdefault("drawn more or less often", []).append(slide)
-    if not kinds and [*before] != [*now]:
+    if not kinds and [*before] != [*after]:
         kinds["in another order in the store's manifest"] = [
-            slide for slide, old in zip(now, before, strict=True) if slide != old
+            slide for slide, former in zip(after, before, strict=True) if slide != former
         ]
     return [f"{kind} ({len(slides)}): {listed(slides, _NAMED)}" for kind, slides in kinds.items()]

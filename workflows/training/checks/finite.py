@@ -99,10 +99,12 @@ class FiniteSteps:
         """Return what is not finite in a step, and its slides, as text (collective)."""
         losses, where = numbers.losses, self._gradients()
         turns = [turn for turn, loss in enumerate(losses) if not math.isfinite(loss)] or [*range(len(losses))]
-        what = f"the loss is {sum(losses)}" if numbers.wrong == "loss" else "the loss is finite, but not its gradient"
+        finding = (
+            f"the loss is {sum(losses)}" if numbers.wrong == "loss" else "the loss is finite, but not its gradient"
+        )
         text = (
-            f"step {step} (epoch {job.epoch_of(step)}): {what}, for slides {listed(job.step_slides(step, turns), 8)}, "
-            f"with learning rate {lr:.3g}"
+            f"step {step} (epoch {job.epoch_of(step)}): {finding}, for slides {listed(job.step_slides(step, turns), 8)}"
+            f", with learning rate {lr:.3g}"
         )
         return f"{text}; gradients that are not finite: {listed(where, 3)}" if where else text
 

@@ -44,26 +44,26 @@ def norm_batches(config: Config) -> list[list[tuple[int, ...]]]:
     return [[tuple(image for part in parts for image in part) for parts in zip(*replicas, strict=True)]]
 
 
-def describe_norm_change(before: Config, now: Config, step: int) -> str | None:
+def describe_norm_change(before: Config, after: Config, step: int) -> str | None:
     """Return how batch norm changes when a run is resumed with another plan; None if it does not.
 
     Args:
         before: The configuration with which the run went on until now.
-        now: That of the resumed run.
+        after: That of the resumed run.
         step: The step after which it continues.
     """
-    old, new = norm_batches(before), norm_batches(now)
-    if old == new:
+    batches_before, batches_after = norm_batches(before), norm_batches(after)
+    if batches_before == batches_after:
         return None
-    if sorted(chain(*old)) != sorted(chain(*new)):
-        was, are = len(old[0][0]), len(new[0][0])
-        other = f"other {are} images together than before"
-        which = other if was == are else f"{counted(are, 'image')} together, {was} before"
+    if sorted(chain(*batches_before)) != sorted(chain(*batches_after)):
+        was, are = len(batches_before[0][0]), len(batches_after[0][0])
+        other_images = f"other {are} images together than before"
+        images_text = other_images if was == are else f"{counted(are, 'image')} together, {was} before"
         return (
-            f"batch norm normalises {which} (plan.replicas, plan.microbatches, plan.sync_batch_norm): from step "
+            f"batch norm normalises {images_text} (plan.replicas, plan.microbatches, plan.sync_batch_norm): from step "
             f"{step + 1} on, this is not the run that it would have been without the change; {_ADVICE}"
         )
-    images = [sum(map(len, replicas[0])) for replicas in (old, new)]
+    images = [sum(map(len, replicas[0])) for replicas in (batches_before, batches_after)]
     return (
         f"running statistics of batch norm, used in validation and prediction, are from step {step + 1} on those of "
         f"{images[1]} images of each step, of {images[0]} before (plan.replicas: those of the first replica); "

@@ -62,8 +62,8 @@ class RunCheckpoints:
         self.finish(spare)
         owned = self._engine.owned_state()
         averaged = self._average.of(owned) if self._average is not None else None
-        given = [*owned.values(), *(averaged or {}).values()]
-        if not bool(finite_everywhere(given, self._trainers, torch.empty(0, device=self._engine.device))):
+        tensors = [*owned.values(), *(averaged or {}).values()]
+        if not bool(finite_everywhere(tensors, self._trainers, torch.empty(0, device=self._engine.device))):
             return False
         part = CheckpointPart(owned, self._engine.owned_optimizer(), averaged, self._engine.owned_buffers())
         folder = step_folder(self._inputs.job.config.run.dir / "checkpoints", step)

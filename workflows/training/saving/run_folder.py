@@ -46,22 +46,25 @@ class RunFolder:
         """Point ``latest`` at the checkpoint of a step."""
         checkpoints.point_link(self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, step).name)
 
-    def calibrate(self, step: int, found: Mapping[str, Any]) -> None:
+    def calibrate(self, step: int, calibration: Mapping[str, Any]) -> None:
         """Store the calibration in the checkpoint of a step, if it exists."""
         folder = checkpoints.step_folder(self.checkpoints, step)
-        if len(found) > 1 and folder.is_dir():
-            checkpoint.amend_model_json(folder, {"calibration": dict(found)})
+        if len(calibration) > 1 and folder.is_dir():
+            checkpoint.amend_model_json(folder, {"calibration": dict(calibration)})
 
     def rewind(self, step: int) -> None:
         """Point ``latest`` at the checkpoint of ``step``, or the last one before it, and remove those after it."""
         saved = checkpoints.saved_steps(self.checkpoints)
-        later, until = [other for other in saved if other > step], [other for other in saved if other <= step]
+        later, until = (
+            [saved_step for saved_step in saved if saved_step > step],
+            [saved_step for saved_step in saved if saved_step <= step],
+        )
         if until:  # the weights of ``step`` may not have been finite
             checkpoints.point_link(
                 self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, until[-1]).name
             )
-        for other in later:
-            checkpoints.remove(checkpoints.step_folder(self.checkpoints, other))
+        for later_step in later:
+            checkpoints.remove(checkpoints.step_folder(self.checkpoints, later_step))
         best = self.checkpoints / "best"
         if best.is_symlink() and not best.exists():
             best.unlink()
