@@ -89,14 +89,12 @@ def parallelize(
     settings |= {"loss_over": loss_over, "weights": _describe_weights(weights)}
     compare_requests(comm, model, shape, plan, settings)
     _refuse_shared(model, comm, release)
-    arguments = model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format
+    args = model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format
     check = partial(_verify, comm, model, shape, output, image_dtype) if verify else lambda chosen: None
-    return _with_warnings(
-        comm, Engine(*arguments, check, release, weights, _compiler(compile, plan, model, comm), loss_over)
-    )
+    return _warned(comm, Engine(*args, check, release, weights, _compiler(compile, plan, model, comm), loss_over))
 
 
-def _with_warnings(comm: Communicator, engine: Engine) -> Engine:
+def _warned(comm: Communicator, engine: Engine) -> Engine:
     """Return an engine; rank 0 warns of what its plan does not do, and of buffers that are not in all files."""
     plan = engine.plan
     if comm.rank == 0 and plan.recompute and not any(recomputes(plan, stage) for stage in range(plan.stages)):
