@@ -112,7 +112,7 @@ def _captures_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("hyfi_core.runtime.subject.capture", captured_once)
     monkeypatch.setattr("workflows.evaluation.programs.capture", captured_once)
-    monkeypatch.setattr("hyfi_core.runtime.parallelize.verify_capture", lambda *given: None)
+    monkeypatch.setattr("hyfi_core.runtime.subject.verify_capture", lambda *given: None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -80,7 +80,7 @@ def run_copies(model: nn.Module, ranks: int, body: Callable[[Any, nn.Module], An
     copies = [copy.deepcopy(model) for _ in range(ranks)]
     with (
         mock.patch("hyfi_core.runtime.subject.capture", captured_once),
-        mock.patch("hyfi_core.runtime.parallelize.verify_capture", lambda *given: None),
+        mock.patch("hyfi_core.runtime.subject.verify_capture", lambda *given: None),
     ):
         return run_ranks(ranks, lambda comm: body(comm, copies[comm.rank]), strict=strict)
 

@@ -80,6 +80,11 @@ def device_of(model: nn.Module) -> torch.device:
     return device_with_values or (torch.get_default_device() if devices else torch.device("cpu"))
 
 
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model's first floating-point parameter, float32 if it has none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
 def release(model: nn.Module, names: Collection[str]) -> Former:
     """Put tensors on the meta device in place of parameters and buffers, and return their memory to the system.
 

@@ -33,6 +33,7 @@ from hyfi_core.capture.program import Program
 from hyfi_core.capture.released import device_of
 from hyfi_core.capture.storing.stored_tensors import Caches, OfImage, StoredTensors, StoringRun
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.batch_shapes import Shape
 
 _SIDES_PX = (64, 128, 256, 512)
 _MOST_IMAGES = 2
@@ -43,7 +44,6 @@ _COARSE = 3e-2
 """The same for other dtypes, and for models that cannot run in float64."""
 
 Output = Callable[[Any], Any]
-Shape = tuple[int, int, int, int]
 Found = dict[str, torch.Tensor | None]
 """Results of two steps: description -> value, None for a missing gradient."""
 

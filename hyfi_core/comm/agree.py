@@ -20,6 +20,7 @@ from hyfi_core.comm.described import describe_function, describe_labels
 from hyfi_core.comm.same_weights import SameWeights
 from hyfi_core.comm.weight_watch import Scope, digest_of
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.batch_shapes import Shape
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.stored_state import StoredState
 
@@ -29,7 +30,6 @@ _SAME_FACTOR = 1e-2
 _LARGEST_FACTOR = 2.0**20
 _NO_FACTOR = -(2**61)
 """The word of an unknown factor: less than any other."""
-Shape = tuple[int, int, int, int]
 
 
 def agree(

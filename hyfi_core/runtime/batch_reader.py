@@ -6,7 +6,8 @@ two directions, four micro-batches     stage 0, direction 0: its box of samples 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ from torch.utils import _pytree
 from hyfi_core.capture.program import Program
 from hyfi_core.errors import RequestError
 from hyfi_core.ops.redistribute import is_channels_last
+from hyfi_core.plan.batch_shapes import Shape
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -56,7 +58,6 @@ class PixelParts(ImageParts, Protocol):
 
 
 Images = torch.Tensor | Callable[[Box], torch.Tensor] | ImageParts
-Shape = tuple[int, int, int, int]
 _LEAST_USES = 500
 """Positions at which a weight must be used for channels-last to be faster than reordering the weight.
 
@@ -210,6 +211,41 @@ def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+@dataclass(frozen=True)
+class ImageBatch:
+    """A replica's batch in one call, with the shapes on which all ranks have agreed.
+
+    Attributes:
+        images: of the whole batch.
+        shape: of the whole batch.
+        micro: of one micro-batch.
+    """
+
+    images: Images
+    shape: Shape
+    micro: Shape
+
+    @property
+    def count(self) -> int:
+        """Number of micro-batches."""
+        return self.shape[0] // self.micro[0]
+
+
+@dataclass(frozen=True)
+class LocalInput:
+    """What one rank, or one cell of it, reads of a batch.
+
+    Attributes:
+        batch: the batch.
+        parts: (stage, direction) -> the box and samples that it needs.
+        local: the pixels of the parts; empty for a cell, which reads a micro-batch when it needs it.
+    """
+
+    batch: ImageBatch
+    parts: Mapping[Key, InputPart]
+    local: Mapping[Key, torch.Tensor]
+
+
 class Reader:
     """Reads this rank's boxes.
 
@@ -255,7 +291,7 @@ class Reader:
             if stage.reads_image and key[1] == 0
         }
 
-    def read(self, images: Images, parts: dict[Key, InputPart]) -> dict[Key, torch.Tensor]:
+    def read(self, images: Images, parts: Mapping[Key, InputPart]) -> dict[Key, torch.Tensor]:
         """Return (stage, direction) -> its box of its samples; a box needed by two stages is read once."""
         boxes: dict[InputPart, torch.Tensor] = {}
         for part in parts.values():
@@ -290,20 +326,25 @@ class Reader:
             return output
         return _pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.contiguous(), output)
 
-    def batch_shape(self, images: Images) -> Shape:
-        """Return the shape of the batch; of one read by boxes its ``samples``, else those the engine is made for."""
-        return batch_shape(images, self._shape)
-
-    def training_shapes(self, images: Images, labels: torch.Tensor) -> tuple[Shape, Shape]:
-        """Return the shapes of a batch and of its micro-batches.
+    def training_batch(self, images: Images, labels: torch.Tensor) -> ImageBatch:
+        """Return a batch to train with.
 
         Raises:
             RequestError: the batch cannot be divided, has the wrong size, or not as many labels.
         """
-        shape = self.batch_shape(images)
+        shape = batch_shape(images, self._shape)
         micro = self.micro_shape(shape, strict=True)
         check_labels(labels, shape[0])
-        return shape, micro
+        return ImageBatch(images, shape, micro)
+
+    def evaluation_batch(self, images: Images) -> ImageBatch:
+        """Return a batch to predict; one that cannot be divided is one micro-batch.
+
+        Raises:
+            RequestError: it is no batch of images.
+        """
+        shape = batch_shape(images, self._shape)
+        return ImageBatch(images, shape, self.micro_shape(shape))
 
     def micro_shape(self, shape: Shape, strict: bool = False) -> Shape:
         """Return the shape of one micro-batch; unless ``strict``, a batch that cannot be divided is one micro-batch.

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.program import Program
-from hyfi_core.capture.released import device_of
 from hyfi_core.cells.budget import with_cells
 from hyfi_core.cells.page import PagerCounts
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.comm.activity import ACTIVITY
-from hyfi_core.comm.agree import CallConsensus
+from hyfi_core.comm.agree import CallConsensus, agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import Span
 from hyfi_core.comm.same_weights import SameWeights
@@ -25,17 +24,19 @@ from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.model_flops import training_flops
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segment_compiler import SegmentCompiler
+from hyfi_core.plan.batch_shapes import BatchShapes, Shape
 from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import resident_bytes
 from hyfi_core.rules.batch_norm import has_live_statistics
-from hyfi_core.runtime.attribution import Explanation, gather_explanation, has_last_map
-from hyfi_core.runtime.batch_reader import Images, MemoryFormat, lays_channels_last
+from hyfi_core.runtime.batch_reader import ImageBatch, Images
+from hyfi_core.runtime.calls.attribution import Explanation, gather_explanation, has_last_map
 from hyfi_core.runtime.calls.engine_state import EngineState
 from hyfi_core.runtime.calls.gradient_scale import GradientScale
 from hyfi_core.runtime.calls.local_use import mark_stale, watch_local_use
+from hyfi_core.runtime.calls.paged_call import PagedCall, pixels_of
 from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
 from hyfi_core.runtime.calls.runners import Runners
 from hyfi_core.runtime.calls.same_pixels import SamePixels
@@ -43,21 +44,17 @@ from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.gradients import GradientsOfCells, StepGradients
 from hyfi_core.runtime.groups import Groups
-from hyfi_core.runtime.losses.loss_function import Loss
-from hyfi_core.runtime.losses.training_loss import LossOver, TrainingLoss
+from hyfi_core.runtime.losses.training_loss import TrainingLoss
 from hyfi_core.runtime.mirror import Mirrors
 from hyfi_core.runtime.ownership import (
     ParameterOwnership,
     made_optimizer,
     used_stages,
 )
-from hyfi_core.runtime.paged_call import PagedCall, pixels_of
+from hyfi_core.runtime.settings import EngineSettings
 from hyfi_core.runtime.statistics import ReplicaBuffers, StageBuffers, unsaved_buffers
-from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, RandomKey, Subject
+from hyfi_core.runtime.subject import CAPTURES_KEPT, RandomKey, Subject
 from hyfi_core.schedule.action import Action, Schedule
-from hyfi_core.stored_state import Weights
-
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Engine(EngineState):
@@ -76,47 +73,36 @@ class Engine(EngineState):
     def __init__(
         self,
         model: nn.Module,
-        shape: tuple[int, int, int, int],
+        shape: Shape,
         plan: ParallelPlan,
         comm: Communicator,
-        loss: Loss,
-        optimizer: OptimizerFactory | None,
-        output: Callable[[Any], Any] | None,
-        autocast: torch.dtype | None,
-        image_dtype: torch.dtype | None = None,
-        memory_format: MemoryFormat = "auto",
-        check: Callable[[ParallelPlan], None] = lambda plan: None,
-        release: bool = False,
-        source: Weights | None = None,
+        settings: EngineSettings,
         compiler: SegmentCompiler | None = None,
-        loss_over: LossOver = "auto",
     ) -> None:
         self._model = model
         watch_local_use(model, plan.stages)
-        self.device = device_of(model)
-        dtype = image_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self._micro = (shape[0] // plan.microbatches, *shape[1:])
-        widest = (max(plan.shares or shape[:1]) // plan.microbatches, *shape[1:])  # the same cuts in all replicas
         self.random = RandomKey(torch.initial_seed() & (2**63 - 1))
-        bindings = Bindings(model, self.random)
-        subject = Subject(model, shape, loss, output, autocast, self.device, dtype, bindings, {}, {}, compiler=compiler)
-        plan = _resolved(plan, lambda: subject.program(widest), comm, self.device, model.training or bool(optimizer))
-        self.plan, grids = plan, plan.by_cells().grids
-        last = lays_channels_last(memory_format, model, autocast, lambda: subject.program(widest), grids, self.device)
-        self._subject = replace(subject, channels_last=last)
+        shapes = self._shapes = BatchShapes.of(plan, shape)
+        subject = Subject.of(model, settings, shapes, self.random, compiler)
+        self.device, bindings = subject.device, subject.bindings
+        trains = model.training or settings.optimizer is not None
+        plan = _resolved(plan, lambda: subject.program(shapes.widest), comm, self.device, trains)
+        self.plan = plan
+        self._subject = replace(subject, channels_last=subject.lays_channels_last(plan.by_cells().grids))
         self._groups = Groups(comm, plan, Placement.of(plan))
         self._pixels = SamePixels(comm, self._groups.index)
-        self._loss = TrainingLoss(self._subject, loss_over, plan, self._groups)
+        self._loss = TrainingLoss(self._subject, plan, self._groups)
         self._shared: list[tuple[Compiled, StepGradients, ReplicaBuffers]] = []
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, plan.share_of(self._groups.index)
         self.events: list[tuple[Action, float, float]] = []
-        self._trained = PagedCall(self._micro, trains=True)
+        self._trained = PagedCall(shapes.micro, trains=True)
         self._runners = Runners(self._subject, plan, comm, self._groups)
         self._paging = self._runners.paging
         compiled = self._compiled()  # captures the model, or refuses it
-        check(plan)
-        bindings.share(used_stages(model, compiled), self._groups, release, source, self.device)
+        if settings.verify:
+            agree(comm, lambda: self._subject.verify() if comm.rank == 0 else None)
+        bindings.share(used_stages(model, compiled), self._groups, settings.release, settings.weights, self.device)
         self._ownership = ParameterOwnership(model, compiled, self._groups, self.device)
         self._stage_buffers = StageBuffers(model, self._groups, self._ownership.owner)
         self.unsaved = unsaved_buffers(model, compiled)
@@ -125,11 +111,13 @@ class Engine(EngineState):
         self._watch = WeightWatch(model, self._mirrors.arriving, plan.stages > 1)
         weights = SameWeights(self._watch, self._ownership.held(), self.settle, self._resend)
         changes, replica = self._runners[0].changes, self._groups.replica
-        self._consensus = CallConsensus(model, comm, replica, changes, weights, loss, bool(plan.shares), plan.stages)
+        self._consensus = CallConsensus(
+            model, comm, replica, changes, weights, settings.loss, bool(plan.shares), plan.stages
+        )
         self._scale = GradientScale(self._ownership.optimized() if plan.stages > 1 else ())
         self._mirrors.choose(compiled, self.settle)
-        self._optimizer = made_optimizer(optimizer, self._ownership.optimized(), plan.stages > 1)
-        self._input_parts = self._runners.training_parts(self._micro, shape[0])
+        self._optimizer = made_optimizer(settings.optimizer, self._ownership.optimized(), plan.stages > 1)
+        self._input_parts = self._runners.training_parts(shapes)
 
     @property
     def input_parts(self) -> tuple[InputPart, ...]:
@@ -155,8 +143,9 @@ class Engine(EngineState):
         """
         with evaluating(self._model, self.device):
             self._groups.reset_traffic(*self._runners.groups)
-            self.reserve(self._check_evaluation("predict", images), trains=False)
-            return self._runners.each(lambda runner: runner.predict(images))[0]
+            batch = self._evaluation_batch("predict", images)
+            self.reserve(batch.micro, trains=False)
+            return self._runners.each(lambda runner: runner.predict(batch))[0]
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (logits ``(B, K)``, contributions ``(B, K, h, w)``) float32, the same on every rank; see `explain`.
@@ -181,8 +170,9 @@ class Engine(EngineState):
                 f"contributions need a plan of one stage, not {self.plan.stages}; use grids=((rows, columns),)"
             )
         with evaluating(self._model, self.device):
-            self.reserve(self._check_evaluation("attribute", images), trains=False)
-            parts, stage = self._runners.each(lambda runner: runner.explain(images)), self._groups.stages[0, 0]
+            batch = self._evaluation_batch("attribute", images)
+            self.reserve(batch.micro, trains=False)
+            parts, stage = self._runners.each(lambda runner: runner.explain(batch)), self._groups.stages[0, 0]
             return gather_explanation(parts, self.plan.cell_grid or (1, 1), stage)
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
@@ -203,15 +193,15 @@ class Engine(EngineState):
     def accumulate_unread(self, images: Images, labels: torch.Tensor) -> torch.Tensor:
         """Like ``accumulate``; the loss stays on the device, float64 without dims, and the host does not wait."""
         self._groups.reset_traffic(*self._runners.groups)
-        shape, micro = self._runners[0].reader.training_shapes(images, labels)
+        batch = self._runners[0].reader.training_batch(images, labels)
         ACTIVITY.begin_step()
         ACTIVITY.action = "comparing this call"
-        self._consensus.check_training(shape, self._runners[0].known(micro), labels, self._optimizer)
-        compiled = self._compiled(micro)
+        self._consensus.check_training(batch.shape, self._runners[0].known(batch.micro), labels, self._optimizer)
+        compiled = self._compiled(batch.micro)
         self._bring_buffers(compiled)
         over_batch = self._loss.over_batch(compiled, labels, self._runners[0].forwards_first(compiled))
-        local = self._runners[0].read(images, compiled, shape[0])
-        self._pixels.check(self._runners[0].reader.training_parts(compiled, shape[0]), local)
+        inputs = dict(self._runners.each(lambda runner: (runner, runner.training_input(batch))))
+        self._pixels.check(inputs[self._runners[0]])
         self._mirrors.choose(compiled, self.settle)
         gradients, buffers = self._shared_by(compiled)
         sink = gradients if self._runners.cells == 1 else GradientsOfCells(gradients, self._runners.cells)
@@ -219,9 +209,11 @@ class Engine(EngineState):
         mark_stale(self._model, self._missing)
         with self._watch.changing(noticed=True), hooks:
             gradients.begin()
-            self.reserve(micro, pixels=pixels_of(images))
-            arguments = images, local, labels, sink, self._mirrors.arrived, over_batch
-            steps = self._runners.each(lambda runner: runner.train(*arguments))
+            self.reserve(batch.micro, pixels=pixels_of(images))
+            arrived = self._mirrors.arrived
+            steps = self._runners.each(
+                lambda runner: runner.train(inputs[runner], labels, sink, arrived, over_batch=over_batch)
+            )
             self._runners[0].publish()
             gradients.finish(hooks)
             buffers.take_over()
@@ -259,7 +251,7 @@ class Engine(EngineState):
     def flops_per_image(self) -> float:
         """Return the operations of an image's forward and backward; see ``training_flops``."""
         compiled = self._compiled()
-        return training_flops(compiled.program, compiled.trained) / self._micro[0]
+        return training_flops(compiled.program, compiled.trained) / self._shapes.micro[0]
 
     @property
     def normalises_batches(self) -> bool:
@@ -290,9 +282,7 @@ class Engine(EngineState):
         """Return the lowered schedule of a training step: all actions of the ranks of a replica, or of their cells."""
         return self._runners[0].schedule(self._compiled())
 
-    def reserve(
-        self, micro: tuple[int, int, int, int] | None = None, trains: bool = True, pixels: torch.dtype | None = None
-    ) -> int | None:
+    def reserve(self, micro: Shape | None = None, trains: bool = True, pixels: torch.dtype | None = None) -> int | None:
         """Reserve memory and disk for the maps of a call, a training step by default; refuse too little of either.
 
         The arguments are those of ``PagedCall``.
@@ -303,7 +293,7 @@ class Engine(EngineState):
         if self._paging is None:
             return None
         self._runners[0].observe()
-        call = PagedCall(micro or self._micro, trains, pixels)
+        call = PagedCall(micro or self._shapes.micro, trains, pixels)
         self._trained = call if trains else self._trained
         return self._paging.begin(call, lambda: self._forecasts(call), call.new_bytes(self._model, self._optimizer))
 
@@ -319,19 +309,18 @@ class Engine(EngineState):
             "state with engine.save(folder) and load it into another engine with engine.load(folder)"
         )
 
-    def _compiled(self, micro: tuple[int, int, int, int] | None = None) -> Compiled:
+    def _compiled(self, micro: Shape | None = None) -> Compiled:
         """Return the compiled model for micro-batches of a shape in this call; without one, outside of a call."""
         if micro is None:
             self._runners[0].observe()
-        return self._runners.each(lambda runner: runner.compiled(self._micro if micro is None else micro))[0]
+        return self._runners.each(lambda runner: runner.compiled(micro or self._shapes.micro))[0]
 
-    def _check_evaluation(self, call: str, images: Images) -> tuple[int, int, int, int]:
-        """Return the shape of a micro-batch, on which all ranks agree."""
-        shape = self._runners[0].reader.batch_shape(images)
-        micro = self._runners[0].reader.micro_shape(shape)
-        self._consensus.check_evaluation(call, shape, self._runners[0].known(micro))
-        self._bring_buffers(self._compiled(micro))
-        return micro
+    def _evaluation_batch(self, call: str, images: Images) -> ImageBatch:
+        """Return a batch to predict, on whose shape all ranks agree."""
+        batch = self._runners[0].reader.evaluation_batch(images)
+        self._consensus.check_evaluation(call, batch.shape, self._runners[0].known(batch.micro))
+        self._bring_buffers(self._compiled(batch.micro))
+        return batch
 
     def _bring_buffers(self, compiled: Compiled) -> None:
         """Bring the buffers that other stages have changed to those that read them."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -14,20 +12,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core.capture.released import device_of
-from hyfi_core.capture.verify import verify_capture
-from hyfi_core.comm.agree import Shape, agree, compare_requests
+from hyfi_core.comm.agree import agree, compare_requests
 from hyfi_core.comm.base import Communicator
-from hyfi_core.comm.described import describe_function
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segment_compiler import CompileMode, SegmentCompiler, why_not_compiled
+from hyfi_core.plan.batch_shapes import Shape
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.batch_reader import MemoryFormat, check_share, divisor
-from hyfi_core.runtime.calls.local_use import own_use
-from hyfi_core.runtime.engine import Engine, OptimizerFactory
+from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.groups import node_name
-from hyfi_core.runtime.losses.loss_function import Loss
-from hyfi_core.runtime.losses.training_loss import FLOAT16, LossOver
+from hyfi_core.runtime.losses.loss_function import Loss, LossOver
+from hyfi_core.runtime.losses.training_loss import FLOAT16
+from hyfi_core.runtime.settings import EngineSettings, OptimizerFactory
 from hyfi_core.schedule.in_flight import recomputes
 from hyfi_core.stored_state import Weights
 
@@ -65,10 +62,9 @@ def parallelize(
         output: selects the logits from the model's output.
         autocast: dtype of autocast (``torch.bfloat16``).
         image_dtype: of images, if not that of the parameters: ``torch.uint8`` for a model that scales bytes itself.
-        memory_format: of feature maps: "auto" (channels-last where faster), "channels_last", or "as_given" by images
-            and weights. Outputs and gradients have the format that they have in one process.
-        verify: at start, rank 0 compares the module with its capture on small images, in its current mode and in
-            evaluation mode; a difference in values or gradients is refused.
+        memory_format: of feature maps, see ``MemoryFormat``; outputs and gradients have that of one process.
+        verify: at start, rank 0 compares values and gradients of the module and its capture on small images, in its
+            current mode and in evaluation mode; a difference is refused.
         release: whether this rank keeps only what its stages use: other parameters and buffers of ``model`` are moved
             to the meta device, without values. Methods of the engine work as before. Each rank needs its own ``model``.
         weights: for a model on the meta device: a safetensors file, a folder of them, a state, or a function of a name,
@@ -77,21 +73,37 @@ def parallelize(
             and not with ``plan.spill``. It changes rounding, and nothing else.
 
     Raises:
-        RequestError: plan, ranks, shape or model are not compatible, or differ between ranks: the same error on every
-            rank, before anything is changed.
+        RequestError: on every rank, before anything is changed: plan, ranks, shape and model do not fit, or differ.
     """
-    agree(comm, lambda: check_choices(autocast, optimizer, loss_over))
-    plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer, loss, output, weights, verify))
-    own = frozenset(model.modules())
-    settings: dict[str, object] = {"autocast": autocast, "image_dtype": image_dtype, "memory_format": memory_format}
-    settings |= {"verify": verify, "release": release, "optimizer": "given" if optimizer is not None else "none"}
-    settings |= {"loss": describe_function(loss, own), "output": describe_function(output, own), "compile": compile}
-    settings |= {"loss_over": loss_over, "weights": _describe_weights(weights)}
-    compare_requests(comm, model, shape, plan, settings)
-    _refuse_shared(model, comm, release)
-    args = model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format
-    check = partial(_verify, comm, model, shape, output, image_dtype) if verify else lambda chosen: None
-    return _warned(comm, Engine(*args, check, release, weights, _compiler(compile, plan, model, comm), loss_over))
+    settings = EngineSettings(
+        loss=loss,
+        loss_over=loss_over,
+        optimizer=optimizer,
+        output=output,
+        autocast=autocast,
+        image_dtype=image_dtype,
+        memory_format=memory_format,
+        verify=verify,
+        release=release,
+        weights=weights,
+        compile=compile,
+    )
+    return _warned(comm, _engine(model, shape, plan, strategy, comm, settings))
+
+
+def _engine(
+    model: nn.Module,
+    shape: Shape,
+    plan: ParallelPlan | None,
+    strategy: Strategy | None,
+    comm: Communicator,
+    settings: EngineSettings,
+) -> Engine:
+    agree(comm, lambda: check_choices(settings.autocast, settings.optimizer, settings.loss_over))
+    plan = agree(comm, lambda: _checked(model, shape, plan, strategy, comm, settings))
+    compare_requests(comm, model, shape, plan, settings.described(model))
+    _refuse_shared(model, comm, settings.release)
+    return Engine(model, shape, plan, comm, settings, _compiler(settings.compile, plan, model, comm))
 
 
 def _warned(comm: Communicator, engine: Engine) -> Engine:
@@ -115,10 +127,6 @@ def _warned(comm: Communicator, engine: Engine) -> Engine:
     return engine
 
 
-def _describe_weights(weights: Weights | None) -> str:
-    return str(Path(weights)) if isinstance(weights, (str, os.PathLike)) else type(weights).__name__
-
-
 def _refuse_shared(model: nn.Module, comm: Communicator, release: bool) -> None:
     """Refuse to release a module that several ranks of one process share: what one releases, another needs."""
     if not release:
@@ -136,15 +144,12 @@ def _checked(
     model: nn.Module,
     shape: Shape,
     plan: ParallelPlan | None,
-    comm: Communicator,
     strategy: Strategy | None,
-    optimizer: OptimizerFactory | None,
-    loss: Loss,
-    output: Callable[[Any], Any] | None,
-    weights: Weights | None,
-    verify: bool,
+    comm: Communicator,
+    settings: EngineSettings,
 ) -> ParallelPlan:
     """Return the plan; check the arguments of this rank."""
+    optimizer = settings.optimizer
     if not isinstance(model, nn.Module):
         raise RequestError(f"model is {type(model).__name__}; pass a torch.nn.Module that takes one image tensor")
     if len(shape) != 4 or any(not isinstance(side, int) or side < 1 for side in shape):
@@ -169,8 +174,8 @@ def _checked(
             f"use plan.microbatches={divisor(shape[0], plan.microbatches)}"
         )
     check_model(model)
-    check_weights(model, weights, verify)
-    check_functions(loss, output, optimizer)
+    check_weights(model, settings.weights, settings.verify)
+    check_functions(settings.loss, settings.output, optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(
             f"optimizer is a {type(optimizer).__name__}; pass a function that creates one for this rank's parameters: "
@@ -266,26 +271,3 @@ def check_weights(model: nn.Module, weights: Weights | None, verify: bool) -> No
         raise RequestError(
             f"weights is a {type(weights).__name__}; pass a safetensors file, a state_dict, or a function of a name"
         )
-
-
-def _verify(
-    comm: Communicator,
-    model: nn.Module,
-    shape: Shape,
-    output: Callable[[Any], Any] | None,
-    image_dtype: torch.dtype | None,
-    plan: ParallelPlan,
-) -> None:
-    """Compare the model with its capture on rank 0, after models that cannot be captured have been refused."""
-    micro = (shape[0] // plan.microbatches, *shape[1:])
-    agree(comm, lambda: _compare_capture(model, micro, output, image_dtype) if comm.rank == 0 else None)
-
-
-def _compare_capture(
-    model: nn.Module, shape: Shape, output: Callable[[Any], Any] | None, image_dtype: torch.dtype | None
-) -> None:
-    dtype = image_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    with own_use():  # of another engine's model, too
-        unseen = verify_capture(model, shape, dtype, output)
-    if unseen is not None:
-        warnings.warn(f"{type(model).__name__} could not be compared with its capture: {unseen}", stacklevel=2)

@@ -14,14 +14,16 @@ from hyfi_core.cells.pager import Pager
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import Tape
+from hyfi_core.plan.batch_shapes import Shape
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.runtime.attribution import ExplainedPart, attribute, join_explanations
 from hyfi_core.runtime.backward import Values
-from hyfi_core.runtime.batch_reader import Images, PixelParts, Reader, Shape, uploaded
+from hyfi_core.runtime.batch_reader import ImageBatch, LocalInput, PixelParts, Reader, uploaded
+from hyfi_core.runtime.calls.attribution import ExplainedPart, attribute, join_explanations
 from hyfi_core.runtime.calls.outputs import described, joined, undescribed
-from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model
+from hyfi_core.runtime.compile_model import compile_model
+from hyfi_core.runtime.compiled import Compiled, HostedStage
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.loss_function import LossFunction
@@ -68,7 +70,8 @@ class StageRunner:
         self.groups = Groups(comm, plan, self._placement) if groups is None else groups
         if cell:
             self.groups.wait_at_once()
-        self.reader = Reader(plan, subject.shape, self.groups, subject.device, subject.dtype, subject.channels_last)
+        whole = subject.shapes.whole
+        self.reader = Reader(plan, whole, self.groups, subject.device, subject.dtype, subject.channels_last)
         self._cache: dict[Any, Compiled] = {}
         self._used: Hashable = None
         self._unchecked = True  # whether its tensors may have been replaced since the last call
@@ -87,19 +90,14 @@ class StageRunner:
             while len(self._cache) >= CAPTURES_KEPT:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[key] = compile_model(
-                subject.model,
+                subject,
                 subject.program(shape),
                 self._plan,
                 self._placement,
                 self.groups.replica,
-                subject.output,
-                subject.autocast,
-                subject.device.type,
-                subject.runs if self._cell else None,
-                self._cells,
-                subject.channels_last,
-                self._pager is not None,
-                subject.compiler if self._pager is None else None,
+                cells=self._cells,
+                in_turn=self._cell,
+                spills=self._pager is not None,
             )
             subject.bindings.refuse_released(self._cache[key].names, self.groups.users)
         return self._cache[key]
@@ -145,14 +143,20 @@ class StageRunner:
         """Whether a training step runs all forwards before all backwards, so that all outputs exist at once."""
         return self._schedules.forwards_first(compiled.boundaries)
 
-    def read(self, images: Images, compiled: Compiled, batch: int) -> dict[Key, torch.Tensor]:
-        """Return this runner's boxes of the batch in training; nothing for a cell, which reads later."""
-        return {} if self._cell else self.reader.read(images, self.reader.training_parts(compiled, batch))
+    def training_parts(self, micro: Shape, samples: int) -> dict[Key, InputPart]:
+        """Return (stage, direction) -> what this runner reads of a batch of so many samples in training."""
+        return self.reader.training_parts(self.compiled(micro), samples)
+
+    def training_input(self, batch: ImageBatch) -> LocalInput:
+        """Return what this runner reads of a batch in training."""
+        return self._read(batch, self.training_parts(batch.micro, batch.shape[0]))
+
+    def _read(self, batch: ImageBatch, parts: dict[Key, InputPart]) -> LocalInput:
+        return LocalInput(batch, parts, {} if self._cell else self.reader.read(batch.images, parts))
 
     def train(
         self,
-        images: Images,
-        local: dict[Key, torch.Tensor],
+        inputs: LocalInput,
         labels: torch.Tensor,
         gradients: Gradients,
         arrived: Callable[[int], None],
@@ -161,23 +165,19 @@ class StageRunner:
         """Run forward and backward of one step.
 
         Args:
-            images: the replica's whole batch.
-            local: from ``read``.
+            inputs: from ``training_input``.
             labels: of the whole batch.
             gradients: what reduces them.
             arrived: called with a direction before its forwards; returns when its weights are there.
             over_batch: whether the loss is computed over the whole batch. Unless all forwards come before all
                 backwards, they then run twice: first without graph, only for the output.
         """
-        shape = self.reader.batch_shape(images)
-        micro = self.reader.micro_shape(shape, strict=True)
-        compiled = self.compiled(micro)
+        compiled = self.compiled(inputs.batch.micro)
         statistics = self._statistics(compiled)
         pipeline = self._pipeline(compiled, statistics, gradients)
         actions = self.schedule(compiled).actions[self.groups.plane.rank]
-        parts = self.reader.training_parts(compiled, shape[0])
         loss = self._loss(compiled, labels, over_batch)
-        step = self._step(compiled, images, parts, local, loss, micro[0], arrived)
+        step = self._step(compiled, inputs, loss, arrived)
         before = self._take_outputs(compiled, step) if over_batch and not self.forwards_first(compiled) else []
         pipeline.run(actions, step)
         statistics.finish()
@@ -186,9 +186,9 @@ class StageRunner:
 
     def _loss(self, compiled: Compiled, labels: torch.Tensor, over_batch: bool) -> StepLoss:
         subject, plan = self._subject, self._plan
-        names = (name for stage, _ in compiled.hosted for name in compiled.names[stage])
-        trained, elsewhere = subject.bindings.divided(names, plan.stages > 1)
-        function = LossFunction(subject.loss, self._autocasting, self._alone, trained, elsewhere)
+        here = (name for stage, _ in compiled.hosted for name in compiled.names[stage])
+        trained, elsewhere = subject.bindings.divided(here, plan.stages > 1)
+        function = LossFunction(subject.settings.loss, self._autocasting, self._alone, trained, elsewhere)
         targets = uploaded(labels, subject.device)
         return loss_of_step(function, compiled.pick, targets, plan, self.groups, over_batch)
 
@@ -209,50 +209,34 @@ class StageRunner:
         assert self._trained is not None
         self._trained.publish()
 
-    def predict(self, images: Images) -> Any:
+    def predict(self, batch: ImageBatch) -> Any:
         """Return the output for a batch, the same in every runner; the model is in evaluation mode."""
         with torch.no_grad(), self._autocasting():
-            compiled, parts, local, size, count = self._begin_evaluation(images)
+            compiled, inputs = self._begin_evaluation(batch)
             pipeline = self._pipeline(compiled, None, None)
-            step = self._step(compiled, images, parts, local, NoLoss(self._subject.device), size)
-            schedule = self._schedules.prediction(compiled.boundaries, count)
+            step = self._step(compiled, inputs, NoLoss(self._subject.device))
+            schedule = self._schedules.prediction(compiled.boundaries, batch.count)
             pipeline.run(schedule.actions[self.groups.plane.rank], step)
-            return self.reader.as_given(images, self._joined_output(compiled, pipeline, count))
+            return self.reader.as_given(batch.images, self._joined_output(compiled, pipeline, batch.count))
 
-    def explain(self, images: Images) -> ExplainedPart:
+    def explain(self, batch: ImageBatch) -> ExplainedPart:
         """Return the logits, and this runner's part of their contributions; see ``Engine.explain``."""
         with self._autocasting():
-            compiled, parts, local, size, count = self._begin_evaluation(images)
+            compiled, inputs = self._begin_evaluation(batch)
             pieces = []
-            for microbatch in range(count):
-                pieces.append(self._explained(compiled, images, parts, local, microbatch, size))
+            for microbatch in range(batch.count):
+                pieces.append(self._explained(compiled, inputs, microbatch))
         return join_explanations(pieces)
 
-    def _explained(
-        self,
-        compiled: Compiled,
-        images: Images,
-        parts: dict[Key, InputPart],
-        local: dict[Key, torch.Tensor],
-        microbatch: int,
-        size: int,
-    ) -> ExplainedPart:
+    def _explained(self, compiled: Compiled, inputs: LocalInput, microbatch: int) -> ExplainedPart:
         """Return the explanation of a micro-batch; nothing here keeps its pixels once the first layer has used them."""
-        values = self._subject.bindings.begin(
-            compiled.only, self._part(images, parts, local, (0, 0), microbatch * size, size), microbatch
-        )
+        values = self._subject.bindings.begin(compiled.only, self._part(inputs, (0, 0), microbatch), microbatch)
         return attribute(compiled, values, self.groups.stages[0, 0], self._memory_of(compiled.only, values))
 
-    def _begin_evaluation(
-        self, images: Images
-    ) -> tuple[Compiled, dict[Key, InputPart], dict[Key, torch.Tensor], int, int]:
-        """Return (model, boxes to read, boxes already read, images of a micro-batch, number of micro-batches)."""
-        shape = self.reader.batch_shape(images)
-        micro = self.reader.micro_shape(shape)
-        compiled = self.compiled(micro)
-        parts = self.reader.prediction_parts(compiled, shape[0])
-        local = {} if self._cell else self.reader.read(images, parts)
-        return compiled, parts, local, micro[0], shape[0] // micro[0]
+    def _begin_evaluation(self, batch: ImageBatch) -> tuple[Compiled, LocalInput]:
+        """Return the model, and what this runner reads."""
+        compiled = self.compiled(batch.micro)
+        return compiled, self._read(batch, self.reader.prediction_parts(compiled, batch.shape[0]))
 
     def _pipeline(
         self,
@@ -301,11 +285,8 @@ class StageRunner:
     def _step(
         self,
         compiled: Compiled,
-        images: Images,
-        parts: dict[Key, InputPart],
-        local: dict[Key, torch.Tensor],
+        inputs: LocalInput,
         loss: StepLoss,
-        size: int,
         arrived: Callable[[int], None] = lambda direction: None,
     ) -> Step:
         plan, subject, trains = self._plan, self._subject, not isinstance(loss, NoLoss)
@@ -313,29 +294,28 @@ class StageRunner:
         def begin(key: Key, microbatch: int) -> Values:
             arrived(key[1])
             part = None
-            if key in parts:
+            if key in inputs.parts:
                 first = key[1] * plan.microbatches // plan.directions if trains else 0
-                part = self._part(images, parts, local, key, (microbatch - first) * size, size, trains)
+                part = self._part(inputs, key, microbatch - first, trains)
             return subject.bindings.begin(compiled.hosted[key], part, microbatch)
 
         parameters = {key: subject.bindings.parameters(stage) for key, stage in compiled.hosted.items()}
         return Step(begin, loss, parameters)
 
-    def _part(
-        self,
-        images: Images,
-        parts: dict[Key, InputPart],
-        local: dict[Key, torch.Tensor],
-        key: Key,
-        start: int,
-        size: int,
-        trains: bool = False,
-    ) -> torch.Tensor:
-        """Return this runner's box of one micro-batch, from the data read earlier, or read now."""
-        if key in local:
-            return local[key][start : start + size]
-        part = parts[key]
-        chosen = part.microbatch(start, size)
+    def _part(self, inputs: LocalInput, key: Key, microbatch: int, trains: bool = False) -> torch.Tensor:
+        """Return this runner's box of one micro-batch, from the pixels read earlier, or read now.
+
+        Args:
+            inputs: what it reads.
+            key: the stage and direction.
+            microbatch: its number among those of this direction.
+            trains: whether the same images are needed again in backward.
+        """
+        images, size = inputs.batch.images, inputs.batch.micro[0]
+        start = microbatch * size
+        if key in inputs.local:
+            return inputs.local[key][start : start + size]
+        chosen = inputs.parts[key].microbatch(start, size)
         if self._pager is not None and trains and isinstance(images, PixelParts):
             pixels, prepare = self.reader.read_pixels(images, chosen)
             return self._pager.image(pixels, prepare)
@@ -378,4 +358,4 @@ class StageRunner:
         return tensors
 
     def _autocasting(self) -> Any:
-        return autocasting(self._subject.device, self._subject.autocast, cached=self._pager is None)
+        return autocasting(self._subject.device, self._subject.settings.autocast, cached=self._pager is None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,21 +14,23 @@ from torch import nn
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.module_state import same_modes
 from hyfi_core.capture.program import KEY, Program
-from hyfi_core.capture.released import Former, fill, release
+from hyfi_core.capture.released import Former, device_of, dtype_of, fill, release
 from hyfi_core.capture.state_watch import StateWatch
 from hyfi_core.capture.storing.filled_caches import compute_the_same, of_empty_caches
+from hyfi_core.capture.verify import verify_capture
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segment_compiler import SegmentCompiler
+from hyfi_core.plan.batch_shapes import BatchShapes, Shape
 from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.runtime.backward import Values
-from hyfi_core.runtime.batch_reader import Shape
+from hyfi_core.runtime.batch_reader import lays_channels_last
+from hyfi_core.runtime.calls.local_use import own_use
 from hyfi_core.runtime.compiled import HostedStage
 from hyfi_core.runtime.groups import Groups
-from hyfi_core.runtime.losses.loss_function import Loss
 from hyfi_core.runtime.ownership import read_values
+from hyfi_core.runtime.settings import EngineSettings
 from hyfi_core.stored_state import Weights
 
-Output = Callable[[Any], Any]
 CAPTURES_KEPT = 16
 """Number of programs that are kept, for different shapes and states of the module."""
 
@@ -218,31 +221,63 @@ class Subject:
 
     Attributes:
         model: the user's module.
-        shape: of the whole batch of one replica.
-        loss: over the whole batch, of (output, labels).
-        output: selects the logits from the model's output.
-        autocast: dtype of autocast.
+        settings: that the caller of ``parallelize`` has chosen.
+        shapes: of the batch of one replica and its micro-batches.
         device: of the model.
         dtype: of images: that of the parameters by default.
         bindings: the model's tensors by the values of a stage's program.
+        compiler: of segments; None: they run as they are.
+        channels_last: whether images are converted to this format.
         programs: captured programs, by shape and flags.
         runs: fused runs chosen by memory, for cells in evaluation mode.
-        channels_last: whether images are converted to this format.
-        compiler: of segments; None: they run as they are.
     """
 
     model: nn.Module
-    shape: Shape
-    loss: Loss
-    output: Output | None
-    autocast: torch.dtype | None
+    settings: EngineSettings
+    shapes: BatchShapes
     device: torch.device
     dtype: torch.dtype
     bindings: Bindings
-    programs: dict[Any, Program]
-    runs: dict[Any, FusedRuns]
-    channels_last: bool = False
     compiler: SegmentCompiler | None = None
+    channels_last: bool = False
+    programs: dict[Any, Program] = field(default_factory=dict)
+    runs: dict[Any, FusedRuns] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        settings: EngineSettings,
+        shapes: BatchShapes,
+        random: RandomKey,
+        compiler: SegmentCompiler | None = None,
+    ) -> Subject:
+        """Return a model as it is given; nothing is captured yet."""
+        dtype = settings.image_dtype or dtype_of(model)
+        return cls(model, settings, shapes, device_of(model), dtype, Bindings(model, random), compiler)
+
+    def lays_channels_last(self, grids: Sequence[tuple[int, int]]) -> bool:
+        """Return whether images are converted to channels-last; see the function of this name.
+
+        Args:
+            grids: in how many rows and columns each stage's maps are computed.
+        """
+        asked, autocast = self.settings.memory_format, self.settings.autocast
+        return lays_channels_last(
+            asked, self.model, autocast, lambda: self.program(self.shapes.widest), grids, self.device
+        )
+
+    def verify(self) -> None:
+        """Compare the model with its capture on small images.
+
+        Raises:
+            RequestError: they differ.
+        """
+        with own_use():  # of another engine's model, too
+            unseen = verify_capture(self.model, self.shapes.micro, self.dtype, self.settings.output)
+        if unseen is not None:
+            name = type(self.model).__name__
+            warnings.warn(f"{name} could not be compared with its capture: {unseen}", stacklevel=2)
 
     @cached_property
     def watch(self) -> StateWatch:

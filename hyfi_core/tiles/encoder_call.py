@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hyfi_core.capture.verify import Output
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.tiles.exact_norms import exact_norms
 from hyfi_core.tiles.keyed_draws import DrawKey, KeyedDraws, Shape
-
-Output = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)

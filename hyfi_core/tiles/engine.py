@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from hyfi_core.capture.released import device_of
+from hyfi_core.capture.released import device_of, dtype_of
+from hyfi_core.capture.verify import Output
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.agree import CallConsensus, agree
 from hyfi_core.comm.base import Communicator
@@ -22,16 +23,16 @@ from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.calls.engine_state import EngineState
 from hyfi_core.runtime.calls.gradient_scale import GradientScale
 from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
-from hyfi_core.runtime.engine import OptimizerFactory
 from hyfi_core.runtime.executor import autocasting, evaluating
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.loss_function import Loss, LossFunction
 from hyfi_core.runtime.mirror import Mirrors
 from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer
+from hyfi_core.runtime.settings import OptimizerFactory
 from hyfi_core.runtime.subject import RandomKey
 from hyfi_core.tiles.aggregator_call import AggregatorCall, aggregator_call
 from hyfi_core.tiles.chunks import SlideParts, first_slides
-from hyfi_core.tiles.encoder_call import EncoderCall, Output
+from hyfi_core.tiles.encoder_call import EncoderCall
 from hyfi_core.tiles.encoder_facts import EncoderFacts, tried
 from hyfi_core.tiles.encoder_pass import EncoderPass
 from hyfi_core.tiles.explanation import TileExplanation, explained
@@ -102,7 +103,7 @@ class TilesEngine(EngineState):
     ) -> None:
         self._model: TileModel = model
         self.plan, self.device, self._settings = plan, device_of(model), settings
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        dtype = dtype_of(model)
         exact = settings.batch_norm == "exact"
         self._call = EncoderCall(model.encoder, settings.output, settings.autocast, self.device, dtype, exact)
         self._groups = Groups(comm, plan, Placement.of(plan))

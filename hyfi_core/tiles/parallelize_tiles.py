@@ -14,9 +14,9 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.described import describe_function
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.runtime.engine import OptimizerFactory
 from hyfi_core.runtime.losses.loss_function import Loss
 from hyfi_core.runtime.parallelize import check_choices, check_functions, check_model, check_weights
+from hyfi_core.runtime.settings import OptimizerFactory
 from hyfi_core.tiles.engine import BatchNormMode, TilesEngine, TileSettings
 from hyfi_core.tiles.model import TileModel
 

@@ -17,7 +17,7 @@ from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import NoMapError, RequestError
 from hyfi_core.plan.box import Box
-from hyfi_core.runtime.attribution import Explanation
+from hyfi_core.runtime.calls.attribution import Explanation
 from hyfi_core.runtime.engine import Engine
 from pathology.errors import SlideError
 from pathology.predict.heatmap import Heatmap, place

@@ -11,9 +11,9 @@ from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.base import Communicator
 from hyfi_core.current_device import make_current
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.batch_shapes import BatchShapes
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.runtime.batch_reader import Shape
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.runner import StageRunner
 from hyfi_core.runtime.subject import Subject
@@ -69,9 +69,9 @@ class Runners(Sequence[StageRunner]):
             return [call(self._runners[0])]
         return self._turns.run(lambda cell: call(self._runners[cell]))
 
-    def training_parts(self, micro: Shape, batch: int) -> tuple[InputPart, ...]:
+    def training_parts(self, shapes: BatchShapes) -> tuple[InputPart, ...]:
         """Return the boxes and samples that this process reads of a batch, each once."""
-        parts = self.each(lambda runner: runner.reader.training_parts(runner.compiled(micro), batch).values())
+        parts = self.each(lambda runner: runner.training_parts(shapes.micro, shapes.whole[0]).values())
         return tuple(dict.fromkeys(part for stage_parts in parts for part in stage_parts))
 
     @overload

@@ -21,7 +21,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart
-from hyfi_core.runtime.batch_reader import Key
+from hyfi_core.runtime.batch_reader import LocalInput
 
 _EVERY = 64
 """The first calls are compared (1, 2, 4, 8 …), then each of this number."""
@@ -40,12 +40,11 @@ class SamePixels:
     def __init__(self, comm: Communicator, replica: int) -> None:
         self._comm, self._replica, self._calls = comm, replica, 0
 
-    def check(self, parts: Mapping[Key, InputPart], local: Mapping[Key, torch.Tensor]) -> None:
+    def check(self, inputs: LocalInput) -> None:
         """Compare the pixels of a call (collective over all trainers).
 
         Args:
-            parts: the boxes that this rank reads.
-            local: their pixels; empty if they are read later.
+            inputs: what this rank reads; nothing is compared that it reads later.
 
         Raises:
             RequestError: two ranks were given different pixels; the same on every rank.
@@ -54,7 +53,7 @@ class SamePixels:
         calls = self._calls
         if self._comm.size == 1 or (calls % _EVERY and calls & (calls - 1)):
             return
-        read = {part: local[key] for key, part in parts.items() if key in local}
+        read = {part: inputs.local[key] for key, part in inputs.parts.items() if key in inputs.local}
         places = [[self._replica, part.first, part.stop, *_corners(part.box)] for part in read]
         everywhere = self._comm.broadcast_object(self._comm.gather_objects(places))
         sums = dict(self._sums(everywhere, read))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,16 @@ from hyfi_core.capture.loss_guard import watched_loss
 from hyfi_core.errors import RequestError
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+LossOver = Literal["auto", "batch", "microbatch"]
+"""What a loss is computed over:
+
+- "batch": once over the outputs of all micro-batches and replicas. Where not all forwards of a step come before all its
+  backwards, each forward then runs twice.
+- "microbatch": the mean over micro-batches, of a loss that is a mean of terms of single samples. This is checked on
+  random outputs with the labels of each step; a loss that is not is refused.
+- "auto": "microbatch" for losses of torch that are such a mean, without class weights and ignored labels, which is also
+  checked on random logits at start: somebody may have patched them; else "batch".
+"""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -30,30 +30,19 @@ _CHECKED = 4096
 """Number of checks of labels that are remembered."""
 _TRIED = 4
 """Number of samples on which a loss that should be a mean is tried."""
-LossOver = Literal["auto", "batch", "microbatch"]
-"""What a loss is computed over:
-
-- "batch": once over the outputs of all micro-batches and replicas. Where not all forwards of a step come before all its
-  backwards, each forward then runs twice.
-- "microbatch": the mean over micro-batches, of a loss that is a mean of terms of single samples. This is checked on
-  random outputs with the labels of each step; a loss that is not is refused.
-- "auto": "microbatch" for losses of torch that are such a mean, without class weights and ignored labels, which is also
-  checked on random logits at start: somebody may have patched them; else "batch".
-"""
 
 
 class TrainingLoss:
     """Chooses how the loss of each step is computed. All methods are collective.
 
     Args:
-        subject: the model, its loss and autocast.
-        over: the request.
+        subject: the model, its loss, what that is computed over, and autocast.
         plan: of the run.
         groups: of this rank.
     """
 
-    def __init__(self, subject: Subject, over: LossOver, plan: ParallelPlan, groups: Groups) -> None:
-        self._subject, self._over, self._plan, self._groups = subject, over, plan, groups
+    def __init__(self, subject: Subject, plan: ParallelPlan, groups: Groups) -> None:
+        self._subject, self._settings, self._plan, self._groups = subject, subject.settings, plan, groups
         self._shapes: list[tuple[Compiled, tuple[int, ...] | None]] = []
         self._computed = False
         self._checked: set[bytes] = set()
@@ -62,7 +51,7 @@ class TrainingLoss:
     def describe(self, together: bool) -> list[str]:
         """Return what the loss costs besides the plan, as lines; see ``over_batch``."""
         pieces = self._plan.microbatches * self._plan.replicas
-        if pieces == 1 or together or self._over == "microbatch" or self._known() is not None:
+        if pieces == 1 or together or self._settings.loss_over == "microbatch" or self._known() is not None:
             return []
         return [
             f"every forward runs twice: the loss is computed over the whole batch, but schedule {self._plan.schedule} "
@@ -81,11 +70,11 @@ class TrainingLoss:
         Raises:
             RequestError: on every rank: it was to be computed for each micro-batch, but is no mean over samples.
         """
-        if self._subject.autocast == torch.float16:
+        if self._settings.autocast == torch.float16:
             raise RequestError(FLOAT16)
         if self._plan.microbatches * self._plan.replicas == 1:
             return False  # one micro-batch is the whole batch
-        if self._over == "microbatch":
+        if self._settings.loss_over == "microbatch":
             self._check(compiled, labels)
             return False
         mean, output = self._known(), self._output_shape(compiled)
@@ -119,10 +108,10 @@ class TrainingLoss:
 
     def _known(self) -> KnownMean | None:
         """Return what is known of the loss now: its settings may change between steps."""
-        mean = known_mean(self._subject.loss) if self._over == "auto" else None
+        mean = known_mean(self._settings.loss) if self._settings.loss_over == "auto" else None
         if mean is not None and mean not in self._tried:
             labels, like = mean.trial_labels(_TRIED), torch.empty((1, mean.classes), device="meta")
-            loss, parts = self._subject.loss, (2, _TRIED)
+            loss, parts = self._settings.loss, (2, _TRIED)
             reason = why_not_mean(loss, lambda leaves: leaves[0], [like], labels, 1, self._subject.device, parts)
             self._tried[mean] = reason is None
         return mean if mean is not None and self._tried[mean] else None
@@ -147,7 +136,7 @@ class TrainingLoss:
         if self._plan.replicas > 1:
             all_labels = self._all_labels(all_labels)
         digest = hashlib.sha256(all_labels.contiguous().view(torch.uint8).numpy().tobytes())
-        digest.update(describe_function(subject.loss, frozenset(subject.model.modules())).encode())
+        digest.update(describe_function(self._settings.loss, frozenset(subject.model.modules())).encode())
         if digest.digest() in self._checked:
             return
         leaves, plan, first = output_leaves(compiled), self._plan, not self._checked
@@ -157,7 +146,9 @@ class TrainingLoss:
             *((2, len(all_labels)) if first else ()),
         ]
         device = subject.device
-        reason = why_not_mean(subject.loss, compiled.pick, leaves, all_labels, samples, device, parts, quick=not first)
+        reason = why_not_mean(
+            self._settings.loss, compiled.pick, leaves, all_labels, samples, device, parts, quick=not first
+        )
         if reason is not None:
             raise RequestError(
                 f'loss_over is "microbatch", but the loss is not a mean of terms of single samples: {reason}; pass '

@@ -18,7 +18,7 @@ from hyfi_core.cells.pager import Pager
 from hyfi_core.cells.paging import _Limits
 from hyfi_core.cells.spill_store import SpillFile, SpillMemory, SpillStore
 from hyfi_core.comm.alone import AloneCommunicator
-from hyfi_core.runtime.paged_call import PagedCall
+from hyfi_core.runtime.calls.paged_call import PagedCall
 from tests.fake_gpu import FakeGpu, RaceError
 from tests.harness import captured_once
 

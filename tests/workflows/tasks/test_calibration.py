@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hyfi_core.errors import RequestError
-from hyfi_core.runtime.attribution import Explanation
+from hyfi_core.runtime.calls.attribution import Explanation
 from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint, read_model_json, save_checkpoint
 from pathology.predict.ensemble import position_scores
 from pathology.predict.members import Member, temperature_of

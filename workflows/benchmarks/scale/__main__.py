@@ -33,10 +33,13 @@ from hyfi_core.comm.threads import run_ranks
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.models import amoebanet, resnet
+from hyfi_core.plan.batch_shapes import BatchShapes
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes
-from hyfi_core.runtime.compiled import compile_model
+from hyfi_core.runtime.compile_model import compile_model
+from hyfi_core.runtime.settings import EngineSettings
+from hyfi_core.runtime.subject import RandomKey, Subject
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.lower import lower
 from hyfi_core.schedule.simulate import validate
@@ -148,7 +151,10 @@ def planned(model: nn.Module, program: Program, plan: ParallelPlan, rank: int) -
     forget_peak()
     before, begun = resident_bytes(), time.process_time()
     placement = Placement.of(plan)
-    compiled = compile_model(model, program, plan, placement, _OneOfMany(rank), None)
+    batch, channels, height, width = program.values[program.image].shape
+    shapes = BatchShapes.of(plan, (batch * plan.microbatches, channels, height, width))
+    subject = Subject.of(model, EngineSettings(), shapes, RandomKey(0))
+    compiled = compile_model(subject, program, plan, placement, _OneOfMany(rank))
     for (source, target), boundary in compiled.boundaries.items():
         for (stage, _), hosted in compiled.hosted.items():
             for back in (False, True):

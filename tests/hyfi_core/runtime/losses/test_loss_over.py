@@ -20,6 +20,7 @@ from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.losses import known_means
 from hyfi_core.runtime.losses.training_loss import TrainingLoss
+from hyfi_core.runtime.settings import EngineSettings
 from tests.harness import run_copies
 from tests.hyfi_core.runtime.losses.reference import (
     CUT,
@@ -393,6 +394,6 @@ def test_a_known_mean_that_somebody_has_patched_is_computed_over_the_batch(
 
 
 def _auto(loss: Any) -> TrainingLoss:
-    subject: Any = types.SimpleNamespace(loss=loss, device=torch.device("cpu"))
+    subject: Any = types.SimpleNamespace(settings=EngineSettings(loss=loss), device=torch.device("cpu"))
     nothing: Any = None
-    return TrainingLoss(subject, "auto", ParallelPlan(((1, 1),), microbatches=2), nothing)
+    return TrainingLoss(subject, ParallelPlan(((1, 1),), microbatches=2), nothing)

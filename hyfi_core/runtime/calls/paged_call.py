@@ -15,8 +15,9 @@ from hyfi_core.cells.spill_forecast import SpillForecast
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import STATE_COPIES
 from hyfi_core.cost.simulator import forecast_step
+from hyfi_core.plan.batch_shapes import Shape
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.runtime.batch_reader import Images, PixelParts, Shape
+from hyfi_core.runtime.batch_reader import Images, PixelParts
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.subject import Subject
 from hyfi_core.schedule.in_flight import microbatches_in_flight
@@ -46,9 +47,9 @@ class PagedCall:
         """
         flights = max(microbatches_in_flight(plan, stage) for stage in range(plan.stages)) if self.trains else 1
         dtypes = dict[str, torch.dtype]()
-        if subject.autocast is not None:
+        if subject.settings.autocast is not None:
             program = subject.program(self.micro)
-            dtypes.update(dtypes_under_autocast(program, subject.autocast, subject.device.type))
+            dtypes.update(dtypes_under_autocast(program, subject.settings.autocast, subject.device.type))
         return [
             forecast_pages(stage.ranked, stage.tape, stage.position, dtypes, self.trains, self.pixels).times(flights)
             for compiled in of_cells
@@ -84,7 +85,7 @@ class PagedCall:
         lines, limit = [paging.describe(self, forecasts)], paging.pages_bytes(self)
         if machine is None or limit is None:
             return lines
-        dtype = None if subject.autocast is None else str(subject.autocast).removeprefix("torch.")
+        dtype = None if subject.settings.autocast is None else str(subject.settings.autocast).removeprefix("torch.")
         spills = SpillForecast(machine, dtype=dtype, pixels=self.pixels, pages_bytes=limit)
         forecast = forecast_step(subject.program(self.micro), plan, machine, dtype, spills=spills)
         lines.append(

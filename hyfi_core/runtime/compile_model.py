@@ -1,0 +1,303 @@
+"""From a captured model to what one rank, or one cell of it, runs: cut into stages, each of them lowered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from torch import nn
+
+from hyfi_core.capture.autocast import dtypes_under_autocast
+from hyfi_core.capture.program import Operator, Program, Ref, refs_in
+from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
+from hyfi_core.capture.verify import Output
+from hyfi_core.cells.fused_memory import runs_for_cells
+from hyfi_core.cells.fused_place import CELL_OPERATORS
+from hyfi_core.cells.halo import for_prediction, for_training
+from hyfi_core.comm.agree import compare
+from hyfi_core.comm.base import Communicator
+from hyfi_core.cost.branch_packing import divide_stage
+from hyfi_core.cost.fused_depth import fused_runs
+from hyfi_core.errors import RequestError
+from hyfi_core.lowering.lower import Target, lower
+from hyfi_core.lowering.planes import Plane
+from hyfi_core.lowering.pool_before_relu import pool_before_relu
+from hyfi_core.lowering.segment_compiler import SegmentCompiler
+from hyfi_core.lowering.segments import build_tape
+from hyfi_core.lowering.stage_values import boundary, entries_of
+from hyfi_core.ops.boundary import BoundaryTransfer
+from hyfi_core.ops.redistribute import is_channels_last
+from hyfi_core.plan.fused_runs import FusedRuns
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from hyfi_core.rules.instructions import RankProgram, Split
+from hyfi_core.runtime.compiled import Compiled, HostedStage
+from hyfi_core.runtime.subject import Subject
+
+
+def compile_model(
+    subject: Subject,
+    program: Program,
+    plan: ParallelPlan,
+    placement: Placement,
+    comm: Communicator,
+    *,
+    cells: int = 1,
+    in_turn: bool = False,
+    spills: bool = False,
+) -> Compiled:
+    """Cut and lower a captured model (collective over the replica; ranks compare their programs first).
+
+    Args:
+        subject: the model and its settings; it keeps the fused runs that are chosen by memory.
+        program: its capture.
+        plan: of the run; cells count as ranks.
+        placement: which ranks hold which stage.
+        comm: the ranks of the replica, plane after plane.
+        cells: number of cells of one process.
+        in_turn: whether this is one of several cells of a process, which take turns.
+        spills: whether maps are spilled: cells cannot read each other's memory, and segments run as they are.
+
+    Raises:
+        RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
+    """
+    digest = _agreed(program, comm)
+    results, pick = _picked_leaves(program, subject.settings.output)
+    trained = _trained(subject.model, program)
+    active = active_values(program, results, trained)
+    assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
+    stages = cut_program(program, results, () if plan.cuts == "auto" else plan.cuts)
+    index, rank = divmod(comm.rank, placement.size)
+    how = _LoweringSettings(
+        plan=plan,
+        placement=placement,
+        rank=rank,
+        trained=trained,
+        active=active,
+        together=_taken_together(plan, program, subject.model.training),
+        runs=None if subject.model.training or not in_turn else _known_runs(subject.runs, program, plan, stages),
+        cells=cells,
+        spills=spills,
+        plane=_plane(subject, program, plan, index),
+        compiler=None if spills else subject.compiler,
+    )
+    lowered = _StagesOfRank(stages, how)
+    return Compiled(
+        program,
+        hosted=lowered.hosted,
+        boundaries={edge: lowered.boundary(edge) for edge in edges(stages)},
+        parameters=tuple(tuple(stage.program.parameters.values()) for stage in stages),
+        buffers=tuple(tuple(stage.program.buffers.values()) for stage in stages),
+        trained=frozenset(program.parameters[name] for name in trained if name in active),
+        outputs=results,
+        pick=pick,
+        digest=digest,
+    )
+
+
+def _plane(subject: Subject, program: Program, plan: ParallelPlan, index: int) -> Plane:
+    """Return the plane of this number; dtypes are needed only where maps are sent between stages or planes."""
+    autocast, device = subject.settings.autocast, subject.device.type
+    dtypes = dtypes_under_autocast(program, autocast, device) if autocast and plan.stages * plan.branches > 1 else {}
+    last = subject.channels_last or any(is_channels_last(p) for p in subject.model.parameters())
+    return Plane(index=index, device=device, dtypes=dtypes, channels_last=last)
+
+
+def _known_runs(
+    runs_by_program: dict[Any, FusedRuns], program: Program, plan: ParallelPlan, stages: Sequence[Stage]
+) -> FusedRuns | None:
+    """Return the fused runs of cells in evaluation mode, chosen once; None with several stages."""
+    if plan.stages > 1:
+        return None
+    key = (id(program), plan.grids)
+    if key not in runs_by_program:
+        only = pool_before_relu(stages[0].program, refs_in(stages[0].outputs))
+        runs_by_program[key] = runs_for_cells(only, plan.grids[0])[0]
+    return runs_by_program[key]
+
+
+def _trained(model: nn.Module, program: Program) -> frozenset[str]:
+    """Return the values of the parameters that are trained."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return frozenset(value for value, name in program.parameters.items() if named[name].requires_grad)
+
+
+def _taken_together(plan: ParallelPlan, program: Program, trains: bool) -> Fraction:
+    """Return the ratio of images in batch norm statistics to those of a replica's micro-batch."""
+    if not plan.sync_batch_norm or not trains:  # in evaluation mode each replica computes its own images
+        return Fraction(1)
+    images = program.values[program.image].shape[0]
+    return Fraction(sum(plan.shares), plan.microbatches * images) if plan.shares else Fraction(plan.replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LoweringSettings:
+    """What lowering needs to know of every stage.
+
+    Attributes:
+        plan: of the run.
+        placement: which ranks hold which stage.
+        rank: this one, in the placement.
+        trained: values of the parameters that are trained.
+        active: values that have a gradient.
+        together: images in batch norm statistics, as a multiple of those of a micro-batch.
+        runs: fused runs of cells in evaluation mode; None: chosen by cost.
+        cells: number of cells of one process.
+        spills: whether maps are spilled.
+        plane: of this rank.
+        compiler: of segments; None: they run as they are.
+    """
+
+    plan: ParallelPlan
+    placement: Placement
+    rank: int
+    trained: frozenset[str]
+    active: frozenset[str]
+    together: Fraction
+    runs: FusedRuns | None
+    cells: int
+    spills: bool
+    plane: Plane
+    compiler: SegmentCompiler | None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks are cells of one process that read each other's maps."""
+        return self.plan.ranks_per_replica == self.cells and not self.spills
+
+
+class _StagesOfRank:
+    """The stages of a program, lowered in order, because a stage's inputs have the layouts of earlier outputs."""
+
+    def __init__(self, stages: Sequence[Stage], lowering: _LoweringSettings) -> None:
+        self._stages, self._how = stages, lowering
+        self._splits: list[Mapping[str, Split]] = []
+        self._entries: list[dict[str, Split | None]] = []
+        self.hosted: dict[tuple[int, int], HostedStage] = {}
+        placement, rank, branches = lowering.placement, lowering.rank, lowering.plan.branches
+        divided = False
+        for index in range(len(stages)):
+            self._entries.append(entries_of(stages[index], self._splits, placement.grids[index]))
+            positions = {
+                direction: placement.group(index, direction).index(rank)
+                for direction in range(placement.directions)
+                if rank in placement.group(index, direction)
+            }
+            lowered = {position: self._lower(index, position) for position in {*positions.values()} or {0}}
+            ranked = next(iter(lowered.values())).ranked
+            divided |= bool(ranked.undivided)
+            self._splits.append(ranked.splits)
+            self.hosted.update({(index, direction): lowered[position] for direction, position in positions.items()})
+        if branches > 1 and not divided:
+            raise RequestError(
+                f"plan.branches is {branches}, but the model has no parallel branches that each take longer "
+                f"than sending its result; use plan.branches=1, with plan.grids or plan.replicas for more ranks"
+            )
+
+    def boundary(self, edge: tuple[int, int]) -> BoundaryTransfer:
+        """Return the transfer between two stages."""
+        source, target = edge
+        grids = self._how.placement.grids[source], self._how.placement.grids[target]
+        have, need = self._splits[source], self._entries[target]
+        stage, active, plane = self._stages[source], self._how.active, self._how.plane
+        return boundary(stage, target, have, need, grids, active, plane.dtypes, plane.channels_last)
+
+    def _lower(self, index: int, position: int) -> HostedStage:
+        stage, how = self._stages[index], self._how
+        exits = tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
+        program = pool_before_relu(stage.program, (*refs_in(stage.outputs), *exits))
+        if how.runs is not None:
+            ranked = self._in_evaluation(program, how.runs, index, position, exits)
+        else:
+            ranked = self._by_cost(program, index, position, exits)
+        if how.cells > 1 and not (how.runs is not None and how.shares_memory):
+            ranked = replace(
+                ranked, instructions=tuple(for_training(instruction, how.spills) for instruction in ranked.instructions)
+            )
+        if how.plan.recomputes(index):
+            _refuse_drawn(ranked)
+        if how.compiler is not None:
+            ranked = how.compiler.compile(ranked)
+        sources = {*how.trained, *self._entries[index]} & how.active
+        return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)
+
+    def _in_evaluation(
+        self, program: Program, runs: FusedRuns, index: int, position: int, exits: tuple[str, ...]
+    ) -> RankProgram:
+        """Return a stage of cells in evaluation mode, whose fused runs are chosen by memory."""
+        how = self._how
+        target = Target(
+            how.placement.grids[index],
+            position,
+            CELL_OPERATORS,
+            gather_bytes=how.plan.gather_bytes,
+            joins=how.compiler is not None,
+        )
+        ranked = lower(program, target, self._stages[index].outputs, exits, runs)
+        if how.shares_memory:
+            ranked = replace(ranked, instructions=tuple(map(for_prediction, ranked.instructions)))
+        return ranked
+
+    def _by_cost(self, program: Program, index: int, position: int, exits: tuple[str, ...]) -> RankProgram:
+        """Return a stage whose fused runs are chosen by cost, with parallel branches divided among planes."""
+        how, outputs = self._how, self._stages[index].outputs
+        grid = how.placement.grids[index]
+        target = Target(
+            grid,
+            position,
+            entries=self._entries[index],
+            replicas=how.together,
+            gather_bytes=how.plan.gather_bytes,
+            alone=how.plan.ranks == 1,
+            joins=how.compiler is not None,
+        )
+        if how.plan.branches > 1:
+            program, branches = divide_stage(program, outputs, exits, how.plan.branches, grid)
+            target = replace(target, plane=replace(how.plane, branches=branches))
+        runs = fused_runs(program, target, outputs, exits, how.plan.fused_halo)
+        return lower(program, target, outputs, exits, runs)
+
+
+def _refuse_drawn(ranked: RankProgram) -> None:
+    """Refuse to recompute operators that draw from torch's generator: backward would use different numbers."""
+    if ranked.drawn:
+        op = ranked.drawn[0]
+        raise RequestError(
+            f"{op.text} in module {op.module!r} draws from torch's generator, so plan.recompute would draw different "
+            f"numbers in backward; use dropout, bernoulli, rand or randn, or plan.recompute=False"
+        )
+
+
+def _agreed(program: Program, comm: Communicator) -> str:
+    """Return the program's digest; refuse if it differs between ranks, because their messages would not match."""
+    digest = program.digest()[:12]
+    if comm.size > 1:
+        operators = {f"operator {i}": _described(op) for i, op in enumerate(program.operators)}
+        compare(comm, operators | {"the captured model": digest})
+    return digest
+
+
+def _described(op: Operator) -> str:
+    settings = re.sub(r"Ref\(name='(.*?)'\)", r"\1", ", ".join(map(str, (*op.args, *sorted(op.kwargs.items())))))
+    return f"{op.text}({settings}) of {op.module or 'the model'}"
+
+
+def _picked_leaves(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:
+    """Return the needed leaves of the output, and a function that applies ``output`` to them.
+
+    ``output`` is first tried on names instead of tensors: if it only selects, maps that it does not select are neither
+    computed nor gathered.
+    """
+    leaves = program.outputs
+    if output is None:
+        return leaves, program.unflatten
+    try:
+        picked = output(program.unflatten(list(leaves)))
+    except Exception:
+        picked = None  # it computes on tensors: it needs all of them
+    if isinstance(picked, Ref):
+        return (picked,), lambda tensors: tensors[0]
+    return leaves, lambda tensors: output(program.unflatten(tensors))

@@ -1,0 +1,74 @@
+"""What the caller of ``parallelize`` asks for, beside the model, the shape, the plan and the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyfi_core.capture.verify import Output
+from hyfi_core.comm.described import describe_function
+from hyfi_core.lowering.segment_compiler import CompileMode
+from hyfi_core.runtime.batch_reader import MemoryFormat
+from hyfi_core.runtime.losses.loss_function import Loss, LossOver
+from hyfi_core.stored_state import Weights
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The keyword arguments of ``parallelize``, which documents them.
+
+    Attributes:
+        loss: over the whole batch, of (output, labels).
+        loss_over: what it is computed over.
+        optimizer: creates an optimizer for a list of parameters.
+        output: selects the logits from the model's output.
+        autocast: dtype of autocast.
+        image_dtype: of images; None: that of the parameters.
+        memory_format: of feature maps.
+        verify: whether rank 0 compares the model with its capture.
+        release: whether a rank keeps only what its stages use.
+        weights: for a model on the meta device.
+        compile: whether segments are compiled.
+    """
+
+    loss: Loss = F.cross_entropy
+    loss_over: LossOver = "auto"
+    optimizer: OptimizerFactory | None = None
+    output: Output | None = None
+    autocast: torch.dtype | None = None
+    image_dtype: torch.dtype | None = None
+    memory_format: MemoryFormat = "auto"
+    verify: bool = True
+    release: bool = False
+    weights: Weights | None = None
+    compile: CompileMode = "off"
+
+    def described(self, model: nn.Module) -> dict[str, object]:
+        """Return what must be equal on all ranks, by name; functions are described by their code and values.
+
+        Args:
+            model: the user's module, whose parts a function may use.
+        """
+        own = frozenset(model.modules())
+        path = isinstance(self.weights, (str, os.PathLike))
+        return {
+            "loss": describe_function(self.loss, own),
+            "loss_over": self.loss_over,
+            "optimizer": "given" if self.optimizer is not None else "none",
+            "output": describe_function(self.output, own),
+            "autocast": self.autocast,
+            "image_dtype": self.image_dtype,
+            "memory_format": self.memory_format,
+            "verify": self.verify,
+            "release": self.release,
+            "weights": str(Path(self.weights)) if path else type(self.weights).__name__,  # type: ignore[arg-type]
+            "compile": self.compile,
+        }
