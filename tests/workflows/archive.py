@@ -60,7 +60,17 @@ def _write_slide(store: Path, slide_id: str, seed: int, dots: int, striped: bool
         mask = np.ones((size_px // 8, size_px // 8), bool)
         mask[:2] = False
         writer.write_tissue(mask, mpp_um=8.0)
-        writer.publish({"mpp": 1.0, "kind": "resampled", "parameters": {"tissue": {"threshold": 0.05}}})
+        scanned = {"height_px": size_px * 2, "width_px": size_px * 2, "downsample": [1.0, 1.0]}
+        source = {
+            "vendor": "generic-tiff",
+            "mpp": [0.5, 0.5],
+            "mpp_from": "file",
+            "bounds": {"y0": 0, "y1": size_px * 2, "x0": 0, "x1": size_px * 2},
+            "levels": [scanned],
+        }
+        facts = {"mpp": 1.0, "kind": "resampled", "sha256": f"{seed:02x}" * 32, "source": source}
+        affine = [[2.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
+        writer.publish({**facts, "affine": affine, "parameters": {"tissue": {"threshold": 0.05}}})
 
 
 def make_config(folder: Path, store: Path, **sections: dict[str, Any]) -> Path:

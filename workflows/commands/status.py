@@ -59,7 +59,7 @@ def run(folder: Path, as_json: bool) -> int:
     if status["fullest"]:
         say(f"{describe_fullest(status['fullest'])} (at step {status['stragglers_step']})")
     if status["validation"]:
-        numbers = ", ".join(f"{k} {_number(v)}" for k, v in status["validation"].items() if k in _BRIEF)
+        numbers = ", ".join(f"{k} {_number(v)}" for k, v in status["validation"].items() if _is_brief(k))
         say(f"last validation, step {status['validation']['step']}: {numbers}")
     say(f"latest checkpoint: {status['latest'] or 'none'}; best: {status['best'] or 'none'}")
     for line in _logs_text(folder, status["state"], status["logs"]):
@@ -67,6 +67,11 @@ def run(folder: Path, as_json: bool) -> int:
     if as_json:
         emit_json({"run": folder, **status})
     return DONE
+
+
+def _is_brief(metric: str) -> bool:
+    """Whether a metric is shown; that of one of several targets has its name before it: ``grade.auroc``."""
+    return metric in _BRIEF or metric.rpartition(".")[2] in _BRIEF[1:]
 
 
 def read_status(folder: Path) -> dict[str, Any]:

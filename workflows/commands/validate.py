@@ -376,5 +376,7 @@ def _report(
 def _print_metrics(metrics: Mapping[str, Any]) -> None:
     from workflows.training.recorder import format_metrics
 
-    for name, text in format_metrics(metrics).items():
-        say(f"  {name:<18} {text}")
+    texts = format_metrics(metrics)
+    width = max(18, *map(len, texts))
+    for name, text in texts.items():
+        say(f"  {name:<{width}} {text}")

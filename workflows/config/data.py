@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from data.missing import MISSING
 from data.samples.exclusion import SLIDE_FLAGS
-from workflows.config.section import OWN, AboveZero, Count, Positive, Section, Share, Size, UserPath
-from workflows.config.tasks import TASKS, TaskFacts
+from workflows.config.section import AboveZero, Count, Positive, Section, Share, Size, UserPath
+from workflows.config.targets import TargetConfig, TargetKeys, check_titles, several_facts
+from workflows.config.tasks import TaskFacts
 from workflows.config.tiles import AggregatorConfig, EncoderConfig, TilesConfig
 
 if TYPE_CHECKING:
@@ -45,15 +45,7 @@ def _augment(value: Any) -> Any:
     return AugmentConfig(flips=False, stain=0.0, colour=0.0) if value is False or value is None else value
 
 
-def _about() -> list[str]:
-    return [f"{name} – {facts.about}" for name, facts in TASKS.items()]
-
-
-def _losses() -> list[str]:
-    return [f"{', '.join(facts.losses)} ({name})" for name, facts in TASKS.items()]
-
-
-class DataConfig(Section):
+class DataConfig(TargetKeys):
     """Which slides, which labels, and how one training image is made of a slide."""
 
     store: UserPath = Field(description="a folder: the store that `hyfi ingest --out` wrote")
@@ -72,11 +64,11 @@ class DataConfig(Section):
         description="true or false: whether slides, cases and classes that are written in several ways (P1, p1; 7, "
         "007) are joined; otherwise they are refused",
     )
-    target: Annotated[str, Field(min_length=1)] | tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        "label",
-        min_length=1,
-        description="a column of the labels, or a list of columns: what is predicted; slides with an empty cell, or "
-        "one of the missing words, are not used",
+    targets: tuple[TargetConfig, ...] | None = Field(
+        None,
+        description="a list of targets, each with keys of its own (target, task, loss, time_bins, class_weights as in "
+        "data, and name, weight, classes): several targets that one model learns together (docs/tasks.md); slides that "
+        "lack some of them are used for the others; default: one target",
     )
     exclude_flags: tuple[str, ...] = Field(
         (),
@@ -87,19 +79,6 @@ class DataConfig(Section):
         None,
         description="a list of words: cells of labels and splits that count as empty; default: NA, nan, None, unknown, "
         "- and others (docs/tables.md)",
-    )
-    task: Literal["multiclass", "multilabel", "ordinal", "regression", "survival"] = Field(
-        "multiclass", description=f"{', '.join(TASKS)}: what is predicted; {'; '.join(_about())}"
-    )
-    loss: str | None = Field(
-        None,
-        description=f"{'; '.join(_losses())}; or package.module:function: the loss; one of your own is a function of "
-        "(outputs, labels) of the whole batch; default: the first of the task",
-    )
-    time_bins: Annotated[int, Field(ge=2)] | None = Field(
-        None,
-        description="a whole number ≥ 2: intervals of time of loss hazards, which end at quantiles of the event times "
-        "of training; default: 4",
     )
     splits: UserPath | None = Field(
         None, description="a CSV file: what `hyfi split` wrote; default: the split_column of the labels"
@@ -148,11 +127,6 @@ class DataConfig(Section):
         default_factory=AugmentConfig,
         description="true, false, or the keys flips, stain, colour: augmentation of training images; true: the "
         "defaults",
-    )
-    class_weights: Literal["none", "balanced"] = Field(
-        "none",
-        description="none or balanced: weights of the classes in the loss; balanced: inversely proportional "
-        "to their frequency",
     )
     case_aggregate: Literal["mean", "max", "none"] = Field(
         "mean",
@@ -222,23 +196,20 @@ class DataConfig(Section):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of the target."""
-        return (self.target,) if isinstance(self.target, str) else self.target
+        """The columns of the target, or of all targets."""
+        if self.targets is not None:
+            return tuple(column for one in self.targets for column in one.columns)
+        return super().columns
 
     @property
     def facts(self) -> TaskFacts:
-        """The facts of the task."""
-        return TASKS[self.task]
+        """The facts of the task, or of all targets together."""
+        return super().facts if self.targets is None else several_facts(self.targets)
 
     @property
-    def named_loss(self) -> str:
-        """The loss of the task; the default beside a loss of the user's own."""
-        return self.loss if self.loss in self.facts.losses else self.facts.losses[0]
-
-    @property
-    def own_loss(self) -> str:
-        """``package.module:function`` of the user's own loss; empty: none."""
-        return self.loss if self.loss is not None and re.fullmatch(OWN, self.loss) else ""
+    def task_name(self) -> str:
+        """The task of a ``model.json``."""
+        return self.facts.name
 
     @property
     def missing_words(self) -> tuple[str, ...]:
@@ -246,29 +217,15 @@ class DataConfig(Section):
         return MISSING if self.missing is None else self.missing
 
     @model_validator(mode="after")
-    def _fits_its_task(self) -> DataConfig:
-        facts, count = self.facts, len(self.columns)
-        fewest, most = facts.columns
-        if not fewest <= count <= most:
-            needed = f"{fewest}" if fewest == most else f"{fewest} or more"
-            raise ValueError(
-                f"target: given {self.target!r}; task {self.task} needs {needed} column{'s' * (needed != '1')} "
-                f"({facts.about})"
-            )
-        if len(set(self.columns)) < count:
-            raise ValueError(f"target: given {list(self.columns)}; each column only once")
-        if self.loss is not None and self.loss not in facts.losses and not self.own_loss:
-            raise ValueError(
-                f"loss: given {self.loss!r}; allowed for task {self.task}: {', '.join(facts.losses)}, or "
-                "package.module:function"
-            )
-        if self.own_loss and self.class_weights == "balanced":
-            raise ValueError("class_weights: given balanced; a loss of your own weights the classes itself")
-        if self.time_bins is not None and self.loss != "hazards":
-            raise ValueError(f"time_bins: given {self.time_bins}; only task survival with loss hazards has intervals")
-        for key, balances in (("class_weights", facts.weights_classes), ("sampling", facts.samples_classes)):
-            if getattr(self, key) == "balanced" and not balances:
-                raise ValueError(f"{key}: given balanced; task {self.task} has no classes to balance")
+    def _one_target_or_several(self) -> DataConfig:
+        if self.sampling == "balanced" and not self.facts.samples_classes:
+            raise ValueError(f"sampling: given balanced; task {self.task_name} has no classes to balance")
+        if self.targets is None:
+            return self
+        both = [key for key, one in TargetKeys.model_fields.items() if getattr(self, key) != one.default]
+        if both:
+            raise ValueError(f"{', '.join(both)}: given beside targets; give each of the targets its own")
+        check_titles(self.targets)
         return self
 
     @model_validator(mode="after")

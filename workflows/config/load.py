@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from hyfi_core.errors import RequestError
 from workflows.config.run import Config
-from workflows.config.section import section_of
+from workflows.config.section import element_section_of, section_of
 from workflows.config.tiles import INSTEAD
 
 __all__ = ["MAY_CHANGE_ON_RESUME", "Config", "changed_keys", "dump_resolved", "load_config", "refuse_changes"]
@@ -232,6 +232,9 @@ def _describe(fault: Any, tree: Mapping[str, Any]) -> str:
 
 def _given(tree: Any, names: Sequence[str]) -> Any:
     for name in names:
+        if isinstance(tree, list):
+            tree = tree[int(name)]
+            continue
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
 
@@ -242,7 +245,9 @@ def _locate(loc: Sequence[int | str]) -> tuple[type[BaseModel], list[str]]:
     names: list[str] = []
     for name in loc:
         names.append(str(name))
-        inner = _section(model, str(name))
+        if isinstance(name, int):  # of a list of sections, whose keys follow
+            continue
+        inner = _section(model, name)
         if inner is None:
             break
         if name is not loc[-1]:
@@ -252,7 +257,7 @@ def _locate(loc: Sequence[int | str]) -> tuple[type[BaseModel], list[str]]:
 
 def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     field = model.model_fields.get(name)
-    return None if field is None else section_of(field)
+    return None if field is None else section_of(field) or element_section_of(field)
 
 
 def _allowed(model: type[BaseModel], names: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -49,3 +49,12 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
     kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType] or [field.annotation]
     kind = kinds[0]
     return kind if len(kinds) == 1 and isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def element_section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section of the elements of a field's list; None if they are none."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        elements = get_args(kind)
+        if get_origin(kind) is tuple and isinstance(elements[0], type) and issubclass(elements[0], BaseModel):
+            return elements[0]
+    return None

@@ -8,6 +8,11 @@ LOWER_IS_BETTER = frozenset({"loss", "calibration_error", "mae", "rmse", "brier"
 """Metrics that are better if lower, of all tasks."""
 
 
+def lower_is_better(metric: str) -> bool:
+    """Whether a metric is better if lower; that of one of several targets has its name before it: ``age.mae``."""
+    return metric.rpartition(".")[2] in LOWER_IS_BETTER
+
+
 @dataclass(frozen=True)
 class TaskFacts:
     """The facts of one task.

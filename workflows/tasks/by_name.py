@@ -8,18 +8,10 @@ from typing import Any
 
 from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
-from workflows.config.tasks import TASKS
-from workflows.tasks.multiclass import Multiclass
-from workflows.tasks.multilabel.task import Multilabel
-from workflows.tasks.ordinal.task import Ordinal
-from workflows.tasks.regression import Regression
-from workflows.tasks.survival.task import Survival
+from workflows.config.targets import SEVERAL
+from workflows.tasks.several.task import Several
+from workflows.tasks.single import single_task
 from workflows.tasks.task import Task
-
-_CLASSES: dict[str, type[Task]] = {
-    kind.facts.name: kind for kind in (Multiclass, Multilabel, Ordinal, Regression, Survival)
-}
-assert _CLASSES.keys() == TASKS.keys()
 
 
 def task_class(name: str) -> type[Task]:
@@ -28,9 +20,7 @@ def task_class(name: str) -> type[Task]:
     Raises:
         RequestError: There is no such task.
     """
-    if name not in _CLASSES:
-        raise RequestError(f"the task is {name!r}; this version has: {', '.join(_CLASSES)}")
-    return _CLASSES[name]
+    return Several if name == SEVERAL else single_task(name)
 
 
 def task_of(model: Mapping[str, Any]) -> Task:

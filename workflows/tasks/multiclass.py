@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from data.samples.labels import Labels, Target, class_weights, load_labels
 from hyfi_core.errors import RequestError
 from pathology.predict.readout import ClassReadout, Readout
-from workflows.config.data import DataConfig
+from workflows.config.targets import TargetKeys
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.bootstrap import Intervals, drawn_metrics, intervals
 from workflows.tasks.calibration import evaluate_temperature, fit_temperature
@@ -53,7 +53,7 @@ class Multiclass(Task):
         return labels
 
     @classmethod
-    def fitted(cls, data: DataConfig, labels: Labels, train: Sequence[Target]) -> Self:
+    def fitted(cls, data: TargetKeys, labels: Labels, train: Sequence[Target]) -> Self:
         """Return the classes, with their weights if they are to be balanced."""
         names = labels.classes
         if data.class_weights == "none":

@@ -16,7 +16,7 @@ from data.samples.labels import Labels, Target
 from data.samples.numbers import load_numbers
 from hyfi_core.errors import RequestError
 from pathology.predict.readout import ReadBar, Readout, Values
-from workflows.config.data import DataConfig
+from workflows.config.targets import TargetKeys
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.bootstrap import measured, resampled
 from workflows.tasks.cases import members_of
@@ -52,7 +52,7 @@ class Regression(Task):
         return load_numbers(source.path, column, rows=source.rows, merge_alike=merge, missing=source.missing)
 
     @classmethod
-    def fitted(cls, data: DataConfig, labels: Labels, train: Sequence[Target]) -> Self:
+    def fitted(cls, data: TargetKeys, labels: Labels, train: Sequence[Target]) -> Self:
         """Return the task with mean and standard deviation of the training slides."""
         values = np.array([_value(target) for target in train], dtype=np.float64)
         if not values.std() > 0:

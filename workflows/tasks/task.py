@@ -26,10 +26,10 @@ from data.missing import MISSING
 from data.samples.labels import Labels, Target
 from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
-from workflows.config.data import DataConfig
+from workflows.config.targets import TargetConfig, TargetKeys
 from workflows.config.tasks import TaskFacts
 from workflows.tasks.bootstrap import Intervals, measured, resampled
-from workflows.tasks.own import load_loss, metric_name, own_numbers
+from workflows.tasks.own import check_own, load_loss, metric_name, own_numbers
 from workflows.tasks.page_section import PageSection
 
 Metrics = dict[str, float | None]
@@ -47,6 +47,7 @@ class LabelSource:
         rows: Rows of the store's manifest.
         merge_alike: Whether several spellings of one name are joined.
         missing: Words that mean that a value is missing.
+        targets: Each of several targets; empty: one target.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class LabelSource:
     rows: Sequence[Mapping[str, str]] = ()
     merge_alike: bool = False
     missing: tuple[str, ...] = MISSING
+    targets: tuple[TargetConfig, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def fitted(cls, data: DataConfig, labels: Labels, train: Sequence[Target]) -> Self:
+    def fitted(cls, data: TargetKeys, labels: Labels, train: Sequence[Target]) -> Self:
         """Return the task with what it learns from the labels of the training slides.
 
         Raises:
@@ -139,6 +141,11 @@ class Task(ABC):
         """Number of the model's outputs."""
 
     @property
+    def label_numbers(self) -> int:
+        """How many numbers the label of a slide has: 1, also of the index of a class."""
+        return 1
+
+    @property
     def loss_over(self) -> Literal["batch", "microbatch"]:
         """Over what the loss is computed, see `hyfi_core.parallelize`."""
         return "microbatch"
@@ -175,6 +182,14 @@ class Task(ABC):
         if not len(targets) or not bool(outputs.isfinite().all()):
             return dict.fromkeys(self.metric_names)
         return resampled(lambda part: self.drawn(outputs, targets, part), self.metric_names, counts)
+
+    def try_own(self, batch: Sequence[Target], evaluated: Sequence[Target]) -> None:
+        """Try the user's own functions on labels of one batch, and of all slides that will be evaluated.
+
+        Raises:
+            RequestError: One cannot be imported, fails, or returns something else, see `check_own`.
+        """
+        check_own(self.own_loss, self.own_metrics, self.outputs, self.tensor(batch), self.tensor(evaluated))
 
     def in_units(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return outputs as the user's own functions get them: the model's, or numbers in units of the labels."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from workflows.config.tasks import LOWER_IS_BETTER
+from workflows.config.tasks import lower_is_better
 
 Records = Mapping[int, Mapping[str, Any]]
 """Validation records by the step whose weights were validated."""
@@ -27,7 +27,7 @@ Records = Mapping[int, Mapping[str, Any]]
 
 def merit(record: Mapping[str, Any], metric: str) -> tuple[float, float]:
     """Return a sort key of a validation, higher is better: the metric, then the loss; undefined is worst."""
-    return _higher(record.get(metric), metric in LOWER_IS_BETTER), _higher(record.get("loss"), True)
+    return _higher(record.get(metric), lower_is_better(metric)), _higher(record.get("loss"), True)
 
 
 def best_step(records: Records, metric: str, among: Iterable[int]) -> int | None:

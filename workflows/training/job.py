@@ -27,7 +27,6 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.config.load import Config
 from workflows.evaluation.models import model_fields
 from workflows.tasks.by_name import task_class
-from workflows.tasks.own import check_own
 from workflows.tasks.task import LabelSource, Task
 
 
@@ -155,12 +154,12 @@ class TrainingJob:
         return {
             "model": model_fields(self.config.model, self.task.outputs),
             **self.task.to_json(),
-            "target": data.target if isinstance(data.target, str) else list(data.target),
+            "target": data.target if isinstance(data.target, str) and data.targets is None else list(data.columns),
             "split_column": data.split_column,
             "merge_alike": data.merge_alike,
             "exclude_flags": list(data.exclude_flags),
             "missing": None if data.missing is None else list(data.missing),
-            "task": data.task,
+            "task": data.task_name,
             "mpp": self.train.mpp,
             "size_px": list(data.image_px),
             "view": data.view,
@@ -198,8 +197,8 @@ def prepare(config: Config) -> TrainingJob:
     val = _selected(config, rows, labels, splits, config.validation.split, excluded)
     if not train:
         raise RequestError(
-            f"no slide to train on: none of the {len(rows)} slides of {data.store} is done, has a {data.target} in "
-            f"{labels_path} and is in 'train' of {splits_path}"
+            f"no slide to train on: none of the {len(rows)} slides of {data.store} is done, has a "
+            f"{', '.join(data.columns)} in {labels_path} and is in 'train' of {splits_path}"
         )
     task = _task_of(config, labels, train, val)
     return TrainingJob(
@@ -254,13 +253,13 @@ def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Seq
         RequestError: The slides do not suffice, or a loss or metric of the user's own does not fit.
     """
     data, targets = config.data, [_label(sample) for sample in train]
-    task = task_class(data.task).fitted(data, labels, targets)
+    task = task_class(data.task_name).fitted(data, labels, targets)
     task = replace(task, own_loss=data.own_loss, own_metrics=config.validation.metrics)
     if not task.own_loss:
         task.check_batch(data.batch_size)
     task.check_validation([_label(sample) for sample in val])
     batch, evaluated = targets[: data.batch_size], [_label(sample) for sample in val] or targets
-    check_own(task.own_loss, task.own_metrics, task.outputs, task.tensor(batch), task.tensor(evaluated))
+    task.try_own(batch, evaluated)
     return task
 
 
@@ -310,7 +309,10 @@ def read_labels(config: Config, path: Path, rows: Sequence[Mapping[str, str]]) -
     configured, data = config.model.classes, config.data
     classes = configured if isinstance(configured, tuple) else None
     source = LabelSource(path, data.columns, classes, rows, data.merge_alike, data.missing_words)
-    labels = task_class(data.task).read_labels(source)
+    source = replace(source, targets=data.targets or ())
+    if data.targets is not None and configured is not None:
+        raise RequestError(f"model.classes: given {configured!r} beside data.targets; give each target its classes")
+    labels = task_class(data.task_name).read_labels(source)
     count = len(labels.classes)
     if configured is not None and not count:
         raise RequestError(f"model.classes: given {configured!r}; task {data.task} has no classes: leave it out")

@@ -24,10 +24,17 @@ def describe_start(job: TrainingJob, engine: TrainingEngine, start: int) -> str:
     return (
         f"run {job.config.run.dir} {action}: {counted(len(job.train), 'slide')} to train on, {len(job.val):,} to "
         f"validate on, {job.task.describe()}, {counted(job.steps, 'step')} of "
-        f"{counted(job.step_samples, 'slide')}\n"
+        f"{counted(job.step_samples, 'slide')}{_selecting(job)}\n"
         f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
         f"{describe_pace(job)}{plan}{compiling}"
     )
+
+
+def _selecting(job: TrainingJob) -> str:
+    """Return which metric selects the best checkpoint, of several targets: others would select others."""
+    if job.config.data.targets is None or not len(job.val):
+        return ""
+    return f"; best is the checkpoint with the best {job.config.validation.metric} (validation.metric)"
 
 
 def report(job: TrainingJob, recorder: Recorder, stopped: bool, failure: str | None, as_json: bool) -> None:

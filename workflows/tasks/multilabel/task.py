@@ -15,7 +15,7 @@ from data.samples.label_sets import NO, NONE, UNKNOWN, YES, label_set_text, load
 from data.samples.labels import Labels, Target
 from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
-from workflows.config.data import DataConfig
+from workflows.config.targets import TargetKeys
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.bootstrap import measured
 from workflows.tasks.cases import members_of
@@ -52,7 +52,7 @@ class Multilabel(Task):
         )
 
     @classmethod
-    def fitted(cls, data: DataConfig, labels: Labels, train: Sequence[Target]) -> Self:
+    def fitted(cls, data: TargetKeys, labels: Labels, train: Sequence[Target]) -> Self:
         """Return the labels, with weights if they are to be balanced."""
         task = cls(data.columns, labels.classes)
         if data.class_weights == "none":
@@ -96,6 +96,11 @@ class Multilabel(Task):
     def outputs(self) -> int:
         """Number of labels."""
         return len(self.labels)
+
+    @property
+    def label_numbers(self) -> int:
+        """One for each label."""
+        return self.outputs
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from data.samples.labels import Labels, Target
 from data.samples.survival_times import event_of, load_survival
 from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
-from workflows.config.data import DataConfig
+from workflows.config.targets import TargetKeys
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.cases import members_of
 from workflows.tasks.page_section import PageSection
@@ -63,7 +63,7 @@ class Survival(Task):
         return load_survival(source.path, time, event, rows=source.rows, merge_alike=merge, missing=source.missing)
 
     @classmethod
-    def fitted(cls, data: DataConfig, labels: Labels, train: Sequence[Target]) -> Self:
+    def fitted(cls, data: TargetKeys, labels: Labels, train: Sequence[Target]) -> Self:
         """Return the task with quantiles of the event times of the training slides."""
         pairs = [_pair(target) for target in train]
         ended = np.array([time for time, event in pairs if event and time > 0])
@@ -107,6 +107,11 @@ class Survival(Task):
     def outputs(self) -> int:
         """One, or one for each interval."""
         return len(self.edges) or 1
+
+    @property
+    def label_numbers(self) -> int:
+        """Time and event."""
+        return 2
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -1,0 +1,146 @@
+"""What is predicted: the keys of one target, and of each of several."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from workflows.config.section import OWN, AboveZero, Section
+from workflows.config.tasks import TASKS, TaskFacts
+
+Column = Annotated[str, Field(min_length=1)]
+TaskName = Literal["multiclass", "multilabel", "ordinal", "regression", "survival"]
+SEVERAL = "several"
+"""Name of the task of several targets, in a ``model.json``."""
+
+
+def _about() -> list[str]:
+    return [f"{name} – {facts.about}" for name, facts in TASKS.items()]
+
+
+def _losses() -> list[str]:
+    return [f"{', '.join(facts.losses)} ({name})" for name, facts in TASKS.items()]
+
+
+class TargetKeys(Section):
+    """What is predicted of a slide, and by which loss it is learnt."""
+
+    target: Column | tuple[Column, ...] = Field(
+        "label",
+        min_length=1,
+        description="a column of the labels, or a list of columns: what is predicted; slides with an empty cell, or "
+        "one of the missing words, are not used",
+    )
+    task: TaskName = Field("multiclass", description=f"{', '.join(TASKS)}: what is predicted; {'; '.join(_about())}")
+    loss: str | None = Field(
+        None,
+        description=f"{'; '.join(_losses())}; or package.module:function: the loss; one of your own is a function of "
+        "(outputs, labels) of the whole batch; default: the first of the task",
+    )
+    time_bins: Annotated[int, Field(ge=2)] | None = Field(
+        None,
+        description="a whole number ≥ 2: intervals of time of loss hazards, which end at quantiles of the event times "
+        "of training; default: 4",
+    )
+    class_weights: Literal["none", "balanced"] = Field(
+        "none",
+        description="none or balanced: weights of the classes in the loss; balanced: inversely proportional "
+        "to their frequency",
+    )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the target."""
+        return _columns_of(self.target)
+
+    @property
+    def facts(self) -> TaskFacts:
+        """The facts of the task."""
+        return TASKS[self.task]
+
+    @property
+    def named_loss(self) -> str:
+        """The loss of the task; the default beside a loss of the user's own."""
+        return self.loss if self.loss in self.facts.losses else self.facts.losses[0]
+
+    @property
+    def own_loss(self) -> str:
+        """``package.module:function`` of the user's own loss; empty: none."""
+        return self.loss if self.loss is not None and re.fullmatch(OWN, self.loss) else ""
+
+    @model_validator(mode="after")
+    def _fits_its_task(self) -> TargetKeys:
+        facts, columns = TASKS[self.task], _columns_of(self.target)
+        count = len(columns)
+        fewest, most = facts.columns
+        if not fewest <= count <= most:
+            needed = f"{fewest}" if fewest == most else f"{fewest} or more"
+            raise ValueError(
+                f"target: given {self.target!r}; task {self.task} needs {needed} column{'s' * (needed != '1')} "
+                f"({facts.about})"
+            )
+        if len(set(columns)) < count:
+            raise ValueError(f"target: given {list(columns)}; each column only once")
+        if self.loss is not None and self.loss not in facts.losses and not self.own_loss:
+            raise ValueError(
+                f"loss: given {self.loss!r}; allowed for task {self.task}: {', '.join(facts.losses)}, or "
+                "package.module:function"
+            )
+        if self.own_loss and self.class_weights == "balanced":
+            raise ValueError("class_weights: given balanced; a loss of your own weights the classes itself")
+        if self.time_bins is not None and self.loss != "hazards":
+            raise ValueError(f"time_bins: given {self.time_bins}; only task survival with loss hazards has intervals")
+        if self.class_weights == "balanced" and not facts.weights_classes:
+            raise ValueError(f"class_weights: given balanced; task {self.task} has no classes to balance")
+        return self
+
+
+def _columns_of(target: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (target,) if isinstance(target, str) else target
+
+
+class TargetConfig(TargetKeys):
+    """One of several targets of a run (``data.targets``)."""
+
+    target: Column | tuple[Column, ...] = Field(min_length=1, description="a column of the labels, or a list of them")
+    name: str = Field("", description="a name: before its metrics and columns; default: its first column")
+    weight: AboveZero = Field(1.0, description="a number > 0: factor of its loss in the sum of the losses")
+    classes: tuple[Column, ...] | None = Field(
+        None, description="a list of names: the classes, in order; default: those of the labels, sorted"
+    )
+
+    @property
+    def title(self) -> str:
+        """The name, or the first column."""
+        return self.name or self.columns[0]
+
+
+def several_facts(targets: Sequence[TargetConfig]) -> TaskFacts:
+    """Return the facts of several targets together: their metrics, each after the name of its target and a dot."""
+    selecting = [f"{one.title}.{metric}" for one in targets for metric in one.facts.selecting]
+    metrics = [f"{one.title}.{metric}" for one in targets for metric in one.facts.metrics]
+    return TaskFacts(SEVERAL, "each slide has several targets", (), (*selecting, "loss"), tuple(metrics))
+
+
+def check_titles(targets: Sequence[TargetConfig]) -> None:
+    """Check that targets are several, with different names, which can stand before a metric.
+
+    Raises:
+        ValueError: They do not.
+    """
+    titles = [one.title for one in targets]
+    if len(titles) < 2:
+        raise ValueError(f"targets: given {len(titles)}; allowed: two or more; for one, use target and task")
+    wrong = next((one for one in titles if titles.count(one) > 1), None)
+    if wrong is not None:
+        raise ValueError(
+            f"targets: two have the name {wrong!r}; give each a name of its own, as in {{name: {wrong}_2}}"
+        )
+    wrong = next((one for one in titles if not re.fullmatch(r"[\w -]+", one)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"targets: the name {wrong!r} has signs; allowed: letters, digits, spaces, _, -; give another name"
+        )

@@ -1,0 +1,1 @@
+"""Several targets of one model, each with a task of its own."""

@@ -1,0 +1,96 @@
+"""Labels of several targets: those of each, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data.samples.labels import Labels, Target
+from workflows.tasks.several.part import MISSING_NUMBER
+
+
+@dataclass(frozen=True)
+class SeveralLabels(Labels):
+    """Labels of several targets.
+
+    Attributes:
+        titles: Names of the targets.
+        parts: Their labels; None: the table lacks its columns.
+        numbers: How many numbers the label of each takes.
+        indexed: Whether the label of each is the index of a class.
+    """
+
+    titles: tuple[str, ...] = ()
+    parts: tuple[Labels | None, ...] = ()
+    numbers: tuple[int, ...] = ()
+    indexed: tuple[bool, ...] = ()
+
+    def text(self, target: Target) -> str:
+        """Return the labels with their names: ``grade: high | age: 41``."""
+        return " | ".join(
+            f"{title}: {part.text(one)}"
+            for title, part, one in zip(self.titles, self.parts, self.each(target), strict=True)
+            if part is not None and one is not None
+        )
+
+    def names_of(self, target: Target) -> tuple[str, ...]:
+        """Return the classes of each target that has classes, after its name."""
+        return tuple(
+            f"{title} {name}"
+            for title, part, one in zip(self.titles, self.parts, self.each(target), strict=True)
+            if part is not None and one is not None
+            for name in part.names_of(one)
+        )
+
+    def each(self, target: Target) -> list[Target | None]:
+        """Return the label of each target; None: the slide lacks it."""
+        assert isinstance(target, tuple)
+        found: list[Target | None] = []
+        first = 0
+        for count, indexed in zip(self.numbers, self.indexed, strict=True):
+            own = target[first : first + count]
+            first += count
+            found.append(None if own[0] != own[0] else int(own[0]) if indexed else own)
+        return found
+
+
+def side_by_side(titles: Sequence[str], parts: Sequence[Labels | None], numbers: Sequence[int]) -> SeveralLabels:
+    """Return the labels of several targets; a slide without any of them is unlabelled.
+
+    Args:
+        titles: Names of the targets.
+        parts: Their labels, read from one table, some of them at least; None: the table lacks its columns.
+        numbers: How many numbers the label of each takes.
+    """
+    there = [part for part in parts if part is not None]
+    items = dict.fromkeys(item for part in there for item in part.indices)
+    indices: dict[str, Target | None] = {}
+    for item in items:
+        each = [None if part is None else part.indices.get(item) for part in parts]
+        rows = [_numbers(one, count) for one, count in zip(each, numbers, strict=True)]
+        known = any(one is not None for one in each)
+        indices[item] = tuple(number for row in rows for number in row) if known else None
+    return SeveralLabels(
+        ", ".join(part.target for part in there),
+        there[0].key,
+        tuple(
+            f"{title} {name}"
+            for title, part in zip(titles, parts, strict=True)
+            if part is not None
+            for name in part.classes
+        ),
+        indices,
+        there[0].cases,
+        there[0].rows,
+        tuple(dict.fromkeys(note for part in there for note in part.notes)),
+        tuple(titles),
+        tuple(parts),
+        tuple(numbers),
+        tuple(part is not None and any(isinstance(one, int) for one in part.indices.values()) for part in parts),
+    )
+
+
+def _numbers(target: Target | None, count: int) -> tuple[float, ...]:
+    if target is None:
+        return (MISSING_NUMBER,) * count
+    return (float(target),) if isinstance(target, int) else target

@@ -1,0 +1,150 @@
+"""How the outputs of several targets are read: each as its task reads it, under its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from pathology.predict.readout import PageColumn, ReadBar, Readout, Values
+
+BETWEEN = " | "
+"""Between the predictions, or labels, of two targets: ``grade: high | age: 41``."""
+
+
+def texts_of(text: str, names: Sequence[str]) -> dict[str, str]:
+    """Return the text of each target of ``grade: high | age: 41``; targets that are not in it are left out."""
+    parts = re.split(rf"(?:^| \| )({'|'.join(map(re.escape, names))}): ", text)
+    return dict(zip(parts[1::2], parts[2::2], strict=True)) if not parts[0].strip() else {}
+
+
+@dataclass(frozen=True)
+class SeveralReadout(Readout):
+    """Several targets; the first is the one whose regions are shown.
+
+    Attributes:
+        names: Of the targets.
+        parts: How the outputs of each are read.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[Readout, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of each, after its name and a dot."""
+        return tuple(f"{name}.{column}" for name, part in self._pairs() for column in part.columns)
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The channels of each, after its name and a dot; one that has this name is only once."""
+        return tuple(
+            channel if channel == name else f"{name}.{channel}"
+            for name, part in self._pairs()
+            for channel in part.channels
+        )
+
+    def values(self, logits: Values) -> Values:
+        """Return the numbers of each."""
+        return np.concatenate([part.values(own) for part, own in zip(self.parts, self._outputs(logits), strict=True)])
+
+    def uncalibrated(self, logits: Values) -> Values:
+        """Return the same without what was fitted on validation slides."""
+        pairs = zip(self.parts, self._outputs(logits), strict=True)
+        return np.concatenate([part.uncalibrated(own) for part, own in pairs])
+
+    def position_scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the scores of each."""
+        split = logits.split([len(part.channels) for part in self.parts])
+        return torch.cat([part.position_scores(own) for part, own in zip(self.parts, split, strict=True)])
+
+    def prediction(self, values: Values) -> str:
+        """Return the prediction of each, after its name."""
+        each = zip(self.names, self.parts, self.of_each(values), strict=True)
+        return BETWEEN.join(f"{name}: {part.prediction(own)}" for name, part, own in each)
+
+    def main(self, values: Values) -> int:
+        """Return that of the first target."""
+        return self.parts[0].main(self.of_each(values)[0])
+
+    def channel(self, values: Values) -> int:
+        """Return that of the first target."""
+        return self.parts[0].channel(self.of_each(values)[0])
+
+    def bars(self, values: Values) -> Sequence[ReadBar]:
+        """Return the lines of each."""
+        found: list[ReadBar] = []
+        first = 0
+        for name, part, own in zip(self.names, self.parts, self.of_each(values), strict=True):
+            for bar in part.bars(own):
+                title = bar.name if bar.name == name else f"{name}: {bar.name}"
+                found.append(replace(bar, name=title, channel=first + bar.channel))
+            first += len(part.channels)
+        return found
+
+    def verdict(self, values: Values) -> str:
+        """Return that of each that has one, after its name."""
+        each = zip(self.names, self.parts, self.of_each(values), strict=True)
+        return BETWEEN.join(f"{name}: {text}" for name, part, own in each if (text := part.verdict(own)))
+
+    def brief(self, values: Values) -> str:
+        """Return that of each that has one, after its name."""
+        each = zip(self.names, self.parts, self.of_each(values), strict=True)
+        return BETWEEN.join(f"{name}: {text}" for name, part, own in each if (text := part.brief(own)))
+
+    def spread_text(self, spread: float) -> str:
+        """Return that of the first target."""
+        return self.parts[0].spread_text(spread)
+
+    def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
+        """Return the note of each, after its name."""
+        return " ".join(
+            f"{name}: {part.note(models, [own for one in calibrations if (own := calibration_of(one, name))])}"
+            for name, part in self._pairs()
+        )
+
+    def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:
+        """Return what ``prediction.json`` says of each, under ``targets`` and its name."""
+        pairs = zip(self.of_each(values), self.of_each(uncalibrated), strict=True)
+        each = {
+            name: {"prediction": part.prediction(one), **part.metadata(one, other)}
+            for (name, part), (one, other) in zip(self._pairs(), pairs, strict=True)
+        }
+        return {"targets": each}
+
+    def page_columns(self) -> Sequence[PageColumn]:
+        """Return the columns of each, after its name."""
+        found: list[PageColumn] = []
+        first = 0
+        for name, part in self._pairs():
+            for column in part.page_columns():
+                title = column.name if column.name == name else f"{name}: {column.name}"
+                channel = None if column.channel is None else first + column.channel
+                found.append(PageColumn(title, channel))
+            first += len(part.channels)
+        return found
+
+    def joined(self, others: Sequence[Self]) -> Self:
+        """Return the readout of the joined parts."""
+        parts = [part.joined([one.parts[k] for one in others]) for k, part in enumerate(self.parts)]
+        return replace(self, parts=tuple(parts))
+
+    def of_each(self, values: Values) -> list[Values]:
+        """Return the numbers of each target; also of several slides, (N, columns)."""
+        return np.split(values, np.cumsum([len(part.columns) for part in self.parts])[:-1], axis=-1)
+
+    def _outputs(self, logits: Values) -> list[Values]:
+        return np.split(logits, np.cumsum([len(part.channels) for part in self.parts])[:-1])
+
+    def _pairs(self) -> list[tuple[str, Readout]]:
+        return list(zip(self.names, self.parts, strict=True))
+
+
+def calibration_of(calibration: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | None:
+    """Return what was fitted for a target, from the ``calibration`` of a ``model.json``; None: nothing."""
+    found: Mapping[str, Any] | None = ((calibration or {}).get("targets") or {}).get(name)
+    return found

@@ -1,0 +1,353 @@
+"""Several targets of one model: the outputs of all side by side, and the weighted sum of their losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data.csv_table import read_table
+from data.samples.labels import Labels, Target
+from hyfi_core.errors import RequestError
+from pathology.predict.readout import Readout
+from workflows.config.data import DataConfig
+from workflows.config.targets import SEVERAL, TargetKeys
+from workflows.config.tasks import TaskFacts
+from workflows.tasks.bootstrap import Intervals
+from workflows.tasks.page_section import MetricNumber, PageSection, PageTable
+from workflows.tasks.several.labels import side_by_side
+from workflows.tasks.several.part import TargetPart, parts_of
+from workflows.tasks.several.readout import BETWEEN, SeveralReadout, calibration_of, texts_of
+from workflows.tasks.single import SINGLE, single_task
+from workflows.tasks.task import Aggregation, LabelSource, Metrics, Task, target_columns
+
+
+@dataclass(frozen=True)
+class Several(Task):
+    """Several targets. The label of a slide has the numbers of each, NaN where the slide lacks it.
+
+    Attributes:
+        parts: The targets.
+    """
+
+    facts: ClassVar[TaskFacts] = TaskFacts(SEVERAL, "each slide has several targets", (), (), ())
+    parts: tuple[TargetPart, ...] = ()
+
+    @classmethod
+    def read_labels(cls, source: LabelSource) -> Labels:
+        """Return the labels of all targets; see ``Task``."""
+        found = []
+        for one in source.targets:
+            own = replace(source, columns=one.columns, classes=one.classes, targets=())
+            found.append(SINGLE[one.task].read_labels(own))
+        return side_by_side([one.title for one in source.targets], found, [_numbers_of(one) for one in found])
+
+    def read_again(
+        self, path: Path, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
+    ) -> Labels:
+        """Return labels for a model that was trained before; a table may lack the columns of some targets."""
+        columns, first = set(read_table(path, "labels").columns), 0
+        found: list[Labels | None] = []
+        for part in self.parts:
+            own = self.columns[first : first + len(part.task.columns)]
+            first += len(own)
+            task = replace(part.task, columns=own)
+            found.append(task.read_again(path, rows, merge_alike, missing) if columns.intersection(own) else None)
+        if not any(found):
+            raise RequestError(f"{path}: no column {', '.join(self.columns)}; it has {', '.join(sorted(columns))}")
+        labels = side_by_side(
+            [part.name for part in self.parts], found, [part.task.label_numbers for part in self.parts]
+        )
+        absent = [part.name for part, one in zip(self.parts, found, strict=True) if one is None]
+        note = f"{path.name} has no column of {', '.join(absent)}, which cannot be evaluated"
+        return replace(labels, notes=(*labels.notes, note)) if absent else labels
+
+    @classmethod
+    def fitted(cls, data: TargetKeys, labels: Labels, train: Sequence[Target]) -> Self:
+        """Return the tasks of all targets, each fitted to the slides that have a label of it."""
+        assert isinstance(data, DataConfig) and data.targets is not None
+        tasks = []
+        for one, own_labels, own in zip(data.targets, labels.parts, _labels_of_each(labels, train), strict=True):  # type: ignore[attr-defined]
+            if not own:
+                raise RequestError(
+                    f"data.targets: none of {len(train)} training slides has a label of {one.title!r} "
+                    f"({', '.join(one.columns)}); check the splits, or leave the target out"
+                )
+            task = replace(SINGLE[one.task].fitted(one, own_labels, own), own_loss=one.own_loss)
+            tasks.append((one.title, task, one.weight, len(own) / len(train)))
+        return cls(data.columns, parts_of(tasks))
+
+    @classmethod
+    def of_json(cls, model: Mapping[str, Any]) -> Self:
+        """Return the tasks of a ``model.json``."""
+        tasks = []
+        for one in model["targets"]:
+            task = replace(single_task(str(one["task"])).of_json(one), own_loss=str(one.get("loss", "")))
+            tasks.append((str(one["name"]), task, float(one["weight"]), float(one["labelled"])))
+        return cls(target_columns(model), parts_of(tasks))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the names of the outputs, and ``targets``: what the ``model.json`` of each would say."""
+        targets = [
+            {
+                "name": part.name,
+                "task": part.task.facts.name,
+                "target": list(part.task.columns),
+                "weight": part.weight,
+                "labelled": part.labelled,
+                "loss": part.task.own_loss,
+                **part.task.to_json(),
+            }
+            for part in self.parts
+        ]
+        return {"class_names": list(self.names), "targets": targets}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the outputs of each, after its name and a dot."""
+        return self.readout(None).channels
+
+    @property
+    def outputs(self) -> int:
+        """Those of all targets."""
+        return self.parts[-1].outputs[1]
+
+    @property
+    def label_numbers(self) -> int:
+        """Those of all targets."""
+        return self.parts[-1].numbers[1]
+
+    @property
+    def loss_over(self) -> Literal["batch", "microbatch"]:
+        """Over the batch if one of them is."""
+        return "batch" if any(part.over_batch for part in self.parts) else "microbatch"
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """``loss``, and loss and metrics of each target, after its name and a dot."""
+        return ("loss", *(f"{part.name}.{name}" for part in self.parts for name in part.task.metric_names))
+
+    def tensor(self, targets: Iterable[Target]) -> torch.Tensor:
+        """Return (N, numbers) float64, NaN where a slide lacks a target."""
+        return torch.tensor(list(targets), dtype=torch.float64).reshape(-1, self.label_numbers)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return Σ weight · loss of each target."""
+        losses = [part.weight * part.loss(outputs, targets) for part in self.parts]
+        return torch.stack(losses).sum()
+
+    def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the metrics of each target on the slides that have it, and the weighted sum of their losses."""
+        found: dict[str, torch.Tensor] = {}
+        total = torch.zeros(len(counts), dtype=torch.float64)
+        for part in self.parts:
+            mine, labels = part.of(outputs, targets)
+            if not len(labels):
+                found |= {f"{part.name}.{name}": torch.full_like(total, math.nan) for name in part.task.metric_names}
+                continue
+            own = part.task.drawn(mine, labels, counts[:, part.known(targets)])
+            found |= {f"{part.name}.{name}": own[name] for name in part.task.metric_names}
+            total = total + part.weight * own["loss"]
+        return {"loss": total, **found}
+
+    def metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> Metrics:
+        """Return the metrics of each target, and ``loss``: the weighted sum of theirs, of those that are defined."""
+        found = super().metrics(outputs, targets)
+        for part in self.parts:
+            if part.task.own_loss:
+                found |= {f"{part.name}.{k}": v for k, v in part.task.metrics(*part.of(outputs, targets)).items()}
+        losses = [(part.weight, found[f"{part.name}.loss"]) for part in self.parts]
+        if not self.own_loss:
+            known = [weight * loss for weight, loss in losses if loss is not None]
+            found["loss"] = sum(known) if known else None
+        return found
+
+    def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
+        """Return the intervals of each target, as its task has them; the sum of the losses has none."""
+        found: Intervals = {}
+        for part in self.parts:
+            own = part.task.intervals(*part.of(outputs, targets), counts[:, part.known(targets)])
+            found |= {f"{part.name}.{name}": interval for name, interval in own.items()}
+        return found
+
+    def try_own(self, batch: Sequence[Target], evaluated: Sequence[Target]) -> None:
+        """Try the user's own functions of all targets, and those of each; see ``Task``."""
+        super().try_own(batch, evaluated)
+        for part in self.parts:
+            own = part.labels_of(evaluated) or part.labels_of(batch)
+            if part.task.own_loss and own:
+                part.task.try_own(part.labels_of(batch) or own, own)
+
+    def in_units(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of each as its task gives them."""
+        return torch.cat([part.task.in_units(outputs[:, slice(*part.outputs)]) for part in self.parts], 1)
+
+    def by_case(
+        self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs and targets of M cases; those of a target come from the slides that have a label of it."""
+        cases = int(of_case.max()) + 1 if len(of_case) else 0
+        merged = torch.zeros(cases, self.outputs, dtype=torch.float64)
+        labels = torch.full((cases, self.label_numbers), math.nan, dtype=torch.float64)
+        for part in self.parts:
+            there, own_case = of_case[part.known(targets)].unique(return_inverse=True)
+            if not len(there):
+                continue
+            own, own_labels = part.task.by_case(*part.of(outputs, targets), own_case, how)
+            merged[there, slice(*part.outputs)] = own.double()
+            labels[there, slice(*part.numbers)] = own_labels.double().reshape(len(there), -1)
+        return merged, labels
+
+    def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
+        """Return what is fitted for each target, under ``targets`` and its name."""
+        found = {}
+        for part in self.parts:
+            mine, labels = part.of(outputs, targets)
+            own_case = of_case[part.known(targets)].unique(return_inverse=True)[1]
+            found[part.name] = part.task.calibration(mine, labels, own_case) if len(labels) else None
+        fitted = {name: one for name, one in found.items() if one is not None}
+        return {"targets": fitted} if fitted else None
+
+    def describe_calibration(
+        self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Return the effect for each target."""
+        texts, found = [], {}
+        for part in self.parts:
+            own, (mine, labels) = calibration_of(fitted, part.name), part.of(outputs, targets)
+            effect = part.task.describe_calibration(mine, labels, own) if own is not None and len(labels) else None
+            if effect is not None:
+                texts.append(f"{part.name}: {effect[0]}")
+                found[part.name] = effect[1]
+        return ("; ".join(texts), {"targets": found}) if texts else None
+
+    def describe(self) -> str:
+        """Return what each predicts, its weight, and the share of the training slides that have it."""
+        return "; ".join(
+            f"{part.name}: {part.task.facts.name}, {part.task.describe()}"
+            + (f", weight {part.weight:g}" if part.weight != 1 else "")
+            + (f", {part.labelled:.0%} of the training slides labelled" if part.labelled < 1 else "")
+            for part in self.parts
+        )
+
+    def text(self, target: Target) -> str:
+        """Return the label of each that the slide has, after its name: ``grade: high | age: 41``."""
+        pairs = [(part, part.label_of(target)) for part in self.parts]
+        return BETWEEN.join(f"{part.name}: {part.task.text(own)}" for part, own in pairs if own is not None)
+
+    def target_of(self, text: str) -> Target | None:
+        """Return the label of such a text, or of the cells of all columns with ``;`` between them: ``high;41``."""
+        texts, cells = texts_of(text, [part.name for part in self.parts]), text.split(";")
+        if not texts and len(cells) == len(self.columns):
+            counts = np.cumsum([len(part.task.columns) for part in self.parts])[:-1]
+            texts = {part.name: ";".join(own) for part, own in zip(self.parts, np.split(cells, counts), strict=True)}
+        numbers: list[float] = []
+        for part in self.parts:
+            own = part.task.target_of(texts[part.name]) if texts.get(part.name) else None
+            missing = (math.nan,) * part.task.label_numbers
+            numbers += missing if own is None else (float(own),) if isinstance(own, int) else own
+        return None if all(map(math.isnan, numbers)) else tuple(numbers)
+
+    def warnings(self, train: Sequence[Target], val: Sequence[Target]) -> list[str]:
+        """Return the warnings of each target, after its name."""
+        found = []
+        for part in self.parts:
+            own, own_val = part.labels_of(train), part.labels_of(val)
+            if val and not own_val:
+                found.append(f"{part.name}: no validation slide has a label: its metrics are undefined")
+            found += [f"{part.name}: {text}" for text in part.task.warnings(own, own_val)]
+        return found
+
+    def check_batch(self, batch: int) -> None:
+        """Check each target for the slides of a batch that have a label of it, on average."""
+        for part in self.parts:
+            if not part.task.own_loss:
+                part.task.check_batch(max(1, math.floor(batch * part.labelled)))
+
+    def check_validation(self, val: Sequence[Target]) -> None:
+        """Check each target."""
+        for part in self.parts:
+            if own := part.labels_of(val):
+                part.task.check_validation(own)
+
+    def batch_warnings(self, batch: int) -> list[str]:
+        """Return the warnings of each target, after its name."""
+        return [
+            f"{part.name}: {text}"
+            for part in self.parts
+            for text in part.task.batch_warnings(max(1, math.floor(batch * part.labelled)))
+        ]
+
+    def readout(self, calibration: Mapping[str, Any] | None) -> SeveralReadout:
+        """Return the readouts of all targets."""
+        names = tuple(part.name for part in self.parts)
+        return SeveralReadout(names, tuple(self._readout_of(part, calibration) for part in self.parts))
+
+    def is_wrong(self, prediction: str, target: Target) -> bool:
+        """Whether the prediction of one of the targets is."""
+        texts = texts_of(prediction, [part.name for part in self.parts])
+        pairs = [(part, part.label_of(target)) for part in self.parts]
+        return any(part.task.is_wrong(texts.get(part.name, ""), own) for part, own in pairs if own is not None)
+
+    def page(
+        self,
+        values: NDArray[np.float64],
+        targets: Sequence[Target],
+        draws: NDArray[np.float64],
+        readout: Readout,
+        before: NDArray[np.float64] | None = None,
+    ) -> PageSection:
+        """Return what the page of each target shows of the slides that have it, after its name."""
+        assert isinstance(readout, SeveralReadout)
+        each = readout.of_each(values)
+        each_before = [None] * len(each) if before is None else readout.of_each(before)
+        sections = {}
+        for part, own_readout, own, earlier in zip(self.parts, readout.parts, each, each_before, strict=True):
+            rows = [k for k, target in enumerate(targets) if part.label_of(target) is not None]
+            if rows:
+                labels = part.labels_of(targets)
+                old = None if earlier is None else earlier[rows]
+                sections[part.name] = (rows, part.task.page(own[rows], labels, draws[:, rows], own_readout, old))
+        return _joined(sections)
+
+    @staticmethod
+    def _readout_of(part: TargetPart, calibration: Mapping[str, Any] | None) -> Readout:
+        return part.task.readout(calibration_of(calibration, part.name))
+
+
+def _joined(sections: Mapping[str, tuple[Sequence[int], PageSection]]) -> PageSection:
+    """Return the sections of several targets as one; the errors of each count relative to its largest."""
+    metrics, plots, tables = [], [], []
+    numbers: dict[str, MetricNumber] = {}
+    errors: dict[int, float] = {}
+    for name, (rows, one) in sections.items():
+        metrics += [(f"{name}: {title}", text) for title, text in one.metrics]
+        plots += [replace(plot, title=f"{name}: {plot.title}") for plot in one.plots]
+        tables += [PageTable(f"{name}: {table.caption}", table.head, table.rows) for table in one.tables]
+        numbers |= {f"{name}.{title}": number for title, number in one.numbers.items()}
+        largest = max(one.errors.values(), default=0.0) or 1.0
+        for index, size in one.errors.items():
+            errors[rows[index]] = errors.get(rows[index], 0.0) + size / largest
+    return PageSection(metrics, plots, tables, errors, numbers)
+
+
+def _labels_of_each(labels: Labels, targets: Sequence[Target]) -> list[list[Target]]:
+    """Return the labels of each target, of the slides that have one."""
+    found: list[list[Target]] = [[] for _ in labels.parts]  # type: ignore[attr-defined]
+    for target in targets:
+        for own, one in zip(found, labels.each(target), strict=True):  # type: ignore[attr-defined]
+            if one is not None:
+                own.append(one)
+    return found
+
+
+def _numbers_of(labels: Labels) -> int:
+    """Return how many numbers a label has."""
+    first = next(target for target in labels.indices.values() if target is not None)
+    return 1 if isinstance(first, int) else len(first)
