@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from data.samples.colours.own_colours import own_colours
 from data.samples.keyed import keyed_uniforms
 from data.samples.turn import turned
 from hyfi_core.plan.box import Box
@@ -31,11 +32,13 @@ class Augment:
         flips: Whether to flip, and to rotate by multiples of 90° if the image is square, else of 180°.
         stain: Range of the amounts of haematoxylin and eosin: factors in 1 ± ``stain``.
         colour: Range of brightness and contrast: factors in 1 ± ``colour``.
+        own: ``package.module:function`` of the user's own change of colours, after these; empty: none.
     """
 
     flips: bool = True
     stain: float = 0.1
     colour: float = 0.05
+    own: str = ""
 
     def draw(self, seed: int, epoch: int, slide_id: str, size_px: tuple[int, int]) -> Variation:
         """Return the variation of one image of ``size_px`` (height, width); it depends only on the arguments."""
@@ -49,6 +52,8 @@ class Augment:
             stains=(float(factors[0]), float(factors[1])),
             density=float(factors[2]),
             contrast=float(factors[3]),
+            own=self.own,
+            own_draw=float(keyed_uniforms(1, "own", seed, epoch, slide_id)[0]) if self.own else 0.0,
         )
 
 
@@ -65,6 +70,7 @@ class Variation:
         stains: Factors of the amounts of haematoxylin and eosin.
         density: Factor of the optical density, i.e. brightness; white stays white.
         contrast: Factor of the distance from white.
+        own, own_draw: The user's own change of colours and its seed, see `data.samples.colours.own_colours`.
     """
 
     size_px: tuple[int, int]
@@ -73,6 +79,8 @@ class Variation:
     stains: tuple[float, float] = (1.0, 1.0)
     density: float = 1.0
     contrast: float = 1.0
+    own: str = ""
+    own_draw: float = 0.0
 
     def __post_init__(self) -> None:
         if self.turns % 2 and self.size_px[0] != self.size_px[1]:
@@ -90,7 +98,8 @@ class Variation:
         """Return the augmented pixels of a box, given those of its :meth:`source`; (3, h, w) uint8, a new array."""
         moves, colours = self.mirror or self.turns % 4 != 0, not self._keeps_colours
         moved = turned(pixels, self.mirror, self.turns) if moves else pixels
-        return self.recolour(moved) if colours or not moves else moved
+        recoloured = self.recolour(moved) if colours or not moves else moved
+        return own_colours(self.own, recoloured, self.own_draw) if self.own else recoloured
 
     def recolour(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the pixels with changed stain, brightness and contrast; (3, h, w) uint8, a new array.

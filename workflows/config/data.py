@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from data.missing import MISSING
 from data.samples.exclusion import SLIDE_FLAGS
-from workflows.config.section import AboveZero, Count, Positive, Section, Share, Size, UserPath
-from workflows.config.targets import TargetConfig, TargetKeys, check_titles, several_facts
+from workflows.config.section import OWN, AboveZero, Count, Positive, Section, Share, Size, UserPath
+from workflows.config.targets import SEVERAL, TargetConfig, TargetKeys, check_titles, several_facts
 from workflows.config.tasks import TaskFacts
 from workflows.config.tiles import AggregatorConfig, EncoderConfig, TilesConfig
 
@@ -31,15 +32,22 @@ class AugmentConfig(Section):
     colour: Share = Field(
         0.05, description="a number from 0 to 1: spread of brightness and contrast, factors in 1 ± this; 0 turns it off"
     )
+    own: Annotated[str, Field(pattern=OWN)] | None = Field(
+        None,
+        description="package.module:function: a change of colours of your own, of (pixels (3, h, w) uint8, rng); "
+        "default: none",
+    )
 
     def build(self) -> Augment:
         """Return the augmentation."""
         from data.samples.augment import Augment
 
-        return Augment(self.flips, self.stain, self.colour)
+        return Augment(self.flips, self.stain, self.colour, self.own or "")
 
 
 def _augment(value: Any) -> Any:
+    if isinstance(value, str):
+        return AugmentConfig(stain=0.0, colour=0.0, own=value) if re.fullmatch(OWN, value) else value
     if value is True:
         return AugmentConfig()
     return AugmentConfig(flips=False, stain=0.0, colour=0.0) if value is False or value is None else value
@@ -125,8 +133,8 @@ class DataConfig(TargetKeys):
     )
     augment: Annotated[AugmentConfig, BeforeValidator(_augment)] = Field(
         default_factory=AugmentConfig,
-        description="true, false, or the keys flips, stain, colour: augmentation of training images; true: the "
-        "defaults",
+        description="true, false, package.module:function, or the keys flips, stain, colour, own: augmentation of "
+        "training images; true: the defaults; a function of your own changes colours (docs/tasks.md), beside flips",
     )
     case_aggregate: Literal["mean", "max", "none"] = Field(
         "mean",
@@ -209,7 +217,7 @@ class DataConfig(TargetKeys):
     @property
     def task_name(self) -> str:
         """The task of a ``model.json``."""
-        return self.facts.name
+        return self.task if self.targets is None else SEVERAL
 
     @property
     def missing_words(self) -> tuple[str, ...]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from hyfi_core.errors import RequestError
 from workflows.config.section import OWN, AboveZero, Section
 from workflows.config.tasks import TASKS, TaskFacts
 
 Column = Annotated[str, Field(min_length=1)]
-TaskName = Literal["multiclass", "multilabel", "ordinal", "regression", "survival"]
 SEVERAL = "several"
 """Name of the task of several targets, in a ``model.json``."""
 
@@ -25,6 +26,36 @@ def _losses() -> list[str]:
     return [f"{', '.join(facts.losses)} ({name})" for name, facts in TASKS.items()]
 
 
+def _task(name: str) -> str:
+    if name not in TASKS and not re.fullmatch(OWN, name):
+        near = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"given {name!r}{hint}; allowed: {', '.join(TASKS)}, or package.module:class")
+    return name
+
+
+TaskName = Annotated[str, AfterValidator(_task)]
+
+
+def facts_of(task: str) -> TaskFacts:
+    """Return the facts of a task, also of one of the user's own.
+
+    Raises:
+        RequestError: The user's cannot be imported, or has no facts.
+    """
+    if task in TASKS:
+        return TASKS[task]
+    from hyfi_core.user_code import load_user_code
+
+    facts = getattr(load_user_code("data.task", task, "a class of a task"), "facts", None)
+    if not isinstance(facts, TaskFacts):
+        raise RequestError(
+            f"data.task {task!r}: has no facts; it must be a class derived from workflows.tasks.task.Task (or from a "
+            "task, such as workflows.tasks.regression.Regression), with facts: workflows.config.tasks.TaskFacts"
+        )
+    return facts
+
+
 class TargetKeys(Section):
     """What is predicted of a slide, and by which loss it is learnt."""
 
@@ -34,7 +65,11 @@ class TargetKeys(Section):
         description="a column of the labels, or a list of columns: what is predicted; slides with an empty cell, or "
         "one of the missing words, are not used",
     )
-    task: TaskName = Field("multiclass", description=f"{', '.join(TASKS)}: what is predicted; {'; '.join(_about())}")
+    task: TaskName = Field(
+        "multiclass",
+        description=f"{', '.join(TASKS)}, or package.module:class: what is predicted; {'; '.join(_about())}; or a task "
+        "of your own (docs/tasks.md)",
+    )
     loss: str | None = Field(
         None,
         description=f"{'; '.join(_losses())}; or package.module:function: the loss; one of your own is a function of "
@@ -59,7 +94,7 @@ class TargetKeys(Section):
     @property
     def facts(self) -> TaskFacts:
         """The facts of the task."""
-        return TASKS[self.task]
+        return facts_of(self.task)
 
     @property
     def named_loss(self) -> str:
@@ -73,7 +108,7 @@ class TargetKeys(Section):
 
     @model_validator(mode="after")
     def _fits_its_task(self) -> TargetKeys:
-        facts, columns = TASKS[self.task], _columns_of(self.target)
+        facts, columns = facts_of(self.task), _columns_of(self.target)
         count = len(columns)
         fewest, most = facts.columns
         if not fewest <= count <= most:

@@ -7,6 +7,7 @@ from workflows.config.tasks import TASKS
 from workflows.tasks.multiclass import Multiclass
 from workflows.tasks.multilabel.task import Multilabel
 from workflows.tasks.ordinal.task import Ordinal
+from workflows.tasks.own_task import own_task
 from workflows.tasks.regression import Regression
 from workflows.tasks.survival.task import Survival
 from workflows.tasks.task import Task
@@ -18,11 +19,13 @@ assert SINGLE.keys() == TASKS.keys()
 
 
 def single_task(name: str) -> type[Task]:
-    """Return the class of a task of one target.
+    """Return the class of a task of one target, also of a user's own, ``package.module:class``.
 
     Raises:
         RequestError: There is no such task.
     """
+    if ":" in name:
+        return own_task(name)
     if name not in SINGLE:
         raise RequestError(f"the task is {name!r}; this version has: {', '.join(SINGLE)}")
     return SINGLE[name]

@@ -183,6 +183,10 @@ class Task(ABC):
             return dict.fromkeys(self.metric_names)
         return resampled(lambda part: self.drawn(outputs, targets, part), self.metric_names, counts)
 
+    def with_labels(self, targets: Sequence[Target]) -> Sequence[tuple[Task, Sequence[Target]]]:
+        """Return the task of each target with the labels of it, from those of slides."""
+        return [(self, targets)]
+
     def try_own(self, batch: Sequence[Target], evaluated: Sequence[Target]) -> None:
         """Try the user's own functions on labels of one batch, and of all slides that will be evaluated.
 

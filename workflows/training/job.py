@@ -15,6 +15,7 @@ from data.loading.batches import BatchLayout
 from data.loading.normalise import Normalisation
 from data.loading.order import SampleStream, balanced_weights, column_weights
 from data.samples.augment import Augment
+from data.samples.colours.own_colours import try_colours
 from data.samples.dataset import MPP_TOLERANCE, SlideDataset, SlideRef, select_slides
 from data.samples.exclusion import ExcludedSlide, flags_to_exclude, refuse_empty
 from data.samples.labels import Labels, Target, with_cases
@@ -27,7 +28,11 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.config.load import Config
 from workflows.evaluation.models import model_fields
 from workflows.tasks.by_name import task_class
+from workflows.tasks.own_task import is_own, try_task
 from workflows.tasks.task import LabelSource, Task
+
+_TRIED = 8
+"""Slides on whose labels a task of the user's own is tried."""
 
 
 @dataclass(frozen=True)
@@ -253,12 +258,17 @@ def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Seq
         RequestError: The slides do not suffice, or a loss or metric of the user's own does not fit.
     """
     data, targets = config.data, [_label(sample) for sample in train]
+    if data.augment.own is not None:
+        try_colours(data.augment.own)
     task = task_class(data.task_name).fitted(data, labels, targets)
     task = replace(task, own_loss=data.own_loss, own_metrics=config.validation.metrics)
     if not task.own_loss:
         task.check_batch(data.batch_size)
     task.check_validation([_label(sample) for sample in val])
     batch, evaluated = targets[: data.batch_size], [_label(sample) for sample in val] or targets
+    for one, some in task.with_labels(targets):
+        if is_own(one):
+            try_task(one, some[:_TRIED])
     task.try_own(batch, evaluated)
     return task
 

@@ -20,11 +20,12 @@ from workflows.config.data import DataConfig
 from workflows.config.targets import SEVERAL, TargetKeys
 from workflows.config.tasks import TaskFacts
 from workflows.tasks.bootstrap import Intervals
+from workflows.tasks.own_task import name_of
 from workflows.tasks.page_section import MetricNumber, PageSection, PageTable
 from workflows.tasks.several.labels import side_by_side
 from workflows.tasks.several.part import TargetPart, parts_of
 from workflows.tasks.several.readout import BETWEEN, SeveralReadout, calibration_of, texts_of
-from workflows.tasks.single import SINGLE, single_task
+from workflows.tasks.single import single_task
 from workflows.tasks.task import Aggregation, LabelSource, Metrics, Task, target_columns
 
 
@@ -45,7 +46,7 @@ class Several(Task):
         found = []
         for one in source.targets:
             own = replace(source, columns=one.columns, classes=one.classes, targets=())
-            found.append(SINGLE[one.task].read_labels(own))
+            found.append(single_task(one.task).read_labels(own))
         return side_by_side([one.title for one in source.targets], found, [_numbers_of(one) for one in found])
 
     def read_again(
@@ -79,7 +80,7 @@ class Several(Task):
                     f"data.targets: none of {len(train)} training slides has a label of {one.title!r} "
                     f"({', '.join(one.columns)}); check the splits, or leave the target out"
                 )
-            task = replace(SINGLE[one.task].fitted(one, own_labels, own), own_loss=one.own_loss)
+            task = replace(single_task(one.task).fitted(one, own_labels, own), own_loss=one.own_loss)
             tasks.append((one.title, task, one.weight, len(own) / len(train)))
         return cls(data.columns, parts_of(tasks))
 
@@ -97,7 +98,7 @@ class Several(Task):
         targets = [
             {
                 "name": part.name,
-                "task": part.task.facts.name,
+                "task": name_of(part.task),
                 "target": list(part.task.columns),
                 "weight": part.weight,
                 "labelled": part.labelled,
@@ -175,6 +176,10 @@ class Several(Task):
             own = part.task.intervals(*part.of(outputs, targets), counts[:, part.known(targets)])
             found |= {f"{part.name}.{name}": interval for name, interval in own.items()}
         return found
+
+    def with_labels(self, targets: Sequence[Target]) -> Sequence[tuple[Task, Sequence[Target]]]:
+        """Return the tasks with the labels of the slides that have one."""
+        return [(part.task, part.labels_of(targets)) for part in self.parts]
 
     def try_own(self, batch: Sequence[Target], evaluated: Sequence[Target]) -> None:
         """Try the user's own functions of all targets, and those of each; see ``Task``."""

@@ -1,0 +1,1 @@
+"""Colours of training images."""

@@ -1,0 +1,87 @@
+"""A task of the user's own: a class by name, which trains, validates and predicts, or is refused with what it lacks."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.checkpoint import read_model_json
+from tests.workflows.archive import SPLITS, make_config
+from tests.workflows.runs import run_here
+from workflows.commands import validate
+from workflows.config.load import load_config
+from workflows.config.tasks import TaskFacts
+from workflows.tasks.regression import Regression
+from workflows.tasks.task import Task
+from workflows.training.job import prepare
+
+pytestmark = pytest.mark.usefixtures("in_process")
+HERE = "tests.workflows.tasks.test_own_task"
+_METRICS = ("mae", "rmse", "r2", "spearman")
+
+
+class Counts(Regression):
+    """Counts, whose logarithm the model predicts: the loss is that of Poisson."""
+
+    facts: ClassVar[TaskFacts] = TaskFacts("counts", "each slide has a count", ("poisson",), _METRICS, _METRICS)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.poisson_nll_loss(outputs[:, 0], targets.to(outputs.dtype))
+
+
+class NoFacts(Task):
+    """Nothing."""
+
+
+class NoTensor(Counts):
+    """Its loss has a row for each slide."""
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs[:, 0]
+
+
+def function() -> None:
+    """No class."""
+
+
+def config_of(folder: Path, store: Path, task: str) -> Path:
+    with (folder / "labels.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("slide_id", "dots", "split"))
+        rows.writerows((f"slide-{k:02d}", (4, 60)[k % 2] + k, split) for k, split in enumerate(SPLITS))
+    data = {"labels": str(folder / "labels.csv"), "target": "dots", "task": task, "class_weights": "none"}
+    model = {"name": "resnet6", "norm": "group", "options": {"width": 4}}
+    return make_config(folder, store, data=data, model=model, run={"steps": 1}, validation={"every_steps": 1})
+
+
+def test_a_task_of_ones_own_is_trained_and_validated(tmp_path: Path, store: Path) -> None:
+    assert run_here(config_of(tmp_path, store, f"{HERE}:Counts"), "data.augment=false") == 0
+    best = tmp_path / "run/checkpoints/best"
+    assert read_model_json(best)["task"] == f"{HERE}:Counts"
+    request = validate.EvaluationRequest(best, store, tmp_path / "labels.csv", out=tmp_path / "page")
+    assert validate.run(request, None) == 0
+    assert "value" in (tmp_path / "page/predictions.csv").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("Counted", "has no 'Counted'"),
+        ("function", "has no facts"),
+        ("NoFacts", "has no facts"),
+        ("NoTensor", "loss must return a tensor without dims"),
+    ],
+)
+def test_what_is_no_task_is_refused_with_what_it_lacks(tmp_path: Path, store: Path, task: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        prepare(load_config(config_of(tmp_path, store, f"{HERE}:{task}")))
+
+
+def test_a_misspelt_task_is_answered(tmp_path: Path, store: Path) -> None:
+    with pytest.raises(RequestError, match="did you mean regression"):
+        load_config(config_of(tmp_path, store, "regresion"))
