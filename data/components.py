@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data.arrays import Mask
 from hyfi_core.plan.box import Box
 
-Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
 
 _BAND_PX = 2**18

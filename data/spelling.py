@@ -20,7 +20,7 @@ from typing import Literal
 
 from hyfi_core.errors import RequestError
 
-Kind = Literal["name", "class"]
+NameKind = Literal["name", "class"]
 
 ADVICE = "write each in one way, or join them with --merge-alike (in a run: data.merge_alike=true)"
 _MOST_NAMED = 10
@@ -52,7 +52,7 @@ def without_ending(name: str) -> str:
     return _ENDINGS.sub("", name)
 
 
-def forms_of(texts: Iterable[str], kind: Kind = "name") -> dict[str, str]:
+def forms_of(texts: Iterable[str], kind: NameKind = "name") -> dict[str, str]:
     """Return the form of each text; texts of one form are spellings of one name."""
     forms = {text: canonical(text) for text in texts}
     if kind == "class":
@@ -77,7 +77,7 @@ class Spelled:
 
 def one_spelling(
     texts: Sequence[str],
-    kind: Kind,
+    kind: NameKind,
     where: str,
     *,
     merge: bool,

@@ -6,13 +6,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from data.arrays import Pixels
 from hyfi_core.plan.box import Box, hull
 
 BANDS = 3
-Pixels = npt.NDArray[np.uint8]
 
 
 class Samples(Protocol):

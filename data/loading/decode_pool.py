@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from data.loading.decode import BANDS, Lease, Pixels, Samples, part_bytes
+from data.arrays import Pixels
+from data.loading.decode import BANDS, Lease, Samples, part_bytes
 from data.loading.decode_worker import (
     Answer,
     ChildWorker,

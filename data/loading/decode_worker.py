@@ -33,8 +33,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from data.arrays import Pixels
 from data.children import child_environment, die_with_parent
-from data.loading.decode import Lease, Pixels, Samples, decode
+from data.loading.decode import Lease, Samples, decode
 from data.samples.dataset import MOST_AT_A_TIME
 from data.store.node_cache import node_cache
 from hyfi_core.comm.activity import ACTIVITY

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hyfi_core.plan.box import Box
 
-Key = tuple[int, Box]
+CacheKey = tuple[int, Box]
 
 
 @dataclass
@@ -36,7 +36,7 @@ class SampleCache:
     def __init__(self, size_bytes: int, entry_bytes: int) -> None:
         count = size_bytes // entry_bytes if entry_bytes else 0
         self._free = [i * entry_bytes for i in reversed(range(count))]
-        self._entries: OrderedDict[Key, CacheEntry] = OrderedDict()
+        self._entries: OrderedDict[CacheKey, CacheEntry] = OrderedDict()
 
     def acquire(self, index: int, box: Box) -> CacheEntry | None:
         """Return the entry of an image: to read from if it is ``valid``, else to write to.

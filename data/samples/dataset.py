@@ -18,7 +18,7 @@ from data.samples.coverage import COVERAGE_COLUMNS, Coverage, check_coverage, co
 from data.samples.labels import Labels, Target, with_cases
 from data.samples.names import refuse_content_in_two_splits
 from data.samples.splits import check_cases
-from data.samples.view import BACKGROUND, Kind, View, make_view, make_views
+from data.samples.view import BACKGROUND, View, ViewKind, make_view, make_views
 from data.store.manifest import same_content
 from data.store.slide_store import SlideStore, StoreLevel, slide_path
 from data.store.tissue_grid import TissueGrid
@@ -79,7 +79,7 @@ class SlideDataset:
         *,
         size_px: int | tuple[int, int],
         mpp: float,
-        view: Kind = "pack",
+        view: ViewKind = "pack",
         align_px: int = 64,
         seed: int = 0,
         augment: Augment | None = None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from data.csv_table import KEYS, Table
 from data.missing import MISSING, is_missing
-from data.spelling import Kind, joined_note, one_spelling, shown
+from data.spelling import NameKind, joined_note, one_spelling, shown
 from data.store.manifest import SameContent
 from hyfi_core.errors import RequestError
 
@@ -54,7 +54,7 @@ def with_one_name_each(
 def column_in_one_way(
     named: NamedTable,
     column: str,
-    kind: Kind,
+    kind: NameKind,
     *,
     merge: bool,
     known_names: Iterable[str] = (),

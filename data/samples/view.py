@@ -21,7 +21,7 @@ from data.store.tissue_grid import TissueGrid
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box, hull
 
-Kind = Literal["pack", "crop"]
+ViewKind = Literal["pack", "crop"]
 BACKGROUND = 255
 SMALLEST_CUT_PX = 256
 """Smallest side of the squares into which tissue is cut: about the size of a gland and its surroundings."""
@@ -88,7 +88,7 @@ class View:
         return corners_of([piece.target for piece in self.pieces])
 
 
-def make_view(tissue: TissueGrid, size_px: tuple[int, int], kind: Kind = "pack", align_px: int = 64) -> View:
+def make_view(tissue: TissueGrid, size_px: tuple[int, int], kind: ViewKind = "pack", align_px: int = 64) -> View:
     """Choose the parts of a slide that the training image shows. Deterministic.
 
     ``pack`` shows the tissue in place if its bounding box fits into the image. Otherwise the connected pieces of tissue
@@ -118,7 +118,7 @@ def make_view(tissue: TissueGrid, size_px: tuple[int, int], kind: Kind = "pack",
 
 
 def make_views(
-    tissue: TissueGrid, size_px: tuple[int, int], kind: Kind = "pack", align_px: int = 64
+    tissue: TissueGrid, size_px: tuple[int, int], kind: ViewKind = "pack", align_px: int = 64
 ) -> tuple[View, ...]:
     """Choose several images of one size that together show all tissue of a slide, each part of it once.
 
@@ -156,7 +156,7 @@ def make_views(
     return tuple(views)
 
 
-def _cuts(occupied: NDArray[np.bool_], size_px: tuple[int, int], align: int, kind: Kind) -> list[Box]:
+def _cuts(occupied: NDArray[np.bool_], size_px: tuple[int, int], align: int, kind: ViewKind) -> list[Box]:
     """Return boxes of blocks that cover the tissue; each fits into an image."""
     if kind == "pack":
         side = min(size_px) // align

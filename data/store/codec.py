@@ -19,14 +19,13 @@ from typing import Any
 import google_crc32c
 import imagecodecs
 import numpy as np
-import numpy.typing as npt
 import simplejpeg
 
+from data.arrays import Pixels
 from hyfi_core.errors import RequestError
 
 _codecs: Any = imagecodecs  # its type annotations allow only bytes; it accepts arrays too
 
-Pixels = npt.NDArray[np.uint8]
 Buffers = tuple[bytes | Pixels, ...]
 """Consecutive bytes in several pieces, kept apart to save the copy of joining them."""
 CRC_BYTES = 4

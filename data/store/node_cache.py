@@ -32,8 +32,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data.arrays import Pixels
 from data.files import private_folder
-from data.store.codec import CRC_BYTES, Pixels, joined, with_checksum, without_checksum
+from data.store.codec import CRC_BYTES, joined, with_checksum, without_checksum
 
 VARIABLE = "HYFI_NODE_CACHE"
 """Environment variable ``BYTES:FOLDER``, which child processes inherit; empty: no cache."""

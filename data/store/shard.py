@@ -13,7 +13,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from data.store.codec import Buffers, Pixels, joined, with_checksum
+from data.arrays import Pixels
+from data.store.codec import Buffers, joined, with_checksum
 from data.store.layout import ArrayLayout
 from data.store.sharded_array import ABSENT
 

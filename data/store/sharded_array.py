@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data.arrays import Pixels
 from data.errors import StoreError
 from data.location import OpenFile, ahead, each, is_far, opened
-from data.store.codec import CRC_BYTES, Pixels, without_checksum
+from data.store.codec import CRC_BYTES, without_checksum
 from data.store.layout import ArrayLayout
 from data.store.node_cache import INDEX, NodeCache, node_cache
 from hyfi_core.plan.box import Box

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data.arrays import Pixels
 from data.errors import StoreError
 from data.location import each, is_remote, location, sizes_of
-from data.store.codec import Pixels
 from data.store.layout import BACKGROUND
 from data.store.shard import FileEntry
 from data.store.sharded_array import ShardedArray, read_json

@@ -17,9 +17,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from data.arrays import Mask
 from hyfi_core.plan.box import Box
 
-Mask = NDArray[np.bool_]
 """Tissue ``(h, w)``; pixel 0 starts at the slide's corner."""
 
 LARGEST_DENOMINATOR = 100_000

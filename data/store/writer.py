@@ -23,16 +23,17 @@ from typing import Any, Self
 
 import numpy as np
 
+from data.arrays import Mask, Pixels
 from data.cores import usable_cores
 from data.files import json_bytes, publish_directory, sha256_of, sync_tree, upload_directory
 from data.location import is_remote
 from data.store import metadata
-from data.store.codec import Buffers, Pixels, with_checksum
+from data.store.codec import Buffers, with_checksum
 from data.store.layout import CHUNK_PX, SHARD_PX, ArrayLayout, StoredLevel
 from data.store.shard import write_file
 from data.store.sharded_array import ShardedArray
 from data.store.slide_store import FORMAT, slide_path
-from data.store.tissue_grid import Mask, TissueGrid, halve_mask
+from data.store.tissue_grid import TissueGrid, halve_mask
 from data.store.unfinished import JOURNAL, Journal, make_private, unfinished_folder, working_folder
 from hyfi_core.plan.box import Box
 

@@ -59,12 +59,12 @@ _NOTHING = object()
 _DEPTH = 6
 """Depth to which calls between functions of installed packages are followed; of the user's own, all are."""
 
-Values = Iterator[tuple[str, Any]]
+NamedValues = Iterator[tuple[str, Any]]
 _Member = tuple[type, str, Any, bool]
 """(class, name, value, whether the class is the user's own)."""
 
 
-def outside_values(model: nn.Module, attributes: Iterable[Any] | None = None) -> Values:
+def outside_values(model: nn.Module, attributes: Iterable[Any] | None = None) -> NamedValues:
     """Yield (name, value), each name once, of what functions of the model's classes read outside of the model.
 
     Args:
@@ -150,7 +150,7 @@ class _Walk:
         self._reached: list[_Member] = []
         self._reaches_all = False
 
-    def of_model(self, model: nn.Module, attributes: Iterable[Any]) -> Values:
+    def of_model(self, model: nn.Module, attributes: Iterable[Any]) -> NamedValues:
         for kind in {type(module): None for module in model.modules()}:
             self._add_class(kind)
         yield from self._of_reached()
@@ -160,11 +160,11 @@ class _Walk:
                 yield from self._of_attribute(value)
         yield from self._of_reached()
 
-    def _of_reached(self) -> Values:
+    def _of_reached(self) -> NamedValues:
         while self._reached:
             yield from self._of_member(*self._reached.pop())
 
-    def _of_member(self, holder: type, name: str, value: Any, own: bool) -> Values:
+    def _of_member(self, holder: type, name: str, value: Any, own: bool) -> NamedValues:
         full = f"{holder.__qualname__}.{name}"
         if isinstance(value, (*_VALUES, *_HOLDERS)):
             yield full, value
@@ -175,7 +175,7 @@ class _Walk:
         else:
             yield from self._found_by_own(full, value, _DEPTH)
 
-    def _of_attribute(self, value: Any) -> Values:
+    def _of_attribute(self, value: Any) -> NamedValues:
         """What an attribute of a module reads; the attribute itself is compared with the module."""
         kind = type(value)
         if kind in _LISTS:
@@ -197,11 +197,11 @@ class _Walk:
             elif _is_own_class(of_item):
                 self._add_class(of_item)
 
-    def _of_method(self, name: str, method: types.MethodType, depth: int) -> Values:
+    def _of_method(self, name: str, method: types.MethodType, depth: int) -> NamedValues:
         yield from self._of_object(name, method.__self__)
         yield from self._of_function(method, depth)
 
-    def _of_object(self, name: str, item: Any) -> Values:
+    def _of_object(self, name: str, item: Any) -> NamedValues:
         kind: Any = type(item)
         if _is_own_class(kind) and not issubclass(kind, (nn.Module, torch.Tensor)):
             yield name, item
@@ -258,7 +258,7 @@ class _Walk:
                 self._reached += [member for member in members if member[3]]
                 members[:] = [member for member in members if not member[3]]
 
-    def _of_function(self, function: Any, depth: int) -> Values:
+    def _of_function(self, function: Any, depth: int) -> NamedValues:
         function = _unwrapped(function)
         if isinstance(function, functools.partial):
             yield from self._found("partial()", function, True, depth)
@@ -281,7 +281,7 @@ class _Walk:
                 self.assigned += _holders(function.__globals__, chain)
             yield from self._found(*_looked_up(function.__globals__, chain), own, depth)
 
-    def _found(self, name: str, value: Any, own: bool, depth: int) -> Values:
+    def _found(self, name: str, value: Any, own: bool, depth: int) -> NamedValues:
         """What a function found under a name; ``own``: code of the user, which is followed everywhere."""
         self._keep_memoised((value,))
         if value is sys.modules:
@@ -297,7 +297,7 @@ class _Walk:
         elif own:
             yield from self._found_by_own(name, value, depth)
 
-    def _found_by_own(self, name: str, value: Any, depth: int) -> Values:
+    def _found_by_own(self, name: str, value: Any, depth: int) -> NamedValues:
         if isinstance(value, (types.BuiltinFunctionType, torch.Tensor)):
             yield name, value
         elif isinstance(value, functools.partial):

@@ -44,7 +44,7 @@ _COARSE = 3e-2
 """The same for other dtypes, and for models that cannot run in float64."""
 
 Output = Callable[[Any], Any]
-Found = dict[str, torch.Tensor | None]
+Observed = dict[str, torch.Tensor | None]
 """Results of two steps: description -> value, None for a missing gradient."""
 
 
@@ -163,7 +163,7 @@ def _small_shapes(shape: Shape) -> Iterator[Shape]:
     yield from ((min(shape[0], _MOST_IMAGES), shape[1], *side) for side in sides)
 
 
-def _of_program(model: nn.Module, program: Program, shape: Shape, dtype: torch.dtype, pick: Output) -> Found:
+def _of_program(model: nn.Module, program: Program, shape: Shape, dtype: torch.dtype, pick: Output) -> Observed:
     """Return the results of a program."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
@@ -178,7 +178,7 @@ def _of_program(model: nn.Module, program: Program, shape: Shape, dtype: torch.d
 
 
 def _exceeds_rounding(
-    model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, expected: Found, program: Program
+    model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, expected: Observed, program: Program
 ) -> bool:
     """Whether a difference is more than rounding: it occurs in float64, too, or is large if float64 is not possible."""
     exact_dtype = torch.float64 if dtype.is_floating_point else dtype  # of images
@@ -202,10 +202,10 @@ def _steps(
     dtype: torch.dtype,
     run: Callable[[torch.Tensor], Any],
     buffers: Callable[[], Mapping[str, torch.Tensor]],
-) -> Found:
+) -> Observed:
     """Run forward and backward of each step; the loss is a randomly weighted sum of all outputs."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    values: Found = {}
+    values: Observed = {}
     for step in range(1, _STEPS + 1):
         with torch.enable_grad():
             leaves = [leaf for leaf in _pytree.tree_leaves(run(_image(shape, dtype, model, step)))]

@@ -22,7 +22,7 @@ from hyfi_core.lowering.segments import OperatorStep, Segment, Step, Tape, made_
 from hyfi_core.ops.base import RemakesSaved
 from hyfi_core.rules.instructions import CollectiveCall
 
-Tensors = Mapping[str, torch.Tensor]
+NamedTensors = Mapping[str, torch.Tensor]
 
 
 class StepMemory(Protocol):
@@ -36,11 +36,11 @@ class StepMemory(Protocol):
         """Tensors have memory with another owner, such as a message's: they are not spilled."""
         ...
 
-    def begin(self, step: Step, values: Tensors) -> None:
+    def begin(self, step: Step, values: NamedTensors) -> None:
         """Called before a step runs forward."""
         ...
 
-    def saving(self, segment: Segment, outputs: Tensors) -> contextlib.AbstractContextManager[None]:
+    def saving(self, segment: Segment, outputs: NamedTensors) -> contextlib.AbstractContextManager[None]:
         """Return the context in which autograd saves a segment's tensors for backward.
 
         Args:
@@ -49,15 +49,15 @@ class StepMemory(Protocol):
         """
         ...
 
-    def end(self, step: Step, values: Tensors, saved: Any) -> Any:
+    def end(self, step: Step, values: NamedTensors, saved: Any) -> Any:
         """Called after a step has run forward, with what its operator has saved; return what to keep."""
         ...
 
-    def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:
+    def begin_back(self, step: Step, saved: Any, cotangents: NamedTensors) -> None:
         """Called before a step runs backward."""
         ...
 
-    def end_back(self, step: Step, cotangents: Tensors) -> None:
+    def end_back(self, step: Step, cotangents: NamedTensors) -> None:
         """Called after a step has run backward."""
         ...
 
@@ -71,21 +71,21 @@ class AllStays:
     def stay(self, tensors: Any) -> None:
         """See ``StepMemory``."""
 
-    def begin(self, step: Step, values: Tensors) -> None:
+    def begin(self, step: Step, values: NamedTensors) -> None:
         """See ``StepMemory``."""
 
-    def saving(self, segment: Segment, outputs: Tensors) -> contextlib.AbstractContextManager[None]:
+    def saving(self, segment: Segment, outputs: NamedTensors) -> contextlib.AbstractContextManager[None]:
         """See ``StepMemory``."""
         return contextlib.nullcontext()
 
-    def end(self, step: Step, values: Tensors, saved: Any) -> Any:
+    def end(self, step: Step, values: NamedTensors, saved: Any) -> Any:
         """See ``StepMemory``."""
         return saved
 
-    def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:
+    def begin_back(self, step: Step, saved: Any, cotangents: NamedTensors) -> None:
         """See ``StepMemory``."""
 
-    def end_back(self, step: Step, cotangents: Tensors) -> None:
+    def end_back(self, step: Step, cotangents: NamedTensors) -> None:
         """See ``StepMemory``."""
 
 
@@ -155,7 +155,7 @@ class PagedSteps:
         """Exclude tensors with another owner; see ``StepMemory``."""
         self._pager.fix(tensors_in(tensors))
 
-    def begin(self, step: Step, values: Tensors) -> None:
+    def begin(self, step: Step, values: NamedTensors) -> None:
         """Load the inputs of a step; see ``StepMemory``."""
         self._taken = {name: values[name] for name in taken_by(step)}
         for name, tensor in self._taken.items():
@@ -164,7 +164,7 @@ class PagedSteps:
         self._pager.begin(self._taken, self._room(step, back=False))
 
     @contextlib.contextmanager
-    def saving(self, segment: Segment, outputs: Tensors) -> Iterator[None]:
+    def saving(self, segment: Segment, outputs: NamedTensors) -> Iterator[None]:
         """Register the tensors that autograd saves; see ``StepMemory``."""
         uses = [self._backward_use]
 
@@ -185,7 +185,7 @@ class PagedSteps:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    def end(self, step: Step, values: Tensors, saved: Any) -> Any:
+    def end(self, step: Step, values: NamedTensors, saved: Any) -> Any:
         """Register the outputs of a step; see ``StepMemory``."""
         index, made_bytes = self._order.steps[id(step)], 0
         for name in made_by(step):
@@ -203,12 +203,12 @@ class PagedSteps:
         self._pager.end(self._order.at(step))
         return saved
 
-    def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:
+    def begin_back(self, step: Step, saved: Any, cotangents: NamedTensors) -> None:
         """Load the inputs of a step; see ``StepMemory``."""
         touched = [cotangents[name] for name in (*made_by(step), *taken_by(step)) if name in cotangents]
         self._pager.begin([saved, touched], self._room(step, back=True))
 
-    def end_back(self, step: Step, cotangents: Tensors) -> None:
+    def end_back(self, step: Step, cotangents: NamedTensors) -> None:
         """Register the cotangents; see ``StepMemory``."""
         made_bytes = 0
         for name in taken_by(step):
@@ -244,7 +244,7 @@ class PagedSteps:
         self._pager.note_recipe(page, again)
         return saved
 
-    def _note_recipe(self, step: Step, values: Tensors, saved: Any) -> None:
+    def _note_recipe(self, step: Step, values: NamedTensors, saved: Any) -> None:
         """Attach a recipe to the output of a cheap step."""
         for name in made_by(step):
             page = self._pager.page_of(values[name]) if name in values else None

@@ -17,7 +17,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import NOT_FUSED, Target, lower, lowered_operators
 from hyfi_core.lowering.planes import Plane, exchanges, on_plane
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
-from hyfi_core.lowering.stage_values import Splits, boundary, entries_of
+from hyfi_core.lowering.stage_values import SplitsByName, boundary, entries_of
 from hyfi_core.ops.boundary import BoundaryTransfer
 from hyfi_core.ops.plane_exchange import PlaneExchange
 from hyfi_core.plan.branches import Branches
@@ -82,7 +82,7 @@ class PartlyLowered:
         self._program, self._fine, self._machine, self._known = program, fine, machine, lowered_plans
         self._pieces = cut_program(program, program.outputs, () if fine.cuts == "auto" else fine.cuts)
         self.active = lowered_plans.active(program)
-        self._splits: list[Splits] = []
+        self._splits: list[SplitsByName] = []
         self._entries: list[Mapping[str, Any]] = []
         self._each: list[tuple[Stage, RankProgram, list[Operator]]] = []
         self._divided: list[DividedStage] = []

@@ -31,7 +31,7 @@ STATE_COPIES = 3
 
 UPDATE_COPIES = 2
 """Temporary tensors of the optimizer, of the size of the weight that it updates."""
-Way = Literal["peak", "least"]
+PeakOrLeast = Literal["peak", "least"]
 """To the peak, or a lower bound: what is kept when a backward begins; with less, the run cannot work."""
 
 FORECAST_OFF = {"cpu": 1.4, "cuda": 1.15}
@@ -92,7 +92,7 @@ class MemoryForecast:
         """What a checkpoint has of the stage: weights and optimizer state."""
         return self.weight_bytes * STATE_COPIES
 
-    def backward_bytes(self, gradients: bool, way: Way) -> int:
+    def backward_bytes(self, gradients: bool, way: PeakOrLeast) -> int:
         """Return what a micro-batch holds while its backward runs, gradients included.
 
         Args:
@@ -115,7 +115,7 @@ class MemoryForecast:
         return self.state_bytes + records + (PAGES + WORKSPACE) * working + WEIGHT_COPIES * self.largest_weight_bytes
 
 
-def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], way: Way = "peak") -> int:
+def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], way: PeakOrLeast = "peak") -> int:
     """Return the most that a rank has in a step; of forecasts with arrays, an array.
 
     Args:
@@ -144,7 +144,7 @@ def max_of(sizes: Iterable[int]) -> int:
     return reduce(lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b), sizes)
 
 
-def rank_peaks(plan: ParallelPlan, stages: Sequence[MemoryForecast], way: Way = "peak") -> tuple[int, ...]:
+def rank_peaks(plan: ParallelPlan, stages: Sequence[MemoryForecast], way: PeakOrLeast = "peak") -> tuple[int, ...]:
     """Return the memory of each rank of a plane of a replica, in addition to the process: at start or in a step.
 
     Args:

@@ -17,7 +17,7 @@ from hyfi_core.cost.machine import DeviceLink, MachineModel
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 
-Way = tuple[int, int]
+PeerOffset = tuple[int, int]
 """Rows and columns of ranks from one to another of the same grid."""
 Messages = Sequence[tuple[int, float]]
 """(rank of the earlier stage, bytes) of all that one rank of the later stage receives from it."""
@@ -39,7 +39,7 @@ class NodeLinks:
         replicas = range(0, plan.ranks, plan.ranks_per_replica)
         self._replica_begins = tuple(sorted({first % per_node for first in replicas}))
 
-    def halo_s(self, stage: int, received: Mapping[Way, float]) -> tuple[tuple[float, float], ...]:
+    def halo_s(self, stage: int, received: Mapping[PeerOffset, float]) -> tuple[tuple[float, float], ...]:
         """Return (overhead of the messages, time of the bytes) of an exchange, for all kinds of ranks of a stage.
 
         Args:
@@ -89,7 +89,7 @@ class NodeLinks:
     def _link(self, network: bool) -> DeviceLink:
         return self._machine.network if network else self._machine.node
 
-    def _kinds(self, stage: int, ways: tuple[Way, ...]) -> frozenset[tuple[bool | None, ...]]:
+    def _kinds(self, stage: int, ways: tuple[PeerOffset, ...]) -> frozenset[tuple[bool | None, ...]]:
         """Return, for each rank that differs, whether a message in each way leaves its node; None for no message."""
         grid, per_node = self._placement.grids[stage], self._machine.devices_per_node
         kinds: frozenset[tuple[bool | None, ...]] = frozenset()
@@ -112,7 +112,7 @@ class NodeLinks:
 
 @lru_cache(maxsize=4096)  # networks repeat their blocks, and plans their grids
 def _kinds(
-    grid: tuple[int, int], begins: tuple[int, ...], per_node: int, backwards: bool, ways: tuple[Way, ...]
+    grid: tuple[int, int], begins: tuple[int, ...], per_node: int, backwards: bool, ways: tuple[PeerOffset, ...]
 ) -> frozenset[tuple[bool | None, ...]]:
     """Return what differs between the ranks of a grid; see ``NodeLinks``.
 

@@ -20,7 +20,7 @@ from hyfi_core.capture.stages import Stage, active_values
 from hyfi_core.cost.lowered_stages import DividedStage, LoweredPlans, lowered_stages
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.node.spilling import NOTHING_SPILLED, SpilledMaps, SpillRule, SpillTimes
-from hyfi_core.cost.node_links import NodeLinks, Way
+from hyfi_core.cost.node_links import NodeLinks, PeerOffset
 from hyfi_core.cost.operators import OperatorCost, operator_costs, value_bytes
 from hyfi_core.cost.reduction import GradientHolders
 from hyfi_core.ops.batch_norm import BatchNorm
@@ -296,9 +296,9 @@ class StageCosts:
         waits.halo_s += self._turn_s + max(software_s + max(0.0, wire_s - overlapped_s) for software_s, wire_s in kinds)
         waits.halo_bytes += length
 
-    def _ways(self, grid: tuple[int, int], strips: Sequence[Strip], pixel_bytes: float) -> dict[Way, float]:
+    def _ways(self, grid: tuple[int, int], strips: Sequence[Strip], pixel_bytes: float) -> dict[PeerOffset, float]:
         """Return way to a peer -> bytes, of the rank in the middle of a grid, for which stages are lowered."""
-        (rows, columns), bytes_by_way = grid, dict[Way, float]()
+        (rows, columns), bytes_by_way = grid, dict[PeerOffset, float]()
         for strip in strips:
             y, x = divmod(strip.peer, columns)
             way = y - rows // 2, x - columns // 2

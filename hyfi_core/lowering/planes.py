@@ -18,7 +18,7 @@ from hyfi_core.ops.plane_exchange import PlaneExchange, PlaneValue
 from hyfi_core.plan.branches import Branches
 from hyfi_core.rules.instructions import CollectiveCall, Instruction, RankProgram
 
-_Planes = frozenset[int]
+_PlaneSet = frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def exchanges(ranked: RankProgram, plane: Plane, rank: int) -> list[PlaneExchang
     return [step for step in _steps(undivided, plane, rank) if isinstance(step, PlaneExchange)]
 
 
-def _steps(ranked: RankProgram, plane: Plane, rank: int) -> Iterator[PlaneExchange | tuple[Instruction, _Planes]]:
+def _steps(ranked: RankProgram, plane: Plane, rank: int) -> Iterator[PlaneExchange | tuple[Instruction, _PlaneSet]]:
     """Yield the instructions, each with the planes that compute it, and the exchanges between them."""
     computed, used = _where(ranked, plane.branches)
     owner_of: dict[str, int] = {}  # value that other planes need -> the plane that has it
@@ -104,7 +104,7 @@ def _steps(ranked: RankProgram, plane: Plane, rank: int) -> Iterator[PlaneExchan
         yield _exchange(ranked, plane, rank, owner_of, used)
 
 
-def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_Planes], dict[str, _Planes]]:
+def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_PlaneSet], dict[str, _PlaneSet]]:
     """Return the planes that compute each instruction, and those that use each value.
 
     An instruction without owner is computed in all planes that use its results; results of the program are used by all.
@@ -117,10 +117,10 @@ def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_Planes], dict
         for name in op.outputs
         if name is not None
     }
-    used: dict[str, _Planes] = {}
+    used: dict[str, _PlaneSet] = {}
     for name in (*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()):
         used[name] = every
-    computed: list[_Planes] = []
+    computed: list[_PlaneSet] = []
     for instruction in reversed(ranked.instructions):
         outputs = [name for name in instruction.outputs if name is not None]
         owners = next((owner[name] for name in outputs if name in owner), None)
@@ -135,7 +135,7 @@ def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_Planes], dict
 
 
 def _exchange(
-    ranked: RankProgram, plane: Plane, rank: int, owner_of: Mapping[str, int], used: Mapping[str, _Planes]
+    ranked: RankProgram, plane: Plane, rank: int, owner_of: Mapping[str, int], used: Mapping[str, _PlaneSet]
 ) -> PlaneExchange:
     """Return the exchange of these values."""
     values = []

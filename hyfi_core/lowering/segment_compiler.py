@@ -40,7 +40,7 @@ _CODE: dict[Hashable, Callable[..., Any]] = {}  # equal graphs -> compiled code,
 _CODES_KEPT = 512
 _NORMS = ("batch_norm", "layer_norm", "group_norm")
 
-Function = Callable[..., Any]
+CompiledFunction = Callable[..., Any]
 
 
 def why_not_compiled(device: torch.device) -> str | None:
@@ -85,7 +85,7 @@ class SegmentCompiler:
             return replace(instruction, function=_CompiledCalls(instruction.function, self))
         return instruction
 
-    def made(self, joined: JoinedCalls, tensors: Sequence[torch.Tensor]) -> tuple[Function, Any]:
+    def made(self, joined: JoinedCalls, tensors: Sequence[torch.Tensor]) -> tuple[CompiledFunction, Any]:
         """Return (compiled function, its results for ``tensors``); the joined calls if it cannot be compiled."""
         begin = time.perf_counter()
         try:
@@ -116,11 +116,11 @@ class SegmentCompiler:
             )
         self.left[reason] = self.left.get(reason, 0) + 1
 
-    def _made(self, joined: JoinedCalls, tensors: Sequence[torch.Tensor]) -> tuple[Function, Any]:
+    def _made(self, joined: JoinedCalls, tensors: Sequence[torch.Tensor]) -> tuple[CompiledFunction, Any]:
         graph = _traced(joined, tensors)
         if sum(_is_fused(node) for node in graph.graph.nodes) < FUSED_FROM:
             return joined, joined(*tensors)
-        compiled: Function | None = None
+        compiled: CompiledFunction | None = None
         key: Hashable = None
         if not any(node.op == "get_attr" for node in graph.graph.nodes):  # otherwise its code is not all
             key = (BACKEND, graph.code, torch.is_grad_enabled(), tuple(map(_described, tensors)))
@@ -144,7 +144,7 @@ class _CompiledCalls:
     def __init__(self, joined: JoinedCalls, compiler: SegmentCompiler) -> None:
         self._joined = joined
         self._compiler = compiler
-        self._made: dict[Hashable, Function] = {}
+        self._made: dict[Hashable, CompiledFunction] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         kind = tensors[0].device.type
@@ -183,11 +183,11 @@ def _traced(joined: JoinedCalls, tensors: Sequence[torch.Tensor]) -> torch.fx.Gr
     return graph
 
 
-def _compiled(graph: torch.fx.GraphModule) -> Function:
+def _compiled(graph: torch.fx.GraphModule) -> CompiledFunction:
     options: dict[str, Any] | None = None
     if BACKEND == "inductor" and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         options = {"compile_threads": 1}  # otherwise each rank starts as many processes as there are cores
-    function: Function = torch.compile(graph, backend=BACKEND, dynamic=False, fullgraph=True, options=options)
+    function: CompiledFunction = torch.compile(graph, backend=BACKEND, dynamic=False, fullgraph=True, options=options)
     return function
 
 

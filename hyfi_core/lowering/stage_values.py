@@ -11,11 +11,11 @@ from hyfi_core.ops.boundary import BoundaryTransfer, BoundaryValue
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.instructions import Split
 
-Splits = Mapping[str, Split]
+SplitsByName = Mapping[str, Split]
 Entries = Mapping[str, Split | None]
 
 
-def entries_of(stage: Stage, splits: Sequence[Splits], grid: tuple[int, int]) -> dict[str, Split | None]:
+def entries_of(stage: Stage, splits: Sequence[SplitsByName], grid: tuple[int, int]) -> dict[str, Split | None]:
     """Return how the values from other stages are split in a stage: evenly, None for replicated ones.
 
     Args:
@@ -37,7 +37,7 @@ def entries_of(stage: Stage, splits: Sequence[Splits], grid: tuple[int, int]) ->
 def boundary(
     source: Stage,
     target: int,
-    have: Splits,
+    have: SplitsByName,
     need: Entries,
     grids: tuple[tuple[int, int], tuple[int, int]],
     active: Collection[str],

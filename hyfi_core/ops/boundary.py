@@ -98,7 +98,7 @@ class BoundaryPiece:
 
 
 Pieces = dict[int, tuple[BoundaryPiece, ...]]
-_Part = tuple[BoundaryPiece, torch.Tensor]
+_ReceivedPiece = tuple[BoundaryPiece, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class BoundaryTransfer:
             result[value.name] = value.closed(full)
         return result
 
-    def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_Part]) -> torch.Tensor | None:
+    def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_ReceivedPiece]) -> torch.Tensor | None:
         """Return a copy of the value if it is a single piece."""
         if len(parts) == 1 and parts[0][0].shape == value.local_shape(box):
             part = parts[0][1]
@@ -250,9 +250,9 @@ def unpack(boundary: BoundaryTransfer, buffer: torch.Tensor, pieces: tuple[Bound
 
 def _unpacked(
     boundary: BoundaryTransfer, expected: Pieces, buffers: Mapping[int, torch.Tensor]
-) -> dict[str, list[_Part]]:
+) -> dict[str, list[_ReceivedPiece]]:
     """Return value -> (piece, received tensor), over all messages."""
-    parts: dict[str, list[_Part]] = {}
+    parts: dict[str, list[_ReceivedPiece]] = {}
     for position, pieces in expected.items():
         for piece, part in zip(pieces, unpack(boundary, buffers[position], pieces), strict=True):
             parts.setdefault(piece.value.name, []).append((piece, part))

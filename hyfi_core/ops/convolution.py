@@ -29,7 +29,7 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.window import Window
 from hyfi_core.plan.window_calls import OwnCall, StripCall, faster_apart, own_call, strip_call
 
-Mask = tuple[bool, bool, bool]
+OutputMask = tuple[bool, bool, bool]
 _WeightBack = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -66,7 +66,7 @@ class _Back:
     saved: _SavedConvolution
     dy: torch.Tensor
     kernel: torch.Tensor
-    mask: Mask
+    mask: OutputMask
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         result[:, :, self.own.start[0] :, self.own.start[1] :] = d_input
         return result
 
-    def _differentiate(self, back: _Back, mask: Mask) -> Any:
+    def _differentiate(self, back: _Back, mask: OutputMask) -> Any:
         """Return the cotangents of the native call's inputs selected by ``mask``; None if it is empty."""
         if self.output.empty:
             return torch.zeros_like(back.saved.conv_input) if mask[0] else None, None, None
@@ -289,7 +289,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         return self._native_back(back.dy, back.saved.conv_input, back.kernel, padding, mask)
 
     def _native_back(
-        self, dy: torch.Tensor, tensor: torch.Tensor, kernel: torch.Tensor, padding: tuple[int, int], mask: Mask
+        self, dy: torch.Tensor, tensor: torch.Tensor, kernel: torch.Tensor, padding: tuple[int, int], mask: OutputMask
     ) -> Any:
         stride, dilation = self._stride_dilation
         return torch.ops.aten.convolution_backward(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-Pair = tuple[int, int]
+YX = tuple[int, int]
 
 
 def in_place(kernel: torch.Tensor, groups: int) -> bool:
@@ -23,9 +23,7 @@ def in_place(kernel: torch.Tensor, groups: int) -> bool:
     return groups == 1 and kernel.is_contiguous(memory_format=torch.channels_last)
 
 
-def add_outputs(
-    outputs: torch.Tensor, canvas: torch.Tensor, kernel: torch.Tensor, stride: Pair, dilation: Pair
-) -> None:
+def add_outputs(outputs: torch.Tensor, canvas: torch.Tensor, kernel: torch.Tensor, stride: YX, dilation: YX) -> None:
     """Add the convolution of ``canvas`` ``(N, I, h, w)``, without padding, to ``outputs`` ``(N, O, h', w')``."""
     total: torch.Tensor | None = None
     for (y, x), pixels_read in _views_of_taps(canvas, kernel, outputs, stride, dilation):
@@ -35,14 +33,14 @@ def add_outputs(
         outputs.add_(_map(total, outputs))
 
 
-def add_to_weight(d_kernel: torch.Tensor, canvas: torch.Tensor, dy: torch.Tensor, stride: Pair, dilation: Pair) -> None:
+def add_to_weight(d_kernel: torch.Tensor, canvas: torch.Tensor, dy: torch.Tensor, stride: YX, dilation: YX) -> None:
     """Add the cotangent of the weight to ``d_kernel``; ``dy`` is that of the outputs."""
     pixels = _matrix(dy).t()
     for (y, x), pixels_read in _views_of_taps(canvas, d_kernel, dy, stride, dilation):
         d_kernel[:, :, y, x].addmm_(pixels, _matrix(pixels_read))
 
 
-def back(canvas: torch.Tensor, kernel: torch.Tensor, dy: torch.Tensor, stride: Pair, dilation: Pair) -> torch.Tensor:
+def back(canvas: torch.Tensor, kernel: torch.Tensor, dy: torch.Tensor, stride: YX, dilation: YX) -> torch.Tensor:
     """Return the cotangent of ``canvas``, whose values are not used."""
     d_canvas = torch.zeros_like(canvas)
     pixels = _matrix(dy)
@@ -52,8 +50,8 @@ def back(canvas: torch.Tensor, kernel: torch.Tensor, dy: torch.Tensor, stride: P
 
 
 def _views_of_taps(
-    canvas: torch.Tensor, kernel: torch.Tensor, outputs: torch.Tensor, stride: Pair, dilation: Pair
-) -> Iterator[tuple[Pair, torch.Tensor]]:
+    canvas: torch.Tensor, kernel: torch.Tensor, outputs: torch.Tensor, stride: YX, dilation: YX
+) -> Iterator[tuple[YX, torch.Tensor]]:
     """Yield (tap, the view of the pixels that the outputs read through it)."""
     height, width = ((n - 1) * step + 1 for n, step in zip(outputs.shape[2:], stride, strict=True))
     for y in range(kernel.shape[2]):

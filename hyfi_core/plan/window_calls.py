@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.boxes import Interval
 from hyfi_core.plan.transfer import Transfer
 from hyfi_core.plan.window import AxisWindow, Window
 
-Interval = tuple[int, int]
 _OWN_TO_STRIPS = 4
 """Smallest ratio of own to received pixels for which separate calls are faster."""
 

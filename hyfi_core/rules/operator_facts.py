@@ -13,10 +13,12 @@ from typing import Literal
 from hyfi_core.capture.program import Operator
 from hyfi_core.rules.builder import Rule
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.windows.arguments import Shape, Sliding
+from hyfi_core.rules.windows.arguments import ShapeOf, Sliding
 from hyfi_core.rules.windows.taps import Tap
 
-Kind = Literal["elementwise", "norm", "pool", "view", "convolution", "transposed_convolution", "linear", "matmul"]
+OperatorKind = Literal[
+    "elementwise", "norm", "pool", "view", "convolution", "transposed_convolution", "linear", "matmul"
+]
 Keeps = Literal["nothing", "inputs", "outputs", "inputs and outputs", "inputs and places", "other factors"]
 Gradient = Literal["new", "same", "any"]
 
@@ -41,13 +43,13 @@ class OperatorFacts:
     """
 
     rule: Rule | None
-    kind: Kind = "elementwise"
+    kind: OperatorKind = "elementwise"
     keeps: Keeps = "inputs"
     gradient: Gradient = "any"
     fresh: bool = False
     in_place: bool = False
     cheap: bool = False
-    window: Callable[[Operator, Shape], Sliding] | None = None
+    window: Callable[[Operator, ShapeOf], Sliding] | None = None
     tap: Callable[[Operator, tuple[int, ...], Split], Tap | None] | None = None
     instead: str | None = None
 

@@ -20,7 +20,7 @@ from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.pointwise import operands
 
-_Draw = Callable[..., torch.Tensor]
+_Sampler = Callable[..., torch.Tensor]
 """A function of ``ops.draws``: (key, positions, dtype, parameters of the distribution) -> numbers."""
 
 
@@ -39,7 +39,7 @@ class _Numbers:
         self._box = (box.y0, box.y1, box.x0, box.x1) if box is not None else (0, 0, 0, 0)
 
     def __call__(
-        self, draw: _Draw, key: torch.Tensor, device: torch.device, dtype: torch.dtype, *parameters: Any
+        self, draw: _Sampler, key: torch.Tensor, device: torch.device, dtype: torch.dtype, *parameters: Any
     ) -> torch.Tensor:
         """Return this rank's numbers; ``key`` holds seed, step and the micro-batch's first sample."""
         seed, step, sample = (int(word) for word in key)
@@ -70,7 +70,7 @@ def dropout(builder: Builder, op: Operator) -> None:
     builder.compute(call, (name, KEY), op.outputs[:1], split)
 
 
-def of_pixels(draw: _Draw) -> Callable[[Builder, Operator], None]:
+def of_pixels(draw: _Sampler) -> Callable[[Builder, Operator], None]:
     """Return the rule of numbers that each have a parameter of their own, of the last argument."""
 
     def rule(builder: Builder, op: Operator) -> None:
@@ -88,7 +88,7 @@ def of_pixels(draw: _Draw) -> Callable[[Builder, Operator], None]:
     return rule
 
 
-def drawn_like(draw: _Draw) -> Callable[[Builder, Operator], None]:
+def drawn_like(draw: _Sampler) -> Callable[[Builder, Operator], None]:
     """Return the rule of numbers like the first argument; the distribution's parameters are the others."""
 
     def rule(builder: Builder, op: Operator) -> None:
@@ -106,7 +106,7 @@ def drawn_like(draw: _Draw) -> Callable[[Builder, Operator], None]:
     return rule
 
 
-def drawn(draw: _Draw) -> Callable[[Builder, Operator], None]:
+def drawn(draw: _Sampler) -> Callable[[Builder, Operator], None]:
     """Return the rule of numbers of a given shape, the last argument; the distribution's parameters are the others."""
 
     def rule(builder: Builder, op: Operator) -> None:

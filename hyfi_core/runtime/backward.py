@@ -28,8 +28,8 @@ from hyfi_core.lowering.segments import OperatorStep, Segment, Tape
 from hyfi_core.ops.base import AsyncBackward, Cotangents, HoldsBuffers, Rest, SplitBackward, is_expanded
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall
 
-Values = dict[str, torch.Tensor]
-Found = list[tuple[str, torch.Tensor]]
+LocalValues = dict[str, torch.Tensor]
+Arrived = list[tuple[str, torch.Tensor]]
 Complete = Callable[[Sequence[str]], None]
 _SHORT_SEGMENT = 4
 """In segments of so few calls, gradients are not reported one by one: hooks take longer than what they would hide."""
@@ -93,11 +93,11 @@ class BackwardPass:
         self._tape, self._comm_of, self._parameters, self._complete = tape, comm_of, parameters, complete
         self._memory = AllStays() if memory is None else memory
         self._defers = memory is None or isinstance(memory, AllStays)  # otherwise deferred tensors could be spilled
-        self._cotangents: Values = {}
+        self._cotangents: LocalValues = {}
         self._deferred: list[_DeferredGradients] = []
         self._keep = False
 
-    def run(self, records: list[Record], cotangents: Mapping[str, torch.Tensor], keep: bool) -> Values:
+    def run(self, records: list[Record], cotangents: Mapping[str, torch.Tensor], keep: bool) -> LocalValues:
         """Run the records backward.
 
         Args:
@@ -202,14 +202,14 @@ class BackwardPass:
         if isinstance(operator, HoldsBuffers) and not self._keep:
             operator.give_back(record.saved)
 
-    def _named(self, call: CustomCall | CollectiveCall, results: Cotangents) -> Found:
+    def _named(self, call: CustomCall | CollectiveCall, results: Cotangents) -> Arrived:
         return [
             (name, result)
             for name, result in zip(call.inputs, results, strict=True)
             if name is not None and result is not None and name in self._tape.active
         ]
 
-    def _add(self, cotangents: Found, sums: Mapping[str, Over]) -> None:
+    def _add(self, cotangents: Arrived, sums: Mapping[str, Over]) -> None:
         """Add the cotangents of a step to existing ones, and empty the list.
 
         Args:
@@ -235,7 +235,7 @@ def carried_by(call: CustomCall | CollectiveCall) -> tuple[str | None, ...]:
     return (*call.inputs, *call.outputs) if between_planes else call.outputs
 
 
-def _differentiated(record: SegmentRecord, cotangents: Values, keep: bool) -> Found:
+def _differentiated(record: SegmentRecord, cotangents: LocalValues, keep: bool) -> Arrived:
     """Return the cotangents of a segment's inputs; those of its outputs are consumed."""
     seeds = {name: cotangents.pop(name) for name in record.exits if name in cotangents}
     if seeds:

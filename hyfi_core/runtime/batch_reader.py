@@ -23,10 +23,8 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.rules.table import facts_of
-from hyfi_core.runtime.compiled import Compiled
+from hyfi_core.runtime.compiled import Compiled, Key
 from hyfi_core.runtime.groups import Groups
-
-Key = tuple[int, int]
 
 
 @runtime_checkable

@@ -14,6 +14,9 @@ from hyfi_core.lowering.segments import Tape
 from hyfi_core.ops.boundary import BoundaryTransfer
 from hyfi_core.rules.instructions import RankProgram
 
+Key = tuple[int, int]
+"""(stage, direction) of a hosted stage."""
+
 
 @dataclass(frozen=True, eq=False)  # compared by identity: used as a key
 class HostedStage:

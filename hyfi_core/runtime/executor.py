@@ -19,10 +19,10 @@ from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
 from hyfi_core.runtime.backward import (
     BackwardPass,
     Complete,
+    LocalValues,
     OperatorRecord,
     Record,
     SegmentRecord,
-    Values,
     carried_by,
 )
 
@@ -71,7 +71,7 @@ class Executor:
         self._memory = AllStays() if memory is None else memory
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def forward(self, values: Values, record: bool) -> list[Record]:
+    def forward(self, values: LocalValues, record: bool) -> list[Record]:
         """Run all steps; ``values`` has the inputs, and afterwards all values that were not dropped.
 
         Args:
@@ -94,13 +94,13 @@ class Executor:
                 self._memory.end(step, values, None)
         return records
 
-    def do(self, step: Step, values: Values, record: bool = False) -> Record | None:
+    def do(self, step: Step, values: LocalValues, record: bool = False) -> Record | None:
         """Run one step of the tape; see ``forward``. If communication raises, ``values`` is unchanged."""
         if isinstance(step, OperatorStep):
             return self._operate(step, values, record)
         return self._run(step, values, record)
 
-    def _operate(self, step: OperatorStep, values: Values, record: bool) -> Record | None:
+    def _operate(self, step: OperatorStep, values: LocalValues, record: bool) -> Record | None:
         call = step.call
         inputs: Any = tuple(values[name] if name is not None else None for name in call.inputs)
         with torch.no_grad():
@@ -117,9 +117,9 @@ class Executor:
             call.operator.give_back(saved)
         return None
 
-    def _run(self, segment: Segment, values: Values, record: bool) -> Record | None:
+    def _run(self, segment: Segment, values: LocalValues, record: bool) -> Record | None:
         segment_record = SegmentRecord(segment)
-        local: Values = {}
+        local: LocalValues = {}
         active = record and any(name in self.tape.active for name in segment.outputs)
         with torch.set_grad_enabled(active):
             for name in segment.inputs if active else ():
@@ -147,7 +147,7 @@ class Executor:
         parameters: Mapping[str, torch.Tensor],
         keep: bool = False,
         complete: Complete | None = None,
-    ) -> Values:
+    ) -> LocalValues:
         """Run the records backward; gradients of parameters are added to their ``grad``.
 
         Args:
@@ -171,7 +171,7 @@ class Executor:
         return (self._copies if call.all_replicas else self._comm).of(call.traffic)
 
 
-def _call(call: LocalCall, local: Values, values: Values) -> None:
+def _call(call: LocalCall, local: LocalValues, values: LocalValues) -> None:
     """Run one local call, or return empty tensors if this rank owns nothing of the result."""
     inputs = [local[name] if name in local else values[name] for name in call.inputs]
     results = call.function(*inputs) if call.empty is None else tuple(_nothing(info, inputs) for info in call.empty)

@@ -23,11 +23,9 @@ from hyfi_core.comm.base import Pending
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.plan.parallel_plan import BUCKET_BYTES, ParallelPlan
 from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
-from hyfi_core.runtime.compiled import Compiled, HostedStage
+from hyfi_core.runtime.compiled import Compiled, HostedStage, Key
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror
-
-Key = tuple[int, int]
 
 
 class StepGradients:

@@ -14,14 +14,13 @@ from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.replay import Log, RecordingCommunicator, ReplayingCommunicator
-from hyfi_core.runtime.backward import Record, Values
-from hyfi_core.runtime.compiled import Compiled, HostedStage
+from hyfi_core.runtime.backward import LocalValues, Record
+from hyfi_core.runtime.compiled import Compiled, HostedStage, Key
 from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.losses.step_loss import StepLoss
 from hyfi_core.runtime.stage_exchange import StageExchange
 from hyfi_core.schedule.action import Action, Verb
 
-Key = tuple[int, int]
 Event = tuple[Action, float, float]
 """An action with its begin and end, in seconds."""
 
@@ -73,9 +72,9 @@ class Step:
         parameters: (stage, direction) -> value name -> parameter.
     """
 
-    begin: Callable[[Key, int], Values]
+    begin: Callable[[Key, int], LocalValues]
     loss: StepLoss
-    parameters: Mapping[Key, Values]
+    parameters: Mapping[Key, LocalValues]
 
 
 @dataclass
@@ -83,11 +82,11 @@ class _MicroBatch:
     """One micro-batch in one stage between its forward and its backward."""
 
     records: list[Record] = field(default_factory=list)
-    exits: Values = field(default_factory=dict)
+    exits: LocalValues = field(default_factory=dict)
     leaves: list[Any] = field(default_factory=list)
-    cotangents: Values = field(default_factory=dict)
+    cotangents: LocalValues = field(default_factory=dict)
     sends: int = 0
-    again: tuple[Values, Log] | None = None
+    again: tuple[LocalValues, Log] | None = None
     memory: StepMemory = field(default_factory=AllStays)
 
 
@@ -118,7 +117,7 @@ class Pipeline:
         gradients: Gradients | None,
         autocasting: Callable[[], AbstractContextManager[Any]],
         recomputes: Callable[[Action], bool],
-        memory: Callable[[HostedStage, Values], StepMemory] | None = None,
+        memory: Callable[[HostedStage, LocalValues], StepMemory] | None = None,
     ) -> None:
         self._compiled = compiled
         self._groups = groups
@@ -262,7 +261,7 @@ class Pipeline:
     def _executor(self, stage: HostedStage, key: Key, flight: _MicroBatch) -> Executor:
         return Executor(stage.tape, self._groups[key], self._copies[key], flight.memory, self._peers)
 
-    def _from_loss(self, key: Key, flight: _MicroBatch, microbatch: int, step: Step) -> Values:
+    def _from_loss(self, key: Key, flight: _MicroBatch, microbatch: int, step: Step) -> LocalValues:
         """Return the cotangents of the output, and add the loss; empty if this stage does not compute the output."""
         if not self._is_last(key):
             return {}

@@ -18,18 +18,18 @@ from hyfi_core.plan.batch_shapes import Shape
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.runtime.backward import Values
+from hyfi_core.runtime.backward import LocalValues
 from hyfi_core.runtime.batch_reader import ImageBatch, LocalInput, PixelParts, Reader, uploaded
 from hyfi_core.runtime.calls.attribution import ExplainedPart, attribute, join_explanations
 from hyfi_core.runtime.calls.outputs import described, joined, undescribed
 from hyfi_core.runtime.compile_model import compile_model
-from hyfi_core.runtime.compiled import Compiled, HostedStage
+from hyfi_core.runtime.compiled import Compiled, HostedStage, Key
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.loss_function import LossFunction
 from hyfi_core.runtime.losses.of_step import Trained, loss_of_step
 from hyfi_core.runtime.losses.step_loss import NoLoss, StepLoss
-from hyfi_core.runtime.pipeline import Event, Gradients, Key, Pipeline, Step
+from hyfi_core.runtime.pipeline import Event, Gradients, Pipeline, Step
 from hyfi_core.runtime.stage_exchange import StageExchange
 from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
 from hyfi_core.runtime.subject import CAPTURES_KEPT, Subject
@@ -264,7 +264,7 @@ class StageRunner:
         in_turn = self._cells > 1 or self._pager is not None  # then each forward waits while other cells run
         return self._schedules.recomputed(compiled.boundaries, self.groups.plane.rank, in_turn)
 
-    def _memory(self, stage: HostedStage, stays: Values, recomputes: bool) -> StepMemory:
+    def _memory(self, stage: HostedStage, stays: LocalValues, recomputes: bool) -> StepMemory:
         """Return the paging callbacks of a micro-batch; existing tensors except the image stay in memory."""
         assert self._pager is not None
         if stage not in self._orders:
@@ -273,7 +273,7 @@ class StageRunner:
         self._pager.fix(tensor for name, tensor in stays.items() if name != image)
         return PagedSteps(self._pager, self._orders[stage], self._autocasting, recomputes)
 
-    def _memory_of(self, stage: HostedStage, values: Values) -> Callable[[Tape], StepMemory]:
+    def _memory_of(self, stage: HostedStage, values: LocalValues) -> Callable[[Tape], StepMemory]:
         """Return what creates the paging callbacks of an evaluation's tapes; existing tensors but the image stay."""
         pager = self._pager
         if pager is None:
@@ -291,7 +291,7 @@ class StageRunner:
     ) -> Step:
         plan, subject, trains = self._plan, self._subject, not isinstance(loss, NoLoss)
 
-        def begin(key: Key, microbatch: int) -> Values:
+        def begin(key: Key, microbatch: int) -> LocalValues:
             arrived(key[1])
             part = None
             if key in inputs.parts:

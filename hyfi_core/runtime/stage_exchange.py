@@ -17,7 +17,7 @@ from hyfi_core.ops.boundary import BoundaryTransfer, Pieces, pack
 from hyfi_core.plan.placement import Placement
 
 Edge = tuple[int, int]
-_Key = tuple[Edge, int, int, bool]
+_MessageKey = tuple[Edge, int, int, bool]
 
 
 @dataclass
@@ -67,8 +67,8 @@ class StageExchange:
         self._placement = placement
         self._comm = comm.of("stage")
         self.device = device
-        self._arrivals: dict[_Key, _Arrival] = {}
-        self._local: dict[tuple[_Key, int], torch.Tensor] = {}
+        self._arrivals: dict[_MessageKey, _Arrival] = {}
+        self._local: dict[tuple[_MessageKey, int], torch.Tensor] = {}
         self._leaving: list[_Departure] = []
 
     def send(self, edge: Edge, direction: int, microbatch: int, values: Mapping[str, torch.Tensor], back: bool) -> None:

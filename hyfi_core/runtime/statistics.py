@@ -22,7 +22,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.runtime.compiled import Compiled, HostedStage
 from hyfi_core.runtime.groups import Groups
 
-Hosted = Mapping[tuple[int, int], HostedStage]
+HostedStages = Mapping[tuple[int, int], HostedStage]
 
 
 class FollowingStatistics:
@@ -75,7 +75,7 @@ class FoldedStatistics:
     def __init__(
         self,
         model: nn.Module,
-        hosted: Hosted,
+        hosted: HostedStages,
         peers: Mapping[tuple[int, int], int],
         comm: Communicator,
         microbatches: int,

@@ -22,7 +22,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segment_compiler import SegmentCompiler
 from hyfi_core.plan.batch_shapes import BatchShapes, Shape
 from hyfi_core.plan.fused_runs import FusedRuns
-from hyfi_core.runtime.backward import Values
+from hyfi_core.runtime.backward import LocalValues
 from hyfi_core.runtime.batch_reader import lays_channels_last
 from hyfi_core.runtime.calls.local_use import own_use
 from hyfi_core.runtime.compiled import HostedStage
@@ -81,10 +81,10 @@ class Bindings:
 
     def _read(self) -> None:
         model = self._model
-        self._parameters: Values = dict(model.named_parameters(remove_duplicate=False))
-        self._buffers: Values = dict(model.named_buffers(remove_duplicate=False))
+        self._parameters: LocalValues = dict(model.named_parameters(remove_duplicate=False))
+        self._buffers: LocalValues = dict(model.named_buffers(remove_duplicate=False))
         self.parameters_once = dict(model.named_parameters())
-        self._found: dict[HostedStage, tuple[Values, Values]] = {}
+        self._found: dict[HostedStage, tuple[LocalValues, LocalValues]] = {}
         self._holdings = _holdings(model)
 
     def share(
@@ -157,7 +157,7 @@ class Bindings:
                     )
         self._holdings = _holdings(self._model)
 
-    def begin(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> Values:
+    def begin(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> LocalValues:
         """Return the values before the first instruction, in a new dict.
 
         Args:
@@ -173,7 +173,7 @@ class Bindings:
             values[program.image] = part
         return values
 
-    def parameters(self, stage: HostedStage) -> Values:
+    def parameters(self, stage: HostedStage) -> LocalValues:
         """Return value name -> parameter; do not change it."""
         return self._of(stage)[0]
 
@@ -192,7 +192,7 @@ class Bindings:
         former = {id(tensor): name for reference, name in self._former if (tensor := reference()) is not None}
         return trained, former | {id(t): name for name, t in named.items() if id(t) not in own}
 
-    def _of(self, stage: HostedStage) -> tuple[Values, Values]:
+    def _of(self, stage: HostedStage) -> tuple[LocalValues, LocalValues]:
         if stage not in self._found:
             program = stage.ranked.program
             parameters = {value: self._parameters[name] for value, name in program.parameters.items()}

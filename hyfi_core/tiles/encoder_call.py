@@ -17,7 +17,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.tiles.exact_norms import exact_norms
-from hyfi_core.tiles.keyed_draws import DrawKey, KeyedDraws, Shape
+from hyfi_core.tiles.keyed_draws import DrawKey, DrawnShape, KeyedDraws
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class EncoderCall:
         tiles: torch.Tensor,
         key: DrawKey,
         numbers: Sequence[int],
-        single: Sequence[Shape] | None,
+        single: Sequence[DrawnShape] | None,
         group: tuple[Communicator, int] | None = None,
     ) -> torch.Tensor:
         """Return the features of tiles, ``(n, D)``.

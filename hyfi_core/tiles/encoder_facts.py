@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hyfi_core.errors import RequestError
 from hyfi_core.tiles.encoder_call import EncoderCall
-from hyfi_core.tiles.keyed_draws import DrawKey, KeyedDraws, NoDrawsInBackward, Shape
+from hyfi_core.tiles.keyed_draws import DrawKey, DrawnShape, KeyedDraws, NoDrawsInBackward
 from hyfi_core.tiles.peak_meter import PeakMeter
 
 _TILES = 3
@@ -64,7 +64,7 @@ class EncoderFacts:
 
     features: int
     dtype: torch.dtype
-    shapes: tuple[Shape, ...]
+    shapes: tuple[DrawnShape, ...]
     alone: bool
     trained: frozenset[str]
     kept: TileBytes
@@ -123,7 +123,7 @@ def _check_norms(call: EncoderCall) -> None:
             )
 
 
-def _drawn(call: EncoderCall, tile: torch.Tensor, key: DrawKey) -> tuple[Shape, ...]:
+def _drawn(call: EncoderCall, tile: torch.Tensor, key: DrawKey) -> tuple[DrawnShape, ...]:
     """Return the shapes of the random numbers that a call for one tile draws."""
     with torch.no_grad(), KeyedDraws(key, "encoder", [0]) as draws:
         call(tile, key, [0], ())
@@ -135,7 +135,7 @@ def _trial(
     tiles: torch.Tensor,
     key: DrawKey,
     numbers: range | list[int],
-    shapes: tuple[Shape, ...],
+    shapes: tuple[DrawnShape, ...],
     train: bool,
 ) -> _Trial:
     named = {name: p for name, p in call.encoder.named_parameters() if p.requires_grad}
@@ -160,7 +160,7 @@ def _check_buffers(call: EncoderCall, before: dict[str, torch.Tensor]) -> None:
 
 
 def _mixes(
-    call: EncoderCall, tiles: torch.Tensor, key: DrawKey, shapes: tuple[Shape, ...], one: _Trial, several: _Trial
+    call: EncoderCall, tiles: torch.Tensor, key: DrawKey, shapes: tuple[DrawnShape, ...], one: _Trial, several: _Trial
 ) -> bool:
     """Return whether tiles must be encoded one by one; refuse an encoder that mixes the tiles of a call."""
     if _alike(one.features[0], several.features[-1]):

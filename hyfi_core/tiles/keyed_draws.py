@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyfi_core.errors import RequestError
 from hyfi_core.ops import draws
 
-Shape = tuple[int, ...]
+DrawnShape = tuple[int, ...]
 _FILLS: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "bernoulli_": (draws.bernoulli, ("p",)),
     "uniform_": (draws.uniform, ("from", "to")),
@@ -71,12 +71,12 @@ class KeyedDraws(TorchDispatchMode):
     """
 
     def __init__(
-        self, key: DrawKey, what: str, tiles: Sequence[int] | None = None, single: Sequence[Shape] | None = None
+        self, key: DrawKey, what: str, tiles: Sequence[int] | None = None, single: Sequence[DrawnShape] | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._key, self._what, self._single = key, what, single
         self._tiles = None if tiles is None else list(tiles)
-        self.shapes: list[Shape] = []
+        self.shapes: list[DrawnShape] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator, or draw its numbers."""
@@ -130,7 +130,7 @@ class KeyedDraws(TorchDispatchMode):
         detached = [p.detach() if isinstance(p, torch.Tensor) else p for p in parameters]
         return draw(key, where, like.dtype, *detached).reshape(shape)
 
-    def _positions(self, shape: Shape, device: torch.device) -> torch.Tensor:
+    def _positions(self, shape: DrawnShape, device: torch.device) -> torch.Tensor:
         """Return the position of each number in the value of all tiles of the slide, tile after tile."""
         if self._tiles is None:
             return draws.positions(shape, None, (0, 0, 0, 0), device, 0)
@@ -142,7 +142,7 @@ class KeyedDraws(TorchDispatchMode):
             return inside + tiles
         return (inside.unsqueeze(dim) + tiles.view(-1, *[1] * (len(shape) - dim))).reshape(shape)
 
-    def _dim_of_tiles(self, shape: Shape) -> int:
+    def _dim_of_tiles(self, shape: DrawnShape) -> int:
         assert self._single is not None and self._tiles is not None
         number, count = len(self.shapes), len(self._tiles)
         one = self._single[number] if number < len(self._single) else ()

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from data.arrays import Mask
 from data.files import write_atomically
 from data.location import each
 from data.store.manifest import DONE, SlideRecord, load_records
@@ -32,7 +33,6 @@ from pathology.tissue.blur import OUT_OF_FOCUS
 from pathology.tissue.quality_maps import blur_from_json, pen_from_json
 
 RGB = npt.NDArray[np.uint8]
-Mask = npt.NDArray[np.bool_]
 
 PICTURE_PX = 1200
 SMALL_PX = 240

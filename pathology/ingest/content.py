@@ -19,10 +19,11 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image, ImageCms
 
+from data.arrays import Mask
 from data.store.layout import StoredLevel, pyramid_levels
-from data.store.tissue_grid import Mask
 from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
+from pathology.arrays import Planes
 from pathology.errors import SlideError
 from pathology.ingest.frame import Frame, find_frame, slide_grid, whole_frame
 from pathology.ingest.level_reader import LevelReader, choose_level, stored_mpp
@@ -31,7 +32,6 @@ from pathology.ingest.options import IngestOptions
 from pathology.ingest.pyramid import PyramidBuilder, fitted, level_sizes
 from pathology.readers.mpp import SourceMpp
 from pathology.readers.per_thread import PerThread
-from pathology.readers.resample import Planes
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB
 from pathology.readers.threads import run_in_pool

@@ -24,7 +24,7 @@ from pathology.readers.sources import SLIDE_SUFFIXES, largest_scene, scene_count
 from pathology.search import header_or_none, is_gone, slides_at
 
 _LONGEST_NAME_BYTES = 160
-Place = tuple[Path, str]
+SceneKey = tuple[Path, str]
 """Where a slide is: its file, and the number of its scene; empty if the file has one."""
 
 
@@ -47,7 +47,7 @@ class SlideJob:
     seen: str = ""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SceneKey:
         """Its file, and its scene there."""
         return self.source, self.row.get("scene", "")
 
@@ -80,7 +80,7 @@ def find_jobs(
         RequestError: A path does not exist, a folder has no slide, a manifest is invalid, a name is used twice, or two
             rows contradict each other.
     """
-    rows: dict[Place, dict[str, str]] = {}
+    rows: dict[SceneKey, dict[str, str]] = {}
     for path in paths:
         for source, row in slides_at(location(path), store):
             key = (source, row.get("scene", ""))
@@ -88,9 +88,9 @@ def find_jobs(
     return _jobs_with_names(_each_scene(_one_of_each_series(rows), scene), files_by_name)
 
 
-def _each_scene(rows: Mapping[Place, dict[str, str]], scene: str) -> dict[Place, dict[str, str]]:
+def _each_scene(rows: Mapping[SceneKey, dict[str, str]], scene: str) -> dict[SceneKey, dict[str, str]]:
     """Return a row, with a column ``scene``, of each scene where none is given."""
-    scenes: dict[Place, dict[str, str]] = {}
+    scenes: dict[SceneKey, dict[str, str]] = {}
     for (source, stated_scene), row in rows.items():
         count = 1 if stated_scene else scene_count(source)
         if count == 1 and not stated_scene and scene.isdecimal() and int(scene) > 1:
@@ -192,7 +192,7 @@ def _merged(path: Path, source: Path, a: Mapping[str, str], b: Mapping[str, str]
     return {**a, **b}
 
 
-def _one_of_each_series(rows: Mapping[Place, dict[str, str]]) -> dict[Place, dict[str, str]]:
+def _one_of_each_series(rows: Mapping[SceneKey, dict[str, str]]) -> dict[SceneKey, dict[str, str]]:
     """Remove DICOM files that are not in a manifest and whose slide is represented by another file."""
     series = {key: _series_of(key[0]) for key in rows}
     kept_rows, represented = {}, {series[key] for key, row in rows.items() if row}
@@ -208,7 +208,7 @@ def _series_of(source: Path) -> tuple[Path, str] | None:
     return (source.parent, header.series) if header is not None and header.series else None
 
 
-def _jobs_with_names(rows: Mapping[Place, dict[str, str]], files_by_name: Mapping[str, str]) -> list[SlideJob]:
+def _jobs_with_names(rows: Mapping[SceneKey, dict[str, str]], files_by_name: Mapping[str, str]) -> list[SlideJob]:
     names = {
         (location(source), suffix): name
         for name, source in files_by_name.items()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from data.arrays import Mask
 from data.store.layout import LevelSize
 from hyfi_core.plan.box import Box
 from pathology.ingest.level_reader import LevelChoice, LevelReader, choose_level
@@ -17,7 +18,7 @@ from pathology.readers.slide_source import SlideSource
 from pathology.tissue.given import SlideTissue
 from pathology.tissue.outlines import SlideGrid
 from pathology.tissue.quality import mask_level
-from pathology.tissue.tissue import Mask, TissueMasks, find_tissue
+from pathology.tissue.tissue import TissueMasks, find_tissue
 
 CROP_ALIGN_PX = 512
 """Crops start at multiples of this, so that their pyramid has the same pixels as the whole slide's."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyfi_core.plan.box import Box
+from pathology.arrays import Planes
 from pathology.errors import SlideError
-from pathology.readers.resample import Planes, Taps, make_taps, resample, target_size
+from pathology.readers.resample import Taps, make_taps, resample, target_size
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB, BadTile
 from pathology.readers.threads import decode_threads, run_in_pool

@@ -22,7 +22,8 @@ import numpy as np
 
 from data.store.layout import SHARD_PX, LevelSize
 from hyfi_core.plan.box import Box
-from pathology.readers.resample import Planes, halve
+from pathology.arrays import Planes
+from pathology.readers.resample import halve
 
 _codecs: Any = imagecodecs  # annotated for bytes only, but takes arrays
 

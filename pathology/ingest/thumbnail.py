@@ -11,15 +11,16 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
+from data.arrays import Mask
 from data.files import write_atomically
 from data.store.slide_store import SlideStore
 from hyfi_core.plan.box import Box
-from pathology.readers.resample import Planes, make_taps, resample, target_size
+from pathology.arrays import Planes
+from pathology.readers.resample import make_taps, resample, target_size
 from pathology.readers.slide_source import SlideSource
 from pathology.tissue.tissue import find_tissue
 
 RGB = npt.NDArray[np.uint8]
-Mask = npt.NDArray[np.bool_]
 
 OUTLINE = (0, 160, 60)
 LONGEST_PX = 1600

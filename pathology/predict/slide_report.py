@@ -26,7 +26,7 @@ from pathology.predict.tiles.top_tiles import top_tiles
 
 PICTURE_PX = 1600
 CROP_UM = 256.0
-Rows = list[tuple[str, str]]
+FactRows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ def _spread(result: SlideResult, bar: int) -> str:
     return "" if spread is None or bar >= len(spread) else result.readout.spread_text(float(spread[bar]))
 
 
-def _facts(result: SlideResult, spec: InputSpec) -> Rows:
+def _facts(result: SlideResult, spec: InputSpec) -> FactRows:
     height, width = spec.size_px
     mpp_y, mpp_x = result.heatmap.mpp
     if result.tiles is not None:
@@ -189,12 +189,12 @@ def _crop(result: SlideResult, region: Region) -> str:
     return data_uri(Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))), 512)
 
 
-def _slide_rows(result: SlideResult) -> Rows:
+def _slide_rows(result: SlideResult) -> FactRows:
     attributes = result.slide.attributes
     source: dict[str, Any] = attributes["source"]
     scanned, (height, width) = source["levels"][0], result.heatmap.slide_size_px
     stated = {"file": "stated in the file", "manifest": "from the manifest", "flag": "given by the user"}
-    rows: Rows = [
+    rows: FactRows = [
         ("file", PurePath(result.path).name),
         ("size", f"{scanned['width_px']} × {scanned['height_px']} px"),
         ("µm per pixel", f"{np.mean(source['mpp']):.4g}, {stated.get(source['mpp_from'], source['mpp_from'])}"),
@@ -209,9 +209,9 @@ def _member_title(index: int, count: int) -> str:
     return "Model" if count == 1 else f"Model {index + 1} of {count}"
 
 
-def _member_rows(member: Member) -> Rows:
+def _member_rows(member: Member) -> FactRows:
     config = member.config
-    rows: Rows = [
+    rows: FactRows = [
         ("model", str(config.get("model", {}).get("name", ""))),
         ("checkpoint", member.path),
         ("digest", member.digest),
@@ -223,7 +223,7 @@ def _member_rows(member: Member) -> Rows:
     return rows
 
 
-def _software_rows() -> Rows:
+def _software_rows() -> FactRows:
     names = ("hyfi", "torch", "numpy", "zarr", "openslide-python", "tifffile")
     rows = [(name, importlib.metadata.version(name)) for name in names]
     return [*rows, ("Python", platform.python_version()), ("system", f"{platform.system()} {platform.machine()}")]

@@ -32,7 +32,7 @@ CELL_PX = 2048
 larger."""
 
 Pooling = Literal["mean", "max"]
-Size = tuple[int, int]
+ImageSize = tuple[int, int]
 
 
 class SizedEngines:
@@ -64,7 +64,7 @@ class SizedEngines:
         self,
         module: nn.Module,
         trained: Engine | None,
-        size_px: Size,
+        size_px: ImageSize,
         comm: Communicator,
         cells: tuple[int, int] | Literal["auto"] | None = None,
         *,
@@ -84,10 +84,10 @@ class SizedEngines:
         self._autocast, self._grid = autocast, grid or squarest(comm.size)
         self._memory_bytes, self._spill = memory_bytes, spill
         self._trained = trained or self._make(size_px, verify)
-        self._latest: tuple[Size, Engine] = (size_px, self._trained)
+        self._latest: tuple[ImageSize, Engine] = (size_px, self._trained)
         self._any_size: bool | None = None
 
-    def at(self, size_px: Size) -> Engine | None:
+    def at(self, size_px: ImageSize) -> Engine | None:
         """Return the engine for images of a size; None if the network does not support this size.
 
         Raises:
@@ -108,7 +108,7 @@ class SizedEngines:
             self._any_size = True
         return self._latest[1]
 
-    def _make(self, size_px: Size, verify: bool = False) -> Engine:
+    def _make(self, size_px: ImageSize, verify: bool = False) -> Engine:
         cells = self._cells or (None if size_px == self._size else self._cells_of(size_px))
         if cells is not None:
             return_what_is_freed()  # otherwise the heap keeps freed memory, as much again as a cell needs
@@ -117,7 +117,7 @@ class SizedEngines:
         shape = (1, 3, *size_px)
         return hyfi_core.parallelize(self._module, shape, plan, self._comm, autocast=self._autocast, verify=verify)
 
-    def _cells_of(self, size_px: Size) -> tuple[int, int] | None:
+    def _cells_of(self, size_px: ImageSize) -> tuple[int, int] | None:
         """Return the cells of each rank's part of an image of another size; None if the part is no larger than one."""
         if self._comm.size > 1 and self._comm.in_order:
             return None

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Planes = npt.NDArray[np.uint8]
+from pathology.arrays import Planes
+
 _ROUNDING = 0.5 + 1e-4
 """Added before truncation: rounds half up; the excess makes up for float sums slightly below an exact half."""
 

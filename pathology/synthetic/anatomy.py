@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyfi_core.plan.box import Box
-from pathology.synthetic.fields import Array, Noise
+from pathology.synthetic.fields import Field, Noise
 
 GLAND, VESSEL, FAT = range(3)
 
@@ -62,11 +62,11 @@ class Tissue:
         fine: Noise that roughens it.
     """
 
-    pieces: Array
+    pieces: Field
     coarse: Noise
     fine: Noise
 
-    def grid(self, ys_um: Array, xs_um: Array) -> Array:
+    def grid(self, ys_um: Field, xs_um: Field) -> Field:
         """Return the depth in µm on the grid ``ys_um × xs_um``, (len(ys), len(xs)) float32."""
         return self._depth(
             ys_um[:, None].astype(np.float32),
@@ -75,18 +75,18 @@ class Tissue:
             self.fine.grid(ys_um, xs_um),
         )
 
-    def at(self, y_um: Array, x_um: Array) -> Array:
+    def at(self, y_um: Field, x_um: Field) -> Field:
         """Return the depth in µm at points, (n,) float32."""
         return self._depth(y_um, x_um, self.coarse.at(y_um, x_um), self.fine.at(y_um, x_um))
 
-    def _depth(self, y: Array, x: Array, coarse: Array, fine: Array) -> Array:
+    def _depth(self, y: Field, x: Field, coarse: Field, fine: Field) -> Field:
         best = np.full(coarse.shape, -np.inf, np.float32)
         for cy, cx, long, short, angle in self.pieces.tolist():
             dy, dx = y - cy, x - cx
             along, across = dx * np.cos(angle) + dy * np.sin(angle), dy * np.cos(angle) - dx * np.sin(angle)
             radius = np.hypot(along / long, across / short)
             best = np.maximum(best, (1 - radius + 0.13 * coarse) * short)
-        result: Array = best + 5 * fine
+        result: Field = best + 5 * fine
         return result.astype(np.float32)
 
 
@@ -111,24 +111,24 @@ class Anatomy:
     tissue: Tissue
     fields: dict[str, Noise]
     angle: float
-    hollows: Array
-    nests: Array
-    nuclei: Array
-    foci: Array
+    hollows: Field
+    nests: Field
+    nuclei: Field
+    foci: Field
 
-    def fibre_direction(self, y_um: Array, x_um: Array) -> Array:
+    def fibre_direction(self, y_um: Field, x_um: Field) -> Field:
         """Return the direction of the fibres at points, in radians, with y pointing down."""
         step = 2.0
         down = self.across(y_um + step, x_um) - self.across(y_um - step, x_um)
         right = self.across(y_um, x_um + step) - self.across(y_um, x_um - step)
-        result: Array = np.arctan2(-right, down)
+        result: Field = np.arctan2(-right, down)
         return result
 
-    def across(self, y_um: Array, x_um: Array) -> Array:
+    def across(self, y_um: Field, x_um: Field) -> Field:
         """Return the coordinate perpendicular to the fibres at points, in µm."""
         straight = y_um * np.cos(self.angle) - x_um * np.sin(self.angle)
         bend = BEND_UM * self.fields["across"].at(y_um, x_um) + CRIMP_UM * self.fields["wobble"].at(y_um, x_um)
-        result: Array = straight + bend
+        result: Field = straight + bend
         return result
 
 
@@ -151,9 +151,9 @@ def focus_boxes(anatomy: Anatomy) -> list[Box]:
     return boxes
 
 
-def tissue_truth(anatomy: Anatomy, mpp_um: float) -> Array:
+def tissue_truth(anatomy: Anatomy, mpp_um: float) -> Field:
     """Return the true tissue mask of the whole slide at ``mpp_um``, (n, n) bool; lumens and fat count as tissue."""
     n = max(1, round(anatomy.spec.size_um / mpp_um))
     centres = (np.arange(n) + 0.5) * mpp_um
-    result: Array = anatomy.tissue.grid(centres, centres) > 0
+    result: Field = anatomy.tissue.grid(centres, centres) > 0
     return result

@@ -9,7 +9,7 @@ from scipy import ndimage
 
 from hyfi_core.plan.box import Box
 from pathology.synthetic.anatomy import SlideSpec
-from pathology.synthetic.fields import Array
+from pathology.synthetic.fields import Field
 
 BLUR_REACH_PX = 20
 _INKS = np.array(
@@ -30,7 +30,7 @@ class Artefacts:
         self.radius_px = rng.uniform(0.18, 0.26) * spec.size_px if spec.blur else 0.0
         self.sigma_px = 2.2 / spec.mpp_um
 
-    def blur(self, planes: tuple[Array, ...], box: Box) -> tuple[Array, ...]:
+    def blur(self, planes: tuple[Field, ...], box: Box) -> tuple[Field, ...]:
         """Return the planes of ``box``, blurred inside the slide's out-of-focus disc; unchanged outside of it."""
         if not self.radius_px:
             return planes
@@ -41,14 +41,14 @@ class Artefacts:
             return planes
         return tuple(self._blurred(plane, weight) for plane in planes)
 
-    def _blurred(self, plane: Array, weight: Array) -> Array:
+    def _blurred(self, plane: Field, weight: Field) -> Field:
         """Blend a plane with its blurred version; weight 1 is fully blurred."""
         sharp = plane.astype(np.float32)
         soft = ndimage.gaussian_filter(sharp, self.sigma_px, mode="nearest", truncate=3)
-        result: Array = (sharp + weight * (soft - sharp) + 0.5).astype(np.uint8)
+        result: Field = (sharp + weight * (soft - sharp) + 0.5).astype(np.uint8)
         return result
 
-    def pen(self, pixels: Array, block: Box) -> Array:
+    def pen(self, pixels: Field, block: Box) -> Field:
         """Return the pixels of ``block`` with the ink over them; the same array if there is none."""
         for points in self.strokes:
             for start, end in pairwise(points):
@@ -60,7 +60,7 @@ class Artefacts:
                 pixels = (pixels + opacity * (inked - pixels)).astype(np.uint8)
         return pixels
 
-    def inked(self, mpp_um: float, source_mpp_um: float, side_px: int) -> Array:
+    def inked(self, mpp_um: float, source_mpp_um: float, side_px: int) -> Field:
         """Return the mask of the ink, ``(side_px, side_px)`` bool, of the whole slide at ``mpp_um``."""
         scale = source_mpp_um / mpp_um
         extent = Box.of_size(side_px, side_px)
@@ -70,30 +70,30 @@ class Artefacts:
                 inked_mask |= _distance(extent, start, end) < self.half_width_px * scale
         return inked_mask
 
-    def unsharp(self, mpp_um: float, source_mpp_um: float, side_px: int) -> Array:
+    def unsharp(self, mpp_um: float, source_mpp_um: float, side_px: int) -> Field:
         """Return the mask of the out-of-focus area, ``(side_px, side_px)`` bool, of the whole slide at ``mpp_um``."""
         centres = (np.arange(side_px) + 0.5) * mpp_um / source_mpp_um
         y, x = centres[:, None] - self.centre[0], centres[None, :] - self.centre[1]
-        result: Array = np.hypot(y, x) < self.radius_px
+        result: Field = np.hypot(y, x) < self.radius_px
         return result
 
-    def _touches(self, block: Box, start: Array, end: Array) -> bool:
+    def _touches(self, block: Box, start: Field, end: Field) -> bool:
         """Whether a stroke's bounding box intersects a block."""
         low, high = np.minimum(start, end) - self.half_width_px, np.maximum(start, end) + self.half_width_px
         return bool(high[0] > block.y0 and low[0] < block.y1 and high[1] > block.x0 and low[1] < block.x1)
 
 
-def _distance(block: Box, start: Array, end: Array) -> Array:
+def _distance(block: Box, start: Field, end: Field) -> Field:
     """Return each pixel's distance to a line segment, in pixels."""
     y = np.arange(block.y0, block.y1, dtype=np.float32)[:, None] - np.float32(start[0])
     x = np.arange(block.x0, block.x1, dtype=np.float32)[None, :] - np.float32(start[1])
     dy, dx = (end - start).astype(np.float32)
     t = np.clip((y * dy + x * dx) / max(float(dy * dy + dx * dx), 1e-6), 0, 1)
-    result: Array = np.hypot(y - t * dy, x - t * dx)
+    result: Field = np.hypot(y - t * dy, x - t * dx)
     return result
 
 
-def _strokes(rng: np.random.Generator, size_px: int) -> list[Array]:
+def _strokes(rng: np.random.Generator, size_px: int) -> list[Field]:
     """Return one or two hand-drawn lines along an edge of the slide, (n, 2) of y, x in pixels."""
     strokes = []
     for _ in range(int(rng.integers(1, 3))):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
+Field = NDArray[Any]
 
 _PERIOD = 64  # number of knots after which a field repeats
 
@@ -22,7 +22,7 @@ class Noise:
         wavelength_um: Distance between two knots.
     """
 
-    knots: Array
+    knots: Field
     wavelength_um: float
 
     @classmethod
@@ -31,15 +31,15 @@ class Noise:
         knots = rng.standard_normal((_PERIOD, _PERIOD)).astype(np.float32)
         return cls(knots / np.float32(0.48), wavelength_um)  # the spline reduces the standard deviation to 0.48
 
-    def grid(self, ys_um: Array, xs_um: Array) -> Array:
+    def grid(self, ys_um: Field, xs_um: Field) -> Field:
         """Return the field on the grid ``ys_um × xs_um`` of coordinates, (len(ys), len(xs)) float32."""
         iy, wy = _taps(ys_um / self.wavelength_um)
         ix, wx = _taps(xs_um / self.wavelength_um)
         rows = sum(wy[k][:, None] * self.knots[(iy + k) % _PERIOD] for k in range(4))
-        result: Array = sum(wx[k][None, :] * rows[:, (ix + k) % _PERIOD] for k in range(4))
+        result: Field = sum(wx[k][None, :] * rows[:, (ix + k) % _PERIOD] for k in range(4))
         return result
 
-    def at(self, y_um: Array, x_um: Array) -> Array:
+    def at(self, y_um: Field, x_um: Field) -> Field:
         """Return the field at points, (n,) float32."""
         iy, wy = _taps(np.asarray(y_um) / self.wavelength_um)
         ix, wx = _taps(np.asarray(x_um) / self.wavelength_um)
@@ -50,7 +50,7 @@ class Noise:
         return result
 
 
-def _taps(position: Array) -> tuple[Array, Array]:
+def _taps(position: Field) -> tuple[Field, Field]:
     """Return, for each position, the first of four knots and the B-spline weights of the four, (4, n) float32."""
     first = np.floor(position)
     t = (position - first).astype(np.float32)
@@ -58,11 +58,11 @@ def _taps(position: Array) -> tuple[Array, Array]:
     return first.astype(np.int64) - 1, weights
 
 
-def enlarge(nodes: Array, factor: int) -> Array:
+def enlarge(nodes: Field, factor: int) -> Field:
     """Interpolate linearly from nodes ``(n + 1, m + 1)`` to pixels ``(n * factor, m * factor)``."""
     t = (np.arange(factor, dtype=np.float32) / np.float32(factor))[None, :, None]
     down = nodes[:-1, None, :] + (nodes[1:] - nodes[:-1])[:, None, :] * t
     down = down.reshape(-1, nodes.shape[1])
     right = down[:, :-1, None] + (down[:, 1:] - down[:, :-1])[:, :, None] * t.reshape(1, 1, factor)
-    result: Array = right.reshape(down.shape[0], -1)
+    result: Field = right.reshape(down.shape[0], -1)
     return result

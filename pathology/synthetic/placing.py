@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pathology.synthetic.anatomy import FAT, GLAND, VESSEL, Anatomy, SlideSpec, Tissue
-from pathology.synthetic.fields import Array, Noise
+from pathology.synthetic.fields import Field, Noise
 from pathology.synthetic.sprites import ANGLES, COARSE, DUSTY, LYMPHOCYTE, OVAL, RED_CELL, SPINDLE, VARIANTS
 
 _CELL_UM = 8.0  # cell of the raster that keeps objects from overlapping
@@ -73,7 +73,7 @@ class _Raster:
         """Return a random number of objects for a density, from a Poisson distribution."""
         return int(rng.poisson(per_mm2 * self.tissue_mm2))
 
-    def points(self, rng: np.random.Generator, count: int, depth_um: float) -> Array:
+    def points(self, rng: np.random.Generator, count: int, depth_um: float) -> Field:
         """Return ``count`` random points (y, x) in µm at least ``depth_um`` deep in the tissue."""
         inside = np.flatnonzero(self.depth > depth_um)
         if not len(inside):
@@ -94,14 +94,14 @@ class _Raster:
         self.taken[window] |= disc
         return True
 
-    def free(self, points: Array) -> Array:
+    def free(self, points: Field) -> Field:
         """Return a mask of the points (y, x), in µm, that are not in a reserved disc."""
         cell = np.clip((points / _CELL_UM).astype(np.int64), 0, self.n - 1)
-        result: Array = ~self.taken[cell[:, 0], cell[:, 1]]
+        result: Field = ~self.taken[cell[:, 0], cell[:, 1]]
         return result
 
 
-def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Array:
+def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Field:
     """Place glands, vessels and fat cells; see `Anatomy.hollows`."""
     rows: list[tuple[float, ...]] = []
     for y, x in raster.points(rng, 4 * raster.count(rng, _GLANDS), 30):
@@ -123,7 +123,7 @@ def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Array:
     return np.array(rows, np.float64).reshape(-1, 8)
 
 
-def _nests(rng: np.random.Generator, raster: _Raster) -> Array:
+def _nests(rng: np.random.Generator, raster: _Raster) -> Field:
     """Place nests; see `Anatomy.nests`."""
     rows = []
     for y, x in raster.points(rng, 12 * raster.count(rng, _NESTS), 24):
@@ -133,18 +133,18 @@ def _nests(rng: np.random.Generator, raster: _Raster) -> Array:
     return np.array(rows, np.float64).reshape(-1, 3)
 
 
-def _rows(points: Array, kind: Array | int, sprite: Array) -> Array:
+def _rows(points: Field, kind: Field | int, sprite: Field) -> Field:
     """Return rows of `Anatomy.nuclei`, with positions in µm."""
     return np.column_stack([points, np.broadcast_to(kind, len(points)), sprite])
 
 
-def _aligned(angle: Array, rng: np.random.Generator, kind: int) -> Array:
+def _aligned(angle: Field, rng: np.random.Generator, kind: int) -> Field:
     """Return the indices of sprites of elongated nuclei that lie along ``angle``."""
     turn = np.round(angle / np.pi * ANGLES).astype(np.int64) % ANGLES
     return turn * VARIANTS[kind] + rng.integers(0, VARIANTS[kind], len(turn))
 
 
-def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Array:
+def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Field:
     """Return spindle nuclei along the fibres, and scattered round ones."""
     spindles = raster.points(rng, raster.count(rng, _SPINDLES), 2)
     sparse = rng.normal(0, 0.5, len(spindles)) < anatomy.fields["cells"].at(spindles[:, 0], spindles[:, 1]) + 0.5
@@ -162,7 +162,7 @@ def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Arra
     )
 
 
-def _around_hollows(anatomy: Anatomy, rng: np.random.Generator) -> Array:
+def _around_hollows(anatomy: Anatomy, rng: np.random.Generator) -> Field:
     """Return the nuclei in the walls of glands and vessels, and the red cells inside vessels."""
     parts = [np.zeros((0, 4))]
     for kind, y, x, radius, aspect, angle, lumen, _ in anatomy.hollows:
@@ -188,7 +188,7 @@ def _around_hollows(anatomy: Anatomy, rng: np.random.Generator) -> Array:
     return np.concatenate(parts)
 
 
-def _on_ring(anatomy: Anatomy, shape: tuple[float, ...], turn: Array, fraction: Array) -> tuple[Array, Array]:
+def _on_ring(anatomy: Anatomy, shape: tuple[float, ...], turn: Field, fraction: Field) -> tuple[Field, Field]:
     """Return points at a ``fraction`` of a hollow's distorted radius in direction ``turn``, and their outward angle."""
     y, x, radius, aspect, angle = shape
     long, short = radius * np.sqrt(aspect), radius / np.sqrt(aspect)
@@ -205,7 +205,7 @@ WOBBLE = 0.11
 """Relative standard deviation of the radius of a gland along its outline."""
 
 
-def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Array:
+def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Field:
     """Fill each nest with large nuclei on a jittered lattice; in foci of a positive slide their chromatin is coarse."""
     parts = [np.zeros((0, 4))]
     step = 12.5
@@ -222,7 +222,7 @@ def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Array:
     return np.concatenate(parts)
 
 
-def _aggregates(rng: np.random.Generator, raster: _Raster) -> Array:
+def _aggregates(rng: np.random.Generator, raster: _Raster) -> Field:
     """Return the nuclei of clusters of lymphocytes."""
     parts = [np.zeros((0, 4))]
     for y, x in raster.points(rng, raster.count(rng, _AGGREGATES), 15):
@@ -236,9 +236,9 @@ def _aggregates(rng: np.random.Generator, raster: _Raster) -> Array:
     return np.concatenate(parts)
 
 
-def _pixels(spec: SlideSpec, nuclei: Array) -> Array:
+def _pixels(spec: SlideSpec, nuclei: Field) -> Field:
     """Return the nuclei inside the slide, with positions in level-0 pixels, sorted by row."""
     rows = np.column_stack([np.round(nuclei[:, :2] / spec.mpp_um), nuclei[:, 2:]]).astype(np.int32)
     rows = rows[((rows[:, :2] >= 0) & (rows[:, :2] < spec.size_px)).all(1)]
-    result: Array = rows[np.argsort(rows[:, 0], kind="stable")]
+    result: Field = rows[np.argsort(rows[:, 0], kind="stable")]
     return result

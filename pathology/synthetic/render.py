@@ -11,7 +11,7 @@ import numpy as np
 from hyfi_core.plan.box import Box
 from pathology.synthetic import artefacts
 from pathology.synthetic.anatomy import BEND_UM, CRIMP_UM, FAT, GLAND, VESSEL, Anatomy, SlideSpec
-from pathology.synthetic.fields import Array, enlarge
+from pathology.synthetic.fields import Field, enlarge
 from pathology.synthetic.placing import WOBBLE
 from pathology.synthetic.sprites import (
     E_SCALE,
@@ -52,7 +52,7 @@ class Renderer:
         reach = 2 * self.library.reach_px + (artefacts.BLUR_REACH_PX if anatomy.spec.blur else 0)
         self.margin_px = -(-reach // _NODE_PX) * _NODE_PX
 
-    def read(self, box: Box) -> Array:
+    def read(self, box: Box) -> Field:
         """Return the pixels of a box inside the slide, a new (h, w, 3) uint8 array."""
         out = np.empty((box.height, box.width, 3), np.uint8)
         for y in range(box.y0 // BLOCK_PX * BLOCK_PX, box.y1, BLOCK_PX):
@@ -62,7 +62,7 @@ class Renderer:
                 out[part.relative_to(box).slices()] = self._block(block)[part.relative_to(block).slices()]
         return out
 
-    def _block(self, block: Box) -> Array:
+    def _block(self, block: Box) -> Field:
         m = self.margin_px
         planes = _Planes(self, Box(block.y0 - m, block.y1 + m, block.x0 - m, block.x1 + m))
         if planes.tissue:
@@ -100,15 +100,15 @@ class _Planes:
             self.e = (2.5 + 1.2 * np.clip(self.grain, -2, 2)).astype(np.uint8)
         self.pigment = np.zeros(box.shape, np.uint8)
 
-    def _texture(self) -> Array:
+    def _texture(self) -> Field:
         y, x = np.arange(self.box.y0, self.box.y1) % TEXTURE_PX, np.arange(self.box.x0, self.box.x1) % TEXTURE_PX
-        result: Array = grains()[y][:, x]
+        result: Field = grains()[y][:, x]
         return result
 
-    def _field(self, name: str) -> Array:
+    def _field(self, name: str) -> Field:
         return self.anatomy.fields[name].grid(self.rows_um, self.columns_um)
 
-    def _fibres(self) -> Array:
+    def _fibres(self) -> Field:
         """Return the fibre texture of the box, looked up at its distorted coordinates."""
         angle = self.anatomy.angle
         y, x = self.rows_um[:, None], self.columns_um[None, :]
@@ -121,7 +121,7 @@ class _Planes:
         index = (v & (TEXTURE_PX - 1)) * TEXTURE_PX + (u & (TEXTURE_PX - 1))
         return fibres().reshape(-1)[index]
 
-    def _base(self, depth: Array) -> None:
+    def _base(self, depth: Field) -> None:
         """Paint stroma and glass: fibres, rough edges, and a faint shadow of the tissue on the glass next to it."""
         fibre = self._fibres()
         self.wobble = enlarge(self._field("wobble"), _NODE_PX)
@@ -149,7 +149,7 @@ class _Planes:
         area = Box(int(y - r), int(y + r) + 1, int(x - r), int(x + r) + 1).intersect(self.box)
         return None if area.empty else area.relative_to(self.box).slices()
 
-    def _coordinates(self, view: tuple[slice, slice], y_um: float, x_um: float) -> tuple[Array, Array]:
+    def _coordinates(self, view: tuple[slice, slice], y_um: float, x_um: float) -> tuple[Field, Field]:
         """Return y and x of a view relative to a point, in µm, (h, 1) and (1, w)."""
         rows = (np.arange(view[0].start, view[0].stop, dtype=np.float32) + self.box.y0) * self.mpp - y_um
         columns = (np.arange(view[1].start, view[1].stop, dtype=np.float32) + self.box.x0) * self.mpp - x_um
@@ -226,7 +226,7 @@ _WALLS = {GLAND: (95.0, 42.0), VESSEL: (150.0, 16.0), FAT: (120.0, 8.0)}
 """Values of the eosin and haematoxylin planes in the walls of glands, vessels and fat cells."""
 
 
-def stain_table(spec: SlideSpec) -> Array:
+def stain_table(spec: SlideSpec) -> Field:
     """Return the colour for each pair of plane values, (65536,) uint32 of bytes R, G, B, 0 at index ``256 * H + E``.
 
     Stain colours, their strength and the colour of glass vary from case to case; stains also a little from slide to
@@ -242,5 +242,5 @@ def stain_table(spec: SlideSpec) -> Array:
     density = (levels * H_SCALE * h_gain)[:, None, None] * h + (levels * E_SCALE * e_gain)[None, :, None] * e
     table = np.zeros((256, 256, 4), np.uint8)
     table[..., :3] = np.clip(glass * np.exp(-density) + 0.5, 0, 255)
-    packed: Array = table.view(np.uint32).reshape(-1)
+    packed: Field = table.view(np.uint32).reshape(-1)
     return packed

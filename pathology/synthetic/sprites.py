@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import numpy as np
 from scipy import ndimage
 
-from pathology.synthetic.fields import Array
+from pathology.synthetic.fields import Field
 
 SPINDLE, OVAL, LYMPHOCYTE, DUSTY, COARSE, RED_CELL = range(6)
 """Kinds of sprites. COARSE nuclei make a slide positive; DUSTY nuclei are their negative counterpart: the same large
@@ -61,10 +61,10 @@ class Library:
         reach_px: Half the side of the largest sprite, plus one.
     """
 
-    stamps: tuple[tuple[Array, ...], ...]
-    pigment: dict[int, tuple[Array, ...]]
-    cover: tuple[Array, ...]
-    dust: Array
+    stamps: tuple[tuple[Field, ...], ...]
+    pigment: dict[int, tuple[Field, ...]]
+    cover: tuple[Field, ...]
+    dust: Field
     reach_px: int
 
 
@@ -72,10 +72,10 @@ class Library:
 class _Pair:
     """One large nucleus: its haematoxylin plane, its opacity, and its chromatin (0…1), once fine and once clumped."""
 
-    nucleus: Array
-    cover: Array
-    dust: Array
-    granules: Array
+    nucleus: Field
+    cover: Field
+    dust: Field
+    granules: Field
 
 
 @lru_cache(maxsize=4)
@@ -103,7 +103,7 @@ def _elongated(
     width_um: tuple[float, float],
     density: tuple[float, float],
     count: int,
-) -> tuple[Array, ...]:
+) -> tuple[Field, ...]:
     """Return ``ANGLES * count`` elongated nuclei, at index ``angle * count + variant``."""
     shapes = [(rng.uniform(*length_um), rng.uniform(*width_um), rng.uniform(*density)) for _ in range(count)]
     return tuple(
@@ -113,7 +113,7 @@ def _elongated(
     )
 
 
-def _outline(rng: np.random.Generator, mpp_um: float, width_um: float, aspect: float, angle: float) -> Array:
+def _outline(rng: np.random.Generator, mpp_um: float, width_um: float, aspect: float, angle: float) -> Field:
     """Return the distance from a nucleus' outline in µm, positive inside, on a square that contains it."""
     half = int(np.ceil(width_um * aspect * 0.62 / mpp_um)) + _MARGIN_PX
     y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32) * np.float32(mpp_um)
@@ -121,20 +121,20 @@ def _outline(rng: np.random.Generator, mpp_um: float, width_um: float, aspect: f
     turn = np.arctan2(across, along)
     lobes = sum(rng.normal(0, 0.045) * np.cos(n * turn + rng.uniform(0, 6.28)) for n in (2, 3, 4))
     radius = np.hypot(along / aspect, across) * (1 + lobes)
-    result: Array = (width_um / 2 - radius).astype(np.float32)
+    result: Field = (width_um / 2 - radius).astype(np.float32)
     return result
 
 
-def _chromatin(rng: np.random.Generator, shape: tuple[int, ...], grain_px: float) -> Array:
+def _chromatin(rng: np.random.Generator, shape: tuple[int, ...], grain_px: float) -> Field:
     """Return smoothed noise with standard deviation 1."""
     noise = ndimage.gaussian_filter(rng.standard_normal(shape), grain_px)
-    result: Array = (noise / noise.std()).astype(np.float32)
+    result: Field = (noise / noise.std()).astype(np.float32)
     return result
 
 
 def _nucleus(
     rng: np.random.Generator, mpp_um: float, width_um: float, aspect: float, angle: float, dark: float, grain: float
-) -> Array:
+) -> Field:
     inside = _outline(rng, mpp_um, width_um, aspect, angle)
     cover = np.clip(inside / 0.9 + 0.5, 0, 1)
     rim = np.exp(-np.square((inside - 0.5) / 0.6))
@@ -153,7 +153,7 @@ def _pair(rng: np.random.Generator, mpp_um: float) -> _Pair:
     return _Pair(haematoxylin, _plane(cover), dust.astype(np.float32), _granules(rng, mpp_um, inside))
 
 
-def _granules(rng: np.random.Generator, mpp_um: float, inside: Array) -> Array:
+def _granules(rng: np.random.Generator, mpp_um: float, inside: Field) -> Field:
     """Return the fraction of each pixel covered by coarse granules: discs on a jittered lattice."""
     half = inside.shape[0] // 2
     y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32) * np.float32(mpp_um)
@@ -170,7 +170,7 @@ def _granules(rng: np.random.Generator, mpp_um: float, inside: Array) -> Array:
     return (result * np.clip((inside - 0.3) / 0.8, 0, 1)).astype(np.float32)
 
 
-def _match_colours(pairs: list[_Pair]) -> tuple[Array, list[Array], list[Array]]:
+def _match_colours(pairs: list[_Pair]) -> tuple[Field, list[Field], list[Field]]:
     """Choose the density of fine chromatin so that both versions of the nuclei have the same mean colour.
 
     The density per colour channel makes the mean over all nuclei equal in red, green and blue. A gain for each nucleus
@@ -197,13 +197,13 @@ def _match_colours(pairs: list[_Pair]) -> tuple[Array, list[Array], list[Array]]
     return density.astype(np.float32), dust, coarse
 
 
-def _coarse_codes(granules: Array) -> Array:
+def _coarse_codes(granules: Field) -> Field:
     """Return the pigment plane of coarse granules."""
     codes = np.where(granules > 0.04, DUST_MOST + granules * (255 - DUST_MOST), 0)
     return np.clip(codes + 0.5, 0, 255).astype(np.uint8)
 
 
-def _light_through(light: Sequence[Array], dust: Sequence[Array], scale: float, density: float) -> float:
+def _light_through(light: Sequence[Field], dust: Sequence[Field], scale: float, density: float) -> float:
     """Return the sum of the light transmitted by fine chromatin of ``density · scale``."""
     return sum(float((b * np.exp(-density * scale * d)).sum()) for b, d in zip(light, dust, strict=True))
 
@@ -217,7 +217,7 @@ def _solve(light: Callable[[float], float], target: float) -> float:
     return (low + high) / 2
 
 
-def pigment_light(dust: Array) -> Array:
+def pigment_light(dust: Field) -> Field:
     """Return the transmitted fraction of red, green and blue light for values of the pigment plane, (256, 3) float32.
 
     Args:
@@ -229,19 +229,19 @@ def pigment_light(dust: Array) -> Array:
     return np.exp(-np.where(codes <= DUST_MOST, fine, coarse)).astype(np.float32)
 
 
-def _red_cell(rng: np.random.Generator, mpp_um: float) -> Array:
+def _red_cell(rng: np.random.Generator, mpp_um: float) -> Field:
     inside = _outline(rng, mpp_um, rng.uniform(5.5, 7), rng.uniform(1, 1.3), rng.uniform(0, np.pi))
     dimple = 1 - 0.25 * np.clip((inside - 1.6) / 1.5, 0, 1)
     return _plane(np.clip(inside / 0.8 + 0.5, 0, 1) * rng.uniform(0.55, 0.68) * dimple)
 
 
-def _plane(values: Array) -> Array:
+def _plane(values: Field) -> Field:
     """Return values 0…1 as uint8."""
     return np.clip(values * 255 + 0.5, 0, 255).astype(np.uint8)
 
 
 @lru_cache(maxsize=1)
-def fibres() -> Array:
+def fibres() -> Field:
     """Return the fibre texture, (1024, 1024) float32 of 0…1, periodic: rows across the fibres, columns along them."""
     rng = np.random.default_rng(_SEED + 1)
     fine = _periodic(rng, 1.2, 12)
@@ -252,15 +252,15 @@ def fibres() -> Array:
 
 
 @lru_cache(maxsize=1)
-def grains() -> Array:
+def grains() -> Field:
     """Return an isotropic fine texture, (1024, 1024) float32, mean 0, deviation 1, periodic."""
     rng = np.random.default_rng(_SEED + 2)
     return (0.6 * _periodic(rng, 1.0, 1.0) + 0.8 * _periodic(rng, 2.6, 2.6)).astype(np.float32)
 
 
-def _periodic(rng: np.random.Generator, across_px: float, along_px: float) -> Array:
+def _periodic(rng: np.random.Generator, across_px: float, along_px: float) -> Field:
     """Return Gaussian noise smoothed differently along the two axes, deviation 1."""
     noise = rng.standard_normal((TEXTURE_PX, TEXTURE_PX), dtype=np.float32)
     smooth = ndimage.gaussian_filter(noise, (across_px, along_px), mode="wrap")
-    result: Array = smooth / smooth.std()
+    result: Field = smooth / smooth.std()
     return result

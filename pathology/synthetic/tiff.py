@@ -12,7 +12,7 @@ import tifffile
 from data.files import replacing
 from hyfi_core.plan.box import Box
 from pathology.synthetic.anatomy import Anatomy
-from pathology.synthetic.fields import Array
+from pathology.synthetic.fields import Field
 from pathology.synthetic.render import BLOCK_PX, Renderer
 
 TILE_PX = 256
@@ -85,7 +85,7 @@ class _PyramidLevel:
         self.encoded: list[bytes] = []
         self._rows = np.empty((0, size_px, 3), np.uint8)
 
-    def feed(self, rows: Array) -> None:
+    def feed(self, rows: Field) -> None:
         """Add rows ``(n, size_px, 3)``; full rows of tiles are encoded, and passed to the next level at half size."""
         self._rows = np.concatenate([self._rows, rows])
         while len(self._rows) >= TILE_PX:
@@ -104,20 +104,20 @@ class _PyramidLevel:
         tiles, self.encoded = self.encoded, []
         yield from tiles
 
-    def _finish_band(self, band: Array) -> None:
+    def _finish_band(self, band: Field) -> None:
         self.encoded += _tiles(band)
         if self.coarser is not None:
             self.coarser.feed(_halved(band, self.coarser.size_px))
 
 
-def _halved(rows: Array, width: int) -> Array:
+def _halved(rows: Field, width: int) -> Field:
     """Return the mean of 2 × 2 pixels; a last odd row or column is dropped."""
     even = rows[: rows.shape[0] // 2 * 2, : width * 2].astype(np.uint16)
     total = even[0::2, 0::2] + even[1::2, 0::2] + even[0::2, 1::2] + even[1::2, 1::2]
     return ((total + 2) >> 2).astype(np.uint8)
 
 
-def _tiles(rows: Array) -> Iterator[bytes]:
+def _tiles(rows: Field) -> Iterator[bytes]:
     """Yield the encoded tiles of a band of rows, row-major; incomplete ones are padded with their edge."""
     for y in range(0, rows.shape[0], TILE_PX):
         for x in range(0, rows.shape[1], TILE_PX):

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-Planes = npt.NDArray[np.uint8]
-Float = npt.NDArray[np.float32]
-Mask = npt.NDArray[np.bool_]
+from data.arrays import Mask
+from pathology.arrays import Float, Planes
 
 PATCH_PX = 128
 OUT_OF_FOCUS = 0.075

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pathology.arrays import Float, Planes
 from pathology.tissue.smoothing import binomial_filter
 
-Planes = npt.NDArray[np.uint8]
-Float = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.intp]
 
 _STRIP_PX = 2**19

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data.arrays import Mask
+from pathology.arrays import Float, Planes
 from pathology.readers.threads import run_in_pool
-from pathology.tissue.density import Float, Planes, density_of_pixels, row_strips
+from pathology.tissue.density import density_of_pixels, row_strips
 from pathology.tissue.morphology import closed, dilated
 from pathology.tissue.smoothing import binomial_filter, pad_edges
-
-Mask = npt.NDArray[np.bool_]
 
 WALL_DENSITY = (0.006, 0.014)
 """Lower and upper bound of the contrast of a wall: its unsmoothed optical density minus that of its surroundings."""

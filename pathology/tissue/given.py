@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from data.arrays import Mask
 from data.files import as_on_disk
 from hyfi_core.errors import RequestError
 from pathology.tissue.geojson import Areas, read_areas
-from pathology.tissue.outlines import Mask, SlideGrid, mask_of_areas
+from pathology.tissue.outlines import SlideGrid, mask_of_areas
 
 OFF = "off"
 _MOST_NAMED = 3

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
-Mask = npt.NDArray[np.bool_]
+from data.arrays import Mask
 
 _BAND_BYTES = 2**17
 

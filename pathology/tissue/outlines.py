@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from skimage.draw import polygon
 
+from data.arrays import Mask
 from data.components import label
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from pathology.tissue.geojson import TISSUE_CLASS, Areas, Polygon
 
-Mask = NDArray[np.bool_]
 Ring = list[tuple[float, float]]
 TISSUE_RGB = (52, 64, 84)
 _OVERDRAWN = 0.05

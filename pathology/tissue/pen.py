@@ -7,14 +7,13 @@ by a tenth or more, from nucleus to nucleus; that of ink varies by a few hundred
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from scipy import ndimage
 
+from data.arrays import Mask
 from data.components import joined_to, without_small
-from pathology.tissue.density import Float, Planes, density_of
+from pathology.arrays import Float, Planes
+from pathology.tissue.density import density_of
 from pathology.tissue.morphology import dilated, opened
-
-Mask = npt.NDArray[np.bool_]
 
 MIN_INK_DENSITY = 0.02
 """Ink has a higher mean optical density than this."""

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from data.arrays import Mask
 from data.store.layout import LevelSize
-from pathology.readers.resample import Planes
+from pathology.arrays import Planes
 from pathology.tissue.blur import MEASURED_MPP_UM, BlurMap
 from pathology.tissue.density import glass_colour
 from pathology.tissue.quality_maps import blur_to_json, pen_to_json
 from pathology.tissue.stain import StainSample, StainVectors
-from pathology.tissue.tissue import Mask, TissueMasks, TissueParameters, find_tissue
+from pathology.tissue.tissue import TissueMasks, TissueParameters, find_tissue
 
 BLURRED_SHARE = 0.08
 """Slides with a larger fraction of their tissue out of focus have the flag ``blur``."""

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from data.arrays import Mask
+from pathology.arrays import Float
 from pathology.tissue.blur import PATCH_PX, BlurMap
-
-Mask = npt.NDArray[np.bool_]
-Float = npt.NDArray[np.float32]
 
 SHARPNESS_STEP = 1 / 200
 """Sharpness per grey level of a blur map. Level 0 means not measured; level 255 also stands for all larger values."""

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Float = npt.NDArray[np.float32]
+from pathology.arrays import Float
+
 Sums = npt.NDArray[np.uint16] | Float
 
 _EXACT_PASSES = 2

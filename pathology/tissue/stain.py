@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Planes = npt.NDArray[np.uint8]
-Mask = npt.NDArray[np.bool_]
-Float = npt.NDArray[np.float32]
+from data.arrays import Mask
+from pathology.arrays import Float, Planes
 
 MIN_DENSITY = 0.15
 """Only pixels whose optical density (natural logarithm) is above this in all channels are used."""

@@ -7,15 +7,14 @@ immunostains, are paler and vary from nucleus to nucleus.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from scipy import ndimage
 from skimage.morphology import skeletonize
 
+from data.arrays import Mask
 from data.components import label
-from pathology.tissue.density import Float, Planes, density_of
+from pathology.arrays import Float, Planes
+from pathology.tissue.density import density_of
 from pathology.tissue.morphology import dilated
-
-Mask = npt.NDArray[np.bool_]
 
 MIN_STROKE_DENSITY = 0.15
 """Pixels of a thin stroke have a higher mean optical density than this, smoothed."""

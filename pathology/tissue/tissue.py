@@ -19,17 +19,17 @@ import numpy.typing as npt
 from scipy.ndimage import find_objects
 from skimage.filters import threshold_otsu
 
+from data.arrays import Mask
 from data.components import fill_small_holes, label, without_small
 from hyfi_core.errors import RequestError
+from pathology.arrays import Float, Planes
 from pathology.readers.threads import run_in_pool
-from pathology.tissue.density import Float, density_of, glass_colour, row_strips
+from pathology.tissue.density import density_of, glass_colour, row_strips
 from pathology.tissue.fat import find_fat, wall_contrast
 from pathology.tissue.morphology import closed, dilated
 from pathology.tissue.pen import MIN_INK_DENSITY, classify_ink, pen_marks, without_texture
 from pathology.tissue.strokes import MIN_STROKE_DENSITY, thin_strokes
 
-Mask = npt.NDArray[np.bool_]
-Planes = npt.NDArray[np.uint8]
 Levels = npt.NDArray[np.uint16]
 
 _THRESHOLD_PX = 1_000_000

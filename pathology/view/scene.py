@@ -27,7 +27,7 @@ MAX_MASKS = 8
 JPEG_QUALITY = 90
 _RUN_LENGTHS = 3
 """zlib's strategy for run-length encoding: nearly as small as the default, in half of the time."""
-Place = tuple[int, int, int]
+TileAddress = tuple[int, int, int]
 """(zoom, row, column) of a tile."""
 
 
@@ -86,7 +86,7 @@ class Scene:
                 "annotations": _annotation_target(entry),
             }
 
-    def tile(self, key: str, tile: Place, lossless: bool) -> bytes:
+    def tile(self, key: str, tile: TileAddress, lossless: bool) -> bytes:
         """Return a tile of a slide, as PNG if ``lossless``, else as JPEG.
 
         Raises:
@@ -99,7 +99,7 @@ class Scene:
             raise NotInGalleryError(f"{key} has no tile {tile}")
         return png(pixels) if lossless else jpeg(pixels)
 
-    def layer(self, key: str, layer: str, tile: Place, smooth: bool) -> bytes:
+    def layer(self, key: str, layer: str, tile: TileAddress, smooth: bool) -> bytes:
         """Return a tile of a layer as PNG.
 
         Args:

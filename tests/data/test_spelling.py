@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.spelling import Kind, canonical, difference, forms_of, one_spelling, shown
+from data.spelling import NameKind, canonical, difference, forms_of, one_spelling, shown
 from hyfi_core.errors import RequestError
 
 NFD = unicodedata.normalize("NFD", "M\u00fcller")
@@ -65,7 +65,7 @@ def test_the_most_frequent_spelling_stands_for_the_others() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=12), st.sampled_from(["name", "class"]))
-def test_forms_are_stable(text: str, kind: Kind) -> None:
+def test_forms_are_stable(text: str, kind: NameKind) -> None:
     assert canonical(canonical(text)) == canonical(text)
     assert len(set(forms_of([text, f" {text}\u200b"], kind).values())) == 1
     if text.strip():

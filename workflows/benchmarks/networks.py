@@ -94,7 +94,7 @@ DenseNet121 SEResNet50 SEResNext50 SENet154 resnet10 resnet18 resnet34 resnet50 
 
 Make = Callable[[int], nn.Module]
 """Returns the network for images of a given height and width in pixels."""
-Row = dict[str, str]
+Outcomes = dict[str, str]
 
 
 def networks() -> Iterator[tuple[str, Make]]:
@@ -323,7 +323,7 @@ def _outcome(result: str) -> str:
     return result.split()[0].rstrip(":")
 
 
-def _read(path: Path | None) -> dict[str, Row]:
+def _read(path: Path | None) -> dict[str, Outcomes]:
     """Return the rows of a file by name; if a network has several, the last."""
     if path is None or not path.exists():
         return {}

@@ -31,10 +31,10 @@ from data.store.slide_store import SlideStore, slide_path
 from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
 from hyfi_core.process_memory import forget_peak, peak_bytes
+from pathology.arrays import Planes
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pyramid import PyramidBuilder, level_sizes
 from pathology.ingest.slide import ingest_slide
-from pathology.readers.resample import Planes
 from pathology.readers.sources import open_source
 
 READ_PX = 8192

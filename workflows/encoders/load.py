@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from data.loading.normalise import Normalisation
+from hyfi_core.capture.verify import Output
 from hyfi_core.errors import RequestError
 from hyfi_core.models.construct import construct
 from workflows.console import listed
-from workflows.encoders.tile_encoder import Output, TileEncoder
+from workflows.encoders.tile_encoder import TileEncoder
 from workflows.encoders.timm_encoder import normalisation_of, timm_module
 from workflows.encoders.transformers_encoder import module_of, normalisation_in, pooled, transformers_module
 from workflows.finetuning.weights import load_weights

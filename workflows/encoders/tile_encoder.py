@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from torch import nn
 
 from data.loading.normalise import Normalisation
+from hyfi_core.capture.verify import Output
 from hyfi_core.errors import RequestError
 from workflows.console import listed
 
-Output = Callable[[Any], Any]
 _NAMED = 5
 
 

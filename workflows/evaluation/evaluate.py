@@ -30,7 +30,7 @@ from workflows.tasks.task import Task
 Logits = dict[int, list[float]]
 """Logits by index of the slide."""
 
-Metrics = dict[str, Any]
+EvaluatedMetrics = dict[str, Any]
 """Metrics of weights, in JSON's types: loss and metrics by slide, ``intervals``, ``slides`` (their number), and
 ``case``: the same by case, with ``cases`` instead of ``slides`` (None: no aggregation). Undefined numbers are None.
 ``calibration`` is the effect of a temperature fitted on the slides (see `workflows.tasks.calibration`)."""
@@ -120,7 +120,7 @@ class EvaluationSet:
             raise ValueError("every slide of an evaluation set must have a label")
         return cls(images, targets, tuple(s.case_id or s.slide_id for s in slides), task, aggregate)
 
-    def metrics_of(self, logits: Logits) -> Metrics:
+    def metrics_of(self, logits: Logits) -> EvaluatedMetrics:
         """Return the loss, normalised as in training, and the metrics, by slide and by case.
 
         Intervals are bootstrapped over cases, with the same draws in every call: changes are due to the weights.
@@ -138,7 +138,7 @@ class EvaluationSet:
         case_outputs, case_labels = self.task.by_case(outputs, labels, of_case, self.aggregate)
         return {**by_slide, "case": {**self._metrics(case_outputs, case_labels, draws), "cases": len(case_labels)}}
 
-    def _metrics(self, outputs: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> Metrics:
+    def _metrics(self, outputs: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> EvaluatedMetrics:
         return {
             **self.task.metrics(outputs, labels),
             "intervals": {

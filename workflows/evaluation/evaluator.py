@@ -24,10 +24,10 @@ from hyfi_core.runtime.parallelize import parallelize
 from pathology.predict.whole_tissue import Pooling, SizedEngines
 from workflows.evaluation.evaluate import (
     DatasetImages,
+    EvaluatedMetrics,
     EvaluationSet,
     InferenceEngine,
     Logits,
-    Metrics,
     gather_logits,
     predict_slides,
 )
@@ -146,7 +146,7 @@ class Evaluator:
         weights: Mapping[str, torch.Tensor],
         interrupted: Callable[[], bool] = lambda: False,
         on_logits: Callable[[Logits], None] = lambda logits: None,
-    ) -> Metrics | None:
+    ) -> EvaluatedMetrics | None:
         """Return the metrics of weights on rank 0, None elsewhere.
 
         Args:

@@ -11,18 +11,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from data.loading.backoff import Backoff
 from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.runtime.saving.snapshot import Snapshot, SnapshotPool, State
+from workflows.evaluation.evaluate import EvaluatedMetrics
 
 WORK_TAG, SNAPSHOT_TAG, RESULT_TAG = 110, 111, 112
 QUEUE = 2
 """Most snapshots that are being sent or evaluated."""
 
 Policy = Literal["all", "latest"]
-Metrics = dict[str, Any]
 
 
 class ValidationClient:
@@ -43,7 +43,7 @@ class ValidationClient:
         self._pool = SnapshotPool()
         self._unsent: list[Snapshot] = []
         self._sending: list[tuple[Pending, Snapshot | None]] = []
-        self._results: list[tuple[int, Metrics]] = []
+        self._results: list[tuple[int, EvaluatedMetrics]] = []
         self._in_flight: list[int] = []
         self._ended = False
 
@@ -75,7 +75,7 @@ class ValidationClient:
         self._progress()
         return True
 
-    def collect(self) -> list[tuple[int, Metrics]]:
+    def collect(self) -> list[tuple[int, EvaluatedMetrics]]:
         """Return new results since the last call; does not block."""
         self._progress()
         results, self._results = self._results, []
@@ -134,7 +134,7 @@ class ValidationClient:
         self._sending.append((self._world.exchange([flat], []), snapshot))
         self._in_flight.append(snapshot.step)
 
-    def _handle(self, message: Metrics) -> None:
+    def _handle(self, message: EvaluatedMetrics) -> None:
         if message["kind"] == "bye":
             self._ended = True
         elif message["kind"] == "gave up":

@@ -12,11 +12,11 @@ from hyfi_core.errors import RequestError
 from hyfi_core.user_code import load_user_code
 from workflows.config.learning import OptimizerConfig
 
-Groups = list[dict[str, Any]]
+GroupSettings = list[dict[str, Any]]
 _TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
-def optimizer_of(config: OptimizerConfig) -> Callable[[Groups, float], torch.optim.Optimizer]:
+def optimizer_of(config: OptimizerConfig) -> Callable[[GroupSettings, float], torch.optim.Optimizer]:
     """Return a function from (parameter groups, learning rate) to the optimizer.
 
     Raises:
@@ -39,7 +39,7 @@ def optimizer_of(config: OptimizerConfig) -> Callable[[Groups, float], torch.opt
         if "weight_decay" not in accepted:
             _refuse_decay(config)
 
-    def make(groups: Groups, lr: float) -> torch.optim.Optimizer:
+    def make(groups: GroupSettings, lr: float) -> torch.optim.Optimizer:
         try:
             optimizer = kind(groups, lr=lr, **arguments)
         except TypeError as error:

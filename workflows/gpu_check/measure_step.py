@@ -13,7 +13,7 @@ import torch
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes
 
 Row = dict[str, Any]
-Step = Callable[[], object]
+StepBody = Callable[[], object]
 
 
 def finish(device: torch.device) -> None:
@@ -22,7 +22,7 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def step_s(step: Step, device: torch.device, steps: int) -> float:
+def step_s(step: StepBody, device: torch.device, steps: int) -> float:
     """Return the median seconds of a step, after one that compiles and allocates."""
     step()
     finish(device)
@@ -35,7 +35,7 @@ def step_s(step: Step, device: torch.device, steps: int) -> float:
     return statistics.median(times)
 
 
-def step_peak_bytes(step: Step, device: torch.device) -> int:
+def step_peak_bytes(step: StepBody, device: torch.device) -> int:
     """Return the peak memory of a step in addition to that before it."""
     free(device)
     if device.type == "cuda":

@@ -26,7 +26,7 @@ from hyfi_core.models import resnet
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.runtime.engine import Engine
-from workflows.gpu_check.measure_step import Row, Step, free, step_s, tried
+from workflows.gpu_check.measure_step import Row, StepBody, free, step_s, tried
 from workflows.gpu_check.setting import Setting
 from workflows.training.feeding import BatchImages
 
@@ -78,7 +78,7 @@ def speed(setting: Setting, side: str) -> Iterator[Row]:
     side_px, device, steps = int(side), setting.device, setting.sizes.steps
     images, labels = batch(setting, side_px)
 
-    def plain_step(compiled: bool) -> Step:
+    def plain_step(compiled: bool) -> StepBody:
         model = network(setting)
         optimizer, forward = _sgd(list(model.parameters())), torch.compile(model) if compiled else model
 
@@ -91,7 +91,7 @@ def speed(setting: Setting, side: str) -> Iterator[Row]:
 
         return step
 
-    def engine_step(compiled: bool) -> Step:
+    def engine_step(compiled: bool) -> StepBody:
         compile: CompileMode = "on" if compiled else "off"
         engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator(), compile=compile)
         return lambda: engine.train_step(images, labels)

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from workflows.tasks.bootstrap import intervals
 from workflows.tasks.class_metrics import METRICS, metrics_of_probabilities
-from workflows.tasks.curves import ThresholdRow, threshold_rows
+from workflows.tasks.curves import Array, ThresholdRow, threshold_rows
 from workflows.tasks.page_section import MetricNumber, PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import confusion_plot, curve_plots, reliability_plots
 
-Array = NDArray[np.float64]
 RATES = ("at least", "slides", "sensitivity", "specificity", "precision", "negative value")
 
 

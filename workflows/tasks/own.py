@@ -19,7 +19,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.user_code import load_user_code
 
 LOSS_KEY, METRICS_KEY = "data.loss", "validation.metrics"
-Function = Callable[[torch.Tensor, torch.Tensor], object]
+OwnFunction = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 def load_loss(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -77,7 +77,7 @@ def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tens
 
 
 def _tried(key: str, name: str, outputs: torch.Tensor, labels: torch.Tensor) -> object:
-    function: Function = load_user_code(key, name, "a function of (outputs, labels)")
+    function: OwnFunction = load_user_code(key, name, "a function of (outputs, labels)")
     try:
         return function(outputs, labels)
     except Exception as error:

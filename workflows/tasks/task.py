@@ -29,10 +29,10 @@ from pathology.predict.readout import Readout
 from workflows.config.targets import TargetConfig, TargetKeys
 from workflows.config.tasks import TaskFacts
 from workflows.tasks.bootstrap import Intervals, measured, resampled
+from workflows.tasks.class_metrics import Metrics
 from workflows.tasks.own import check_own, load_loss, metric_name, own_numbers
 from workflows.tasks.page_section import PageSection
 
-Metrics = dict[str, float | None]
 Aggregation = Literal["mean", "max"]
 
 

@@ -35,7 +35,7 @@ from workflows.training.stragglers import (
 from workflows.training.throughput import describe_loading, memory_bytes
 from workflows.training.validating import Validating
 
-State = Mapping[str, torch.Tensor] | None
+MaybeState = Mapping[str, torch.Tensor] | None
 _WARNINGS = 5
 """Number of steps that are not finite for which a run warns."""
 
@@ -263,7 +263,7 @@ class TrainingLoop:
         if self._recorder is not None:
             self._recorder.loading = report
 
-    def _save(self, step: int) -> State:
+    def _save(self, step: int) -> MaybeState:
         """Start to save a checkpoint (collective).
 
         Returns:

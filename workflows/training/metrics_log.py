@@ -12,10 +12,10 @@ from data.files import write_atomically
 from hyfi_core.files import naming
 from workflows.console import plain_json
 
-Record = dict[str, Any]
+MetricsLine = dict[str, Any]
 
 
-def read_metrics(path: Path) -> list[Record]:
+def read_metrics(path: Path) -> list[MetricsLine]:
     """Return the records of a log; truncated lines are skipped, and a log that does not exist is empty."""
     if not path.is_file():
         return []
@@ -28,12 +28,12 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
-def nonfinite_steps(records: Iterable[Record]) -> list[int]:
+def nonfinite_steps(records: Iterable[MetricsLine]) -> list[int]:
     """Return the steps whose loss or gradient was not finite."""
     return [record["step"] for record in records if record.get("nonfinite")]
 
 
-def describe_nonfinite(records: Iterable[Record]) -> str | None:
+def describe_nonfinite(records: Iterable[MetricsLine]) -> str | None:
     """Return how many steps were not finite, and what became of them, as text; None if all were finite."""
     wrong = [record for record in records if record.get("nonfinite")]
     if not wrong:
@@ -76,7 +76,7 @@ class MetricsLog:
             self._file.write(_line(record))
             self._file.flush()
 
-    def validations(self) -> dict[int, Record]:
+    def validations(self) -> dict[int, MetricsLine]:
         """Return the validation records by step."""
         return {record["step"]: record for record in self.records if record["kind"] == "validation"}
 

@@ -11,6 +11,7 @@ from data.samples.exclusion import write_excluded
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.saving.kept_checkpoints import prune, remove_leftovers, saved_steps
 from workflows.console import say
+from workflows.evaluation.evaluate import EvaluatedMetrics
 from workflows.training.best import last_step
 from workflows.training.checks.data_record import SlideTables
 from workflows.training.curves import write_curves
@@ -19,10 +20,8 @@ from workflows.training.metrics_log import MetricsLog, describe_nonfinite, nonfi
 from workflows.training.saving.run_folder import RunFolder
 from workflows.training.throughput import Throughput, describe_speed
 
-Metrics = Mapping[str, Any]
 
-
-def format_metrics(metrics: Metrics) -> dict[str, str]:
+def format_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
     """Return loss and metrics as text: ``0.8123 (0.7001 to 0.9012)``, ``0.8123`` or ``undefined``.
 
     A metric whose interval is undefined says so: too few cases define it, or all draws are alike.
@@ -118,7 +117,7 @@ class Recorder:
         self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {speed}"
         self._show("train", step, values)
 
-    def validated(self, step: int, metrics: Metrics, spare: Iterable[int] = ()) -> None:
+    def validated(self, step: int, metrics: EvaluatedMetrics, spare: Iterable[int] = ()) -> None:
         """Record the metrics of the weights of ``step``, update ``best`` and ``last``, and remove old checkpoints.
 
         Call it with ascending steps. Steps after ``last`` are ignored. ``spare``: steps whose checkpoints must stay.
@@ -200,7 +199,7 @@ class Recorder:
         with contextlib.suppress(OSError):
             write_curves(folder / "curves.html", str(folder), self._log.records)
 
-    def _show(self, kind: str, step: int, values: Metrics) -> None:
+    def _show(self, kind: str, step: int, values: EvaluatedMetrics) -> None:
         if self._board is not None:
             self._board.show(kind, step, values)
 
@@ -213,7 +212,7 @@ class _TensorBoard:
 
         self._writer: Any = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
 
-    def show(self, kind: str, step: int, values: Metrics) -> None:
+    def show(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             if isinstance(value, Mapping) and name != "intervals":
                 self.show(f"{kind}/{name}", step, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -11,17 +11,16 @@ import torch
 from hyfi_core.runtime.calls.local_use import local_state
 from hyfi_core.runtime.checkpoint import load_checkpoint
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
+from hyfi_core.runtime.saving.snapshot import State
 from workflows.console import say
-from workflows.evaluation.evaluate import Interrupted, gather_logits, predict_slides
+from workflows.evaluation.evaluate import EvaluatedMetrics, Interrupted, gather_logits, predict_slides
 from workflows.evaluation.validation_client import ValidationClient
 from workflows.launch.stop import StopFlag
 from workflows.training.ema import MovingAverage
 from workflows.training.inputs.run_inputs import RunInputs, TrainingEngine
-from workflows.training.recorder import Metrics, Recorder
+from workflows.training.recorder import Recorder
 from workflows.training.saving.run_checkpoints import RunCheckpoints
 from workflows.training.start import Roles
-
-Weights = Mapping[str, torch.Tensor]
 
 
 class Validating:
@@ -60,7 +59,7 @@ class Validating:
         self._job, self._world, self._trainers = inputs.job, roles.world, roles.trainers
         self._engine, self._model, self._average = engine, model, average
         self._recorder, self._stop, self._checkpoints = recorder, stop, checkpoints
-        self._results: list[tuple[int, Metrics]] = []
+        self._results: list[tuple[int, EvaluatedMetrics]] = []
         self._evaluation_set, self._inference = inputs.evaluation_set(), inputs.inference(engine)
         self._remote = bool(roles.validator_ranks)
         self._client: ValidationClient | None = None
@@ -84,7 +83,7 @@ class Validating:
         """Whether validators validate, which are sent the weights."""
         return self._remote
 
-    def validate(self, step: int, weights: Weights | None) -> None:
+    def validate(self, step: int, weights: State | None) -> None:
         """Validate the weights of ``step``: now, by the trainers; or send them to the validators.
 
         Args:

@@ -17,7 +17,7 @@ import torch
 
 from hyfi_core.comm.base import Communicator
 
-State = Literal["computes", "waits", "ended"]
+RankState = Literal["computes", "waits", "ended"]
 _CONNECT = timedelta(seconds=20)
 
 
@@ -32,7 +32,7 @@ class RankStatus:
         nbytes: of the messages that it waits for.
     """
 
-    state: State
+    state: RankState
     where: str
     count: int
     nbytes: int = 0
@@ -52,7 +52,7 @@ class Board:
         self._count = itertools.count()
         self.post("computes", "")
 
-    def post(self, state: State, where: str, nbytes: int = 0) -> None:
+    def post(self, state: RankState, where: str, nbytes: int = 0) -> None:
         """Write this rank's status."""
         self._store.set(f"state/{self._rank}", json.dumps([state, where, next(self._count), nbytes]))
 

@@ -28,9 +28,9 @@ from hyfi_core.cost.plan_bounds import ONE_IN_FLIGHT
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.schedule.in_flight import Moment, fullest_moments, microbatches_in_flight
 
-Seconds = NDArray[np.float64]
+SecondsTable = NDArray[np.float64]
 """Times of the stage from each place (row) to each other (column)."""
-Rows = NDArray[np.int64]
+CutRows = NDArray[np.int64]
 """Cuts, a row for each choice: indices of places."""
 _Number = TypeVar("_Number", np.int64, np.float64)
 _MOST_ROWS = 5_000
@@ -88,7 +88,7 @@ class StagesAnywhere:
         least, _ = shortest([table.astype(np.float64) for table in self.bytes], np.maximum)
         return max(int(least), int(self.off * self.stages[0].start_bytes))
 
-    def needed(self, rows: Rows) -> Table:
+    def needed(self, rows: CutRows) -> Table:
         """Return the bytes of the rank that needs most, for each choice of cuts, by the forecast."""
         ends = self.ends(rows)
         chosen = [_chosen(stage, ends[:, at], ends[:, at + 1]) for at, stage in enumerate(self.stages)]
@@ -101,7 +101,7 @@ class StagesAnywhere:
         sums: NDArray[_Number] = np.max([each[[stage for stage, _ in hosted]].sum(0) for hosted in moments], axis=0)
         return sums
 
-    def at(self, tables: Sequence[NDArray[_Number]], rows: Rows) -> NDArray[_Number]:
+    def at(self, tables: Sequence[NDArray[_Number]], rows: CutRows) -> NDArray[_Number]:
         """Return the numbers of all stages (first axis) for each choice of cuts (second axis)."""
         ends = self.ends(rows)
         numbers: NDArray[_Number] = np.array([t[ends[:, s], ends[:, s + 1]] for s, t in enumerate(tables)])
@@ -110,7 +110,7 @@ class StagesAnywhere:
     def _most(self, forecast: Table) -> Table:
         return (self.off * forecast).astype(np.int64)
 
-    def ends(self, rows: Rows) -> Rows:
+    def ends(self, rows: CutRows) -> CutRows:
         """Return for each choice of cuts where its stages begin and end, one number more than there are stages."""
         return np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, len(self.names) + 1)))
 
@@ -151,7 +151,7 @@ class FittingCuts:
     """
 
     stages: StagesAnywhere
-    seconds: tuple[Seconds, ...]
+    seconds: tuple[SecondsTable, ...]
     room_bytes: int
 
     def fastest(self) -> tuple[tuple[str, ...] | None, int]:
@@ -172,19 +172,19 @@ class FittingCuts:
         return tuple(self._names(row) for row in rows[self._order(rows)[:_BESIDE]]) if len(rows) else ()
 
     @cached_property
-    def _best(self) -> Rows:
+    def _best(self) -> CutRows:
         rows = self._by_stages() if self.stages.plan.directions == 1 else self._near_best()
-        fastest: Rows = rows[self._order(rows)[0]]
+        fastest: CutRows = rows[self._order(rows)[0]]
         return fastest
 
-    def _names(self, row: Rows) -> tuple[str, ...]:
+    def _names(self, row: CutRows) -> tuple[str, ...]:
         return tuple(self.stages.names[position - 1] for position in row)
 
-    def _in_order(self, rows: Rows) -> NDArray[np.bool_]:
+    def _in_order(self, rows: CutRows) -> NDArray[np.bool_]:
         """Return which rows are cuts in ascending order, each after at least one operator."""
         return np.asarray((np.diff(self.stages.ends(rows)) > 0).all(1))
 
-    def _order(self, rows: Rows) -> NDArray[np.intp]:
+    def _order(self, rows: CutRows) -> NDArray[np.intp]:
         """Return the rows in order: those that fit first, or nearly do, then the faster ones; see ``least_step_s``."""
         plan, each_s = self.stages.plan, self.stages.at(self.seconds, rows)
         rounds = plan.microbatches // plan.directions
@@ -195,7 +195,7 @@ class FittingCuts:
             seconds = (rounds - 1) * each_s.max(0) + each_s.sum(0)
         return np.lexsort((seconds, np.maximum(0, self.stages.needed(rows) - self.room_bytes)))
 
-    def _by_stages(self) -> Rows:
+    def _by_stages(self) -> CutRows:
         """Return the cuts that fit and have the shortest slowest stage, and the shortest sum; else the smallest."""
         tables = zip(self.seconds, self.stages.bytes, strict=True)
         seconds = [np.where(stage_bytes <= self.room_bytes, table, np.inf) for table, stage_bytes in tables]
@@ -205,7 +205,7 @@ class FittingCuts:
         even = [np.where(table <= slowest_s, table, np.inf) for table in seconds]
         return np.array([row, shortest(even, np.add)[1], shortest(seconds, np.add)[1]])
 
-    def _near_best(self) -> Rows:
+    def _near_best(self) -> CutRows:
         """Return the best of all cuts, or if they are too many, of a coarse choice and what is near."""
         cuts, places = self.stages.plan.stages - 1, len(self.stages.names)
         few = next(count for count in range(places, cuts - 1, -1) if comb(count, cuts) <= _MOST_ROWS)
@@ -221,17 +221,19 @@ class FittingCuts:
 
 
 @lru_cache(maxsize=64)
-def _combinations(places: int, cuts: int) -> Rows:
+def _combinations(places: int, cuts: int) -> CutRows:
     return np.array(list(combinations(range(places), cuts)), dtype=np.int64)
 
 
 @cache
-def _neighbours(cuts: int) -> Rows:
+def _neighbours(cuts: int) -> CutRows:
     """Return all steps by at most one place, first none."""
     return np.array(list(product((0, -1, 1), repeat=cuts)), dtype=np.int64)
 
 
-def shortest(costs: Sequence[Seconds], together: Callable[[Seconds, Seconds], Seconds]) -> tuple[float, Rows]:
+def shortest(
+    costs: Sequence[SecondsTable], together: Callable[[SecondsTable, SecondsTable], SecondsTable]
+) -> tuple[float, CutRows]:
     """Return the least cost of all stages together, and the cuts, by dynamic programming; infinite if there are none.
 
     Args:

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from hyfi_core.cost.fit.fitting_cuts import FittingCuts, Seconds, StagesAnywhere, average_bytes
+from hyfi_core.cost.fit.fitting_cuts import FittingCuts, SecondsTable, StagesAnywhere, average_bytes
 from hyfi_core.cost.fit.stage_table import StageTable
 from hyfi_core.cost.memory import FORECAST_OFF, SPILLING_OFF, StageMaps
 from hyfi_core.cost.plan_bounds import PlanBounds, Programs
@@ -157,7 +157,7 @@ class PlanMemory:
     def _anywhere(self, plan: ParallelPlan) -> StagesAnywhere:
         return StagesAnywhere.of(plan, self._programs(self._images(plan)), self._table(plan), self._off)
 
-    def _seconds(self, plan: ParallelPlan) -> tuple[Seconds, ...]:
+    def _seconds(self, plan: ParallelPlan) -> tuple[SecondsTable, ...]:
         """Return the time of each stage from any place to any other, and of what it sends, forward and backward."""
         table = self._table(plan)
         travels_s = 2 * np.asarray(table.maps.taken)[:, -1] / self._request.machine.node.bytes_per_s

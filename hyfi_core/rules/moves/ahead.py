@@ -18,12 +18,12 @@ from hyfi_core.capture.program import Operator, Program
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _SAME = ("aten.clone.default", "aten.contiguous.default", "aten.alias.default")
 
-Groups = list[tuple[int, ...]]
+FactorGroups = list[tuple[int, ...]]
 """For each dim of a value, the numbers of the factors that it holds, in order; of (0, 2): ``sizes[0] * sizes[2]``."""
 
 
 def windows_first(
-    program: Program, op: Operator, groups: Groups, sizes: Sequence[int], pairs: Sequence[Sequence[int]]
+    program: Program, op: Operator, groups: FactorGroups, sizes: Sequence[int], pairs: Sequence[Sequence[int]]
 ) -> int | None:
     """Return which of two pairs of factors, (of y, of x), ends in an earlier dim than the other.
 
@@ -53,7 +53,7 @@ def windows_first(
     return 0 if dims[0] < dims[1] else 1  # type: ignore[operator]
 
 
-def _places(groups: Groups, pairs: Sequence[Sequence[int]]) -> list[int | None]:
+def _places(groups: FactorGroups, pairs: Sequence[Sequence[int]]) -> list[int | None]:
     """Return the dim whose last factors are each pair, None if none is.
 
     If one pair is in one dim, the other may also be in two neighbouring dims.
@@ -67,7 +67,7 @@ def _places(groups: Groups, pairs: Sequence[Sequence[int]]) -> list[int | None]:
     return [single if single is not None else pair for single, pair in zip(merged, beside, strict=True)]
 
 
-def _after(program: Program, op: Operator, groups: Groups, sizes: Sequence[int]) -> Groups | None:
+def _after(program: Program, op: Operator, groups: FactorGroups, sizes: Sequence[int]) -> FactorGroups | None:
     """Return the factors of each dim after an operator; None if it is no view, or divides a factor."""
     if op.text in _SAME:
         return groups

@@ -10,7 +10,7 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.plan.window import AxisWindow, Window
 from hyfi_core.rules.calls import arguments, pair
 
-Shape = Callable[[str], tuple[int, ...]]
+ShapeOf = Callable[[str], tuple[int, ...]]
 
 
 _Sizes = tuple[int, ...]
@@ -31,7 +31,7 @@ class Sliding:
     fill: float = 0.0
 
 
-def conv2d(op: Operator, shape: Shape) -> Sliding:
+def conv2d(op: Operator, shape: ShapeOf) -> Sliding:
     """Return the window of a convolution; ``shape`` returns the shape of a value."""
     _, weight, _, stride, padding, dilation, _ = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     kernel, stride, dilation = shape(weight.name)[2:], pair(stride), pair(dilation)
@@ -43,14 +43,14 @@ def conv2d(op: Operator, shape: Shape) -> Sliding:
     return Sliding(_window(kernel, stride, first, dilation), symmetric)
 
 
-def max_pool2d(op: Operator, shape: Shape) -> Sliding:
+def max_pool2d(op: Operator, shape: ShapeOf) -> Sliding:
     """Return the window of a max pool; with ``ceil_mode`` it may extend beyond the padding."""
     _, kernel, stride, padding, dilation, ceil_mode = arguments(op.args, ([], [0, 0], [1, 1], False), 2)
     window = _window(pair(kernel), pair(stride or kernel), pair(padding), pair(dilation))
     return Sliding(window, (not ceil_mode, not ceil_mode), float("-inf"))
 
 
-def avg_pool2d(op: Operator, shape: Shape) -> Sliding:
+def avg_pool2d(op: Operator, shape: ShapeOf) -> Sliding:
     """Return the window of an average pool; the native call never pads, because its counts would be wrong."""
     _, kernel, stride, padding, *_ = arguments(op.args, ([], [0, 0], False, True, None), 2)
     return Sliding(_window(pair(kernel), pair(stride or kernel), pair(padding), (1, 1)), (False, False))

@@ -27,7 +27,7 @@ from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.transfer import plan_transfer
 from hyfi_core.rules.instructions import RankProgram
-from hyfi_core.runtime.backward import Values
+from hyfi_core.runtime.backward import LocalValues
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import Executor
 
@@ -70,7 +70,7 @@ class ExplainedPart(NamedTuple):
 
 def attribute(
     compiled: Compiled,
-    values: Values,
+    values: LocalValues,
     stage: CountedCommunicator,
     memory_of: Callable[[Tape], StepMemory] = lambda tape: AllStays(),
 ) -> ExplainedPart:
@@ -145,7 +145,7 @@ def attribute_head(
     ranked: RankProgram,
     name: str,
     head: Tape,
-    values: Values,
+    values: LocalValues,
     stage: CountedCommunicator,
     memory: StepMemory | None = None,
 ) -> Explanation:
@@ -181,7 +181,7 @@ def attribute_head(
     return Explanation(logits.float(), torch.cat(maps, 1), positions)
 
 
-def position_logits(program: Program, name: str, part: torch.Tensor, values: Values) -> torch.Tensor | None:
+def position_logits(program: Program, name: str, part: torch.Tensor, values: LocalValues) -> torch.Tensor | None:
     """Return the logits of the head at each position of a map alone, as if it were a map of one pixel.
 
     For a mean or a maximum over space and a linear layer: that layer applied to each position. Memory: that of the head
@@ -227,7 +227,7 @@ def position_logits(program: Program, name: str, part: torch.Tensor, values: Val
     return scores.float().reshape(batch, height, width, scores.shape[1]).permute(0, 3, 1, 2)
 
 
-def _logits(ranked: RankProgram, values: Values) -> tuple[torch.Tensor, str]:
+def _logits(ranked: RankProgram, values: LocalValues) -> tuple[torch.Tensor, str]:
     """Return the only tensor of the output and its name."""
     names = [item.name for item in ranked.outputs if isinstance(item, Ref)]
     if len(names) != 1 or values[names[0]].dim() != 2:

@@ -20,7 +20,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.gathered import gather_tensors
 from hyfi_core.runtime.losses.loss_function import LossFunction
-from hyfi_core.runtime.losses.step_loss import Cotangents, Leaves, StepLoss, is_float, zeros_of
+from hyfi_core.runtime.losses.step_loss import LeafCotangents, Leaves, StepLoss, is_float, zeros_of
 
 
 class BatchLoss(StepLoss):
@@ -46,7 +46,7 @@ class BatchLoss(StepLoss):
         self._function, self._pick, self._labels = function, pick, labels
         self._plan, self._groups = plan, groups
         self._order = _order(plan)
-        self._gradients: Cotangents | None = None
+        self._gradients: LeafCotangents | None = None
         self.waits = True
 
     def take(self, outputs: Mapping[int, Leaves]) -> None:
@@ -71,7 +71,7 @@ class BatchLoss(StepLoss):
             gradients = iter(torch.autograd.grad(loss, floats, seed, allow_unused=True))
         self._gradients = [next(gradients) if is_float(leaf) else None for leaf in leaves]
 
-    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> Cotangents:
+    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
         """Return a micro-batch's part of the gradients of all logits; see ``StepLoss``."""
         if self._gradients is None:
             return zeros_of(leaves)

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Kind = Literal["classes", "elements"]
+LabelKind = Literal["classes", "elements"]
 """Labels are indices (or probabilities) of classes, or have the shape of the output."""
-_FUNCTIONS: Mapping[Callable[..., Any], Kind] = {
+_FUNCTIONS: Mapping[Callable[..., Any], LabelKind] = {
     F.cross_entropy: "classes",
     F.nll_loss: "classes",
     F.mse_loss: "elements",
@@ -30,7 +30,7 @@ _FUNCTIONS: Mapping[Callable[..., Any], Kind] = {
     F.kl_div: "elements",
     F.multilabel_soft_margin_loss: "elements",
 }
-_MODULES: Mapping[type[nn.Module], Kind] = {
+_MODULES: Mapping[type[nn.Module], LabelKind] = {
     nn.CrossEntropyLoss: "classes",
     nn.NLLLoss: "classes",
     nn.MSELoss: "elements",
@@ -58,7 +58,7 @@ class KnownMean:
         classes: number of classes or elements of a sample on which it can be tried.
     """
 
-    kind: Kind
+    kind: LabelKind
     ignored: int = _IGNORED
     classes: int = 3
 
@@ -110,7 +110,7 @@ def known_mean(loss: object) -> KnownMean | None:
     return None if kind is None else _mean_of(kind, {})
 
 
-def _mean_of(kind: Kind, settings: Mapping[str, Any]) -> KnownMean | None:
+def _mean_of(kind: LabelKind, settings: Mapping[str, Any]) -> KnownMean | None:
     classes = KnownMean.classes
     for name, value in settings.items():
         if name == "reduction":

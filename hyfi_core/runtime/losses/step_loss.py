@@ -12,7 +12,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.runtime.losses.loss_function import LossFunction
 
 Leaves = list[Any]
-Cotangents = list[torch.Tensor | None]
+LeafCotangents = list[torch.Tensor | None]
 """For each leaf of the output; None for those without."""
 
 
@@ -40,7 +40,7 @@ class StepLoss(ABC):
         """Take micro-batch -> leaves of the output, of all micro-batches whose last stage this rank has."""
 
     @abstractmethod
-    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> Cotangents:
+    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
         """Return the cotangents of a micro-batch's output.
 
         Args:
@@ -54,7 +54,7 @@ class StepLoss(ABC):
 class NoLoss(StepLoss):
     """For forwards without backwards."""
 
-    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> Cotangents:
+    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
         """Return zeros: nothing depends on the output; see ``StepLoss``."""
         return zeros_of(leaves)
 
@@ -81,7 +81,7 @@ class MicrobatchLoss(StepLoss):
         super().__init__(device)
         self._function, self._pick, self._labels, self._weight = function, pick, labels, weight
 
-    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> Cotangents:
+    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
         """Compute the loss of a micro-batch; see ``StepLoss``."""
         try:
             with torch.enable_grad():
@@ -103,6 +103,6 @@ def is_float(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def zeros_of(leaves: Leaves) -> Cotangents:
+def zeros_of(leaves: Leaves) -> LeafCotangents:
     """Return zero cotangents."""
     return [torch.zeros_like(leaf, requires_grad=False) if is_float(leaf) else None for leaf in leaves]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data.samples.view import Kind, make_view, make_views
+from data.samples.view import ViewKind, make_view, make_views
 from data.store.tissue_grid import TissueGrid
 
 
 @pytest.mark.parametrize("kind", ["pack", "crop"])
 @pytest.mark.parametrize("size_px", [(256, 256), (192, 320)])
-def test_all_tissue_is_shown_once(kind: Kind, size_px: tuple[int, int]) -> None:
+def test_all_tissue_is_shown_once(kind: ViewKind, size_px: tuple[int, int]) -> None:
     rng = np.random.default_rng(1)
     mask = np.zeros((150, 170), bool)
     mask[10:90, 20:70] = True

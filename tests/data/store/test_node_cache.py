@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import data
+from data.arrays import Pixels
 from data.errors import StoreError
 from data.location import location
-from data.store.codec import CRC_BYTES, Pixels
+from data.store.codec import CRC_BYTES
 from data.store.layout import LevelSize
 from data.store.node_cache import VARIABLE, CacheRoom, NodeCache, node_cache, share_on_node
 from data.store.slide_store import SlideStore

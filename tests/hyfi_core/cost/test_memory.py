@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.program import Program
-from hyfi_core.cost.memory import MemoryForecast, Way, enough_gb, forecast_memory, held_bytes, rank_peaks
+from hyfi_core.cost.memory import MemoryForecast, PeakOrLeast, enough_gb, forecast_memory, held_bytes, rank_peaks
 from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
 from hyfi_core.schedule.in_flight import Moment
 from tests.harness import captured_once
@@ -22,7 +22,7 @@ from workflows.launch.launch import RANK_SETTINGS
 ROOT = Path(__file__).parents[3]
 PX = 32
 ALONE = (Moment(0, (0,), (False,)),)
-WAYS: tuple[Way, ...] = ("peak", "least")
+WAYS: tuple[PeakOrLeast, ...] = ("peak", "least")
 
 
 class Network(nn.Module):

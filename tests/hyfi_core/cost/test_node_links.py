@@ -10,7 +10,7 @@ import pytest
 
 from hyfi_core.cost.machine import DeviceLink, MachineModel
 from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
-from hyfi_core.cost.node_links import NodeLinks, Way
+from hyfi_core.cost.node_links import NodeLinks, PeerOffset
 from hyfi_core.cost.simulator import forecast_step
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -86,7 +86,7 @@ def test_the_slowest_rank_is_that_of_all(fields: dict[str, Any], per_node: int) 
     """What is known of a few kinds of ranks is what looking at every rank of every replica gives."""
     plan = ParallelPlan(**fields)
     links, placement = NodeLinks(plan, machine(per_node)), Placement.of(plan)
-    ways: dict[Way, float] = {(0, 1): 3.0, (0, -1): 1.0, (1, 0): 2.0, (-1, 0): 5.0, (1, 1): 1.0, (0, 2): 1.0}
+    ways: dict[PeerOffset, float] = {(0, 1): 3.0, (0, -1): 1.0, (1, 0): 2.0, (-1, 0): 5.0, (1, 1): 1.0, (0, 2): 1.0}
     for stage, (rows, columns) in enumerate(placement.grids):
         wanted = set()
         firsts = range(0, plan.ranks, placement.size)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hyfi_core.plan.box import Box
+from pathology.arrays import Planes
 from pathology.ingest.level_reader import LevelReader, choose_level
 from pathology.ingest.pyramid import PyramidBuilder, level_sizes
-from pathology.readers.resample import Planes
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB, BadTile, SourceLevel, translation
 from pathology.readers.sources import open_source

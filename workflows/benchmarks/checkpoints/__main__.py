@@ -29,7 +29,7 @@ from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 
-Way = Literal["none", "beside", "at_once"]
+SavingWay = Literal["none", "beside", "at_once"]
 
 
 @dataclass
@@ -57,7 +57,7 @@ def main() -> None:
 
 def measure(engine: Engine, folder: Path, size: int, every: int, saves: int) -> dict[str, float]:
     """Train and save with each way, by turns; return what the benchmark prints."""
-    times: dict[Way, Times] = {"none": Times(), "beside": Times(), "at_once": Times()}
+    times: dict[SavingWay, Times] = {"none": Times(), "beside": Times(), "at_once": Times()}
     writer = CheckpointWriter(AloneCommunicator(), writes=True)
     _save(engine, writer, folder, 0, Times())  # memory of the copy, and the optimizer's moments
     writer.finish()

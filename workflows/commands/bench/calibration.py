@@ -19,10 +19,10 @@ from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.commands.bench.measured_layers import BLOCK, LENGTHS, NORMS_OF_BLOCK, LayerTimes, chain
+from workflows.commands.bench.measured_rates import Pair
 
 _SHARED = "shared_norm"
 _LEAST_S = 1e-9
-Pair = tuple[float, float]
 
 
 def calibrated(machine: MachineModel, alone: LayerTimes, together: LayerTimes | None) -> MachineModel:

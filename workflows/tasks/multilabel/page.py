@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from data.samples.label_sets import NO, UNKNOWN, YES
 from workflows.tasks.bootstrap import measured, resampled
+from workflows.tasks.curves import Array
 from workflows.tasks.multilabel.metrics import MEANS, label_metrics, macro
 from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import ScoredClass, rate_plots
 
-Array = NDArray[np.float64]
 MAX_CURVES = 8
 """Most labels whose curves are drawn: those with most slides."""
 

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from workflows.tasks.bootstrap import measured, resampled, share_interval
+from workflows.tasks.curves import Array
 from workflows.tasks.ordinal.corn import grade_metrics, predicted_grades
 from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import ScoredClass, confusion_plot, rate_plots
-
-Array = NDArray[np.float64]
 
 
 def grades_section(values: Array, grades: torch.Tensor, draws: Array, names: Sequence[str]) -> PageSection:

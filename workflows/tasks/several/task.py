@@ -20,13 +20,14 @@ from workflows.config.data import DataConfig
 from workflows.config.targets import SEVERAL, TargetKeys
 from workflows.config.tasks import TaskFacts
 from workflows.tasks.bootstrap import Intervals
+from workflows.tasks.class_metrics import Metrics
 from workflows.tasks.own_task import name_of
 from workflows.tasks.page_section import MetricNumber, PageSection, PageTable
 from workflows.tasks.several.labels import side_by_side
 from workflows.tasks.several.part import TargetPart, parts_of
 from workflows.tasks.several.readout import BETWEEN, SeveralReadout, calibration_of, texts_of
 from workflows.tasks.single import single_task
-from workflows.tasks.task import Aggregation, LabelSource, Metrics, Task, target_columns
+from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from workflows.tasks.bootstrap import measured, resampled
 from workflows.tasks.cases import members_of
+from workflows.tasks.curves import Array
 from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import GroupCurve, Plot, group_curves_plot, time_plot
 from workflows.tasks.survival.metrics import (
@@ -23,7 +23,6 @@ from workflows.tasks.survival.metrics import (
 )
 from workflows.tasks.survival.readout import HIGH, LOW
 
-Array = NDArray[np.float64]
 _Z = 1.959964
 
 

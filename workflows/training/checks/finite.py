@@ -25,7 +25,7 @@ from workflows.console import listed
 from workflows.training.inputs.run_inputs import TrainingEngine
 from workflows.training.job import TrainingJob
 
-Kind = Literal["loss", "gradient"]
+NotFinite = Literal["loss", "gradient"]
 
 
 class StepNumbers:
@@ -46,7 +46,7 @@ class StepNumbers:
         return self._read()[:-1]
 
     @property
-    def wrong(self) -> Kind | None:
+    def wrong(self) -> NotFinite | None:
         """What is not finite; None if everything is."""
         *losses, finite = self._read()
         if finite:

@@ -13,7 +13,7 @@ import pytest
 
 from hyfi_core.comm.activity import ACTIVITY, Wait
 from hyfi_core.comm.alone import AloneCommunicator
-from hyfi_core.comm.supervision.board import RankStatus, State
+from hyfi_core.comm.supervision.board import RankState, RankStatus
 from hyfi_core.comm.supervision.supervisor import RankSupervisor
 from hyfi_core.comm.supervision.time_limit import time_limit_s
 from hyfi_core.errors import RequestError
@@ -122,7 +122,7 @@ class TwoQuietRanks:
 
     failed = False
 
-    def __init__(self, nbytes: int, other: State) -> None:
+    def __init__(self, nbytes: int, other: RankState) -> None:
         self.nbytes, self.other = nbytes, other
 
     def post(self, state: str, where: str, nbytes: int) -> None:
@@ -136,7 +136,7 @@ class TwoQuietRanks:
     ("nbytes", "other", "patience_s"), [(0, "waits", 3.0), (1_000_000_000, "waits", 23.0), (0, "ended", 1.5)]
 )
 def test_a_long_transfer_is_no_deadlock(
-    nbytes: int, other: State, patience_s: float, monkeypatch: pytest.MonkeyPatch
+    nbytes: int, other: RankState, patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks wait while a large message is on its way, and none computes."""
     board: Any = TwoQuietRanks(nbytes, other)

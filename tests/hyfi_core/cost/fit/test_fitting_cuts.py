@@ -12,7 +12,7 @@ import torch
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.fit import fitting_cuts
-from hyfi_core.cost.fit.fitting_cuts import FittingCuts, Rows, StagesAnywhere, average_bytes
+from hyfi_core.cost.fit.fitting_cuts import CutRows, FittingCuts, StagesAnywhere, average_bytes
 from hyfi_core.cost.fit.plan_memory import PlanMemory
 from hyfi_core.cost.fit.stage_table import StageTable
 from hyfi_core.cost.machines.machine_file import load_machine
@@ -39,7 +39,7 @@ def search(plan: ParallelPlan, share: float) -> FittingCuts:
     return FittingCuts(stages, memory._seconds(plan), int(needed.min() + share * (needed.max() - needed.min())))
 
 
-def every(stages: StagesAnywhere) -> Rows:
+def every(stages: StagesAnywhere) -> CutRows:
     return np.array(list(combinations(range(1, len(stages.names) + 1), stages.plan.stages - 1)))
 
 

@@ -1,0 +1,12 @@
+"""Names of the arrays of pixels that are computed with."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Planes = NDArray[np.uint8]
+"""``(3, h, w)``: red, green and blue, each a plane."""
+
+Float = NDArray[np.float32]
+"""Values of pixels, or of a colour, in float32."""
