@@ -26,6 +26,8 @@ FLAG_MEANINGS = {
     "mpp_changed": "predicted at another resolution than the model was trained with",
     "trained_on": "the model was trained on this slide, or on another one of its case: the prediction does not show "
     "how it does on new slides",
+    "outside_training": "size, resolution or stain of the slide are far from those of all training slides: the "
+    "prediction may mean nothing",
     "truncated": "the file is truncated, but the level that was read is complete",
     "tissue_given": "the tissue outline was given by the user, not detected",
     "upsampled": "the scan is slightly coarser than the model's resolution and was upsampled",

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from data.samples.dataset import SlideDataset, SlideRef
-from data.samples.trained_slides import TrainedSlides, source_sha256
+from data.samples.trained.trained_range import SlideFigures
+from data.samples.trained.trained_slides import TrainedSlides, source_sha256
 from data.store.manifest import SlideRecord
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.arithmetic import set_arithmetic
@@ -136,6 +137,10 @@ def _silent(slides: int, note: str) -> None:
     """Show no progress."""
 
 
+OUTSIDE = "outside_training"
+"""Flag of slides far from those of training; ``reason`` says in what."""
+
+
 class _Run:
     """A run on one rank; ``comm`` are the ranks of its group."""
 
@@ -191,6 +196,10 @@ class _Run:
                 )
                 dataset = together(self._comm, lambda: self._dataset(store, slide))
                 prediction = prediction if slide.stored else replace(prediction, source_mpp=_source_mpp(dataset))
+                outside = self._trained.ranges.describe_outside(SlideFigures.of(dataset, 0))
+                if outside:
+                    flags = _merged(prediction.flags, (OUTSIDE,))
+                    prediction = replace(prediction, flags=flags, reason=f"{OUTSIDE}: {'; '.join(outside)}")
                 if self._trained.has(slide.slide_id, slide.case_id, source_sha256(dataset, 0)):
                     prediction = replace(prediction, flags=_merged(prediction.flags, ("trained_on",)))
                 sight = ensemble.look(dataset, all_tissue=self._options.image == "whole")
@@ -221,6 +230,7 @@ class _Run:
             f"only {percent(coverage)} of the tissue was seen, {percent(self._min_coverage)} are required; --image "
             f"whole shows all of it"
         )
+        reason = "; ".join(filter(None, (reason, prediction.reason)))
         return replace(prediction, status=INCOMPLETE, coverage=coverage, flags=(*flags, INCOMPLETE), reason=reason)
 
     @contextmanager
@@ -297,6 +307,7 @@ class _Run:
                 [own.uncalibrated(member_logits) for own, member_logits in zip(readouts, logits, strict=True)]
             ),
             flags=(*prediction.flags, *_flags_of_heatmap(heatmap)),
+            outside=prediction.reason.partition(f"{OUTSIDE}: ")[2],
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pathology.pages import FLAG_MEANINGS, render
@@ -155,6 +155,7 @@ def area_text(area_um2: float) -> str:
     return f"{area_um2 / 1e6:.3g} mm²" if area_um2 >= 1e4 else f"{area_um2:.0f} µm²"
 
 
-def flags_of(names: Sequence[str]) -> tuple[Flag, ...]:
-    """Return flags with their descriptions, which are empty for unknown flags."""
-    return tuple(Flag(name, FLAG_MEANINGS.get(name, "")) for name in names)
+def flags_of(names: Sequence[str], details: Mapping[str, str]) -> tuple[Flag, ...]:
+    """Return flags with their descriptions, which are empty for unknown flags, and with details of this slide."""
+    texts = {name: (FLAG_MEANINGS.get(name, ""), details.get(name, "")) for name in names}
+    return tuple(Flag(name, ". ".join(filter(None, texts[name]))) for name in names)

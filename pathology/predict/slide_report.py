@@ -76,7 +76,7 @@ def fill_report(
         exclusive=readout.exclusive,
         note=_note(readout, members),
         facts=_facts(result, spec),
-        flags=flags_of(result.flags),
+        flags=flags_of(result.flags, {"outside_training": result.outside}),
         thumbnail=data_uri(pictures.thumbnail, PICTURE_PX),
         overlay=data_uri(pictures.overlay, PICTURE_PX),
         wide=pictures.thumbnail.width > 1.4 * pictures.thumbnail.height,

@@ -33,6 +33,7 @@ class SlideResult:
         values: (members, columns of the readout).
         uncalibrated: (members, columns), without calibration.
         flags: Warnings about the slide.
+        outside: In what it is far from the training slides; empty: in nothing.
         tiles: The tiles, if the model has an encoder of tiles.
     """
 
@@ -50,6 +51,7 @@ class SlideResult:
     values: NDArray[np.float64]
     uncalibrated: NDArray[np.float64]
     flags: tuple[str, ...]
+    outside: str = ""
     tiles: TissueTiles | None = None
 
     @property

@@ -296,6 +296,9 @@ def _report(report: PredictionReport, request: PredictionRequest, page: Path, re
             f"{console.counted(len(trained), 'slide')} of the model's training set, or of a case in it (flag "
             f"trained_on): {console.listed(trained)}; these predictions do not show how the model does on new slides"
         )
+    for one in report.done:
+        if "outside_training" in one.flags:
+            console.warn(f"{one.slide_id}: {one.reason}; the prediction may mean nothing")
     skipped = f", {len(report.skipped)} finished before" if report.skipped else ""
     stopped = "; stopped on request, run the same command to continue" if report.stopped else ""
     table = out / "predictions.csv"

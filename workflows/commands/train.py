@@ -191,7 +191,7 @@ def _slide_tables(
     job: TrainingJob, saved: SavedRun | None, resumption: Resumption, coverage: Sequence[Mapping[str, Any]] | None
 ) -> SlideTables:
     """Return what is known of the run's slides; of a resumed run they are compared with those of its checkpoint."""
-    from data.samples.trained_slides import TrainedSlides
+    from data.samples.trained.trained_slides import TrainedSlides
     from workflows.training.checks.data_record import SlideTables, check_data, data_record
 
     record, trained = data_record(job), TrainedSlides.of(job.train)

@@ -336,7 +336,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
 
 def _warn_of_trained(model: Mapping[str, Any], dataset: SlideDataset) -> None:
     """Warn of slides that the model was trained on."""
-    from data.samples.trained_slides import TrainedSlides, source_sha256
+    from data.samples.trained.trained_slides import TrainedSlides, source_sha256
 
     trained = TrainedSlides.of_json(model.get("trained_on"))
     names = [

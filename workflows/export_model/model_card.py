@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.samples.trained_slides import TrainedSlides
+from data.samples.trained.trained_slides import TrainedSlides
 from workflows.export_model.exported import ExportSource
 
 FILE_NAME = "README.md"

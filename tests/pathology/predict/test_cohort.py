@@ -13,7 +13,7 @@ import torch
 
 from data.errors import StoreError
 from data.samples.dataset import SlideDataset, SlideRef
-from data.samples.trained_slides import TrainedSlides
+from data.samples.trained.trained_slides import TrainedSlides
 from data.samples.view import View
 from hyfi_core.arithmetic import set_arithmetic
 from hyfi_core.cells import pager, paging

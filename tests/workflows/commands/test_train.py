@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import save_file
 
 from data.csv_table import read_table
-from data.samples.trained_slides import TrainedSlides
+from data.samples.trained.trained_slides import TrainedSlides
 from hyfi_core.errors import RequestError
 from hyfi_core.models.by_name import build_model
 from hyfi_core.runtime.checkpoint import load_checkpoint

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from data.samples.dataset import SlideDataset
-from data.samples.trained_slides import TrainedSlides
+from data.samples.trained.trained_slides import TrainedSlides
 from hyfi_core.errors import RequestError
 from workflows.console import listed
 from workflows.training.job import TrainingJob

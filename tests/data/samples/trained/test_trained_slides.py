@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from data.samples.trained_slides import TrainedSlides, _digest, _entry
+from data.samples.trained.trained_slides import TrainedSlides, _digest, _entry
 
 FILE, OTHER = "a" * 64, "b" * 64
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from data.samples.dataset import SlideDataset
+from data.samples.trained.trained_range import SlideFigures, TrainedRange
 
 _DIGITS = 16
 """Hexadecimal digits of a digest: two of a million slides are alike with a chance of 1 in 30 million."""
@@ -21,10 +22,12 @@ class TrainedSlides:
     Attributes:
         slides: Of the slides' names, with the digest of the file behind a colon; empty behind it if that is unknown.
         cases: Of the names of their cases.
+        ranges: Their sizes, resolutions and stains.
     """
 
     slides: frozenset[str] = frozenset()
     cases: frozenset[str] = frozenset()
+    ranges: TrainedRange = field(default_factory=TrainedRange)
 
     @classmethod
     def of(cls, dataset: SlideDataset) -> Self:
@@ -32,23 +35,28 @@ class TrainedSlides:
         samples = dataset.samples
         contents = [source_sha256(dataset, index) for index in range(len(samples))]
         slides = (_entry(sample.slide_id, content) for sample, content in zip(samples, contents, strict=True))
-        return cls(frozenset(slides), frozenset(_digest(sample.case_id) for sample in samples if sample.case_id))
+        figures = [SlideFigures.of(dataset, index) for index in range(len(samples))]
+        cases = frozenset(_digest(sample.case_id) for sample in samples if sample.case_id)
+        return cls(frozenset(slides), cases, TrainedRange.of(figures))
 
     @classmethod
-    def of_json(cls, value: Mapping[str, Sequence[str]] | None) -> Self:
+    def of_json(cls, value: Mapping[str, Any] | None) -> Self:
         """Return the slides of a ``model.json``'s ``trained_on``; None: unknown, as of older checkpoints."""
-        return cls() if value is None else cls(frozenset(value["slides"]), frozenset(value["cases"]))
+        if value is None:
+            return cls()
+        return cls(frozenset(value["slides"]), frozenset(value["cases"]), TrainedRange.of_json(value.get("ranges")))
 
     @classmethod
     def union(cls, models: Iterable[TrainedSlides]) -> Self:
         """Return the slides of any of several models."""
         models = list(models)
         slides = frozenset(entry for model in models for entry in model.slides)
-        return cls(slides, frozenset(case for model in models for case in model.cases))
+        cases = frozenset(case for model in models for case in model.cases)
+        return cls(slides, cases, TrainedRange.union(model.ranges for model in models))
 
-    def to_json(self) -> dict[str, list[str]]:
+    def to_json(self) -> dict[str, Any]:
         """Return what ``of_json`` takes."""
-        return {"slides": sorted(self.slides), "cases": sorted(self.cases)}
+        return {"slides": sorted(self.slides), "cases": sorted(self.cases), "ranges": self.ranges.to_json()}
 
     def has(self, slide_id: str, case_id: str, sha256: str) -> bool:
         """Whether the model was trained on a slide: on its file, on another of its case, or on one of its name.
