@@ -89,7 +89,7 @@ def test_configurations_are_accepted(page: Path, tmp_path: Path) -> None:
             Site.load(tmp_path / "site.yaml")
             continue
         tree = merged(base, shown)
-        if "tiles" in tree["data"]:
+        if tree["data"].keys() & {"tiles", "features"}:
             del tree["data"]["size_px"]
         grids = tree.get("plan", {}).get("grids", [[1, 1]])
         assert grids

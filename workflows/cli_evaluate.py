@@ -16,6 +16,7 @@ from workflows.cli_options import (
     Cells,
     Device,
     Ensemble,
+    Features,
     ForceMpp,
     FromMagnification,
     Image,
@@ -53,6 +54,7 @@ def validate(
     device: Device = "auto",
     calibrate: Calibrate = False,
     merge_alike: MergeAlike = False,
+    features: Features = None,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
@@ -61,7 +63,7 @@ def validate(
 
     where = (checkpoint, store, labels, splits, split_name, split_column)
     request = validate.EvaluationRequest(
-        *where, cells, memory, spill, image, out, as_json, calibrate, device, merge_alike, target
+        *where, cells, memory, spill, image, out, as_json, calibrate, device, merge_alike, target, features
     )
     exit_with(partial(validate.run, request, ranks), writes=out, as_ranks=True)
 
@@ -89,6 +91,7 @@ def predict(
     labels: Annotated[Path | None, typer.Option("--labels", help="Labels; default: the slides' manifest.")] = None,
     target: TargetColumn = None,
     split: PredictSplit = None,
+    features: Features = None,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
@@ -120,6 +123,7 @@ def predict(
             labels=labels,
             target=target,
             split=split,
+            features=features,
         ),
         writes=out,
         as_ranks=True,

@@ -171,6 +171,10 @@ TissueOut = Annotated[
     Path | None,
     typer.Option("--tissue", metavar="GEOJSON", help="Write a stored slide's tissue outlines as GeoJSON for QuPath."),
 ]
+Features = Annotated[
+    Path | None,
+    typer.Option("--features", metavar="DIR", help="The slides' features, for a model that was trained on features."),
+]
 Device = Annotated[
     str,
     typer.Option("--device", help="cuda: one GPU for each rank; cpu; auto: cuda if there are enough GPUs."),

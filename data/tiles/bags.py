@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from data.samples.augment import Augment
@@ -20,6 +21,55 @@ from hyfi_core.errors import RequestError
 
 _GRID_BYTES = 2**26
 """Positions of tiles that stay in memory."""
+
+
+class BagSource(Protocol):
+    """The tiles of one slide, as pixels or vectors; see `hyfi_core.tiles.source.TileSource`."""
+
+    name: str
+
+    @property
+    def coords(self) -> NDArray[Any] | None:
+        """Return positions ``(N, 2)``; None if unknown."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of tiles."""
+        ...
+
+    def read(self, indices: Sequence[int]) -> torch.Tensor:
+        """Return some tiles."""
+        ...
+
+
+class Bags(Protocol):
+    """The slides of a dataset as bags: of tiles (`TileBags`) or of stored features (`FeatureBags`).
+
+    Attributes:
+        dataset: The slides.
+    """
+
+    dataset: SlideDataset
+
+    def __len__(self) -> int:
+        """Return the number of slides."""
+        ...
+
+    def count(self, index: int) -> int:
+        """Return the number of tiles of a slide in an epoch of training."""
+        ...
+
+    def coverage(self, index: int) -> float | None:
+        """Return the share of a slide's tissue that is in its tiles; None if unknown."""
+        ...
+
+    def of(self, index: int, epoch: int | None = None) -> BagSource:
+        """Return the tiles of a slide: in an epoch of training, or all of them."""
+        ...
+
+    def check(self) -> list[dict[str, Any]]:
+        """Return a row of ``coverage.csv`` for each slide; refuse slides that cannot be used."""
+        ...
 
 
 class TileBags:

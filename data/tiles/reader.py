@@ -73,7 +73,7 @@ class StoreTiles:
     def read_array(self, indices: Sequence[int]) -> NDArray[np.uint8]:
         """Return the same as :meth:`read`, as an array of NumPy's."""
         corners = self.tiles.corners[np.asarray(indices, dtype=np.intp)]
-        pixels = self._level_pixels([self.tiles.level_box(corner) for corner in corners])
+        pixels = self.read_level(indices)
         result = np.empty((len(corners), 3, self.tiles.size_px, self.tiles.size_px), np.uint8)
 
         def finish(index: int) -> None:
@@ -87,6 +87,16 @@ class StoreTiles:
             for index in range(len(corners)):
                 finish(index)
         return result
+
+    def read_level(self, indices: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Return the pixels of the level under some tiles, each ``(3, h, w)``; white outside the slide.
+
+        Raises:
+            StoreError: A file of the store is missing or damaged.
+            IndexError: There is no such tile.
+        """
+        corners = self.tiles.corners[np.asarray(indices, dtype=np.intp)]
+        return self._level_pixels([self.tiles.level_box(corner) for corner in corners])
 
     def _finished(self, y: int, x: int, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return a tile, given its corner in the plane and the level's pixels around it."""

@@ -49,6 +49,7 @@ class TissueTiles:
         to_source: Map from (y, x, 1) of the plane to (y, x) of level 0 of the slide that was ingested, both measured
             from the corner of pixel 0.
         content: Digest of the slide's pixels; empty if the store has none.
+        cell_px: Side of the cells of heatmaps, which divides the size; None: the largest that also divides the stride.
     """
 
     slide_id: str
@@ -59,6 +60,7 @@ class TissueTiles:
     tissue: NDArray[np.float64]
     to_source: tuple[tuple[float, float, float], tuple[float, float, float]]
     content: str = ""
+    cell_px: int | None = None
 
     def __len__(self) -> int:
         """Return the number of tiles."""
@@ -109,7 +111,7 @@ class TissueTiles:
         if most is None or most >= len(self):
             return self
         chosen = np.sort(keyed_permutation(len(self), "tiles", seed, epoch, self.slide_id)[:most])
-        return replace(self, corners=_read_only(self.corners[chosen]), tissue=_read_only(self.tissue[chosen]))
+        return replace(self, corners=read_only(self.corners[chosen]), tissue=read_only(self.tissue[chosen]))
 
     def digest(self) -> str:
         """Return the SHA-256 of the slide's content and of what tiles of it these are, in hexadecimal digits."""
@@ -154,9 +156,9 @@ def tissue_tiles(slide: SlideStore, tiling: Tiling) -> TissueTiles:
         size_px=tiling.size_px,
         stride_px=tiling.step_px,
         plane=plane,
-        corners=_read_only(corners[order]),
-        tissue=_read_only(share[chosen[:, 0], chosen[:, 1]][order]),
-        to_source=_to_source(slide, plane),
+        corners=read_only(corners[order]),
+        tissue=read_only(share[chosen[:, 0], chosen[:, 1]][order]),
+        to_source=to_source_of(slide, plane),
         content=str(slide.attributes.get("metadata_sha256") or ""),
     )
 
@@ -186,7 +188,7 @@ def _by_file(corners: Corners, plane: TilePlane, slide: SlideStore) -> NDArray[n
     return np.lexsort((corners[:, 1], corners[:, 0], file[1], file[0]))
 
 
-def _to_source(slide: SlideStore, plane: TilePlane) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+def to_source_of(slide: SlideStore, plane: TilePlane) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Return the map from the plane to the slide that was ingested; to the store's level 0 if it is not known."""
     rows = slide.attributes.get("affine") or _WHOLE
     scale = [mpp / finest for mpp, finest in zip(plane.mpp, slide.levels[0].mpp, strict=True)]
@@ -194,6 +196,7 @@ def _to_source(slide: SlideStore, plane: TilePlane) -> tuple[tuple[float, float,
     return y, x
 
 
-def _read_only(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
+def read_only(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
+    """Return the array, which can no longer be written."""
     array.flags.writeable = False
     return array

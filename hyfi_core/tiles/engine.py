@@ -233,6 +233,11 @@ class TilesEngine(EngineState):
         return self._model.encoder
 
     @property
+    def aggregator(self) -> torch.nn.Module:
+        """The aggregator, with this rank's weights."""
+        return self._model.aggregator
+
+    @property
     def spread(self) -> AttentionSpread | None:
         """The attention of this replica's slides in the last step; None if the aggregator returns none."""
         return AttentionSpread.of(self._attention)

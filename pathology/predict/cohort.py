@@ -41,6 +41,7 @@ from pathology.predict.out_folder import OutFolder
 from pathology.predict.readout import percent
 from pathology.predict.slide_result import SlideResult
 from pathology.predict.table import DONE, FAILED, INCOMPLETE, Prediction
+from pathology.predict.tiles.feature_ensemble import FeatureEnsemble
 from pathology.predict.tiles.tile_ensemble import TileEnsemble
 from pathology.predict.whole_tissue import combination_text
 from pathology.tissue.tissue import TissueParameters
@@ -118,7 +119,7 @@ def predict_slides(
     group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(chosen)))
     for member in members:
         member.model.to(device)
-    kind = Ensemble if spec.tiles is None else TileEnsemble
+    kind = FeatureEnsemble if spec.features is not None else Ensemble if spec.tiles is None else TileEnsemble
     ensemble = kind(members, spec, group, options) if any(not inputs[k].reason for k in chosen) else None
     with _scratch(folder, comm, bool(chosen)) as scratch:
         if group.rank == 0 and comm.rank != 0:

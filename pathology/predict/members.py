@@ -92,10 +92,9 @@ class Member:
         """
         loaded = load_checkpoint(checkpoint)
         check_complete(loaded.model, checkpoint, builds=model is None)
-        if model is None and loaded.model.get("tiles"):
-            raise RequestError(
-                f"checkpoint {checkpoint} has an encoder of tiles; predict with `hyfi predict`, or pass model="
-            )
+        if model is None and (loaded.model.get("tiles") or loaded.model.get("features")):
+            what = "an encoder of tiles" if loaded.model.get("tiles") else "an aggregator of features"
+            raise RequestError(f"checkpoint {checkpoint} has {what}; predict with `hyfi predict`, or pass model=")
         module = build_model(loaded.model["model"]) if model is None else model
         try:
             module.load_state_dict(loaded.inference_weights)
@@ -162,6 +161,7 @@ class InputSpec:
         view: how the image is made from a slide.
         align_px: grid to which pieces of tissue are aligned.
         tiles: (size_px, stride_px, least share of tissue) of tiles, for models with an encoder of tiles; else None.
+        features: length of a tile's vector, for models of stored features; else None.
     """
 
     task: str
@@ -171,6 +171,7 @@ class InputSpec:
     view: Literal["pack", "crop"]
     align_px: int
     tiles: tuple[int, int, float] | None = None
+    features: int | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> InputSpec:
@@ -189,6 +190,7 @@ class InputSpec:
                 view=cast(Literal["pack", "crop"], config["view"]),
                 align_px=int(config["align_px"]),
                 tiles=_tiles_of(config),
+                features=None if not config.get("features") else int(config["features"]["length"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(f"the checkpoint's model.json has no valid {error}; use another checkpoint") from error

@@ -38,6 +38,7 @@ class PredictOptions:
         device: ``cuda``: one GPU for each rank; ``auto``: GPUs if there are enough; or ``cpu``.
         ranks_per_slide: Ranks that share a slide; the others predict other slides at the same time. ``auto``: as few
             as keep all ranks busy; None: all ranks.
+        features: Folder of the slides' features, for models that were trained on features; None: not given.
         allow_partial: Predict slides also where less tissue was seen than the checkpoint requires.
 
     Raises:
@@ -57,6 +58,7 @@ class PredictOptions:
     tissue: str | None = None
     device: DeviceRequest = "auto"
     ranks_per_slide: RanksPerSlide = None
+    features: Path | None = None
 
     @property
     def given_tissue(self) -> GivenTissue | None:

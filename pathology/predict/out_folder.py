@@ -17,6 +17,7 @@ from pathology.predict.options import PredictOptions
 from pathology.predict.results import write_results
 from pathology.predict.slide_result import SlideResult
 from pathology.predict.table import CLAIM, DONE, FILE_NAME, INCOMPLETE, PREDICTION_FILE, Prediction, PredictionTable
+from pathology.predict.tiles.feature_ensemble import features_identity
 from pathology.readers.ngff.groups import is_ome_zarr
 
 RUN_FILE = "predictions.json"
@@ -139,7 +140,12 @@ class OutFolder:
             **({"force_mpp": True} if self._options.force_mpp and not slide.stored else {}),
             **({"mpp_from_magnification": True} if self._options.mpp_from_magnification and not slide.stored else {}),
             **({} if tissue is None else {"tissue": tissue}),
+            **self._of_features(slide.slide_id),
         }
+
+    def _of_features(self, slide_id: str) -> dict[str, Any]:
+        """Return size and time of a slide's features, for models of features."""
+        return {} if self._options.features is None else {"features": features_identity(self._options, slide_id)}
 
 
 def _identity(slide: SlideInput) -> dict[str, int]:

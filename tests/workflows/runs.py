@@ -22,6 +22,7 @@ from workflows.launch import launch
 from workflows.launch.resumption import Resumption
 from workflows.launch.stop import StopFlag
 from workflows.training import start
+from workflows.training.inputs.features import FeatureInputs
 from workflows.training.inputs.tiles import TileInputs
 from workflows.training.metrics_log import read_metrics
 
@@ -33,7 +34,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(start, "make_model", _one_at_a_time(start.make_model))
-    monkeypatch.setattr(TileInputs, "make_model", _one_at_a_time(TileInputs.make_model))
+    for inputs in (TileInputs, FeatureInputs):
+        monkeypatch.setattr(inputs, "make_model", _one_at_a_time(inputs.make_model))
     monkeypatch.setattr(launch, "_fail", _raise_on)
     monkeypatch.setattr(signals, "_requested", False)
     yield

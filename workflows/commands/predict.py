@@ -51,6 +51,7 @@ def run(
     labels: Path | None = None,
     target: str | None = None,
     split: str | None = None,
+    features: Path | None = None,
 ) -> int:
     """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
 
@@ -61,8 +62,7 @@ def run(
     others, into the same ``out``. ``labels``, ``target`` and ``split`` as for `InputLabels`.
 
     Returns:
-        0 if all slides are done; 1 if some failed or got no class (each is named with its reason on standard error and
-        in the table); 3 if stopped on request.
+        0 if all slides are done; 1 if some failed or got no class (each is named with its reason); 3 if stopped.
 
     Raises:
         RequestError: A checkpoint, an input or ``out`` cannot be used; nothing was written.
@@ -84,10 +84,10 @@ def run(
         tissue=tissue,
         device=device_request(device),
         ranks_per_slide="auto" if ranks_per_slide is None and ranks is None else ranks_per_slide,
+        features=features,
     )
-    known = InputLabels(labels, target, split)
-    request = PredictionRequest(checkpoints, inputs, out, ranks, options, parse_part(part), as_json, known)
-    return _start(request, ranks_per_slide)
+    where, known = (checkpoints, inputs, out, ranks), InputLabels(labels, target, split)
+    return _start(PredictionRequest(*where, options, parse_part(part), as_json, known), ranks_per_slide)
 
 
 def _cells(checkpoints: Sequence[Path], cells: str | None, memory: str | None, spill: str | None, image: str) -> Cells:
@@ -156,7 +156,25 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
         console.warn(f"note: {note}")
     require_writable(out)
     mine = part_of_names(names, *request.part)
-    return [one for one in found if one.slide_id in mine]
+    return _with_features(request, [one for one in found if one.slide_id in mine])
+
+
+def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list[SlideInput]:
+    """Return the slides, with the reason why some have no features that can be used, if the model needs them.
+
+    Raises:
+        RequestError: Features are not given, are of another encoder, or are given for a model that reads pixels.
+    """
+    from hyfi_core.runtime.checkpoint import read_model_json
+    from workflows.evaluation.feature_models import features_for, is_feature_model, with_reasons
+    from workflows.evaluation.tile_evaluator import refuse_features
+
+    for checkpoint in request.checkpoints:
+        config = read_model_json(checkpoint)
+        refuse_features(config, request.options.features)
+        if is_feature_model(config):
+            slides = with_reasons(slides, features_for(config, request.options.features), config["features"])
+    return slides
 
 
 def _arguments(request: PredictionRequest, ranks: int) -> list[str]:
@@ -174,6 +192,7 @@ def _arguments(request: PredictionRequest, ranks: int) -> list[str]:
     words += [] if options.memory_bytes is None else ["--memory", str(options.memory_bytes)]
     words += [] if options.spill is None else ["--spill", options.spill]
     words += ["--tissue", options.tissue] if options.tissue is not None else []
+    words += ["--features", str(options.features)] if options.features is not None else []
     words += ["--overwrite"] * options.overwrite + ["--json"] * request.as_json
     words += ["--force-mpp"] * options.force_mpp
     words += ["--mpp-from-magnification"] * options.mpp_from_magnification
@@ -227,12 +246,11 @@ def load_member(checkpoint: Path) -> Member:
     """Return `Member.load` of a checkpoint; says so if its weights are a moving average."""
     from hyfi_core.runtime.checkpoint import read_model_json
     from pathology.predict.members import Member
-    from workflows.evaluation.tile_evaluator import tile_module_of
-    from workflows.evaluation.tile_models import is_tile_model
+    from workflows.evaluation.tile_evaluator import bag_module_of, is_bag_model
     from workflows.tasks.by_name import readout_of
 
     config = read_model_json(checkpoint)
-    module = tile_module_of(config) if is_tile_model(config) else None
+    module = bag_module_of(config) if is_bag_model(config) else None
     member = Member.load(checkpoint, module, readout_of=readout_of)
     if member.averaged and own_rank() == 0:
         console.say(f"{checkpoint}: predicting with the moving average of the weights (EMA)")

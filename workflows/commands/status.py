@@ -171,7 +171,7 @@ def _throughput_text(folder: Path, trained: Mapping[str, Any]) -> str:
     if any(trained.get(key) is None for key in _RATES if key != "utilisation"):
         return ""  # written by an earlier version
     rates = {key: trained.get(key) for key in _RATES}
-    of_tiles = re.search(r"^  tiles: \{", _config(folder), re.MULTILINE) is not None  # plan.tiles is a number
+    of_tiles = re.search(r"^  (tiles: \{|features: [^n])", _config(folder), re.MULTILINE) is not None
     return f"{describe_speed(trained['images_per_second'], rates, of_tiles)} on rank 0"
 
 

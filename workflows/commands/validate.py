@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from data.samples.dataset import SlideDataset
-    from data.tiles.bags import TileBags
+    from data.tiles.bags import Bags
     from hyfi_core.comm.base import Communicator
     from workflows.evaluation.evaluate import Logits
     from workflows.evaluation.evaluator import Evaluator
@@ -58,6 +58,7 @@ class EvaluationRequest:
         device: ``auto``, ``cpu`` or ``cuda``.
         merge_alike: Whether names that are written in several ways are joined; otherwise as in training.
         target: The column of the labels, or several with commas; None: as in training.
+        features: Folder of the slides' features, for a model that was trained on features.
     """
 
     checkpoint: Path
@@ -76,6 +77,7 @@ class EvaluationRequest:
     device: str = "auto"
     merge_alike: bool = False
     target: str | None = None
+    features: Path | None = None
 
     def arguments(self) -> list[str]:
         """Return the command line of the same request, for the ranks."""
@@ -90,6 +92,7 @@ class EvaluationRequest:
         arguments += ["--calibrate"] * self.calibrate + ["--device", self.device]
         arguments += ["--merge-alike"] * self.merge_alike
         arguments += ["--target", self.target] if self.target else []
+        arguments += ["--features", str(self.features)] if self.features else []
         return [*arguments, "--image", self.image, *["--json"] * self.as_json]
 
 
@@ -134,7 +137,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     from hyfi_core.stored_state import fill_buffers
     from pathology.predict.members import MIN_COVERAGE, check_complete
     from workflows.evaluation.evaluate import Interrupted
-    from workflows.evaluation.tile_models import is_tile_model
+    from workflows.evaluation.tile_evaluator import bags_of
     from workflows.launch.peer_watch import join
     from workflows.launch.stop import StopFlag
     from workflows.launch.threads import set_threads
@@ -146,7 +149,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     set_arithmetic(loaded.model.get("tf32", False))  # as in training, so that metrics are the same
     dataset = agree(world, lambda: _dataset(loaded.model, request))
     device = own_device(device_request(request.device), world)
-    bags = agree(world, lambda: _bags(loaded.model, dataset)) if is_tile_model(loaded.model) else None
+    bags = agree(world, lambda: bags_of(loaded.model, dataset, request.features))
     evaluator = agree(world, lambda: _evaluator(request, loaded.model, dataset, bags, world, device))
     check_names(request.checkpoint, loaded.inference_weights, evaluator.module.state_dict())
     fill_buffers(evaluator.module, loaded.buffers or {})
@@ -189,29 +192,22 @@ def _cells_of(request: EvaluationRequest) -> Cells:
     return cells_of([request.checkpoint], request.cells, request.memory, request.spill, request.image)
 
 
-def _bags(model: Mapping[str, Any], dataset: SlideDataset) -> TileBags:
-    """Return the slides as bags of tiles."""
-    from workflows.evaluation.tile_evaluator import tile_bags_of
-
-    return tile_bags_of(model, dataset)
-
-
 def _evaluator(
     request: EvaluationRequest,
     model: Mapping[str, Any],
     dataset: SlideDataset,
-    bags: TileBags | None,
+    bags: Bags | None,
     world: Communicator,
     device: torch.device,
 ) -> Evaluator:
     """Return what evaluates the checkpoint's weights (collective)."""
     from hyfi_core.plan.parallel_plan import ParallelPlan
     from workflows.evaluation.evaluator import Evaluator
-    from workflows.evaluation.tile_evaluator import tile_evaluator
+    from workflows.evaluation.tile_evaluator import bag_evaluator
 
     memory_bytes = None if request.memory is None else parse_bytes(request.memory)
     if bags is not None:
-        return tile_evaluator(model, bags, world, memory_bytes, device)
+        return bag_evaluator(model, bags, world, memory_bytes, device)
     cells = _cells_of(request)
     if cells is None:
         plan = ParallelPlan(grids=((1, world.size),))
@@ -242,7 +238,7 @@ def _write_page(
     evaluator: Evaluator,
     dataset: SlideDataset,
     logits: Logits,
-    bags: TileBags | None,
+    bags: Bags | None,
 ) -> Path:
     """Write ``predictions.csv`` and ``index.html`` of the slides that were evaluated.
 

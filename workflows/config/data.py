@@ -101,10 +101,15 @@ class DataConfig(TargetKeys):
         description="the keys below: slides are bags of tiles, for model.encoder and model.aggregator; default: each "
         "slide is one image",
     )
+    features: UserPath | None = Field(
+        None,
+        description="a folder of `hyfi features`, TRIDENT, CLAM or STAMP: slides are bags of these features, for "
+        "model.aggregator; default: each slide is one image",
+    )
     size_px: Size | None = Field(
         None,
         description="a whole number of pixels, or [height, width]: size of one training image; needed without "
-        "data.tiles",
+        "data.tiles and data.features",
     )
     mpp: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["native"] = Field(
         1.0,
@@ -187,16 +192,25 @@ class DataConfig(TargetKeys):
     @field_validator("size_px")
     @classmethod
     def _size_is_given(cls, value: Size | None, info: ValidationInfo) -> Size | None:
-        if value is None and info.data.get("tiles", ...) is None:
+        if value is None and info.data.get("tiles", ...) is None and info.data.get("features", ...) is None:
             raise ValueError(
                 "missing; needed: a whole number of pixels, or [height, width], for images of whole slides; or "
-                "data.tiles for an encoder of tiles"
+                "data.tiles for an encoder of tiles; or data.features for features that are computed already"
             )
         return value
 
     @property
+    def kind(self) -> Literal["images", "tiles", "features"]:
+        """What slides are: whole images, bags of tiles, or bags of stored features."""
+        if self.features is not None:
+            return "features"
+        return "images" if self.tiles is None else "tiles"
+
+    @property
     def image_px(self) -> tuple[int, int]:
-        """Height and width of what the network reads: an image, or a tile."""
+        """Height and width of what the network reads: an image, a tile, or a vector, which has no size."""
+        if self.features is not None:
+            return 1, 1
         if self.tiles is not None:
             return self.tiles.size_px, self.tiles.size_px
         assert self.size_px is not None, "checked with the configuration"
@@ -306,7 +320,9 @@ class ModelConfig(Section):
         None, description="the keys below: an encoder of tiles (data.tiles) in place of model.name; default: none"
     )
     aggregator: AggregatorConfig | None = Field(
-        None, description="the keys below: from the features of tiles to outputs; default with data.tiles: its defaults"
+        None,
+        description="the keys below: from the features of tiles to outputs; default with data.tiles and data.features: "
+        "its defaults",
     )
 
     @model_validator(mode="after")

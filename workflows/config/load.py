@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 from hyfi_core.errors import RequestError
 from workflows.config.run import Config
 from workflows.config.section import element_section_of, section_of
-from workflows.config.tiles import INSTEAD
 
 __all__ = ["MAY_CHANGE_ON_RESUME", "Config", "changed_keys", "dump_resolved", "load_config", "refuse_changes"]
 
@@ -139,7 +138,7 @@ def _read_with_overrides(path: Path, overrides: Sequence[str]) -> dict[str, Any]
 def dump_resolved(config: Config) -> str:
     """Return YAML with all keys that have a meaning, defaults too; ``load_config`` of it gives ``config`` again."""
     tree = config.model_dump(mode="json")
-    for section, _, key in (name.partition(".") for name in INSTEAD if config.data.tiles is not None):
+    for section, _, key in (name.partition(".") for name in config.meaningless):
         del tree[section][key]
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -11,7 +12,7 @@ from workflows.config.data import DataConfig, ModelConfig
 from workflows.config.learning import LrScheduleConfig, OptimizerConfig, ValidationConfig
 from workflows.config.ranks import PlanConfig, RolesConfig, with_design
 from workflows.config.section import Count, Positive, Section, Switch, UserPath
-from workflows.config.tiles import INSTEAD, AggregatorConfig
+from workflows.config.tiles import INSTEAD, INSTEAD_OF_FEATURES, AggregatorConfig
 
 OnNonfinite = Literal["stop", "skip", "continue"]
 
@@ -148,6 +149,11 @@ class Config(Section):
         return self.trainers + sum(role for role in roles if isinstance(role, int))
 
     @property
+    def meaningless(self) -> Mapping[str, str]:
+        """Keys that have no meaning in a run of this kind, and what to do instead."""
+        return {"images": {}, "tiles": INSTEAD, "features": INSTEAD_OF_FEATURES}[self.data.kind]
+
+    @property
     def trainers(self) -> int:
         """Number of ranks that train: the plan's and the spare ones; spare ranks given by host name are not counted."""
         spare = self.roles.spare
@@ -158,7 +164,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> Config:
         _check_kind(self)
-        if self.data.tiles is not None:  # resolved here, so that the file of the run has them
+        if self.data.kind != "images":  # resolved here, so that the file of the run has them
             if self.plan.tiles is None:
                 object.__setattr__(self, "plan", self.plan.model_copy(update={"tiles": 1}))
             if self.model.aggregator is None:
@@ -233,39 +239,45 @@ def _check_sharing(config: Config) -> None:
 
 
 def _check_kind(config: Config) -> None:
-    """Check that the keys of a run belong to its kind: whole images, or tiles.
+    """Check that the keys of a run belong to its kind: whole images, tiles or features.
 
     Raises:
         ValueError: Some do not; the message has each of them, and what to use instead.
     """
-    if config.data.tiles is None:
+    kind = config.data.kind
+    if kind == "images":
         model = config.model
         given = {"model.encoder": model.encoder, "model.aggregator": model.aggregator, "plan.tiles": config.plan.tiles}
         wrong = [key for key, value in given.items() if value is not None]
         if wrong:
-            raise ValueError(f"{', '.join(wrong)}: given without data.tiles; give data.tiles, as in {{size_px: 224}}")
+            raise ValueError(
+                f"{', '.join(wrong)}: given without data.tiles; give data.tiles, as in {{size_px: 224}}, or "
+                f"data.features for features that are computed already"
+            )
         return
-    wrong = [key for key in INSTEAD if _is_given(config, key)]
+    instead = config.meaningless
+    wrong = [key for key in instead if _is_given(config, key)]
     if wrong:
-        lines = [f"{key}: has no meaning with data.tiles; leave it out ({INSTEAD[key]})" for key in wrong]
+        lines = [f"{key}: has no meaning with data.{kind}; leave it out ({instead[key]})" for key in wrong]
         raise ValueError("\n  ".join(lines))
-    if config.model.encoder is None:
+    if config.model.encoder is None and kind == "tiles":
         raise ValueError("model.encoder: missing; data.tiles needs it, as in {name: timm:vit_small_patch16_224}")
 
 
 def refuse_tiles(config: Config, command: str) -> None:
-    """Refuse a run of tiles in a command that knows whole images only.
+    """Refuse a run of bags in a command that knows whole images only.
 
     Raises:
         RequestError: It is one.
     """
-    if config.data.tiles is not None:
+    if config.data.kind != "images":
         raise RequestError(
-            f"{command} works for whole images, not with data.tiles; give plan.tiles (ranks that share a slide) and "
-            f"plan.replicas"
+            f"{command} works for whole images, not with data.{config.data.kind}; give plan.tiles (ranks that share a "
+            f"slide) and plan.replicas"
         )
 
 
 def _is_given(config: Config, key: str) -> bool:
     section, _, name = key.partition(".")
-    return name in getattr(config, section).model_fields_set
+    part = getattr(config, section)
+    return name in part.model_fields_set and getattr(part, name) is not None

@@ -1,4 +1,4 @@
-"""The keys of a run that trains an encoder of tiles: ``data.tiles``, ``model.encoder``, ``model.aggregator``.
+"""The keys of a run of bags: ``data.tiles`` with ``model.encoder``, or ``data.features``; and ``model.aggregator``.
 
 Keys of whole images have no meaning in such a run, and are refused by name where they are given.
 """
@@ -147,3 +147,18 @@ INSTEAD = {
     "run.trace": "steps of tile encoders are not traced",
 }
 """Keys that have no meaning with ``data.tiles``, and what to do instead."""
+
+_COMPUTED = "features are computed already"
+INSTEAD_OF_FEATURES = {
+    **INSTEAD,
+    **dict.fromkeys(("data.size_px", "data.mpp", "data.align_px", "data.min_coverage", "data.tiles"), _COMPUTED),
+    **dict.fromkeys(("data.augment", "model.encoder", "model.mean", "model.std"), _COMPUTED),
+    "data.view": "all tiles of a file of features are used",
+    "data.prefetch": "every trainer reads its own features",
+    "data.workers": "every trainer reads its own features",
+    "data.cache_bytes": "the system keeps files that were read, as far as it has memory",
+    "model.name": "use model.aggregator.name",
+    "model.weights": "an aggregator begins with random weights",
+    "model.options": "use model.aggregator.options",
+}
+"""Keys that have no meaning with ``data.features``, and what to do instead."""

@@ -198,7 +198,8 @@ class FoldRuns:
         words += ["--splits", str(self.folder / SPLITS_FILE), "--out", str(self.test_of(fold))]
         words += ["--labels", str(config.data.labels)] if config.data.labels else []
         words += ["--device", config.run.device]
-        if plan.cells is not None and config.data.tiles is None:
+        words += ["--features", str(config.data.features)] if config.data.features else []
+        if plan.cells is not None and config.data.kind == "images":
             words += ["--cells", plan.cells if plan.cells == "auto" else ",".join(map(str, plan.cells))]
             words += ["--memory", str(plan.memory_bytes)] if plan.memory_bytes and plan.spill else []
             words += ["--spill", plan.spill] if plan.spill else []

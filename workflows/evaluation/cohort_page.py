@@ -23,7 +23,7 @@ from data.files import write_atomically
 from data.samples.dataset import SlideDataset
 from data.samples.labels import Target
 from data.store.slide_store import SlideStore, slide_path
-from data.tiles.bags import TileBags
+from data.tiles.bags import Bags
 from pathology.ingest.thumbnail import thumbnail_of_store
 from pathology.pages import FLAG_MEANINGS, jpeg_uri, render
 from pathology.predict.colors import class_color
@@ -123,7 +123,7 @@ def _uncalibrated(details: Mapping[str, Any]) -> tuple[float, ...]:
     return tuple(details["probabilities_uncalibrated"]) if fitted else ()
 
 
-def _seen_of(dataset: SlideDataset, index: int, all_tissue: bool) -> tuple[float, tuple[str, ...]]:
+def _seen_of(dataset: SlideDataset, index: int, all_tissue: bool) -> tuple[float | None, tuple[str, ...]]:
     """Return coverage and flags of a slide's image; ``all_tissue``: all tissue was shown, even if it does not fit."""
     view = dataset.view(index)
     flags = tuple(flag for flag in view.flags if not (all_tissue and flag == "cropped"))
@@ -138,7 +138,7 @@ def evaluated_slides(
     least: float,
     *,
     all_tissue: bool,
-    bags: TileBags | None = None,
+    bags: Bags | None = None,
 ) -> list[CohortSlide]:
     """Return the slides of a dataset with their predictions, and thumbnails from the store.
 
@@ -149,7 +149,7 @@ def evaluated_slides(
         readout: How logits are read.
         least: Smallest coverage; slides with less are ``incomplete``.
         all_tissue: Whether all tissue was shown, even if it does not fit the dataset's images.
-        bags: The slides as tiles, if the model has an encoder of tiles.
+        bags: The slides as bags, if the model takes tiles or their features.
     """
     slides = []
     for index, sample in enumerate(dataset.samples):
@@ -163,7 +163,7 @@ def evaluated_slides(
             CohortSlide(
                 slide_id=sample.slide_id,
                 case_id=sample.case_id,
-                status="done" if coverage >= least else "incomplete",
+                status="done" if coverage is None or coverage >= least else "incomplete",
                 prediction=prediction,
                 values=tuple(values.tolist()),
                 label="" if sample.label is None else task.text(sample.label),

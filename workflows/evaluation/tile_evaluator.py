@@ -1,16 +1,16 @@
-"""Evaluation of checkpoints with an encoder of tiles, on a group of ranks that share the tiles of each slide."""
+"""Evaluation of checkpoints of bags, on a group of ranks that share the tiles of each slide, or their features."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from data.loading.normalise import Normalisation
 from data.samples.dataset import SlideDataset
-from data.tiles.bags import TileBags
+from data.tiles.bags import Bags, TileBags
 from data.tiles.tiling import Tiling
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
@@ -20,6 +20,7 @@ from hyfi_core.tiles.model import TileModel
 from hyfi_core.tiles.parallelize_tiles import parallelize_tiles
 from workflows.evaluation.evaluate import EvaluationSet
 from workflows.evaluation.evaluator import Evaluator
+from workflows.evaluation.feature_models import CHUNK, feature_bags_of, feature_module_of, is_feature_model
 from workflows.evaluation.models import convert_model
 from workflows.evaluation.tile_models import build_tile_model, is_tile_model
 from workflows.evaluation.tile_slides import AllTiles, TileInference
@@ -46,8 +47,22 @@ def tile_module_of(model: Mapping[str, Any]) -> TileModel:
     return module
 
 
-def tile_evaluator(
-    model: Mapping[str, Any], bags: TileBags, group: Communicator, memory_bytes: int | None, device: torch.device
+def bag_module_of(model: Mapping[str, Any]) -> TileModel:
+    """Return the module of a ``model.json`` of tiles or features, with arbitrary weights, in the run's precision.
+
+    Raises:
+        RequestError: It cannot be built.
+    """
+    return feature_module_of(model) if is_feature_model(model) else tile_module_of(model)
+
+
+def is_bag_model(model: Mapping[str, Any]) -> bool:
+    """Whether a ``model.json`` is of an encoder of tiles, or of an aggregator of features."""
+    return is_tile_model(model) or is_feature_model(model)
+
+
+def bag_evaluator(
+    model: Mapping[str, Any], bags: Bags, group: Communicator, memory_bytes: int | None, device: torch.device
 ) -> Evaluator:
     """Return what evaluates weights of a ``model.json`` on slides (collective); see `Evaluator`.
 
@@ -61,44 +76,69 @@ def tile_evaluator(
     Raises:
         RequestError: The model cannot be built.
     """
-    module = tile_module_of(model).to(device)
+    module = bag_module_of(model).to(device)
     plan = ParallelPlan(tiles=group.size, memory_bytes=memory_bytes)
     autocast = torch.bfloat16 if model.get("precision") == "bfloat16" else None
-    engine = parallelize_tiles(module.encoder, module.aggregator, plan, group, autocast=autocast)
+    chunk: int | Literal["auto"] = CHUNK if is_feature_model(model) else "auto"
+    engine = parallelize_tiles(module.encoder, module.aggregator, plan, group, autocast=autocast, chunk=chunk)
     aggregate = model.get("case_aggregate", "mean")
     slides = EvaluationSet.of(AllTiles(bags), bags.dataset.samples, task_of(model), aggregate)
     return Evaluator(slides, TileInference(engine), module, plan, group)
 
 
-def tile_bags_of(model: Mapping[str, Any], dataset: SlideDataset) -> TileBags:
-    """Return the slides of a dataset as bags of the tiles that a ``model.json`` describes.
+def bags_of(model: Mapping[str, Any], dataset: SlideDataset, features: Path | None) -> Bags | None:
+    """Return the slides of a dataset as a ``model.json`` takes them; None if it takes images.
+
+    Args:
+        model: Content of ``model.json``.
+        dataset: The slides.
+        features: Folder of ``--features``; None: not given.
 
     Raises:
-        RequestError: A slide has no tile with enough tissue.
+        RequestError: A slide has no tile with enough tissue, or features cannot be used or are not needed.
     """
+    if is_feature_model(model):
+        return feature_bags_of(model, dataset, features)
+    refuse_features(model, features)
+    if not is_tile_model(model):
+        return None
     bags = TileBags(dataset, tiling_of(model))
     bags.check()
     return bags
 
 
+def refuse_features(model: Mapping[str, Any], features: Path | None) -> None:
+    """Refuse ``--features`` for a ``model.json`` that reads pixels.
+
+    Raises:
+        RequestError: It is given.
+    """
+    if features is not None and not is_feature_model(model):
+        raise RequestError(
+            f"--features {features}: the model reads pixels, not features; leave it out, or give a checkpoint of a run "
+            f"with data.features"
+        )
+
+
 def cells_of(
     checkpoints: Sequence[Path], cells: str | None, memory: str | None, spill: str | None, image: str
 ) -> Cells:
-    """Return the cells of an evaluation; with encoders of tiles there are none, and ``--memory`` needs no ``--spill``.
+    """Return the cells of an evaluation; bags have none, and ``--memory`` needs no ``--spill``.
 
     Raises:
-        RequestError: A checkpoint is not on a disk, or options do not fit together or have no meaning for encoders
-            of tiles.
+        RequestError: A checkpoint is not on a disk, or options do not fit together or have no meaning for bags.
     """
     for checkpoint in checkpoints:
         require_local(checkpoint, "checkpoint")
-    if not any(is_tile_model(read_model_json(checkpoint)) for checkpoint in checkpoints):
+    models = [read_model_json(checkpoint) for checkpoint in checkpoints]
+    if not any(map(is_bag_model, models)):
         return parse_cells(cells, memory, spill)
+    what = "features" if any(map(is_feature_model, models)) else "an encoder of tiles"
     options = {"--cells": cells, "--spill": spill, "--image": None if image == "whole" else image}
     for option, value in options.items():
         if value is not None:
             raise RequestError(
-                f"{option} {value}: has no meaning for an encoder of tiles, which is computed chunk by chunk over all "
-                f"tissue; leave it out (--memory 8GB limits its memory)"
+                f"{option} {value}: has no meaning for {what}, computed chunk by chunk over all tissue; leave it out "
+                f"(--memory 8GB limits its memory)"
             )
     return None

@@ -6,22 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
-from data.tiles.bags import TileBags
-from data.tiles.reader import StoreTiles
+from data.tiles.bags import Bags, BagSource
 from hyfi_core.tiles.engine import TilesEngine
 
 
 class AllTiles:
-    """The engine's input for each slide: all of its tissue tiles.
+    """The engine's input for each slide: all of its tissue tiles, or their features.
 
     Args:
         bags: The slides.
     """
 
-    def __init__(self, bags: TileBags) -> None:
+    def __init__(self, bags: Bags) -> None:
         self.bags = bags
 
-    def of(self, index: int) -> list[StoreTiles]:
+    def of(self, index: int) -> list[BagSource]:
         """Return a batch of one slide."""
         return [self.bags.of(index)]
 
@@ -36,7 +35,7 @@ class TileInference:
     def __init__(self, engine: TilesEngine) -> None:
         self._engine = engine
 
-    def predict(self, images: Sequence[StoreTiles]) -> torch.Tensor:
+    def predict(self, images: Sequence[BagSource]) -> torch.Tensor:
         """Return logits ``(B, K)``, the same on every rank of a replica."""
         return self._engine.predict(images)[0]
 

@@ -78,17 +78,17 @@ class FeatureFolder:
             if before != self._settings:
                 write_json_atomically(self.path / RUN_FILE, self._settings)
 
-    def lack(self, slide_id: str, tiles: str) -> str | None:
+    def lack(self, slide_id: str, tiles: str | None) -> str | None:
         """Return why a slide must be computed: ``new``, or what is damaged or out of date; None if it is finished.
 
         Args:
             slide_id: The slide.
-            tiles: Digest of its tiles.
+            tiles: Digest of its tiles; None: not compared.
         """
         written = read_json_object(self._sidecar(slide_id))
         if written.get("status") != DONE:
             return "new"
-        if written.get("tiles_sha256") != tiles:
+        if tiles is not None and written.get("tiles_sha256") != tiles:
             return "out of date: the slide was ingested again"
         files = written.get("files")
         if not isinstance(files, dict) or set(files) != set(files_of(slide_id, self.form)):

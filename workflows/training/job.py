@@ -289,17 +289,19 @@ def dataset_of(config: Config, slides: tuple[SlideRef, ...], augment: Augment | 
 
 
 def mpp_of(config: Config) -> float:
-    """Return the microns per pixel of the run's images.
+    """Return the microns per pixel of the run's images; with ``data.features`` the coarsest of the store.
 
     Raises:
         RequestError: ``data.mpp`` is native, and the slides of the store differ in mpp.
     """
-    tiles = config.data.tiles
+    tiles, kind = config.data.tiles, config.data.kind
     mpp: float | Literal["native"] = config.data.mpp if tiles is None else tiles.mpp or "native"
-    if mpp != "native":
+    if mpp != "native" and kind != "features":
         return mpp
     mpps = {row["slide_id"]: float(row["store_mpp"]) for row in load_manifest(config.data.store) if row["store_mpp"]}
     finest, coarsest = min(mpps, key=mpps.__getitem__), max(mpps, key=mpps.__getitem__)
+    if kind == "features":  # no pixels are read
+        return mpps[coarsest]
     middle = (mpps[finest] * mpps[coarsest]) ** 0.5
     if mpps[coarsest] > (1 + MPP_TOLERANCE) * middle:
         setting = "data.mpp: given native" if tiles is None else "data.tiles.mpp: not given"

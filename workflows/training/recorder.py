@@ -113,7 +113,7 @@ class Recorder:
         }
         self._log.write("train", step=step, **values)
         of_many = " on rank 0" if self._job.plan.ranks > 1 else ""
-        speed = describe_speed(images_per_s, throughput, self._job.config.data.tiles is not None) + of_many
+        speed = describe_speed(images_per_s, throughput, self._job.config.data.kind != "images") + of_many
         self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {speed}"
         self._show("train", step, values)
 

@@ -24,7 +24,7 @@ class Throughput:
     """Converts a run's images per second.
 
     Attributes:
-        image_px: Pixels of an image.
+        image_px: Pixels of an image; 0 if none are read.
         image_flops: Operations of the model for an image, forward and backward.
         peak_flops_per_s: Peak of all trainers together; None: unknown, and so is utilisation.
         device: Device of this rank, for its memory.
@@ -59,7 +59,8 @@ def describe_throughput(throughput: Mapping[str, Any]) -> str:
         _with_prefix(1e9 * throughput["gigapixels_per_second"]),
         _with_prefix(throughput["flops_per_second"]),
     )
-    return f"{pixels}P/s, {flops}FLOP/s{peak}, {plain_number(throughput['memory_bytes'] / 1e9, 2)} GB"
+    read = f"{pixels}P/s, " if throughput["gigapixels_per_second"] else ""  # runs of features read none
+    return f"{read}{flops}FLOP/s{peak}, {plain_number(throughput['memory_bytes'] / 1e9, 2)} GB"
 
 
 def _with_prefix(value: float) -> str:

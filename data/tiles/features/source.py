@@ -18,11 +18,12 @@ class FeatureTiles:
 
     Args:
         stored: The slide's features.
+        coords: Positions of tiles, for aggregators that take them; None: those of the file.
     """
 
-    def __init__(self, stored: StoredFeatures) -> None:
+    def __init__(self, stored: StoredFeatures, coords: NDArray[np.float64] | None = None) -> None:
         self.name, self.stored = stored.slide_id, stored
-        self._coords = stored.coords()
+        self._coords = stored.coords() if coords is None else coords
 
     def __len__(self) -> int:
         """Return the number of tiles."""
@@ -30,7 +31,7 @@ class FeatureTiles:
 
     @property
     def coords(self) -> NDArray[np.float64] | None:
-        """``(N, 2)`` float64: (y, x) of each tile's upper left corner in `StoredFeatures.unit`; None: unknown."""
+        """``(N, 2)`` float64: (y, x) of each tile's upper left corner, in `StoredFeatures.unit` or as given."""
         return self._coords
 
     def read(self, indices: Sequence[int]) -> torch.Tensor:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class StoredFeatures:
         encoder: Name of the encoder, if the file states it.
         unit: Of `coords`: level-0 pixels or micrometres; None: the file has none.
         tile_size: Height and width of a tile in that unit, if the file states it.
+        tile_px: Height and width of a tile as the encoder saw it, if the file states it.
+        slide_px: Height and width of the slide's level 0, if the file states them.
     """
 
     slide_id: str
@@ -67,6 +70,8 @@ class StoredFeatures:
     encoder: str | None = None
     unit: Unit | None = None
     tile_size: float | None = None
+    tile_px: int | None = None
+    slide_px: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, path: Path) -> StoredFeatures:
@@ -88,8 +93,9 @@ class StoredFeatures:
             if coords is not None and tuple(coords.shape[-2:]) != (count, 2):
                 raise RequestError(f"{path}: coords are {tuple(coords.shape)} for {count} tiles; expected (N, 2)")
             unit, tile_size, _ = _frame(content)
-            encoder = _encoder(content, vectors)
-            return cls(path.name.rpartition(".")[0], path, count, features, encoder, unit, tile_size)
+            encoder, (tile_px, slide_px) = _encoder(content, vectors), _pixels(content)
+            name = path.name.rpartition(".")[0]
+            return cls(name, path, count, features, encoder, unit, tile_size, tile_px, slide_px)
 
     def vectors(self, indices: Sequence[int] | None = None) -> NDArray[np.float32]:
         """Return the vectors of some tiles, or of all, ``(n, D)`` float32 that the caller owns.
@@ -132,7 +138,7 @@ def _opened(path: Path) -> Iterator[Any]:
         if path.suffix == ".zarr":
             yield import_module("zarr").open_group(path, mode="r")
         elif path.suffix == ".pt":
-            yield {"tensor": import_module("torch").load(path, map_location="cpu", weights_only=True)}
+            yield {"tensor": _tensor(path)}
         else:
             with import_h5py().File(path, "r") as file:
                 yield file
@@ -141,6 +147,12 @@ def _opened(path: Path) -> Iterator[Any]:
     except Exception as error:  # of h5py, zarr and torch there are many
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RequestError(f"{path}: damaged, or not a file of features ({reason}); compute it again") from error
+
+
+def _tensor(path: Path) -> Any:
+    """Return the tensor of a ``.pt``: mapped, so that only rows that are used are read; of old files, all of it."""
+    mapped = zipfile.is_zipfile(path)  # what torch.save writes since PyTorch 1.6
+    return import_module("torch").load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def _vectors(path: Path, content: Any) -> tuple[str, Any]:
@@ -182,6 +194,24 @@ def _trident_size(attributes: Mapping[str, Any]) -> float | None:
     if "patch_size" in attributes and "downsample" in attributes:
         return float(attributes["patch_size"]) * float(np.mean(attributes["downsample"]))
     return None
+
+
+def _pixels(content: Any) -> tuple[int | None, tuple[int, int] | None]:
+    """Return the pixels of a tile, and height and width of the slide, as far as the file states them."""
+    if "coords" not in content:
+        return None, None
+    attributes = dict(getattr(content, "attrs", {}))
+    if "hyfi_features" in attributes:
+        stated = attributes["hyfi_features"]
+        height, width = stated.get("source_size_px") or (None, None)
+        tile = stated.get("size_px")
+    elif "feats" in content:
+        tile, height, width = attributes.get("tile_size_px"), None, None
+    else:
+        of_coords = dict(content["coords"].attrs)
+        tile, height, width = (of_coords.get(name) for name in ("patch_size", "level0_height", "level0_width"))
+    slide = None if height is None or width is None else (int(height), int(width))
+    return (None if not tile else int(tile)), slide
 
 
 def _encoder(content: Any, vectors: Any) -> str | None:

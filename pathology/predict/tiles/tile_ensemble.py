@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -19,6 +20,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.tiles.engine import TilesEngine
 from hyfi_core.tiles.model import TileModel
 from hyfi_core.tiles.parallelize_tiles import parallelize_tiles
+from hyfi_core.tiles.source import TileSource
 from pathology.errors import SlideError
 from pathology.predict.ensemble import LateErrors, Sight, together
 from pathology.predict.heatmap import Heatmap
@@ -30,6 +32,10 @@ from pathology.predict.tiles.tile_heatmap import TileValues, place_tiles
 class TileEnsemble:
     """The members' engines on all ranks of a group. Every method is collective.
 
+    Attributes:
+        chunk: Tiles that are encoded at once.
+        needs_tissue: Whether a slide without tissue is not predicted.
+
     Args:
         members: Models with an encoder of tiles.
         spec: Common to all members.
@@ -40,12 +46,14 @@ class TileEnsemble:
         RequestError: A model cannot be computed tile by tile.
     """
 
+    chunk: int | Literal["auto"] = "auto"
+    needs_tissue = True
+
     def __init__(self, members: Sequence[Member], spec: InputSpec, comm: Communicator, options: PredictOptions) -> None:
-        assert spec.tiles is not None
         self._comm, self._members = comm, tuple(members)
-        size, stride, least = spec.tiles
+        self._engines = [_engine(member, comm, options, self.chunk) for member in members]
+        size, stride, least = spec.tiles or (1, 1, 0.0)
         self._tiling = Tiling(size, stride, spec.mpp, least)
-        self._engines = [_engine(member, comm, options) for member in members]
 
     def look(self, dataset: SlideDataset, all_tissue: bool) -> Sight:
         """Return the tissue tiles of the dataset's slide.
@@ -53,14 +61,27 @@ class TileEnsemble:
         Raises:
             SlideError: The slide cannot be read, or no tile has enough tissue.
         """
-        slide = together(self._comm, lambda: _stored(dataset))
+        slide = together(self._comm, lambda: stored_slide(dataset))
         mask, mask_mpp = together(self._comm, slide.tissue)
-        if not mask.any():
+        if not mask.any() and self.needs_tissue:
             return Sight((), 0.0, ("no_tissue",), 0)
-        tiles = together(self._comm, lambda: tissue_tiles(slide, self._tiling))
+        tiles = together(self._comm, lambda: self.tiles_of(slide))
         coverage, tissue_px = tissue_seen(mask, mask_mpp, tiles)
         view = View((tiles.size_px, tiles.size_px), (), coverage, tissue_px, ())
         return Sight((view,), coverage, (), tiles.plane.level, tiles)
+
+    def tiles_of(self, slide: SlideStore) -> TissueTiles:
+        """Return the tiles of a slide.
+
+        Raises:
+            RequestError: None has enough tissue.
+        """
+        return tissue_tiles(slide, self._tiling)
+
+    def source_of(self, slide: SlideStore, tiles: TissueTiles) -> tuple[TileSource, torch.Tensor]:
+        """Return what the encoder reads of these tiles, and what stands for one that cannot be read, ``(1, …)``."""
+        white = torch.full((1, 3, tiles.size_px, tiles.size_px), 255, dtype=torch.uint8)
+        return StoreTiles(slide, tiles), white
 
     def heatmaps(self, dataset: SlideDataset, sight: Sight) -> list[Heatmap]:
         """Return each member's heatmap of the slide, with its logits.
@@ -70,12 +91,13 @@ class TileEnsemble:
         """
         assert sight.tiles is not None
         return [
-            self._of_member(member, engine, _stored(dataset), sight.tiles)
+            self._of_member(member, engine, stored_slide(dataset), sight.tiles)
             for member, engine in zip(self._members, self._engines, strict=True)
         ]
 
     def _of_member(self, member: Member, engine: TilesEngine, slide: SlideStore, tiles: TissueTiles) -> Heatmap:
-        source = _CheckedTiles(StoreTiles(slide, tiles), late := LateErrors(self._comm.size > 1))
+        late = LateErrors(self._comm.size > 1)
+        source = _CheckedTiles(*together(self._comm, lambda: self.source_of(slide, tiles)), late, slide.slide_id)
         explanation = engine.explain(source)
         together(self._comm, late.raise_error)
         if not bool(torch.isfinite(explanation.logits).all()):
@@ -92,35 +114,38 @@ class TileEnsemble:
 
 
 class _CheckedTiles:
-    """Tiles of a slide, white ones in place of those that cannot be read: ranks wait for each other's vectors.
+    """Tiles of a slide, others in place of those that cannot be read: ranks wait for each other's vectors.
 
     Args:
         tiles: The tiles.
+        instead: What stands for one that cannot be read, ``(1, …)``.
         late: Has the error.
+        name: Of the slide.
     """
 
-    def __init__(self, tiles: StoreTiles, late: LateErrors) -> None:
-        self._tiles, self._late = tiles, late
-        self.name, self.coords = tiles.name, tiles.coords
+    def __init__(self, tiles: TileSource, instead: torch.Tensor, late: LateErrors, name: str) -> None:
+        self._tiles, self._instead, self._late = tiles, instead, late
+        self.name, self.coords = name, tiles.coords
 
     def __len__(self) -> int:
         return len(self._tiles)
 
     def read(self, indices: Sequence[int]) -> torch.Tensor:
-        """Return tiles ``(n, 3, size_px, size_px)`` uint8."""
-        shape = (len(indices), 3, self._tiles.tiles.size_px, self._tiles.tiles.size_px)
-        return self._late.read_or(lambda: torch.full(shape, 255, dtype=torch.uint8), lambda: self._tiles.read(indices))
+        """Return tiles, as their source has them."""
+        instead = self._instead.expand(len(indices), -1, -1, -1)
+        return self._late.read_or(lambda: instead, lambda: self._tiles.read(indices))
 
 
-def _engine(member: Member, comm: Communicator, options: PredictOptions) -> TilesEngine:
+def _engine(member: Member, comm: Communicator, options: PredictOptions, chunk: int | Literal["auto"]) -> TilesEngine:
     model = member.model
     if not isinstance(model, TileModel):
         raise RequestError(f"{member.path}: its model is a {type(model).__name__}, not an encoder of tiles")
     plan = ParallelPlan(tiles=comm.size, memory_bytes=options.memory_bytes)
-    return parallelize_tiles(model.encoder, model.aggregator, plan, comm)
+    return parallelize_tiles(model.encoder, model.aggregator, plan, comm, chunk=chunk)
 
 
-def _stored(dataset: SlideDataset) -> SlideStore:
+def stored_slide(dataset: SlideDataset) -> SlideStore:
+    """Return the dataset's only slide."""
     slide = dataset.slide(0)
     assert isinstance(slide, SlideStore), "tiles are read from stores"
     return slide

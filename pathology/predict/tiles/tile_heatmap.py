@@ -39,7 +39,7 @@ class TileValues:
 
 def cell_px_of(tiles: TissueTiles) -> int:
     """Return the side of a cell, in pixels of the tiles' plane: the largest that divides size and stride."""
-    return math.gcd(tiles.size_px, tiles.stride_px)
+    return math.gcd(tiles.size_px, tiles.stride_px) if tiles.cell_px is None else tiles.cell_px
 
 
 def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str], exclusive: bool) -> Heatmap:
@@ -102,6 +102,6 @@ def _cells(
     """Return row and column of each cell of each tile, (N, cells of a tile), and whether it is on the slide."""
     side = np.arange(tiles.size_px // cell_px)
     down, across = (part.ravel() for part in np.meshgrid(side, side, indexing="ij"))
-    corners = tiles.corners // cell_px
+    corners = (tiles.corners + cell_px // 2) // cell_px  # of other tools' tiles, not all are at whole cells
     rows, columns = corners[:, :1] + down, corners[:, 1:] + across
-    return rows, columns, (rows < shape[0]) & (columns < shape[1])
+    return rows, columns, (rows >= 0) & (rows < shape[0]) & (columns >= 0) & (columns < shape[1])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
+from data.store.slide_store import SlideStore
 from data.tiles.reader import StoreTiles
+from data.tiles.tissue_tiles import TissueTiles
 from pathology.pages import data_uri
 from pathology.predict.report import TilePicture
 from pathology.predict.slide_result import SlideResult, level0_of
@@ -29,7 +32,7 @@ def top_tiles(result: SlideResult) -> list[TilePicture]:
     weights = at_tiles(tiles, weighing, heatmap.cell_px)
     chosen = np.argsort(-weights, kind="stable")[:MOST]
     chosen = chosen[weights[chosen] > 0]  # max pooling weighs a tile for each class only
-    pixels = StoreTiles(result.slide, tiles).read_array(chosen.tolist())
+    pixels = _pictures(result.slide, tiles, chosen.tolist())
     pictures = []
     for rank, (index, tile) in enumerate(zip(chosen.tolist(), pixels, strict=True), 1):
         row, column = ((tiles.corners[index] + tiles.size_px / 2) / heatmap.cell_px).tolist()
@@ -38,3 +41,9 @@ def top_tiles(result: SlideResult) -> list[TilePicture]:
         image = Image.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0)))
         pictures.append(TilePicture(rank, data_uri(image, _PICTURE_PX), text, float(scores[index]), round(x), round(y)))
     return pictures
+
+
+def _pictures(slide: SlideStore, tiles: TissueTiles, chosen: list[int]) -> list[NDArray[np.uint8]]:
+    """Return the pixels of some tiles, each ``(3, h, w)``; of a store that is coarser than the tiles, its own."""
+    reader = StoreTiles(slide, tiles)
+    return [*reader.read_array(chosen)] if min(tiles.plane.step) >= 1 else reader.read_level(chosen)

@@ -13,7 +13,7 @@ from hyfi_core.errors import RequestError
 from tests.workflows.archive import make_config
 from tests.workflows.runs import run_on
 from workflows.config.load import load_config
-from workflows.training.inputs.encoder_flops import tile_flops
+from workflows.training.inputs.flops import tile_flops
 from workflows.training.metrics_log import read_metrics
 from workflows.training.throughput import Throughput, describe_speed, describe_throughput, peak_flops_per_s
 

@@ -1,1 +1,1 @@
-"""What a run trains with, and what it reads of its slides: whole images, or bags of tiles."""
+"""What a run trains with, and what it reads of its slides: whole images, bags of tiles, or bags of features."""

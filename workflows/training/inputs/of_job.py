@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from workflows.training.inputs.features import FeatureInputs
 from workflows.training.inputs.images import ImageInputs
 from workflows.training.inputs.run_inputs import RunInputs
 from workflows.training.inputs.tiles import TileInputs
@@ -9,5 +10,6 @@ from workflows.training.job import TrainingJob
 
 
 def inputs_of(job: TrainingJob) -> RunInputs:
-    """Return what a run trains with and reads: tiles with ``data.tiles``, else whole images."""
-    return ImageInputs(job) if job.config.data.tiles is None else TileInputs(job)
+    """Return what a run trains with and reads: whole images, tiles, or features that are computed already."""
+    kinds: dict[str, type[RunInputs]] = {"images": ImageInputs, "tiles": TileInputs, "features": FeatureInputs}
+    return kinds[job.config.data.kind](job)

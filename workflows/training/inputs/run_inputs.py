@@ -1,12 +1,12 @@
-"""What the training loop asks of the kind of a run: of whole images, or of bags of tiles.
+"""What the training loop asks of the kind of a run: of whole images, of bags of tiles, or of bags of features.
 
 ::
 
-                     ImageInputs                         TileInputs
-    model            one network                         encoder and aggregator
-    engine           parallelize                         parallelize_tiles
-    batch            boxes of images, from feeds         tiles, which each trainer reads itself
-    evaluation       one image of each slide             all tiles of each slide
+                  ImageInputs                      TileInputs                           FeatureInputs
+    model         one network                      encoder and aggregator               aggregator
+    engine        parallelize                      parallelize_tiles                    parallelize_tiles
+    batch         boxes of images, from feeds      tiles, which trainers read           vectors, which trainers read
+    evaluation    one image of each slide          all tiles of each slide              all vectors of each slide
 """
 
 from __future__ import annotations

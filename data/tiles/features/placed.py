@@ -1,0 +1,177 @@
+"""Where the tiles of stored features are on their slide.
+
+::
+
+    hyfi features      | 0 | 1 | 2 |          whole tiles from the slide's corner: a cell of heatmaps is a tile
+    CLAM              |  0 |  1 | | 2 |       from the corner of each piece of tissue: cells are quarters of a tile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.store.slide_store import SlideStore, StoreLevel
+from data.store.tissue_grid import LARGEST_DENOMINATOR
+from data.tiles.features.stored import StoredFeatures
+from data.tiles.tiling import TilePlane
+from data.tiles.tissue_tiles import TissueTiles, read_only, to_source_of
+from hyfi_core.errors import RequestError
+
+_USUAL_PX = 256
+"""Pixels of a tile whose file does not state them; for heatmaps and pictures only."""
+_MOST_CELLS = 4
+"""Cells of a heatmap along the side of a tile that is not at whole tiles."""
+_ROUNDED_PX = 0.6
+"""Level-0 pixels by which rounding changes the stated side of a tile, and the corners that it is measured by."""
+
+
+class WrongSlideError(RequestError):
+    """Features are not those of their slide."""
+
+
+def source_mpp(slide: SlideStore) -> tuple[float, float]:
+    """Return the microns per pixel (y, x) of level 0 of the slide that was ingested; of the store if not known."""
+    y, x = (slide.attributes.get("source") or {}).get("mpp") or slide.levels[0].mpp
+    return float(y), float(x)
+
+
+def tile_um(stored: StoredFeatures, slide: SlideStore) -> float | None:
+    """Return height and width of a tile in micrometres; None if the file does not state them."""
+    if stored.tile_size is None or stored.unit is None:
+        return None
+    return stored.tile_size * (sum(source_mpp(slide)) / 2 if stored.unit == "px" else 1.0)
+
+
+def level0_corners(stored: StoredFeatures, slide: SlideStore) -> NDArray[np.float64] | None:
+    """Return ``(N, 2)``: (y, x) of each tile's upper left corner, in level-0 pixels of the slide that was ingested.
+
+    Raises:
+        RequestError: The file is damaged.
+    """
+    coords = stored.coords()
+    if coords is None or stored.unit == "px":
+        return coords
+    scaled: NDArray[np.float64] = coords / np.array(source_mpp(slide))
+    return scaled
+
+
+def check_slide(stored: StoredFeatures, slide: SlideStore) -> None:
+    """Check that features are of a slide, as far as their file states it.
+
+    Raises:
+        WrongSlideError: The slide has another size, or a tile lies beyond it.
+        RequestError: The file is damaged.
+    """
+    sizes = _sizes(slide)
+    if stored.slide_px is not None and stored.slide_px not in sizes:
+        raise WrongSlideError(
+            f"{stored.path}: its slide has {_size(stored.slide_px)} px at level 0, but slide {slide.slide_id} of the "
+            f"store has {_size(sizes[0])}"
+        )
+    corners = level0_corners(stored, slide)
+    if corners is None:
+        return
+    height, width = (max(size[axis] for size in sizes) for axis in (0, 1))
+    beyond = (corners >= [height, width]).any(axis=1) | ~np.isfinite(corners).all(axis=1)
+    if beyond.any():
+        y, x = corners[int(np.argmax(beyond))].tolist()
+        raise WrongSlideError(
+            f"{stored.path}: {int(beyond.sum())} of {stored.count} tiles are beyond slide {slide.slide_id} of the "
+            f"store, which has {_size((height, width))} px at level 0, such as that at (y, x) = ({y:g}, {x:g})"
+        )
+
+
+def placed_tiles(stored: StoredFeatures, slide: SlideStore) -> TissueTiles | None:
+    """Return the tiles of features on their slide, in the order of the vectors; None if the file has no positions.
+
+    Shares of tissue are not known (NaN).
+
+    Raises:
+        RequestError: The file is damaged.
+    """
+    corners = level0_corners(stored, slide)
+    if corners is None:
+        return None
+    mpp_um = sum(source_mpp(slide)) / 2
+    stated_um = tile_um(stored, slide)
+    side_um = mpp_um * (_smallest_gap(corners) if stated_um is None else _unrounded(corners, stated_um / mpp_um))
+    size_px = stored.tile_px or _USUAL_PX
+    plane = _plane(slide.levels, side_um / size_px)
+    to_source = to_source_of(slide, plane)
+    matrix = np.array(to_source)
+    centres = corners + side_um / np.array(source_mpp(slide)) / 2
+    in_plane = np.linalg.solve(matrix[:, :2], (centres - matrix[:, 2]).T).T - size_px / 2
+    cell_px, whole = _cell(in_plane, size_px)
+    rounded = np.round(in_plane / cell_px) * cell_px if whole else np.round(in_plane)
+    return TissueTiles(
+        slide_id=slide.slide_id,
+        size_px=size_px,
+        stride_px=size_px,
+        plane=plane,
+        corners=read_only(rounded.astype(np.int64)),
+        tissue=read_only(np.full(stored.count, np.nan)),
+        to_source=to_source,
+        cell_px=cell_px,
+    )
+
+
+def _plane(levels: Sequence[StoreLevel], mpp_um: float) -> TilePlane:
+    """Return the plane of exactly this resolution; a store may be coarser, then a step is below 1."""
+    finer = [k for k, level in enumerate(levels) if max(level.mpp) <= mpp_um]
+    read = max(finer, default=0)
+    level = levels[read]
+    y, x = (Fraction(mpp_um / side).limit_denominator(LARGEST_DENOMINATOR) for side in level.mpp)
+    return TilePlane(read, (y, x), (mpp_um, mpp_um), (ceil(level.height_px / y), ceil(level.width_px / x)))
+
+
+def _cell(corners: NDArray[np.float64], size_px: int) -> tuple[int, bool]:
+    """Return the side of a cell, and whether all corners are at whole cells but for rounding."""
+    parts = [k for k in range(1, _MOST_CELLS + 1) if size_px % k == 0]
+    for k in parts:
+        cell = size_px // k
+        if bool((np.abs(corners - np.round(corners / cell) * cell) <= max(1.0, size_px / 100)).all()):
+            return cell, True
+    return size_px // parts[-1], False
+
+
+def _unrounded(corners: NDArray[np.float64], side_px: float) -> float:
+    """Return height and width of a tile before its file rounded it to whole pixels, by the grid of all corners."""
+    if side_px % 1:
+        return side_px
+    axis = int(np.argmax(np.ptp(corners, axis=0)))
+    offsets = corners[:, axis] - corners[:, axis].min()
+    for parts in range(1, _MOST_CELLS + 1):
+        steps = round(float(offsets.max()) / side_px * parts)
+        if not steps:
+            continue
+        step = float(offsets.max()) / steps
+        on_grid = np.abs(offsets - np.round(offsets / step) * step).max() <= 1
+        if on_grid and abs(step * parts - side_px) <= _ROUNDED_PX:
+            return step * parts
+    return side_px
+
+
+def _smallest_gap(corners: NDArray[np.float64]) -> float:
+    """Return the smallest distance of tiles in a row or a column, about that of a tile."""
+    gaps = [np.diff(np.unique(corners[:, axis])) for axis in (0, 1)]
+    return min((float(gap.min()) for gap in gaps if len(gap)), default=float(_USUAL_PX))
+
+
+def _sizes(slide: SlideStore) -> list[tuple[int, int]]:
+    """Return (height, width) of level 0: of what was ingested, and of the whole file, whose border may be empty."""
+    source: dict[str, Any] = slide.attributes.get("source") or {}
+    finest = slide.levels[0]
+    bounds = source.get("bounds") or {"y1": finest.height_px, "x1": finest.width_px}
+    levels = source.get("levels") or []
+    whole = [(int(level["height_px"]), int(level["width_px"])) for level in levels[:1]]
+    return [(int(bounds["y1"]), int(bounds["x1"])), *whole]
+
+
+def _size(size: tuple[int, int]) -> str:
+    return f"{size[0]} × {size[1]}"

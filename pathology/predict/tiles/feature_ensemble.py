@@ -1,0 +1,84 @@
+"""Evaluation of slides by aggregators of stored features: positions and pictures are those of the slides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from data.store.slide_store import SlideStore
+from data.tiles.features.folder import open_features
+from data.tiles.features.placed import check_slide, level0_corners, placed_tiles
+from data.tiles.features.source import FeatureTiles
+from data.tiles.features.stored import StoredFeatures
+from data.tiles.tissue_tiles import TissueTiles
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+from hyfi_core.tiles.source import TileSource
+from pathology.predict.members import InputSpec, Member
+from pathology.predict.options import PredictOptions
+from pathology.predict.tiles.tile_ensemble import TileEnsemble
+
+
+class FeatureEnsemble(TileEnsemble):
+    """As `TileEnsemble`, of models that take the vectors of ``options.features`` in place of pixels."""
+
+    chunk = 4096
+    needs_tissue = False
+
+    def __init__(self, members: Sequence[Member], spec: InputSpec, comm: Communicator, options: PredictOptions) -> None:
+        super().__init__(members, spec, comm, options)
+        assert options.features is not None, "checked with the request"
+        self._features = features_of(options.features)
+
+    def tiles_of(self, slide: SlideStore) -> TissueTiles:
+        """Return the tiles of a slide's features.
+
+        Raises:
+            RequestError: It has none, they are not of this slide, or have no positions.
+        """
+        stored = self._stored(slide)
+        check_slide(stored, slide)
+        tiles = placed_tiles(stored, slide)
+        if tiles is None:
+            raise RequestError(
+                f"{stored.path}: it has no positions (coords), which a heatmap needs; give the folder with h5_files, "
+                f"or evaluate with `hyfi validate`"
+            )
+        return tiles
+
+    def source_of(self, slide: SlideStore, tiles: TissueTiles) -> tuple[TileSource, torch.Tensor]:
+        """Return the vectors of a slide, and what stands for one that cannot be read."""
+        stored = self._stored(slide)
+        return FeatureTiles(stored, level0_corners(stored, slide)), torch.zeros(1, stored.features, 1, 1)
+
+    def _stored(self, slide: SlideStore) -> StoredFeatures:
+        if slide.slide_id not in self._features:
+            raise RequestError(f"no features of slide {slide.slide_id}")
+        return self._features[slide.slide_id]
+
+
+@cache
+def features_of(folder: Path) -> Mapping[str, StoredFeatures]:
+    """Return the features of a folder, which is read once in a process.
+
+    Raises:
+        RequestError: See `open_features`.
+    """
+    return open_features(folder)
+
+
+def features_identity(options: PredictOptions, slide_id: str) -> dict[str, int]:
+    """Return size and time of the file of a slide's features; empty if there is none."""
+    assert options.features is not None
+    stored = features_of(options.features).get(slide_id)
+    if stored is None:
+        return {}
+    path = stored.path / "zarr.json" if stored.path.is_dir() else stored.path
+    try:
+        status = path.stat()
+    except OSError:
+        return {}
+    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}

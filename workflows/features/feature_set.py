@@ -1,0 +1,164 @@
+"""Features that a run or an evaluation reads: of one encoder, checked against their sidecars and slides."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data.files import read_json_object
+from data.samples.coverage import MAX_LISTED
+from data.samples.dataset import SlideDataset
+from data.store.slide_store import SlideStore
+from data.tiles.features.bags import FeatureBags, check_sides
+from data.tiles.features.folder import open_features
+from data.tiles.features.stored import StoredFeatures
+from data.tiles.tiling import Tiling
+from data.tiles.tissue_tiles import tissue_tiles
+from hyfi_core.errors import RequestError
+from workflows.features.feature_folder import FAILED, RUN_FILE, TABLE_FILE, FeatureFolder
+
+_SHORT = 60
+"""Characters of a name or digest in a message."""
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """A folder of features; vectors are not read yet.
+
+    Attributes:
+        folder: As given.
+        stored: Features by slide id.
+        settings: What ``hyfi features`` states of the folder; empty if another tool wrote it.
+    """
+
+    folder: Path
+    stored: Mapping[str, StoredFeatures]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> FeatureSet:
+        """Read what the files of a folder state.
+
+        Raises:
+            RequestError: There is no such folder, it has no features, a file is damaged, or they are of several
+                encoders.
+        """
+        try:
+            stored = open_features(folder)
+        except RequestError as error:
+            raise RequestError(f"data.features: {error}") from error
+        return cls(folder, stored, read_json_object(folder / RUN_FILE))
+
+    @property
+    def features(self) -> int:
+        """Length of a vector."""
+        return next(iter(self.stored.values())).features
+
+    @property
+    def encoder(self) -> str | None:
+        """Name of the encoder; None if no file states it."""
+        return next(iter(self.stored.values())).encoder or self.settings.get("encoder")
+
+    @property
+    def tile_px(self) -> int | None:
+        """Height and width of a tile as the encoder saw it; None if the files do not state it."""
+        return next(iter(self.stored.values())).tile_px
+
+    @cached_property
+    def failures(self) -> dict[str, str]:
+        """Why slides have no features, by slide id, as ``features.csv`` states."""
+        path = self.folder / TABLE_FILE
+        if not path.is_file():
+            return {}
+        with path.open(newline="", encoding="utf-8") as file:
+            return {row["slide_id"]: row["reason"] for row in csv.DictReader(file) if row.get("status") == FAILED}
+
+    def bags(self, dataset: SlideDataset) -> FeatureBags:
+        """Return the slides of a dataset as bags of these features.
+
+        Raises:
+            RequestError: A slide has none.
+        """
+        return FeatureBags(dataset, self.stored, self.failures)
+
+    def check(self, bags: Sequence[FeatureBags]) -> None:
+        """Check files against the sidecars of ``hyfi features``, and that they are of the slides as stored now.
+
+        Files of other tools have no sidecars; nothing is checked of them.
+
+        Raises:
+            RequestError: Files are damaged, or of an earlier version of their slides; the message names them.
+        """
+        faults: dict[str, str] = {}
+        for some in bags:
+            for index, stored in enumerate(some.stored):
+                lack = self.lack(stored, some.slide(index))
+                if lack is not None:
+                    faults[stored.slide_id] = lack
+        if faults:
+            lines = [f"  slide {name}: {fault}" for name, fault in [*faults.items()][:MAX_LISTED]]
+            lines += [f"  … and {len(faults) - MAX_LISTED} more"] if len(faults) > MAX_LISTED else []
+            raise RequestError(
+                f"data.features: {self.folder} does not fit the store:\n"
+                + "\n".join(lines)
+                + "\nThe same hyfi features command computes them again"
+            )
+
+    def lack(self, stored: StoredFeatures, slide: SlideStore | None) -> str | None:
+        """Return what is wrong with a slide's files by their sidecar; None if nothing is, or if there are no sidecars.
+
+        Args:
+            stored: The features.
+            slide: The slide as it is stored now; None: it is not stored, and only the files are checked.
+        """
+        if "format" not in self.settings:
+            return None
+        folder, digest = FeatureFolder(self.folder, self.settings["format"], self.settings), None
+        if slide is not None:
+            size, stride, mpp, least = (self.settings[key] for key in ("size_px", "stride_px", "mpp", "min_tissue"))
+            try:
+                digest = tissue_tiles(slide, Tiling(size, stride, mpp, least)).digest()
+            except RequestError as error:
+                return f"out of date: {error}"
+        lack = folder.lack(stored.slide_id, digest)
+        return "not finished: there is no record of it in .hyfi" if lack == "new" else lack
+
+    def to_json(self, bags: Sequence[FeatureBags]) -> dict[str, Any]:
+        """Return ``features`` of a ``model.json``: what features of other slides must have in common with these."""
+        sides = [side for some in bags for side in some.sides_um().values()]
+        return {
+            "length": self.features,
+            "encoder": self.encoder,
+            "weights_sha256": self.settings.get("weights_sha256"),
+            "tile_um": sum(sides) / len(sides) if sides else None,
+            "tile_px": self.tile_px,
+        }
+
+    def check_like(self, stated: Mapping[str, Any], sides_um: Mapping[str, float]) -> None:
+        """Check that these features are of the encoder and resolution of a ``model.json``.
+
+        Args:
+            stated: From `to_json`.
+            sides_um: Height and width of a tile in micrometres, by slide id.
+
+        Raises:
+            RequestError: They are not; the message has both.
+        """
+        pairs: dict[str, tuple[object, object]] = {"vectors of length": (self.features, stated["length"])}
+        digests = self.settings.get("weights_sha256"), stated["weights_sha256"]
+        if None in digests:
+            pairs["encoder"] = self.encoder, stated["encoder"]
+        else:  # these say more than names, which may be those of folders
+            pairs["an encoder with weights"] = digests
+        for what, (ours, theirs) in pairs.items():
+            if ours is not None and theirs is not None and ours != theirs:
+                raise RequestError(
+                    f"{self.folder}: {what} {str(ours)[:_SHORT]}, but the model was trained with {what} "
+                    f"{str(theirs)[:_SHORT]}; compute features of these slides with the encoder of its training"
+                )
+        if stated["tile_um"] is not None:
+            check_sides(sides_um, float(stated["tile_um"]))

@@ -1,0 +1,168 @@
+"""Runs of bags: slides as tiles for an encoder and an aggregator, or as features for an aggregator alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from data.tiles.bags import Bags, BagSource
+from hyfi_core.comm.agree import agree
+from hyfi_core.errors import RequestError
+from hyfi_core.tiles.engine import BatchNormMode, TilesEngine
+from hyfi_core.tiles.model import TileModel
+from hyfi_core.tiles.parallelize_tiles import parallelize_tiles
+from workflows.evaluation.evaluate import EvaluationSet, InferenceEngine
+from workflows.evaluation.tile_slides import AllTiles, TileInference
+from workflows.tasks.task import make_loss
+from workflows.training.inputs.run_inputs import Batches, RunInputs, TrainingEngine
+from workflows.training.job import TrainingJob
+from workflows.training.optimisation import optimizer_factory
+from workflows.training.start import Roles
+
+
+class BagBatches:
+    """The batches of a replica: its slides, whose tiles each of its ranks reads itself.
+
+    Attributes:
+        reports: Empty: there are no loaders.
+
+    Args:
+        job: The run.
+        bags: The training slides.
+        replica: Of this trainer.
+        engine: Reads the tiles, one chunk ahead.
+    """
+
+    def __init__(self, job: TrainingJob, bags: Bags, replica: int, engine: TilesEngine) -> None:
+        self._job, self._bags, self._replica, self._engine = job, bags, replica, engine
+        self.reports: Mapping[int, Mapping[str, Any]] = {}
+
+    @property
+    def wait_s(self) -> float:
+        """The seconds for which the engine has waited for tiles so far."""
+        return self._engine.read_wait_s
+
+    def batch(self, turn: int) -> list[BagSource]:
+        """Return the slides of a turn."""
+        stream, numbers = self._job.stream, self._job.layout.numbers(turn, self._replica)
+        return [self._bags.of(index, epoch) for epoch, index in map(stream.at, numbers)]
+
+    def close(self, stopped: bool) -> None:
+        """Do nothing."""
+
+
+class BagInputs(RunInputs):
+    """A run of bags on one rank.
+
+    Attributes:
+        train: The training slides.
+        val: The validation slides.
+    """
+
+    train: Bags
+    val: Bags
+    chunk: int | Literal["auto"] = "auto"
+    """Tiles that are read and encoded at once."""
+
+    @property
+    @abstractmethod
+    def batch_norm(self) -> BatchNormMode:
+        """Statistics of the encoder's batch norm in training."""
+
+    def make_engine(self, model: nn.Module, roles: Roles) -> TilesEngine:
+        """Return the engine of ``parallelize_tiles``."""
+        job, optimizer = self.job, self.job.config.optimizer
+        assert isinstance(model, TileModel) and roles.trainers is not None
+        return parallelize_tiles(
+            model.encoder,
+            model.aggregator,
+            job.plan,
+            roles.trainers,
+            loss=make_loss(job.task, optimizer.accumulate),
+            optimizer=optimizer_factory(optimizer, model, job.step_samples),
+            autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
+            batch_norm=self.batch_norm,
+            chunk=self.chunk,
+        )
+
+    def reserve(self, engine: TrainingEngine, model: nn.Module, roles: Roles) -> None:
+        """Try a prediction and a step for the slides with most tiles."""
+        assert isinstance(engine, TilesEngine) and roles.trainers is not None
+        batch = max(self.job.layout.batch_of(replica) for replica in range(self.job.plan.replicas))
+        first = roles.trainers.rank == 0
+        longest = roles.trainers.broadcast_object(
+            agree(roles.trainers, lambda: self._longest(batch) if first else None)
+        )
+        slides = agree(roles.trainers, lambda: [self.train.of(index, 0) for index in longest])
+        engine.reserve(slides)
+        logits, _ = engine.predict([_FirstTiles(slides[-1], 2)])
+        if logits.shape[1] != self.job.task.outputs:
+            raise RequestError(
+                f"model.aggregator returns {logits.shape[1]} outputs, but the task needs {self.job.task.outputs} "
+                f"({self.job.task.describe()})"
+            )
+
+    def batches(self, roles: Roles, engine: TrainingEngine, start: int) -> Batches:
+        """Return the slides of this trainer's replica."""
+        assert isinstance(engine, TilesEngine) and roles.trainers is not None
+        return BagBatches(self.job, self.train, roles.trainers.rank // self.job.plan.ranks_per_replica, engine)
+
+    def evaluation_set(self) -> EvaluationSet:
+        """Return the validation slides with all of their tiles."""
+        return EvaluationSet.of(
+            AllTiles(self.val), self.job.val.samples, self.job.task, self.job.config.data.case_aggregate
+        )
+
+    def inference(self, engine: TrainingEngine) -> InferenceEngine:
+        """Return the engine without its attention."""
+        assert isinstance(engine, TilesEngine)
+        return TileInference(engine)
+
+    def step_record(self, engine: TrainingEngine) -> dict[str, Any]:
+        """Return how attention was spread over the tiles of the last batch of trainer 0's replica."""
+        assert isinstance(engine, TilesEngine)
+        spread = engine.spread
+        if spread is None:
+            return {}
+        return {"attention_peak": spread.peak, "effective_tiles": spread.effective_tiles}
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Tiles of each training slide in an epoch."""
+        return [self.train.count(index) for index in range(len(self.train))]
+
+    def checked(self) -> list[dict[str, Any]]:
+        """Return the rows of ``coverage.csv`` of both splits: the tissue in each slide's tiles, and their number."""
+        rows: dict[str, dict[str, Any]] = {}
+        for bags in (self.train, self.val):
+            rows |= {row["slide_id"]: row for row in bags.check() if row["slide_id"] not in rows}
+        return [*rows.values()]
+
+    def _longest(self, slides: int) -> list[int]:
+        """Return the slides with most tiles, the longest first."""
+        return sorted(range(len(self.counts)), key=lambda index: -self.counts[index])[:slides]
+
+
+class _FirstTiles:
+    """The first tiles of a slide, for trials.
+
+    Args:
+        tiles: All of them.
+        most: Their number.
+    """
+
+    def __init__(self, tiles: BagSource, most: int) -> None:
+        self._tiles, self._count = tiles, min(most, len(tiles))
+        self.name = tiles.name
+        self.coords = None if tiles.coords is None else tiles.coords[: self._count]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, indices: Sequence[int]) -> torch.Tensor:
+        return self._tiles.read(indices)

@@ -1,0 +1,55 @@
+"""Operations of an encoder for one tile, and of an aggregator for one slide."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hyfi_core.runtime.executor import evaluating
+
+
+def tile_flops(encoder: nn.Module, size_px: int) -> float:
+    """Return the operations of forward and backward for one tile, as products and sums of matrices and convolutions.
+
+    Backward counts for what is trained: the last blocks, or updates of matrices, cost less than all. What is computed
+    again counts once.
+
+    Args:
+        encoder: In any mode, which it keeps.
+        size_px: Height and width of a tile.
+    """
+    like = next(encoder.parameters(), torch.empty(0))
+    tile = torch.zeros((1, 3, size_px, size_px), dtype=like.dtype, device=like.device)
+    trained = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+    with evaluating(encoder, like.device), torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        vectors = encoder(tile)
+        if vectors.requires_grad:
+            torch.autograd.grad(vectors.sum(), trained, allow_unused=True)
+    return float(counter.get_total_flops())
+
+
+def bag_flops(aggregator: nn.Module, tiles: int, features: int) -> float:
+    """Return the operations of an aggregator for one slide, forward and backward; 0 if it takes more than vectors.
+
+    Args:
+        aggregator: In any mode, which it keeps.
+        tiles: Of the slide.
+        features: Length of a vector.
+    """
+    if "coords" in inspect.signature(aggregator.forward).parameters:
+        return 0.0
+    like = next(aggregator.parameters(), torch.empty(0))
+    bag = torch.zeros((tiles, features), dtype=like.dtype, device=like.device)
+    trained = [parameter for parameter in aggregator.parameters() if parameter.requires_grad]
+    with evaluating(aggregator, like.device), torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        try:
+            returned = aggregator(bag)
+        except Exception:  # of the user's own; it may take (1, N, D)
+            returned = aggregator(bag[None])
+        logits = returned[0] if isinstance(returned, tuple) else returned
+        if logits.requires_grad:
+            torch.autograd.grad(logits.sum(), trained, allow_unused=True)
+    return float(counter.get_total_flops())
