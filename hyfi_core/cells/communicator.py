@@ -43,6 +43,7 @@ class _Group:
         self.lanes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
         self.shown: dict[tuple[int, int], deque[tuple[torch.Tensor, int | None]]] = {}
         self._calls: dict[int, _Call] = {}
+        # Cells reach a call at different times. Its number, not who is there, says to which call a value belongs.
         self._entered = dict.fromkeys(self.here, 0)
         turns.after_failure.append(self._clear)
 
@@ -114,6 +115,7 @@ class _Reduction:
         if self._open and not self._group.finished(self._call):
             return False
         if self._open:
+            # ``leave`` counts the cells that have their result, so it is called once, however often ``test`` is.
             self._tensor.copy_(self._group.leave(self._number, self._call))
             self._open = False
         return True
@@ -170,6 +172,7 @@ class CellCommunicator:
             process, cell = group.members[message.peer]
             if process == process_rank:
                 lane = group.lanes.setdefault((self._rank, message.peer, message.tag), deque())
+                # A copy: the sender may overwrite its tensor before the receiver has its turn.
                 lane.append(message.tensor.detach().clone())
             else:
                 leaving.append(Message(process, message.tensor, self._tag(self._cell, cell, message.tag)))
@@ -195,6 +198,7 @@ class CellCommunicator:
         if any(group.members[peer][0] != group.comm.rank for peer in (*peers, *(m.peer for m in sends))):
             raise RuntimeError("cells of different processes share no memory")
         for message in sends:
+            # Nothing is copied, so the reader checks by the version that the tensor is still the one that was sent.
             shown = (message.tensor, version_of(message.tensor))
             group.shown.setdefault((self._rank, message.peer), deque()).append(shown)
         lanes = [(peer, self._rank) for peer in peers]
@@ -222,6 +226,7 @@ class CellCommunicator:
         process, _ = self.group.members[root]
 
         def last(call: _Call) -> None:
+            # Any cell may be the last to come; in a process without the root, the result needs memory of its own.
             call.result = call.given[root] if root in call.given else torch.empty_like(tensor)
             self.group.comm.broadcast(call.result, process)
 
@@ -316,6 +321,7 @@ def cell_communicators(comm: Communicator, turns: Turns, members: Sequence[tuple
 
 def _reduce(group: _Group, call: _Call, op: ReduceOp) -> None:
     """Reduce over the cells of this process, and start the reduction over processes."""
+    # In rank order, whichever cell came last: otherwise sums would be rounded differently from run to run.
     total = reduced([call.given[rank] for rank in group.here], op)
     call.result = total
     if group.comm.size > 1:

@@ -108,6 +108,8 @@ class UseOrder:
         waits = 0
         for index, step in enumerate((*tape.steps, *reversed(tape.steps))):
             collective = isinstance(step, OperatorStep) and isinstance(step.call, CollectiveCall)
+            # A message divides time in three: what runs before the wait, the operator itself, and what follows in a
+            # later turn.
             waits += collective
             self._times.append(waits << PLACES | index)
             waits += collective
@@ -169,6 +171,8 @@ class PagedSteps:
         uses = [self._backward_use]
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
+            # Detached: an output of the segment, saved together with its graph, would keep that graph alive in a
+            # circle.
             saved = tensor.detach()
             page = self._pager.track(saved, uses)
             if page is not None and page.recipe is None and self._recomputes:
@@ -179,6 +183,7 @@ class PagedSteps:
             return saved
 
         def unpack(saved: torch.Tensor) -> torch.Tensor:
+            # Only now is it known which of a segment's saved tensors autograd needs next.
             self._pager.begin(saved)
             return saved
 
@@ -199,6 +204,7 @@ class PagedSteps:
         self._pager.allocated[self._room_key(step, back=False)] = made_bytes
         if self._recomputes:
             self._note_recipe(step, values, saved)
+        # A reference from here would keep the inputs in memory until the next step begins.
         self._taken = {}
         self._pager.end(self._order.at(step))
         return saved
@@ -225,6 +231,7 @@ class PagedSteps:
         return self._pager.allocated.get(self._room_key(step, back), 0)
 
     def _room_key(self, step: Step, back: bool) -> tuple[int, int, bool]:
+        # By position: tapes of all cells have the same structure, but steps of their own.
         return len(self._order.steps), self._order.steps[id(step)], back
 
     def _compacted(self, step: Step, saved: Any) -> Any:

@@ -172,6 +172,7 @@ class Pager:
             return
         self._forget_freed()
         limit_bytes = self._limit_now()
+        # A little more than needed: at exactly the limit, every following step would search the heaps again.
         goal = max(0, int(_LOW * limit_bytes) - room_bytes)
         pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
         later: list[Page] = []
@@ -235,6 +236,7 @@ class Pager:
 
     def _missing(self, pages: Iterable[Page]) -> int:
         """Return the bytes needed to load pages."""
+        # A recomputed page needs its sources, and they theirs; a page that several need counts once.
         away: dict[int, Page] = {}
         left = list(pages)
         while left:
@@ -324,6 +326,7 @@ class Pager:
             upcoming = [page] if page.recipe is None else self._pages_of(page.recipe.sources)
             upcoming = [candidate for candidate in upcoming if not candidate.in_memory and candidate.recipe is None]
             size = sum(candidate.size for candidate in upcoming)
+            # A page that is never used again is last on the heap: nothing behind it is needed, either.
             if when >= NEVER >> PLACES or not self._drop_later_pages(room_bytes + size, (when, cell)):
                 return
             heapq.heappop(self._nearest)
@@ -367,6 +370,7 @@ class Pager:
             return
         if page.place is None:
             page.place = self.store.take(storage)
+        # The version before the thread starts: a change during the write must make the copy outdated.
         page.version, page.written = -1 if tensor is None else tensor._version, True
         self._update_ready(page)
         page.copying = storage.device.type == "cuda"
@@ -390,6 +394,7 @@ class Pager:
         if page.work is None:
             return
         begin_s = time.perf_counter()
+        # Cleared before waiting: a thread's error is then raised once, not again at each later use of the page.
         work, page.work, page.reading, page.copying = page.work, None, False, False
         work.result()
         self.counts.wait_s += time.perf_counter() - begin_s

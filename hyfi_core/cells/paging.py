@@ -92,6 +92,7 @@ class Paging:
             stages = forecasts()
             if self._held_bytes is None:
                 return_freed_now()
+                # Measured once, without what allocators have kept: this is what a step cannot give back.
                 self._held_bytes = resident_bytes()
             limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, stages, self._device)
             stored_bytes = _stored_bytes(stages, limit, key.trains)

@@ -89,6 +89,7 @@ def queued(threads: ThreadPoolExecutor, job: Job, storage: torch.UntypedStorage,
     if storage.device.type != "cuda":
         return threads.submit(job, storage, place)
     given_so_far = torch.cuda.Event()
+    # Recorded in this thread, whose current stream computes the map; the pool's threads have other streams.
     given_so_far.record()
     return threads.submit(_on_own_stream, given_so_far, job, storage, place)
 
@@ -165,6 +166,7 @@ class SpillFile:
             for start, stop in place.ranges:
                 piece, view, written = view[: stop - start], view[stop - start :], 0
                 while written < len(piece):
+                    # A call writes at most 2 GiB on Linux, and may write less.
                     written += os.pwrite(self._file.fileno(), piece[written:], start + written)
         except OSError as error:
             raise RequestError(
@@ -267,6 +269,7 @@ class FreeBlocks:
         """Release blocks."""
         for start, stop in ranges:
             at = bisect.bisect(self._free, (start, stop))
+            # Merged with its neighbours, so that a later large map finds one long range.
             if at < len(self._free) and self._free[at][0] == stop:
                 stop = self._free.pop(at)[1]
             if at and self._free[at - 1][1] == start:

@@ -107,6 +107,7 @@ class Turns:
             self._idle_turns += 1
             if outside:
                 self._outside.add(cell)
+            # Every running cell has asked once since any of them ran: only another process can still change an answer.
             if self._idle_turns > len(self._running):
                 if not self._outside:
                     raise RuntimeError(f"cells {sorted(self._running)} wait for each other (deadlock)")

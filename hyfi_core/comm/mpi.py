@@ -222,6 +222,8 @@ class MpiCommunicator:
         landing: list[tuple[Any, HostSlice]] = []
         for message in receives:
             for part in _parts(message.tensor):
+                # Posted before anything is sent: MPI can then write a message into its place instead of storing it
+                # first.
                 requests.append(self._comm.Irecv([_memory(part), MPI.BYTE], message.peer, message.tag))
                 landing += [(requests[-1], part)] if isinstance(part, HostSlice) else []
         leaving = [(message, part) for message in sends for part in _parts(message.tensor)]
@@ -259,6 +261,7 @@ class MpiCommunicator:
         dense = tensor.detach().to("cpu").contiguous()
         requests = [self._comm.Ibcast([piece, MPI.BYTE], root) for piece in _pieces(dense)]
         _Requests(requests, self._every("broadcast"), [dense]).wait()
+        # It may be a copy: of a tensor on a device, or of one that is not contiguous.
         if dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(dense)
@@ -277,6 +280,7 @@ class MpiCommunicator:
         """Return all values on the root."""
         data = encoded(value)
         sizes = torch.zeros(self._size, dtype=torch.int64)
+        # A sum in which each rank has one entry that is not zero: everybody learns all sizes in one call.
         sizes[self._rank] = data.numel()
         self.all_reduce(sizes)
         if self._rank != root:
@@ -331,6 +335,7 @@ class MpiCommunicator:
 
     def abort(self, code: int) -> NoReturn:
         """End every rank of the job."""
+        # Abort ends the process without Python's own shutdown, and unflushed lines would be lost.
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(code)
@@ -364,6 +369,7 @@ def _initialise() -> None:
 
 def _world() -> MpiCommunicator:
     _initialise()
+    # Tags of the duplicate are ours alone: a library that sends on the world cannot be taken for a peer.
     duplicate = MPI.COMM_WORLD.Dup()
     set_patience(SHARED_CORE if _shares_cores() else OWN_CORE)
     if MPI.get_vendor()[0] == "MPICH":

@@ -66,6 +66,7 @@ class _ProgressThread:
         with self._changed:
             self._watched.append(pending)
             if self._thread is None:
+                # Each thread has a current device of its own; copies of a message must be on the caller's.
                 device = current_device()
                 self._thread = threading.Thread(target=self._run, args=(device,), daemon=True, name="hyfi-progress")
                 self._thread.start()
@@ -91,6 +92,7 @@ class _ProgressThread:
 def _is_over(pending: Pending) -> bool:
     try:
         return pending.test()
+    # Raising here would end the helper thread, and with it the progress of all other messages.
     except Exception:
         return True  # the waiting thread raises the error
 
@@ -105,6 +107,7 @@ def polled(pending: Pending | None) -> Iterator[None]:
     Args:
         pending: None, or one that is used only here.
     """
+    # What is complete already needs no thread: waking it takes longer than most small messages.
     if pending is None or not pending.needs_polls or pending.test():
         yield
         return

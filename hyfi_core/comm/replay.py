@@ -86,6 +86,7 @@ class _RecordedPending:
 
     def _keep(self) -> None:
         self._entry.extend(tensor.clone() for tensor in self._tensors)
+        # Kept once: ``test`` and ``wait`` may both be called after the end, when the memory may have other contents.
         self._tensors = []
 
 

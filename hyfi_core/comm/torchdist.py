@@ -63,6 +63,7 @@ class _Works:
                 self.wait()
             return is_over
         if self._waiting is None:
+            # Once: gloo tells the end of a message only to a thread that is blocked in its ``wait``.
             self._waiting = _WAITERS.submit(self._wait_for_all)
         if self._waiting.done():
             self.wait()
@@ -205,6 +206,7 @@ class TorchCommunicator:
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one received value, or None."""
+        # The store hands out values in the order of arrival; those of other peers wait here until they are asked for.
         aside = self._aside.setdefault(tag, deque())
         key = f"hyfi/{self._name}/{self.rank}/{tag}/{self._taken.get(tag, 0) + 1}"
         if self._store.check([key]):
@@ -227,6 +229,7 @@ class TorchCommunicator:
         votes = self._texts([color, key])
         if color is None:
             return self.subgroup([])
+        # Counted on every rank, also outside of the new group: the name must be new, and the same on all its ranks.
         self._splits += 1
         members = sorted((vote[1], rank) for rank, vote in enumerate(votes) if vote[0] == color)
         return self._group_of([rank for _, rank in members], str(color))

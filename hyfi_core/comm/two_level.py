@@ -41,6 +41,7 @@ def two_level(comm: Communicator, nodes: Sequence[str], narrowed: bool = False) 
     if len(set(nodes)) == 1 or len(set(nodes)) == comm.size:
         return narrow(comm) if narrowed else comm
     node = list(dict.fromkeys(nodes)).index(nodes[comm.rank])
+    # Two groups of the same ranks: with several tensors pending, one's broadcast could meet another's reduction.
     inside, back = comm.split(node, comm.rank), comm.split(node, comm.rank)
     assert inside is not None and back is not None
     across = comm.split(0 if inside.rank == 0 else None, comm.rank)
@@ -127,6 +128,7 @@ class NarrowCommunicator(ForwardingCommunicator):
             [Message(peer, parts[peer]) for peer in peers if parts[peer].numel()],
             [Message(peer, tensor) for peer, tensor in received.items() if own.numel()],
         )
+        # In rank order on the one rank that adds a part: the sum is bitwise the same everywhere.
         total = reduced([received.get(rank, own) for rank in range(self.size)], "sum")
         yield self._gather.exchange(
             [Message(peer, total) for peer in peers if own.numel()],

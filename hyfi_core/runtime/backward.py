@@ -149,6 +149,7 @@ class BackwardPass:
                     results, deferred = call.operator.backward(record.saved, cotangents, self._wanted(call)), None
                 else:
                     results, deferred = self._run_collective(call, record.saved, cotangents, before)
+            # The last reference: nobody else may need this memory, and the results that are added next can have it.
             del cotangents
             self._add(self._named(call, results), record.step.sums)
             if deferred is not None:
@@ -217,6 +218,7 @@ class BackwardPass:
             sums: which of two added cotangents may be overwritten.
         """
         while cotangents:
+            # Popped, so that the list keeps no cotangent alive while the following ones are added.
             name, cotangent = cotangents.pop(0)
             if name in self._parameters:
                 _accumulate(self._parameters[name], cotangent)
@@ -244,6 +246,7 @@ def _differentiated(record: SegmentRecord, cotangents: LocalValues, keep: bool) 
     totals = []
     for name, gradients in record.entries.items():
         if gradients:
+            # Not added in place: autograd may have given one tensor to several entries.
             total = gradients[0]
             for gradient in gradients[1:]:
                 total = total + gradient
@@ -293,6 +296,7 @@ def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a parameter's gradient as autograd does: in place if it exists."""
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
+        # Laid out like its parameter, as autograd's own accumulation would be.
         as_parameter = gradient.stride() == parameter.stride()
         parameter.grad = gradient if as_parameter else torch.empty_like(parameter).copy_(gradient)
     else:

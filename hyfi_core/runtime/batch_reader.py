@@ -316,6 +316,7 @@ class Reader:
             local = _checked_part(images.prepare(pixels), "images.prepare", part, self._shape[1], self._dtype)
             return local.to(self._device, self._dtype, memory_format=self._order)
 
+        # On a CPU this is still the caller's tensor, whose memory a pager may not free.
         return uploaded(pixels, self._device).clone(), prepare
 
     def as_given(self, images: Images, output: Any) -> Any:

@@ -69,6 +69,7 @@ class Executor:
         self._peers = comm if peers is None else peers
         self._copies = comm if copies is None else copies
         self._memory = AllStays() if memory is None else memory
+        # Values enter a segment without a gradient of their own; autograd records ``_Entry`` because of this input.
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, values: LocalValues, record: bool) -> list[Record]:
@@ -103,6 +104,7 @@ class Executor:
     def _operate(self, step: OperatorStep, values: LocalValues, record: bool) -> Record | None:
         call = step.call
         inputs: Any = tuple(values[name] if name is not None else None for name in call.inputs)
+        # ``BackwardPass`` calls the operator's own backward; autograd must not record a second one.
         with torch.no_grad():
             if isinstance(call, CustomCall):
                 outputs, saved = call.operator.forward(inputs)
@@ -135,8 +137,10 @@ class Executor:
                         values.pop(name, None)
         for name in segment.outputs:
             tensor = local[name]
+            # The next segment has a graph of its own: through this tensor it would keep all earlier graphs alive.
             values[name] = tensor.detach()
             if active and name in self.tape.active and tensor.requires_grad:
+                # The edge instead of the tensor: backward has to start there, but does not need the values.
                 segment_record.exits[name] = torch.autograd.graph.get_gradient_edge(tensor)
         return segment_record if active else None
 

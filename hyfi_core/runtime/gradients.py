@@ -113,6 +113,7 @@ class StepGradients:
         self._land(wait=True)
         for group in self._groups:
             group.finish()
+        # Before earlier gradients are added: those have been through the hooks in their own call.
         hooks.change()
         self._earlier.add()
         hooks.end()
@@ -123,6 +124,7 @@ class StepGradients:
                 self._one_less(parameter)
 
     def _wait_for(self, parameter: nn.Parameter) -> None:
+        # Counted, because a parameter that is tied, or in two directions, is complete only with its last contribution.
         self._waiting[id(parameter)] = self._waiting.get(id(parameter), 0) + 1
 
     def _one_less(self, parameter: nn.Parameter) -> None:
@@ -217,6 +219,7 @@ def _by_holders(
                 order.setdefault(id(named[name]), named[name])
                 stages.setdefault(id(named[name]), set()).add(stage)
     parameters: dict[frozenset[int], list[nn.Parameter]] = {}
+    # Backward begins with the last layer, so its gradients must fill the first bucket.
     for key in reversed(order):
         parameters.setdefault(groups.holders(stages[key]), []).append(order[key])
     return parameters
@@ -287,6 +290,8 @@ class ReductionGroup:
             bucket.open = {id(parameter) for parameter in bucket.parameters}
             offset = 0
             for parameter in bucket.parameters:
+                # A view, so that autograd's addition fills the bucket, and the reduced sums are the gradients without a
+                # copy.
                 parameter.grad = bucket.flat.as_strided(parameter.shape, _strides(parameter), offset)
                 offset += parameter.numel()
 
@@ -299,6 +304,7 @@ class ReductionGroup:
         """Record gradients that are complete on this rank; start reductions of complete buckets, in order."""
         for parameter in parameters:
             self._bucket_of[id(parameter)].open.discard(id(parameter))
+        # In order, although a later bucket may be full: all ranks must start the same reduction.
         while self._next < len(self._buckets) and not self._buckets[self._next].open:
             self._start(self._buckets[self._next])
             self._next += 1

@@ -120,12 +120,14 @@ class Mirror:
                 transit.finish()
                 self._gradients.remove(transit)
                 for parameter, piece in _pieces(self._parameters[transit.stage], transit.flats):
+                    # A copy, because a view would keep the whole message in memory.
                     parameter.grad = piece.clone() if parameter.grad is None else parameter.grad.add_(piece)
                     landed.append(parameter)
         if wait:
             for transit in self._leaving:
                 transit.finish()
                 for parameter in self._parameters[transit.stage]:
+                    # They are a part of the owner's sums now; the next step of this direction starts from zero.
                     parameter.grad = None
             self._leaving.clear()
         return landed
@@ -138,6 +140,7 @@ class Mirror:
             transit.weights = self._parameters[stage]
             self._weights.append(transit)
         for stage, peer in sorted(self._mirror_of.items()):
+            # Concatenated into new memory: the next update may change the weights while the message is under way.
             flats = _flats(self._parameters[stage], [p.detach() for p in self._parameters[stage]])
             self._leaving.append(self._exchange(stage, peer, flats, sends=True))
 

@@ -204,6 +204,7 @@ class Pipeline:
             values.update(self._statistics.given(stage))
         flight.memory = self._memory(stage, values)
         entries = self._exchange.values(*key, microbatch)
+        # They may be the memory of messages, which belongs to the stage exchange.
         flight.memory.stay(entries)
         values.update(entries)
         self._begin_s = time.perf_counter()  # a forward begins when its inputs have arrived
@@ -213,11 +214,13 @@ class Pipeline:
             elif recomputes:
                 recorder = RecordingCommunicator(self._groups[key])
                 copies, peers = (RecordingCommunicator(c, recorder.log) for c in (self._copies[key], self._peers))
+                # A copy: the forward removes values from its own dict as soon as no step needs them.
                 flight.again = (dict(values), recorder.log)
                 Executor(stage.tape, recorder, copies, flight.memory, peers).forward(values, record=False)
             else:
                 flight.records = self._executor(stage, key, flight).forward(values, record=True)
         if self._statistics is not None:
+            # The tape has ended, so the pager no longer knows of a use of these buffers.
             flight.memory.need([values[name] for name in stage.ranked.program.mutations.values()])
             self._statistics.changed(key, microbatch, stage, values)
         flight.exits = {name: values[name] for name in stage.ranked.exits}
@@ -238,6 +241,7 @@ class Pipeline:
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
         if flight.again is not None:
             values, log = flight.again
+            # Received messages are replayed: other ranks do not compute their forward again at the same time.
             real = self._groups[key], self._copies[key], self._peers
             comm, copies, peers = (ReplayingCommunicator(log, c.rank, c.size) for c in real)
             with self._autocasting():
@@ -245,6 +249,7 @@ class Pipeline:
             flight.again = None
         complete = None
         gradients = self._trained
+        # Before the last backward of a stage, a gradient is a part of the sum and must not be reduced.
         if self._last[key] == microbatch and gradients.reduces:
             complete = lambda names: gradients.complete(key, names)  # noqa: E731
         flight.cotangents = self._executor(stage, key, flight).backward(

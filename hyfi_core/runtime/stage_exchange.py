@@ -84,6 +84,7 @@ class StageExchange:
                 packed += [buffer] if len(chosen) > 1 else []  # a single piece may be the value itself
         if sends:
             self._leaving.append(_Departure(boundary, self._comm.exchange(sends, []), packed))
+        # Nobody waits for sends before the end of the step, so their memory is given back at the next occasion.
         self._leaving = [item for item in self._leaving if not item.left()]
 
     def expect(self, edge: Edge, direction: int, microbatch: int, back: bool) -> None:
@@ -113,6 +114,7 @@ class StageExchange:
             if edge[0] == stage:
                 position, buffers = self._collect(edge, direction, microbatch, back=True)
                 for name, cotangent in boundary.returned(position, buffers).items():
+                    # In place: ``returned`` has put the first cotangent into new memory.
                     sums[name] = sums[name].add_(cotangent) if name in sums else cotangent
                 self._unpacked(edge, direction, buffers, back=True)
         return sums

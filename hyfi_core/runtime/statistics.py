@@ -97,6 +97,7 @@ class FoldedStatistics:
         """Return value name -> buffer, for one forward: zeros for those that it changes."""
         program = stage.ranked.program
         return {
+            # From zero, a forward leaves its own contribution only, already multiplied by the momentum.
             value: torch.zeros_like(self._buffers[name]) if name in program.mutations else self._buffers[name]
             for value, name in program.buffers.items()
         }

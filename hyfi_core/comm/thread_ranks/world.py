@@ -104,6 +104,7 @@ class ThreadWorld:
         """End all ranks: each raises from its current wait."""
         with self.lock:
             self.failed = True
+            # Whoever waits for a turn must get one to raise from its wait.
             self._turns = self.size
             self.notify(range(self.size))
 
@@ -199,6 +200,8 @@ class ThreadWorld:
         """Hand on the turn of this rank, and return when it has one again."""
         self._running.pop(waiter.rank, None)
         self._give_turns()
+        # The turn was handed on under the lock, so a wake-up between these two lines is not lost: ``woken`` remembers
+        # it.
         self.lock.release()
         waiter.woken.acquire()
         self.lock.acquire()

@@ -69,6 +69,7 @@ class Snapshot:
         stream = torch.cuda.current_stream(device)
         if not changing:
             stream = torch.cuda.Stream(device)
+            # Kernels that were started before may still compute the weights.
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             self._copy(views)
@@ -79,6 +80,7 @@ class Snapshot:
         """Return whether the copy is complete; does not block."""
         if self._done is not None and not self._done.query():
             return False
+        # Only now: until the copy is complete, the allocator must not give the weights' memory to somebody else.
         self._done = self._state = None
         return True
 
