@@ -59,6 +59,7 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
             f"{explained(error, model)}"
         ) from None
     finally:
+        # Also after an error: hooks may have stored tensors of the trace before it.
         stored.void()
 
 
@@ -76,6 +77,7 @@ def _exported(
         # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
         with torch.enable_grad(), _quiet(), stood_in(model, mode), trace_guards(model, stored, assigned):
             traced = torch.export.export(model, (image,), strict=False)
+        # Outside of the guards: decompositions run PyTorch's own code, which they would take for the model's.
         with _own_composites_only(traced):
             exported: ExportedProgram = traced.run_decompositions(_decompositions(traced))
         return exported
@@ -173,6 +175,7 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
     result = node.meta.get("val")
     names: list[str | None]
     if isinstance(result, (tuple, list)):
+        # A result that nobody takes has no getitem, and so no name.
         names = [None] * len(result)
         for user in node.users:
             if user.target is operator.getitem:

@@ -69,6 +69,7 @@ def trace_guards(model: nn.Module, stored: StoredTensors, assigned: list[Stored]
     def inside() -> contextlib.AbstractContextManager[Any] | None:
         return _counted(calls) if _traces() else None
 
+    # The patches hold for all threads; by this flag, those that do not trace get PyTorch's own functions.
     _trace.traces = True
     try:
         with (
@@ -138,6 +139,7 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
         calls.refuse_functions(torch.utils._pytree.tree_leaves(output), returned=True)
         calls.refuse_host_randomness()
 
+    # First and always: hooks of the user's must run inside, and a forward that raises must not leave the mode active.
     handles = (
         model.register_forward_pre_hook(begin, prepend=True),
         model.register_forward_hook(end, always_call=True),
@@ -242,10 +244,12 @@ def _normalise(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
         plain: torch.Tensor = _PLAIN_NORM(module, x)
         return plain
     module._check_input_dim(x)
+    # With momentum 1, whatever is in these is overwritten by the statistics of the batch.
     batch = torch.zeros_like(running[0]), torch.zeros_like(running[1])
     result = F.batch_norm(x, *batch, module.weight, module.bias, True, 1.0, module.eps)
     batches.add_(1)
     for statistic, of_batch in zip(running, batch, strict=True):
+        # Computed from the buffer: a Python number would be the same constant in every step.
         factor = 1.0 / batches.to(statistic.dtype)
         statistic.copy_(statistic * (1.0 - factor) + of_batch * factor)
     return result

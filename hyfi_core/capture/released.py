@@ -44,6 +44,7 @@ class ReleasedTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         changes_it = name.endswith("_") and not name.endswith("__") and isinstance(args[0], ReleasedTensor)
+        # Otherwise the call below, and every attribute that is read here, would come back to this function.
         with torch._C.DisableTorchFunctionSubclass():
             leaves = () if changes_it or name == "__get__" else _pytree.tree_leaves((args, kwargs))
             if any(isinstance(item, torch.Tensor) and not item.is_meta for item in leaves):

@@ -75,6 +75,7 @@ class _WatchedModule:
             return False
         if [p.requires_grad for p in self._parameters] != self._trained:
             return False
+        # A list, not a generator: for the few entries of a module, this is faster in every step.
         return all([contents.are_same() for contents in self._contents])
 
     def others(self) -> list[Any]:
@@ -123,6 +124,8 @@ class StateWatch:
                 after = self.take()
                 if after == before:
                     break
+                # The state has changed, perhaps by a warning given once: only a second capture shows whether the
+                # program has, too.
                 if not capture().equals(program):
                     raise RequestError(_changes(before, after))
                 before = after

@@ -91,6 +91,7 @@ class WatchedCalls(TorchFunctionMode):
         tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self.refuse_functions(tensors)
         self.refuse_host_randomness()
+        # Versions count changes in place, also those of views, and those that no function's name gives away.
         versions = [_version(tensor) for tensor in tensors]
         self._track(tensors)
         result = (_random_between if name == "random_" else function)(*args, **kwargs)
@@ -145,6 +146,7 @@ class WatchedCalls(TorchFunctionMode):
         """Return an attribute of a tensor; ``x.data`` becomes ``x.detach()``, which the trace records."""
         if _attribute_name(function) == "data" and isinstance(args[0], torch.Tensor):
             self._track(args)
+            # ``x.data`` itself would be a constant of the trace: the value of the one image that is traced.
             detached = args[0].detach()
             self._stored.note([detached])
             self.of_image.follow("data", args, detached)

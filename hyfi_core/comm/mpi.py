@@ -21,8 +21,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +30,7 @@ import torch
 
 from hyfi_core.comm.activity import named_ranks
 from hyfi_core.comm.base import Message, ReduceOp
+from hyfi_core.comm.gpu_support import GpuSupport, gpu_support
 from hyfi_core.comm.progress import OWN_CORE, SHARED_CORE, backed_off, set_patience
 from hyfi_core.comm.supervision.rendezvous import Expected, joined
 from hyfi_core.comm.wire import HostSlice, check_dense, decoded, encoded, from_wire, host_slices, to_wire
@@ -51,54 +51,6 @@ _DATATYPES = {
     torch.uint8: MPI.UINT8_T,
 }
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
-
-
-GPU_VARIABLE = "HYFI_MPI_CUDA"
-"""``0``: messages of GPUs go through host memory, whatever MPI can."""
-_SWITCHED_OFF = ("MPIR_CVAR_ENABLE_GPU", "OMPI_MCA_opal_cuda_support", "OMPI_MCA_mpi_cuda_support")
-_SWITCHED_ON = {"CRAY MPICH": "MPICH_GPU_SUPPORT_ENABLED", "MVAPICH2": "MV2_USE_CUDA"}
-"""MPIs that take addresses of GPUs only if a variable is 1, and crash otherwise."""
-
-
-@dataclass(frozen=True)
-class GpuSupport:
-    """Whether messages are given to MPI in the memory of a GPU.
-
-    Attributes:
-        direct: if not, they go through pinned host memory.
-        reason: how that is known, for people.
-    """
-
-    direct: bool
-    reason: str
-
-
-def gpu_support(version: str, query: Callable[[], int] | None, environment: Mapping[str, str]) -> GpuSupport:
-    """Return whether MPI can be given addresses of GPU memory: only if nothing is known by which it would crash.
-
-    Args:
-        version: ``MPI_Get_library_version``.
-        query: ``MPIX_Query_cuda_support`` of the library; None if it has none.
-        environment: of the process.
-    """
-    off = [name for name in (GPU_VARIABLE, *_SWITCHED_OFF) if environment.get(name, "").lower() in ("0", "false", "no")]
-    if off:
-        return GpuSupport(False, f"{off[0]} is {environment[off[0]]}")
-    transports = environment.get("UCX_TLS", "all").lower()
-    if transports.startswith("^") == ("cuda" in transports) and "all" not in transports.split(","):
-        return GpuSupport(False, f"UCX_TLS is {transports}, without a transport for CUDA")
-    allocator = environment.get("PYTORCH_ALLOC_CONF", "") + environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "expandable_segments:true" in allocator.lower().replace(" ", ""):
-        return GpuSupport(False, "PyTorch's expandable_segments cannot be shared between processes")
-    switch = next((name for mpi, name in _SWITCHED_ON.items() if mpi in version.upper()), None)
-    if switch is not None:
-        value = environment.get(switch, "not set")
-        return GpuSupport(value == "1", f"{switch} is {value}")
-    if query is None:
-        return GpuSupport(False, "this MPI does not say that it can (no MPIX_Query_cuda_support)")
-    if not query():
-        return GpuSupport(False, "this MPI was built without CUDA (MPIX_Query_cuda_support)")
-    return GpuSupport(True, "MPIX_Query_cuda_support")
 
 
 @functools.cache

@@ -92,7 +92,6 @@ class _ProgressThread:
 def _is_over(pending: Pending) -> bool:
     try:
         return pending.test()
-    # Raising here would end the helper thread, and with it the progress of all other messages.
     except Exception:
         return True  # the waiting thread raises the error
 

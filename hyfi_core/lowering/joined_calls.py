@@ -53,6 +53,7 @@ class JoinedCalls:
             results = function(*(values[name] for name in call.inputs))
             results = (results,) if isinstance(results, torch.Tensor) else results
             values.update((o, r) for o, r in zip(call.outputs, results, strict=False) if o is not None)
+            # Otherwise the tuple keeps a value alive that the next lines free.
             del results
             for name in ended:
                 del values[name]
@@ -80,6 +81,7 @@ def join_calls(ranked: RankProgram) -> RankProgram:
     """
     drawn = {name for op in ranked.drawn for name in op.outputs if name is not None}
     uses = Counter(name for instruction in ranked.instructions for name in instruction.inputs if name is not None)
+    # A result of the program is used once more, by whoever gets it: it must leave the joined call.
     uses.update(ranked.results)
     instructions: list[Instruction] = []
     run: list[LocalCall] = []

@@ -109,6 +109,7 @@ class BackwardMemory:
                 elif isinstance(operator, Redistribute):  # nothing is moved: the cotangent is passed through
                     memory = everything
                 else:
+                    # Nothing is known of this operator's backward: it may return its cotangent, or keep it.
                     memory = self._given_to_others(everything | self._new())
                 # Without a cotangent there is none of its inputs: what does not lead to the loss has none.
                 certain = returns_own and any(item.certain for item in arriving)
@@ -166,8 +167,10 @@ class BackwardMemory:
                 continue
             if name in self._held:
                 present = self._pop(name)
+                # Those that arrive later in the same list are held by it, too.
                 elsewhere = (*self._memories(), *(later.memory for _, later in arriving))
                 total = self._new()
+                # One decision serves all sums of a name, so there must be only one in this step.
                 if times[name] == 1 and self._alone(present.memory, (*elsewhere, addend.memory)):
                     sums[name], total = "held", present.memory
                 elif times[name] == 1 and self._alone(addend.memory, (*elsewhere, present.memory)):

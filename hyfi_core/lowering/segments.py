@@ -115,6 +115,7 @@ def _writing_over(ranked: RankProgram, steps: list[Step], active: set[str]) -> t
     calls = [call for step in steps for call in (step.calls if isinstance(step, Segment) else (step.call,))]
     computed = {name for call in calls for name in call.outputs}
     new_steps: list[Step] = []
+    # In the order of backward, which decides who holds a cotangent when another one arrives.
     for step in reversed(steps):
         if isinstance(step, Segment):
             new_steps.append(replace(step, sums=memory.segment(step.calls, step.inputs, step.outputs)))
@@ -132,6 +133,7 @@ def _last_uses(ranked: RankProgram) -> dict[str, int]:
             if name is not None:
                 last[name] = index
     program = ranked.program
+    # One after the last: results leave the tape, and weights are there in the next step, too.
     for name in ranked.results:
         last[name] = len(ranked.instructions)
     for name in (*program.parameters, *program.buffers, *program.constants):

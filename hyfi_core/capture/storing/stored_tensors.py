@@ -84,6 +84,7 @@ class StoredTensors:
         for reference in self._seen.values():
             tensor = reference()
             if tensor is not None and type(tensor) in (torch.Tensor, FakeTensor):
+                # The object itself changes: whoever has stored it has this very reference.
                 tensor.__class__ = StoredTensor
                 vars(tensor).clear()  # what a fake tensor knows of its trace
         self._seen.clear()
@@ -132,6 +133,7 @@ class Caches:
     def __init__(self, model: nn.Module) -> None:
         roots = [value for module in model.modules() for name, value in vars(module).items() if name not in _OWN]
         roots += [value for _, value in outside_values(model)]
+        # Shallow copies: what a forward changes deeper inside belongs to another container of the list.
         self._held = [(container, dict(container)) for container in dicts_in(roots)]
         self._sets = [(container, set(container)) for container in _sets(roots)]
         functions, names = memories(model)
@@ -152,6 +154,7 @@ class Caches:
             changed = [(key, before.get(key, _MISSING)) for key in [*container]]
             changed = [(key, former) for key, former in changed if former is not container[key]]
             stored = [(key, former) for key, former in changed if _is_cached(former, container[key], of_image)]
+            # Beside a tensor, a number is a part of what is cached, such as its size, and changes with it.
             if all(is_constant(container[key]) for key, _ in stored):
                 stored_values += [(container, key, container[key]) for key, _ in stored]
             for key, former in stored:
@@ -161,6 +164,7 @@ class Caches:
             elements &= former_elements
         for function, misses in self._functions:
             if function.cache_info().misses != misses:
+                # What it has cached may be fake tensors of this trace, which a real forward would get.
                 function.cache_clear()
         for holder, name, former in self._names:
             value = _value(holder, name)
