@@ -257,7 +257,10 @@ def train(
             from workflows.cross_validation.fold_runs import FoldRuns
 
             return train_folds.run(FoldRuns(config, tuple(overrides or ()), ranks, resumption, folds), as_json)
-        return train.run(config, list(overrides or ()), ranks, resumption, as_json)
+        arguments = train.TrainArguments(
+            config=config, overrides=overrides or (), ranks=ranks, resumption=resumption, as_json=as_json
+        )
+        return train.run(arguments)
 
     exit_with(body, as_ranks=True)
 
@@ -280,6 +283,20 @@ def status(
 
 for command in (view, plan, simulate, features):
     app.command()(command)
+
+
+@app.command(hidden=True)
+def rank(command: str) -> None:
+    """Run one rank of a command, as the launcher of this process asks for."""
+    from workflows.launch.launch import run_as_rank
+    from workflows.launch.status import RunStatus
+
+    status = RunStatus.from_environment()
+    if status is None:
+        raise typer.BadParameter(f"hyfi {command} starts its ranks by itself; give it --ranks")
+    exit_with(lambda: run_as_rank(status.body()), as_ranks=True)
+
+
 app.add_typer(launch)
 
 

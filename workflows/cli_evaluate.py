@@ -61,11 +61,27 @@ def validate(
     """Compute the metrics of a checkpoint on labelled slides."""
     from workflows.commands import validate
 
-    where = (checkpoint, store, labels, splits, split_name, split_column)
     request = validate.EvaluationRequest(
-        *where, cells, memory, spill, image, out, as_json, calibrate, device, merge_alike, target, features
+        checkpoint=checkpoint,
+        store=store,
+        labels=labels,
+        splits=splits,
+        split=split_name,
+        split_column=split_column,
+        target=target,
+        features=features,
+        ranks=ranks,
+        cells=cells,
+        memory=memory,
+        spill=spill,
+        image=image,
+        out=out,
+        device=device,
+        calibrate=calibrate,
+        merge_alike=merge_alike,
+        as_json=as_json,
     )
-    exit_with(partial(validate.run, request, ranks), writes=out, as_ranks=True)
+    exit_with(partial(validate.run, request), writes=out, as_ranks=True)
 
 
 def predict(
@@ -98,36 +114,34 @@ def predict(
     """Predict slides: probabilities, heatmaps, overlays, annotations and reports."""
     from workflows.commands import predict
 
-    exit_with(
-        partial(
-            predict.run,
-            checkpoints=[checkpoint, *(more or ())],
-            inputs=inputs,
-            out=out,
-            ranks=ranks,
-            mpp=mpp,
-            slide_mpp=slide_mpp,
-            force_mpp=force_mpp,
-            mpp_from_magnification=mpp_from_magnification,
-            overwrite=overwrite,
-            as_json=as_json,
-            cells=cells,
-            memory=memory,
-            spill=spill,
-            image=image,
-            allow_partial=allow_partial,
-            tissue=tissue,
-            device=device,
-            part=part,
-            ranks_per_slide=ranks_per_slide,
-            labels=labels,
-            target=target,
-            split=split,
-            features=features,
-        ),
-        writes=out,
-        as_ranks=True,
+    arguments = predict.PredictArguments(
+        checkpoints=[checkpoint, *(more or ())],
+        inputs=inputs,
+        out=out,
+        ranks=ranks,
+        ranks_per_slide=ranks_per_slide,
+        cells=cells,
+        memory=memory,
+        device=device,
+        part=part,
+        labels=labels,
+        target=target,
+        split=split,
+        as_json=as_json,
+        options={
+            "spill": spill,
+            "mpp": mpp,
+            "slide_mpp": slide_mpp,
+            "force_mpp": force_mpp,
+            "mpp_from_magnification": mpp_from_magnification,
+            "overwrite": overwrite,
+            "image": image,
+            "allow_partial": allow_partial,
+            "tissue": tissue,
+            "features": features,
+        },
     )
+    exit_with(partial(predict.run, arguments), writes=out, as_ranks=True)
 
 
 def export_model(

@@ -68,7 +68,8 @@ def run_here(
 ) -> int:
     """Train on one rank, in this process; a refusal is raised as the launcher raises it."""
     signals._requested = False  # a process runs once; the tests' own does so again and again
-    return train.run(config, list(overrides), ranks, Resumption.of(resume, source, accepts_changes), False)
+    resumption = Resumption.of(resume, source, accepts_changes)
+    return train.run(train.TrainArguments(config=config, overrides=overrides, ranks=ranks, resumption=resumption))
 
 
 def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:

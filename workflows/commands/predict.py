@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.device import device_request
 from pathology.memory import parse_bytes
 from workflows import console, signals
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
-from workflows.launch.launch import inside_launcher, launch, own_rank, run_as_rank
-from workflows.option_values import Cells, parse_part
+from workflows.launch.launch import inside_launcher, launch_body, own_rank, run_as_rank
+from workflows.option_values import parse_part
 from workflows.paths import require_local, require_writable
 
 if TYPE_CHECKING:
@@ -28,38 +28,88 @@ if TYPE_CHECKING:
     from workflows.evaluation.labelled_inputs import InputLabels
 
 
-def run(
-    checkpoints: list[Path],
-    inputs: list[Path],
-    out: Path,
-    ranks: int | None,
-    mpp: float | None,
-    slide_mpp: float | None,
-    force_mpp: bool,
-    overwrite: bool,
-    as_json: bool,
-    cells: str | None = None,
-    memory: str | None = None,
-    spill: str | None = None,
-    image: str = "whole",
-    allow_partial: bool = False,
-    tissue: str | None = None,
-    device: str = "auto",
-    part: str = "1/1",
-    ranks_per_slide: int | None = None,
-    mpp_from_magnification: bool = False,
-    labels: Path | None = None,
-    target: str | None = None,
-    split: str | None = None,
-    features: Path | None = None,
-) -> int:
-    """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
+@dataclass(frozen=True, kw_only=True)
+class PredictArguments:
+    """The arguments of ``hyfi predict``, as they are on its command line; see its ``--help``.
 
-    The arguments are the options of ``hyfi predict``; for most see `pathology.predict.options.PredictOptions`. With
-    ``ranks`` above 1 and no launcher, that many processes are started, which share every slide. Processes of a launcher
-    predict different slides if there are enough; ``ranks_per_slide`` of them share one. ``cells`` is "R,C" or auto,
-    ``memory`` as in 4GB, ``part`` is "i/n": predict only the i-th part of the slides, while other processes do the
-    others, into the same ``out``. ``labels``, ``target`` and ``split`` as for `InputLabels`.
+    Attributes:
+        checkpoints: Several form an ensemble.
+        inputs: Slide files, folders, manifests or stores.
+        out: The folder of results.
+        ranks: Number of processes, which share every slide; None: those of the launcher, else one.
+        ranks_per_slide: Ranks that share a slide; others predict other slides.
+        cells: "R,C", or auto.
+        memory: As in 4GB.
+        device: auto, cpu or cuda.
+        part: "i/n": the i-th part of the slides; other processes predict the others, into the same ``out``.
+        labels: As for `InputLabels`, like ``target`` and ``split``.
+        target: The column of the labels.
+        split: Of the slides.
+        as_json: Print the result as one JSON object.
+        options: Further fields of `pathology.predict.options.PredictOptions`, by name.
+    """
+
+    checkpoints: Sequence[Path]
+    inputs: Sequence[Path]
+    out: Path
+    ranks: int | None = None
+    ranks_per_slide: int | None = None
+    cells: str | None = None
+    memory: str | None = None
+    device: str = "auto"
+    part: str = "1/1"
+    labels: Path | None = None
+    target: str | None = None
+    split: str | None = None
+    as_json: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def request(self) -> PredictionRequest:
+        """Return what to predict.
+
+        Raises:
+            RequestError: A value is not valid, or does not fit a checkpoint.
+        """
+        from pathology.predict.options import PredictOptions
+        from workflows.evaluation.labelled_inputs import InputLabels
+        from workflows.evaluation.tile_evaluator import cells_of
+
+        spill, image = self.options.get("spill"), self.options.get("image", "whole")
+        options = PredictOptions(
+            **self.options,
+            cells=cells_of(self.checkpoints, self.cells, self.memory, spill, image),
+            memory_bytes=None if self.memory is None else parse_bytes(self.memory),
+            device=device_request(self.device),
+            ranks_per_slide="auto" if self.ranks_per_slide is None and self.ranks is None else self.ranks_per_slide,
+        )
+        return PredictionRequest(
+            checkpoints=tuple(self.checkpoints),
+            inputs=tuple(self.inputs),
+            out=self.out,
+            ranks=self.ranks,
+            options=options,
+            part=parse_part(self.part),
+            as_json=self.as_json,
+            labels=InputLabels(self.labels, self.target, self.split),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionRequest:
+    """What to predict: the arguments, checked; ranks that are started here get it as it is."""
+
+    checkpoints: tuple[Path, ...]
+    inputs: tuple[Path, ...]
+    out: Path
+    ranks: int | None
+    options: PredictOptions
+    part: tuple[int, int]
+    as_json: bool
+    labels: InputLabels
+
+
+def run(arguments: PredictArguments) -> int:
+    """Predict slides as a rank of a launcher, in processes that are started here, or in this process.
 
     Returns:
         0 if all slides are done; 1 if some failed or got no class (each is named with its reason); 3 if stopped.
@@ -67,61 +117,17 @@ def run(
     Raises:
         RequestError: A checkpoint, an input or ``out`` cannot be used; nothing was written.
     """
-    from pathology.predict.options import PredictOptions
-    from workflows.evaluation.labelled_inputs import InputLabels
-
-    options = PredictOptions(
-        mpp=mpp,
-        slide_mpp=slide_mpp,
-        force_mpp=force_mpp,
-        mpp_from_magnification=mpp_from_magnification,
-        overwrite=overwrite,
-        cells=_cells(checkpoints, cells, memory, spill, image),
-        memory_bytes=None if memory is None else parse_bytes(memory),
-        spill=spill,
-        image=image,  # type: ignore[arg-type]
-        allow_partial=allow_partial,
-        tissue=tissue,
-        device=device_request(device),
-        ranks_per_slide="auto" if ranks_per_slide is None and ranks is None else ranks_per_slide,
-        features=features,
-    )
-    where, known = (checkpoints, inputs, out, ranks), InputLabels(labels, target, split)
-    return _start(PredictionRequest(*where, options, parse_part(part), as_json, known), ranks_per_slide)
-
-
-def _cells(checkpoints: Sequence[Path], cells: str | None, memory: str | None, spill: str | None, image: str) -> Cells:
-    """Return the cells of the request; see `cells_of`."""
-    from workflows.evaluation.tile_evaluator import cells_of
-
-    return cells_of(checkpoints, cells, memory, spill, image)
-
-
-@dataclass(frozen=True)
-class PredictionRequest:
-    """The arguments of a prediction; see :func:`run`."""
-
-    checkpoints: Sequence[Path]
-    inputs: Sequence[Path]
-    out: Path
-    ranks: int | None
-    options: PredictOptions
-    part: tuple[int, int]
-    as_json: bool
-    labels: InputLabels | None = None
-
-
-def _start(request: PredictionRequest, ranks_per_slide: int | None) -> int:
-    """Predict as a rank of a launcher, in processes that are started here, or in this process."""
     from pathology.dealing import group_size
 
+    request = arguments.request()
+    body = partial(_predict, request)
     if inside_launcher():
-        return run_as_rank(partial(_predict, request))
+        return run_as_rank(body)
     if request.ranks is not None and request.ranks > 1:
-        group_size(ranks_per_slide, request.ranks, 1)
+        group_size(arguments.ranks_per_slide, request.ranks, 1)
         _check(request)
-        return launch(_arguments(request, request.ranks), request.ranks)
-    return _predict(request)
+        return launch_body(body, "predict", request.ranks)
+    return body()
 
 
 def _check(request: PredictionRequest) -> list[SlideInput]:
@@ -175,29 +181,6 @@ def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list
         if is_feature_model(config):
             slides = with_reasons(slides, features_for(config, request.options.features), config["features"])
     return slides
-
-
-def _arguments(request: PredictionRequest, ranks: int) -> list[str]:
-    """Return the command line of the same request, for the ranks."""
-    options = request.options
-    words = ["predict", "--out", str(request.out), "--ranks", str(ranks), "--part", "{}/{}".format(*request.part)]
-    for checkpoint in request.checkpoints[1:]:
-        words += ["--checkpoint", str(checkpoint)]
-    for flag, value in (("--mpp", options.mpp), ("--slide-mpp", options.slide_mpp)):
-        words += [] if value is None else [flag, repr(value)]
-    words += ["--device", options.device, *(request.labels.words() if request.labels else ())]
-    words += [] if options.ranks_per_slide is None else ["--ranks-per-slide", str(options.ranks_per_slide)]
-    if options.cells is not None:
-        words += ["--cells", "auto" if options.cells == "auto" else "{},{}".format(*options.cells)]
-    words += [] if options.memory_bytes is None else ["--memory", str(options.memory_bytes)]
-    words += [] if options.spill is None else ["--spill", options.spill]
-    words += ["--tissue", options.tissue] if options.tissue is not None else []
-    words += ["--features", str(options.features)] if options.features is not None else []
-    words += ["--overwrite"] * options.overwrite + ["--json"] * request.as_json
-    words += ["--force-mpp"] * options.force_mpp
-    words += ["--mpp-from-magnification"] * options.mpp_from_magnification
-    words += ["--image", options.image] + ["--allow-partial"] * options.allow_partial
-    return [*words, "--", str(request.checkpoints[0]), *(str(path) for path in request.inputs)]
 
 
 def _predict(request: PredictionRequest) -> int:

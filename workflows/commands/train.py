@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,21 +34,32 @@ if TYPE_CHECKING:
     RankBody = Callable[[bool], int]
 
 
-def run(
-    config: Path,
-    overrides: list[str],
-    ranks: int | None,
-    resumption: Resumption,
-    as_json: bool,
-) -> int:
-    """Train as ``config`` says; starts ``mpiexec`` if the run needs several ranks and there is no launcher.
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments:
+    """The arguments of ``hyfi train``.
 
-    Args:
+    Attributes:
         config: The YAML of the run.
         overrides: ``section.key=value``, applied to it.
         ranks: Number of ranks; None: as many as the run needs; any other number is refused.
         resumption: Whether and where a run is continued; one that does not exist is started.
         as_json: Print the result as one JSON object.
+    """
+
+    config: Path
+    overrides: Sequence[str] = ()
+    ranks: int | None = None
+    resumption: Resumption = field(default_factory=Resumption)
+    as_json: bool = False
+
+    def words(self, overrides: Sequence[str]) -> list[str]:
+        """Return the command line of a rank, with all overrides."""
+        flags = ["--json"] if self.as_json else []
+        return ["train", str(self.config), *overrides, *self.resumption.words(), *flags]
+
+
+def run(arguments: TrainArguments) -> int:
+    """Train as a configuration says; starts ``mpiexec`` if it needs several ranks and there is no launcher.
 
     Returns:
         0 if all steps are done, 3 if stopped on request.
@@ -57,10 +69,12 @@ def run(
     """
     from workflows.launch.launch import launch, run_as_rank
 
+    config, overrides, ranks = arguments.config, list(arguments.overrides), arguments.ranks
+    resumption = arguments.resumption
     if inside_launcher() is None and asks_for_plan(config, overrides):
         from workflows.commands.plan import chosen_plan
 
-        overrides = [*overrides, *chosen_plan(config, overrides, ranks, resumption.allowed)]
+        overrides += chosen_plan(config, overrides, ranks, resumption.allowed)
     settings = load_config(config, overrides)
     if inside_launcher() is None:
         from workflows.launch.request import check_ranks, check_run, check_unused
@@ -69,9 +83,8 @@ def run(
         check_unused(settings)
         check_run(settings, resumption)
         if settings.ranks > 1:
-            words = ["train", str(config), *overrides, *resumption.words(), *(["--json"] if as_json else [])]
-            return launch(words, settings.ranks, settings.run.dir)
-    return run_as_rank(partial(train_rank, settings, resumption, as_json))
+            return launch(arguments.words(overrides), settings.ranks, settings.run.dir)
+    return run_as_rank(partial(train_rank, settings, resumption, arguments.as_json))
 
 
 def train_rank(config: Config, resumption: Resumption, as_json: bool) -> int:

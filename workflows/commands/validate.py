@@ -58,6 +58,8 @@ class EvaluationRequest:
         device: ``auto``, ``cpu`` or ``cuda``.
         merge_alike: Whether names that are written in several ways are joined; otherwise as in training.
         target: The column of the labels, or several with commas; None: as in training.
+        ranks: Number of processes: each image is divided among them in columns or, with cells, each process evaluates
+            its own slides. None: one.
         features: Folder of the slides' features, for a model that was trained on features.
     """
 
@@ -77,32 +79,12 @@ class EvaluationRequest:
     device: str = "auto"
     merge_alike: bool = False
     target: str | None = None
+    ranks: int | None = None
     features: Path | None = None
 
-    def arguments(self) -> list[str]:
-        """Return the command line of the same request, for the ranks."""
-        arguments = ["validate", str(self.checkpoint), "--store", str(self.store), "--split", self.split]
-        arguments += ["--labels", str(self.labels)] if self.labels else []
-        arguments += ["--splits", str(self.splits)] if self.splits else []
-        arguments += ["--split-column", self.split_column] if self.split_column else []
-        for option in ("cells", "memory", "spill"):
-            value = getattr(self, option)
-            arguments += [f"--{option}", value] if value else []
-        arguments += ["--out", str(self.out)] if self.out else []
-        arguments += ["--calibrate"] * self.calibrate + ["--device", self.device]
-        arguments += ["--merge-alike"] * self.merge_alike
-        arguments += ["--target", self.target] if self.target else []
-        arguments += ["--features", str(self.features)] if self.features else []
-        return [*arguments, "--image", self.image, *["--json"] * self.as_json]
 
-
-def run(request: EvaluationRequest, ranks: int | None) -> int:
+def run(request: EvaluationRequest) -> int:
     """Evaluate a checkpoint and print its metrics.
-
-    Args:
-        request: What to evaluate.
-        ranks: Number of processes: each image is divided among them in columns or, with cells, each process evaluates
-            its own slides. None: one.
 
     Returns:
         0, or 3 if stopped on request.
@@ -110,7 +92,7 @@ def run(request: EvaluationRequest, ranks: int | None) -> int:
     Raises:
         RequestError: The request is not valid, or does not match the checkpoint.
     """
-    from workflows.launch.launch import launch, run_as_rank
+    from workflows.launch.launch import launch_body, run_as_rank
 
     if request.image not in ("whole", "trained"):
         raise RequestError(f"--image {request.image}: expected whole or trained")
@@ -122,9 +104,10 @@ def run(request: EvaluationRequest, ranks: int | None) -> int:
             f"use --split val"
         )
     _cells_of(request)
-    if ranks is not None and ranks > 1 and inside_launcher() is None:
-        return launch(request.arguments(), ranks)
-    return run_as_rank(partial(validate_rank, request))
+    body = partial(validate_rank, request)
+    if request.ranks is not None and request.ranks > 1 and inside_launcher() is None:
+        return launch_body(body, "validate", request.ranks)
+    return run_as_rank(body)
 
 
 def validate_rank(request: EvaluationRequest) -> int:

@@ -40,12 +40,6 @@ class InputLabels:
         if self.split not in (None, ALL, *SPLITS):
             raise RequestError(f"--split: given {self.split!r}; allowed: {', '.join((*SPLITS, ALL))}")
 
-    def words(self) -> list[str]:
-        """Return the same as options of ``hyfi predict``."""
-        words = [] if self.labels is None else ["--labels", str(self.labels)]
-        words += [] if self.target is None else ["--target", self.target]
-        return words + ([] if self.split is None else ["--split", self.split])
-
     def of(
         self, inputs: Sequence[SlideInput], paths: Sequence[Path], model: Mapping[str, Any]
     ) -> tuple[list[SlideInput], str]:

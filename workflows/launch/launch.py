@@ -80,14 +80,30 @@ def launch(argv: Sequence[str], ranks: int, run: Path | None = None) -> int:
     return launch_program([sys.executable, "-m", "workflows.cli", *argv], ranks, run)
 
 
-def launch_program(program: Sequence[str], ranks: int, run: Path | None = None) -> int:
-    """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`."""
+def launch_body(body: Callable[[], int], command: str, ranks: int) -> int:
+    """Like :func:`launch`, but each process calls ``body`` by :func:`run_as_rank`: a request is not parsed again.
+
+    Args:
+        body: Can be pickled: a function of a module with frozen values as arguments.
+        command: Its command of ``hyfi``, which messages name.
+        ranks: Number of processes.
+    """
+    _refuse_several_nodes(command, ranks)
+    return launch_program([sys.executable, "-m", "workflows.cli", "rank", command], ranks, body=body)
+
+
+def launch_program(
+    program: Sequence[str], ranks: int, run: Path | None = None, body: Callable[[], int] | None = None
+) -> int:
+    """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`; ``body`` is left for them."""
     starter = mpiexec.find()
     time_limit_s(), notice_s()  # refused before anything is started
     if starter.flavour.startswith("MPICH"):
         check_shared_memory(ranks, os.environ)
     with own_folder() as folder:
         status = RunStatus(folder)
+        if body is not None:
+            status.leave_body(body)
         process = subprocess.Popen(
             [*starter.command(ranks), *program],
             stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ as soon as one exits with a code other than 0. So ranks and launcher use small f
     exit-<rank>    exit code, written when a rank ends by itself
     stop           created to request all ranks to save and stop, also those that start later
     advice         text to print if memory runs out
+    body           what each rank of a command calls, if its launcher has left that here
     failure.json   rank and error of the first rank that failed; only one rank can create it
 """
 
@@ -15,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,15 @@ class RunStatus:
         """Return the status folder of this process's launcher; None without this project's launcher."""
         folder = os.environ.get(VARIABLE)
         return cls(Path(folder)) if folder and Path(folder).is_dir() else None
+
+    def leave_body(self, body: Callable[[], int]) -> None:
+        """Write a function and its arguments for the ranks, which this user alone can change."""
+        (self.folder / "body").write_bytes(pickle.dumps(body))
+
+    def body(self) -> Callable[[], int]:
+        """Return the function that the launcher has left."""
+        body: Callable[[], int] = pickle.loads((self.folder / "body").read_bytes())
+        return body
 
     def begin(self, rank: int) -> None:
         """Write this process's id for ``rank``."""

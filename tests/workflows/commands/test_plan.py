@@ -14,7 +14,6 @@ from tests.pathology.slides import draw_slide, write_slide
 from tests.workflows.predictions import rows_of, save
 from workflows.commands import plan, train
 from workflows.config.load import asks_for_plan, dump_resolved, load_config
-from workflows.launch.resumption import Resumption
 
 TEXT = """# a comment at the top
 data: {store: STORE, target: label, size_px: 64, mpp: 1.0, batch_size: 2}
@@ -106,13 +105,13 @@ def test_training_chooses_its_plan(config: Path, monkeypatch: pytest.MonkeyPatch
     started: list[tuple[list[str], int, Path]] = []
     monkeypatch.setattr("workflows.launch.launch.launch", lambda *given: started.append(given) or 0)
     monkeypatch.setattr("workflows.launch.request.check_run", lambda settings, resume: 0)
-    assert train.run(auto(config), ["roles.loaders=1"], 3, Resumption(), False) == 0
+    assert train.run(train.TrainArguments(config=auto(config), overrides=["roles.loaders=1"], ranks=3)) == 0
     ((words, ranks, folder),) = started
     chosen = load_config(config, [word for word in words if "=" in word])
     assert folder == chosen.run.dir
     assert ranks == 3 and chosen.plan.ranks == 2 and chosen.roles.loaders == 1
     with pytest.raises(RequestError, match="loaders and validators take 1, and none is left to train"):
-        train.run(config, ["roles.loaders=1"], 1, Resumption(), False)
+        train.run(train.TrainArguments(config=config, overrides=["roles.loaders=1"], ranks=1))
 
 
 def test_a_resumed_run_keeps_the_plan_that_was_chosen(config: Path) -> None:

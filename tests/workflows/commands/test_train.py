@@ -511,12 +511,12 @@ def test_a_checkpoint_is_worth_afterwards_what_it_was_worth(
     assert run_here(config) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "latest"
     capfd.readouterr()
-    assert validate.run(validate.EvaluationRequest(checkpoint, store, split="val", as_json=True), None) == 0
+    assert validate.run(validate.EvaluationRequest(checkpoint, store, split="val", as_json=True)) == 0
     answer = json.loads(capfd.readouterr().out.splitlines()[-1])
     recorded = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "validation"][-1]
     assert (answer["step"], answer["slides"]) == (6, 4)
     assert {key: answer[key] for key in recorded if key != "kind"} == {k: v for k, v in recorded.items() if k != "kind"}
-    assert validate.run(validate.EvaluationRequest(checkpoint, store, split="test", as_json=True), None) == 0
+    assert validate.run(validate.EvaluationRequest(checkpoint, store, split="test", as_json=True)) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["slides"] == 2
     with pytest.raises(RequestError, match="--split"):
         validate.validate_rank(validate.EvaluationRequest(checkpoint, store, split="holdout"))
@@ -533,9 +533,9 @@ def test_validate_judges_by_the_column_of_splits_that_was_trained_by(
     recorded = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "validation"][-1]
     capfd.readouterr()
     request = validate.EvaluationRequest(checkpoint, store, splits=folds, split="val", as_json=True)
-    assert validate.run(request, None) == 0
+    assert validate.run(request) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["auroc"] == recorded["auroc"]
-    assert validate.run(replace(request, split_column="split_0"), None) == 0
+    assert validate.run(replace(request, split_column="split_0")) == 0
     trained_on = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert trained_on["slides"] + recorded["slides"] == len(read_table(folds, "splits").rows)
     with pytest.raises(RequestError, match=r"no column 'split_7'.*--split-column"):
@@ -552,7 +552,7 @@ def test_an_external_test_set_has_its_own_table_column_and_no_splits(
     table.write_text("\n".join(["slide_id,diagnosis", *rows]))
     request = validate.EvaluationRequest(tmp_path / "run" / "checkpoints" / "latest", store, labels=table, as_json=True)
     capfd.readouterr()
-    assert validate.run(replace(request, target="diagnosis", split="all"), None) == 0
+    assert validate.run(replace(request, target="diagnosis", split="all")) == 0
     said = capfd.readouterr()
     assert json.loads(said.out.splitlines()[-1])["slides"] == 9
     assert "trained on 6 of these 9 slides, or on others of their cases: slide-00, slide-01" in said.err

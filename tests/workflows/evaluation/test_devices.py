@@ -100,7 +100,7 @@ def test_without_a_gpu_cuda_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
     predict(tmp_path, "auto")
     with pytest.raises(RequestError, match="--device gpu"):
-        validate.run(validate.EvaluationRequest(tmp_path, tmp_path, device="gpu"), None)
+        validate.run(validate.EvaluationRequest(tmp_path, tmp_path, device="gpu"))
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, "cpu"), (1, "cuda:0")])

@@ -119,10 +119,10 @@ def test_a_run_leaves_calibrated_checkpoints_and_validate_fits_anew(
         assert noted == {**logged["calibration"], "split": "val"} and noted["slides"] == 4
         request = EvaluationRequest(checkpoint, store, split="val", calibrate=True, as_json=True)
         capsys.readouterr()
-        assert run(request, None) == 0
+        assert run(request) == 0
     said = capsys.readouterr().out
     found = json.loads(said.splitlines()[-1])["calibration"]
     assert read_model_json(checkpoint)["calibration"]["temperature"] == pytest.approx(noted["temperature"], rel=1e-4)
     assert found["temperature"] == pytest.approx(noted["temperature"], rel=1e-4) and "calibrated on val" in said
     with pytest.raises(RequestError, match="--calibrate --split test"):
-        run(EvaluationRequest(checkpoint, store, calibrate=True), None)
+        run(EvaluationRequest(checkpoint, store, calibrate=True))

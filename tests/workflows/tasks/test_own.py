@@ -77,7 +77,7 @@ def test_a_loss_of_the_whole_batch_is_that_of_one_process(tmp_path: Path, store:
     best = tmp_path / "one/run/checkpoints/best"
     own = {"loss": f"{HERE}:spread", "metrics": [f"{HERE}:furthest"]}
     assert read_model_json(best)["own"] == own
-    assert validate.run(validate.EvaluationRequest(best, store, split="val", as_json=True), None) == 0
+    assert validate.run(validate.EvaluationRequest(best, store, split="val", as_json=True)) == 0
 
 
 def error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -53,14 +53,14 @@ def test_a_number_is_learnt_and_validated(tmp_path: Path, store: Path, capfd: py
     (last,) = [one for one in read_metrics(tmp_path / "run/metrics.jsonl") if one["step"] == 72 and "mae" in one]
     assert last["mae"] < 5 and last["r2"] > 0.9 and set(last["intervals"]) == {"loss", "mae", "rmse", "r2", "spearman"}
     request = validate.EvaluationRequest(best, store, tmp_path / "ages.csv", split="val", out=tmp_path / "page")
-    assert validate.run(request, None) == 0
+    assert validate.run(request) == 0
     rows = list(csv.DictReader((tmp_path / "page/predictions.csv").open()))
     assert [float(row["value"]) == pytest.approx(float(row["prediction"]), rel=1e-3) for row in rows] == [True] * 4
     assert rows[0]["value_low"] == "" and "Predicted and true" in (tmp_path / "page/index.html").read_text()
     request = validate.EvaluationRequest(
         best, store, tmp_path / "ages.csv", split="val", out=tmp_path / "same", target="same"
     )
-    assert validate.run(request, None) == 0
+    assert validate.run(request) == 0
     metrics = json.loads((tmp_path / "same/metrics.json").read_text())
     assert metrics["r2"] is metrics["spearman"] is None and metrics["mae"] > 1
 

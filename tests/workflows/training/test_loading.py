@@ -20,7 +20,6 @@ from tests.workflows.runs import assert_same_run, losses, run_on
 from tests.workflows.training.test_failures import TrainingRun, start  # noqa: F401 (a fixture)
 from workflows.commands import status, train
 from workflows.config.load import load_config
-from workflows.launch.resumption import Resumption
 from workflows.training import feeding
 from workflows.training.job import prepare
 
@@ -37,7 +36,7 @@ def store(tmp_path: Path) -> Path:
 def undisturbed(folder: Path, store: Path, steps: int) -> None:
     """Train inline, in this process, what the ``start`` fixture's jobs train."""
     config = make_config(folder, store, run={"steps": steps}, validation={"every_steps": 50})
-    assert train.run(config, [CONSTANT, f"run.dir={folder / 'inline'}"], None, Resumption(), as_json=False) == 0
+    assert train.run(train.TrainArguments(config=config, overrides=[CONSTANT, f"run.dir={folder / 'inline'}"])) == 0
 
 
 def children(job: TrainingRun) -> list[int]:

@@ -115,7 +115,7 @@ def test_low_rank_updates_are_trained_saved_and_validated(
     assert {name for name in changed if name.startswith("encoder.")} == updates
     assert {name for name in before if name.startswith("aggregator.")} <= changed
     capsys.readouterr()
-    assert validate.run(EvaluationRequest(folder, store, split="val", as_json=True), None) == 0
+    assert validate.run(EvaluationRequest(folder, store, split="val", as_json=True)) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     last = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if record["kind"] == "validation"][-1]
     assert found["loss"] == last["loss"]
@@ -187,25 +187,26 @@ def test_validate_gives_the_metrics_of_the_run(
     alone: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = EvaluationRequest(alone / "checkpoints/step-00000004", store, split="val", as_json=True, out=tmp_path)
-    assert validate.run(request, None) == 0
+    assert validate.run(request) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     last = [record for record in read_metrics(alone / "metrics.jsonl") if record["kind"] == "validation"][-1]
     assert {name: found[name] for name in ("loss", "auroc")} == {name: last[name] for name in ("loss", "auroc")}
     assert "slide-06" in (tmp_path / "predictions.csv").read_text()
     with pytest.raises(RequestError, match=r"--cells 2,2: has no meaning for an encoder of tiles"):
-        validate.run(replace(request, cells="2,2"), None)
+        validate.run(replace(request, cells="2,2"))
 
 
 def test_predict_reads_the_checkpoint(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slide = write_slide(tmp_path / "one.tiff", draw_slide())
     checkpoint, out = alone / "checkpoints/step-00000004", tmp_path / "out"
-    assert predict.run([checkpoint], [slide], out, None, None, None, False, False, False, memory="2GB") == 0
+    arguments = predict.PredictArguments(checkpoints=[checkpoint], inputs=[slide], out=out)
+    assert predict.run(replace(arguments, memory="2GB")) == 0
     rows = (out / "predictions.csv").read_text().splitlines()
     assert rows[0] == "slide_id,case_id,path,prediction,p_benign,p_malignant,coverage,flags,status,reason"
     assert rows[1].startswith("one,") and rows[1].endswith(",done,")
     assert "Tiles with most attention" in (out / "one" / "report.html").read_text()
     assert "one" in (out / "index.html").read_text()
     with pytest.raises(RequestError, match=r"--image trained: has no meaning for an encoder of tiles"):
-        predict.run([checkpoint], [slide], out, None, None, None, False, False, False, image="trained")
+        predict.run(replace(arguments, options={"image": "trained"}))
     with pytest.raises(RequestError, match=r"has an encoder of tiles; predict with `hyfi predict`, or pass model="):
         Member.load(checkpoint)

@@ -126,9 +126,7 @@ def test_validators_that_go_cell_by_cell_say_the_same_and_may_die(
         for name in ("auroc", "balanced_accuracy", "f1", "quadratic_kappa", "calibration_error", "slides"):
             assert found[step][name] == pytest.approx(metrics[name], rel=1e-10), name
     checkpoint = tmp_path / "run" / "checkpoints" / "latest"
-    assert (
-        validate.run(validate.EvaluationRequest(checkpoint, store, split="val", cells="2,5", as_json=True), None) == 0
-    )
+    assert validate.run(validate.EvaluationRequest(checkpoint, store, split="val", cells="2,5", as_json=True)) == 0
     said = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert said["loss"] == pytest.approx(wanted[8]["loss"], rel=1e-10)
 
@@ -188,10 +186,7 @@ def test_the_average_of_the_weights(tmp_path: Path, store: Path, capfd: pytest.C
     straight = load_file(tmp_path / "straight/checkpoints/step-00000006/ema.safetensors")
     assert all(torch.equal(straight[name], value) for name, value in steps[5].averaged.items())
     capfd.readouterr()
-    assert (
-        validate.run(validate.EvaluationRequest(run / "checkpoints/latest", store, split="val", as_json=True), None)
-        == 0
-    )
+    assert validate.run(validate.EvaluationRequest(run / "checkpoints/latest", store, split="val", as_json=True)) == 0
     said = capfd.readouterr().out
     assert "moving average of the weights (EMA)" in said
     assert json.loads(said.splitlines()[-1])["loss"] == validations(run)[6]["loss"]

@@ -64,7 +64,7 @@ def test_labels_are_learnt_and_validated(tmp_path: Path, store: Path, capfd: pyt
     last = [one for one in read_metrics(tmp_path / "run/metrics.jsonl") if one["kind"] == "validation"][-1]
     assert (last["auroc"], last["auroc_dots"], last["auroc_striped"]) == (1, 1, 1)
     request = validate.EvaluationRequest(best, store, tmp_path / "labels.csv", split="all", out=tmp_path / "page")
-    assert validate.run(request, None) == 0
+    assert validate.run(request) == 0
     rows = list(csv.DictReader((tmp_path / "page/predictions.csv").open()))
     names = ["none", "dots", "striped", "dots;striped"] * 3
     assert [row["prediction"] for row in rows] == names

@@ -64,7 +64,7 @@ def test_grades_are_learnt_and_validated(tmp_path: Path, store: Path, capfd: pyt
     last = [one for one in read_metrics(tmp_path / "run/metrics.jsonl") if one["kind"] == "validation"][-1]
     assert (last["quadratic_kappa"], last["mae"]) == (1, 0)
     request = validate.EvaluationRequest(best, store, tmp_path / "labels.csv", split="all", out=tmp_path / "page")
-    assert validate.run(request, None) == 0
+    assert validate.run(request) == 0
     rows = list(csv.DictReader((tmp_path / "page/predictions.csv").open()))
     assert [row["prediction"] for row in rows] == [*GRADES] * 4
     assert sum(float(rows[0][f"p_{grade}"]) for grade in GRADES) == pytest.approx(1, abs=1e-5)

@@ -58,7 +58,7 @@ def test_risks_are_learnt_and_validated(tmp_path: Path, store: Path, loss: str) 
     assert last["concordance"] >= 2 / 3 and last["time_auroc"] == 1  # slides alike in dots cannot be told apart
     assert ("brier" in last) == (loss == "hazards")
     request = validate.EvaluationRequest(best, store, tmp_path / "times.csv", split="all", out=tmp_path / "page")
-    assert validate.run(request, None) == 0
+    assert validate.run(request) == 0
     rows = list(csv.DictReader((tmp_path / "page/predictions.csv").open()))
     assert [row["prediction"] for row in rows] == ["low risk", "high risk"] * 6
     assert rows[0]["label"] == "40 (censored)" and float(rows[0]["survival_41"]) > float(rows[1]["survival_41"])
@@ -66,7 +66,7 @@ def test_risks_are_learnt_and_validated(tmp_path: Path, store: Path, loss: str) 
     assert "Kaplan–Meier by predicted risk" in page and "low risk (6)" in page and "AUROC over time" in page
     for target in ("months,left", "same,died", "same,left"):  # labels of a test set may be alike
         request = replace(request, target=target, out=tmp_path / target)
-        assert validate.run(request, None) == 0
+        assert validate.run(request) == 0
         metrics = json.loads((tmp_path / target / "metrics.json").read_text())
         assert (metrics["concordance"] is None) == (target != "same,died")
 
