@@ -6,7 +6,7 @@ These functions are for scripts; the commands of ``hyfi`` use the same code:
 >>> slide = pathology.open_slide("SLIDES/slide-0000.tiff")
 >>> slide.mpp, slide.levels[0].height_px, slide.levels[0].width_px
 ((0.5, 0.5), 1024, 1024)
->>> report = pathology.ingest(["SLIDES/slide-0000.tiff"], "another-store", mpp=1.0)
+>>> report = pathology.ingest_slides(["SLIDES/slide-0000.tiff"], "another-store", mpp=1.0)
 >>> [record.slide_id for record in report.done], report.failed
 (['slide-0000'], [])
 """
@@ -21,9 +21,9 @@ from hyfi_core.own_packages import check_not_hidden
 
 if TYPE_CHECKING:
     from pathology.readers.slide_source import SlideSource
-    from pathology.scripts import StrPath, ingest, predict
+    from pathology.scripts import StrPath, ingest_slides, predict_slides
 
-__all__ = ["ingest", "open_slide", "predict"]
+__all__ = ["ingest_slides", "open_slide", "predict_slides"]
 
 check_not_hidden("data")
 
@@ -44,7 +44,7 @@ def open_slide(path: StrPath) -> SlideSource:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the packages that can be called, `ingest` and `predict`, when they are first asked for."""
-    if name in ("ingest", "predict"):
-        return importlib.import_module(f"pathology.{name}")
+    """Import `ingest_slides` and `predict_slides` when they are first asked for."""
+    if name in ("ingest_slides", "predict_slides"):
+        return getattr(importlib.import_module("pathology.scripts"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,19 +1,16 @@
 """Ingest and prediction for scripts; what they need is imported when they are called.
 
-``pathology.ingest`` and ``pathology.predict`` are packages too. Python sets a package as an attribute of its parent
-when anything in it is imported, which would replace a function of that name. So the packages themselves can be called.
+They are not called ``ingest`` and ``predict``: these are packages, and Python sets a package as an attribute of its
+parent when anything in it is imported, which would replace a function of that name.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hyfi_core.errors import RequestError
@@ -28,7 +25,7 @@ StrPath = str | os.PathLike[str]
 Options = TypeVar("Options")
 
 
-def ingest(
+def ingest_slides(
     paths: StrPath | Sequence[StrPath],
     store: StrPath,
     *,
@@ -52,15 +49,14 @@ def ingest(
     Raises:
         RequestError: A path or an option is wrong, or the store has slides with other options; nothing is written.
     """
-    from pathology.ingest.archive import Request
-    from pathology.ingest.archive import ingest as ingest_request
+    from pathology.ingest.archive import Request, ingest
     from pathology.ingest.options import IngestOptions
 
     chosen = checked_options(IngestOptions, options)
-    return ingest_request(Request(several(paths), Path(store), chosen, overwrite), workers=workers)
+    return ingest(Request(several(paths), Path(store), chosen, overwrite), workers=workers)
 
 
-def predict(
+def predict_slides(
     checkpoints: StrPath | Sequence[StrPath],
     slides: StrPath | Sequence[StrPath],
     out: StrPath,
@@ -87,14 +83,14 @@ def predict(
         RequestError: A checkpoint does not match the model, or an input, an option or ``out`` cannot be used.
     """
     import hyfi_core
-    from pathology.predict.cohort import predict_slides
+    from pathology.predict.cohort import predict_slides as predict_inputs
     from pathology.predict.inputs import find_inputs
     from pathology.predict.members import Member
     from pathology.predict.options import PredictOptions
 
     chosen = checked_options(PredictOptions, options)
     members = [Member.load(path, copy.deepcopy(model)) for path in several(checkpoints)]
-    return predict_slides(members, find_inputs(several(slides)), Path(out), hyfi_core.init(), chosen)
+    return predict_inputs(members, find_inputs(several(slides)), Path(out), hyfi_core.init(), chosen)
 
 
 def several(paths: StrPath | Sequence[StrPath]) -> list[Path]:
@@ -120,9 +116,3 @@ def checked_options(kind: type[Options], arguments: Mapping[str, Any]) -> Option
         if name not in names:
             raise RequestError(f"there is no option {name!r}; the options are {', '.join(names)}")
     return kind(**arguments)
-
-
-def make_callable(package: str, function: Callable[..., Any]) -> None:
-    """Let ``package``, which is being imported, be called like ``function``; it stays an ordinary package otherwise."""
-    documented = {"__call__": staticmethod(function), "__signature__": inspect.signature(function)}
-    sys.modules[package].__class__ = type(ModuleType.__name__, (ModuleType,), documented)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hyfi_core.capture.program import Operator, Program
 from hyfi_core.cells.fused_place import CELL_OPERATORS
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.cost.operators import value_bytes
 from hyfi_core.lowering.fused_halo import Margins, Sketch, margins_of, reaching
 from hyfi_core.lowering.fused_sketch import sketch_of
@@ -201,7 +201,7 @@ def _work(sketch: Sketch, margins: Margins) -> float:
     computed = once = 0.0
     for flow in sketch.flows:
         layout = sketch.layouts[flow.makes[0]]
-        pixel_s = DEFAULT_MACHINE.operator_s(flow.flops, flow.touched_bytes)
+        pixel_s = reference_machine().operator_s(flow.flops, flow.touched_bytes)
         computed += pixel_s * margins.computed.get(flow.name, layout.parts).area
         once += pixel_s * layout.map.area
     return computed / once if once else 1.0

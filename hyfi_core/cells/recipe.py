@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.lowering.segments import OperatorStep, Segment
 from hyfi_core.ops.base import Recomputable
 from hyfi_core.ops.redistribute import Redistribute
@@ -145,7 +145,7 @@ def is_cheap(call: CollectiveCall | CustomCall, shape_of: Shapes) -> bool:
     if not isinstance(call.operator, Recomputable):
         return False
     shapes = [() if name is None else shape_of(name) for name in call.inputs]
-    return DEFAULT_MACHINE.recomputes(call.operator.flops_of_value(shapes), _VALUE_BYTES)
+    return reference_machine().recomputes(call.operator.flops_of_value(shapes), _VALUE_BYTES)
 
 
 def cheap_calls(segment: Segment, name: str, shape_of: Shapes) -> tuple[LocalCall, ...] | None:
@@ -170,7 +170,7 @@ def _is_cheap_call(call: LocalCall, segment: Segment, shape_of: Shapes) -> bool:
     if call.source is None:
         return isinstance(getattr(call.function, "__self__", None), Redistribute)  # it lays out what a cell has read
     if _is_convolution(call) and call.inputs[1] in segment.inputs:
-        return DEFAULT_MACHINE.recomputes(2.0 * prod(shape_of(call.inputs[1])[1:]), _VALUE_BYTES)
+        return reference_machine().recomputes(2.0 * prod(shape_of(call.inputs[1])[1:]), _VALUE_BYTES)
     return facts_of(call.source).cheap
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.cost.operators import operator_costs, value_bytes
 from hyfi_core.lowering.lower import lowered_operators
 from hyfi_core.lowering.plane_sums import sum_in_planes
@@ -78,7 +78,7 @@ def pack_branches(
     exits: tuple[str, ...],
     planes: int,
     grid: tuple[int, int] = (1, 1),
-    machine: MachineModel = DEFAULT_MACHINE,
+    machine: MachineModel | None = None,
 ) -> Branches:
     """Return the division of a stage's operators that takes the least time; it may divide nothing.
 
@@ -91,10 +91,11 @@ def pack_branches(
         exits: likewise.
         planes: number of planes.
         grid: rows and columns of a plane's ranks, which divide all maps.
-        machine: the machine model.
+        machine: the machine model; None: the reference machine.
     """
     if planes == 1:
         return Branches()
+    machine = machine or reference_machine()
     operators = lowered_operators(program, outputs, exits)
     free, chains = _chains(program, operators, {*refs_in(outputs), *exits}, prod(grid), machine)
     for latency_s in (machine.message_s + machine.link(planes * prod(grid)).latency_s, 0.0):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.cost.memory import STATE_COPIES
 from hyfi_core.cost.operators import operator_costs, value_bytes
 from hyfi_core.errors import RequestError
@@ -82,7 +82,7 @@ MeasuredPrograms = dict[int, _Measured]
 def with_cuts(
     plan: ParallelPlan,
     program: Program,
-    machine: MachineModel = DEFAULT_MACHINE,
+    machine: MachineModel | None = None,
     cache: MeasuredPrograms | None = None,
 ) -> ParallelPlan:
     """Return the plan with ``cuts="auto"`` replaced by names of modules.
@@ -90,7 +90,7 @@ def with_cuts(
     Args:
         plan: any; returned unchanged if its cuts are named.
         program: the captured model, of one micro-batch.
-        machine: the machine model.
+        machine: the machine model; None: the reference machine.
         cache: of earlier calls with the same machine; this program is added.
 
     Raises:
@@ -98,6 +98,7 @@ def with_cuts(
     """
     if plan.cuts != "auto" or plan.stages == 1:
         return plan
+    machine = machine or reference_machine()
     cache = {} if cache is None else cache
     if id(program) not in cache:
         cache[id(program)] = _Measured.of(program, machine)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.lowering.fused_halo import Margins, Sketch, margins_of, unfused
 from hyfi_core.lowering.fused_sketch import sketch_of
 from hyfi_core.lowering.lower import Target, lower, lowered_operators
@@ -29,7 +29,7 @@ def fused_runs(
     outputs: tuple[Any, ...] | None = None,
     exits: tuple[str, ...] = (),
     fused_halo: int | str = "auto",
-    machine: MachineModel = DEFAULT_MACHINE,
+    machine: MachineModel | None = None,
 ) -> FusedRuns:
     """Return the runs for ``plan.fused_halo``.
 
@@ -49,12 +49,12 @@ def fused_runs(
         outputs: as for ``lower``.
         exits: likewise.
         fused_halo: of the plan.
-        machine: the machine model.
+        machine: the machine model; None: the reference machine.
 
     Raises:
         RequestError: as of ``lower``.
     """
-    return runs_and_trial(program, target, outputs, exits, fused_halo, machine)[0]
+    return runs_and_trial(program, target, outputs, exits, fused_halo, machine or reference_machine())[0]
 
 
 def runs_and_trial(
@@ -82,15 +82,16 @@ def runs_and_trial(
     return FusedRuns() if best is None else best.runs(sketch), trial
 
 
-def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: MachineModel = DEFAULT_MACHINE) -> float:
+def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: MachineModel | None = None) -> float:
     """Return the seconds of a step that depend on the runs, by the rule of ``fused_runs``.
 
     Args:
         sketch: the program.
         margins: the exchanges and the computed boxes.
         shares: whether operators that need the same value share one exchange.
-        machine: the machine model.
+        machine: the machine model; None: the reference machine.
     """
+    machine = machine or reference_machine()
     total = 0.0
     shared = margins.runs(sketch).shared if shares else {}
     for value, needs in margins.exchanged.items():

@@ -17,7 +17,7 @@ from typing import Any
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.lowered_stages import LoweredPlans, LoweredStages, lowered_stages
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.cost.operators import value_bytes
 from hyfi_core.ops.plane_exchange import PlaneExchange
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -71,7 +71,7 @@ def link_traffic(program: Program, plan: ParallelPlan, lowered_plans: LoweredPla
     """
     assert plan.cells is None, "cells send nothing between ranks"
     stages = lowered_stages(
-        program, plan, plan, DEFAULT_MACHINE, LoweredPlans() if lowered_plans is None else lowered_plans
+        program, plan, plan, reference_machine(), LoweredPlans() if lowered_plans is None else lowered_plans
     ).whole()
     placement = Placement.of(plan)
     pairs: _Pairs = {}

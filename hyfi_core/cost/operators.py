@@ -10,7 +10,7 @@ from math import prod
 from hyfi_core.capture.program import Operator, Program
 from hyfi_core.capture.stages import active_values
 from hyfi_core.cost.machine import PRODUCTS, MachineModel
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.rules.table import facts_of
 
 _THIN = 16
@@ -49,7 +49,7 @@ class OperatorCost:
         """Return the seconds of the forward on a part of the map.
 
         Args:
-            machine: the machine model.
+            machine: the machine model; None: the reference machine.
             fraction: size of the part, relative to the map.
             crowded: whether all devices of a node compute.
             kind: kind to use instead of the operator's.
@@ -79,7 +79,7 @@ class OperatorCost:
 
 def operator_costs(
     program: Program,
-    machine: MachineModel = DEFAULT_MACHINE,
+    machine: MachineModel | None = None,
     dtype: str | None = None,
     active: frozenset[str] | None = None,
 ) -> tuple[OperatorCost, ...]:
@@ -87,10 +87,11 @@ def operator_costs(
 
     Args:
         program: the captured model.
-        machine: the machine model.
+        machine: the machine model; None: the reference machine.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
         active: values that carry gradients; None: all between parameters and the program's outputs.
     """
+    machine = machine or reference_machine()
     if active is None:
         active = active_values(program, program.outputs, program.parameters)
     users = Counter(name for op in program.operators for name in set(op.inputs) if set(op.outputs) & active)

@@ -270,9 +270,13 @@ def made_optimizer(
         try:
             optimizer = make(parameters)
         except ValueError as error:
-            if not staged or "empty parameter list" not in str(error):
+            if not staged:
                 raise
-            optimizer = make([*parameters, *(nn.Parameter(torch.zeros((0,) * n, device=device)) for n in range(1, 6))])
+            empty = [nn.Parameter(torch.zeros((0,) * n, device=device)) for n in range(1, 6)]
+            try:
+                optimizer = make([*parameters, *empty])
+            except ValueError:
+                raise error from None  # not for want of parameters
     except ValueError as error:
         raise RequestError(
             f"optimizer raised ValueError: {error}; on this rank it was passed {len(parameters)} parameters, those of "

@@ -60,13 +60,13 @@ def test_signatures_are_those_of_the_functions() -> None:
 
 
 def test_a_slide_is_ingested_read_and_predicted(slide: Path, tmp_path: Path) -> None:
-    report = pathology.ingest(slide, tmp_path / "store", mpp=1.0)
+    report = pathology.ingest_slides(slide, tmp_path / "store", mpp=1.0)
     assert [record.slide_id for record in report.done] == ["one"] and not report.failed
-    again = pathology.ingest([str(slide)], str(tmp_path / "store"), mpp=1.0)
+    again = pathology.ingest_slides([str(slide)], str(tmp_path / "store"), mpp=1.0)
     assert again.skipped == ["one"] and not again.done
     assert data.open_store(tmp_path / "store", "one").read(data.Box(0, 20, 0, 30), 0).shape == (3, 20, 30)
     checkpoint = save(tmp_path / "checkpoint")
-    predicted = pathology.predict(checkpoint, [tmp_path / "store"], tmp_path / "out")
+    predicted = pathology.predict_slides(checkpoint, [tmp_path / "store"], tmp_path / "out")
     (row,) = csv.DictReader((tmp_path / "out" / "predictions.csv").open(newline=""))
     (done,) = predicted.done
     assert (row["slide_id"], row["prediction"], row["status"]) == ("one", done.prediction, "done") and done.prediction
@@ -78,21 +78,21 @@ def test_a_given_module_takes_the_weights_of_each_checkpoint_and_stays_as_it_was
     torch.manual_seed(5)
     module = build_model(MODEL)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    given = pathology.predict(checkpoints, slide, tmp_path / "given", model=module)
-    built = pathology.predict([str(path) for path in checkpoints], [slide], tmp_path / "built")
+    given = pathology.predict_slides(checkpoints, slide, tmp_path / "given", model=module)
+    built = pathology.predict_slides([str(path) for path in checkpoints], [slide], tmp_path / "built")
     assert given.done[0].values == built.done[0].values
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     with pytest.raises(RequestError, match="first: its weights do not match its model"):
-        pathology.predict(checkpoints, slide, tmp_path / "other", model=nn.Linear(2, 2))
+        pathology.predict_slides(checkpoints, slide, tmp_path / "other", model=nn.Linear(2, 2))
 
 
 def test_wrong_requests_are_named_and_write_nothing(slide: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no option 'mmp'; the options are mpp, "):
-        pathology.ingest(slide, tmp_path / "store", mmp=1.0)
+        pathology.ingest_slides(slide, tmp_path / "store", mmp=1.0)
     with pytest.raises(RequestError, match="no paths were given"):
-        pathology.ingest([], tmp_path / "store")
+        pathology.ingest_slides([], tmp_path / "store")
     with pytest.raises(RequestError, match="no option 'mmp'"):
-        pathology.predict(save(tmp_path / "checkpoint"), slide, tmp_path / "out", mmp=1.0)
+        pathology.predict_slides(save(tmp_path / "checkpoint"), slide, tmp_path / "out", mmp=1.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 

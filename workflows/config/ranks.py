@@ -2,100 +2,111 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from hyfi_core.plan.parallel_plan import GATHER_BYTES, ParallelPlan
+from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, Mirror, ParallelPlan, Schedule
 from workflows.config.section import Count, Positive, Section
+
+_DEFAULT = ParallelPlan(grids=((1, 1),))
+
+
+def _either(choices: Iterable[str]) -> str:
+    """Return ``a, b or c``."""
+    *others, last = choices
+    return f"{', '.join(others)} or {last}"
 
 
 class PlanConfig(Section):
     """The parallel plan: how images and layers are divided among ranks. The fields of ``hyfi_core.ParallelPlan``."""
 
+    # Defaults and choices are those of ParallelPlan, which refuses what does not fit together.
+
     grids: tuple[tuple[Positive, Positive], ...] = Field(
-        ((1, 1),),
+        _DEFAULT.grids,
         min_length=1,
         description="a list of [rows, columns], as in [[1, 2]]: ranks among which the images of each stage are "
         "divided, a grid for each stage",
     )
     cuts: tuple[str, ...] | Literal["auto"] = Field(
-        "auto",
+        _DEFAULT.cuts,
         description="auto, or a list of modules, as in [layer2]: the modules after which all stages but the last "
         "end; auto: by cost",
     )
     microbatches: Positive = Field(
-        1,
+        _DEFAULT.microbatches,
         description="a whole number ≥ 1: micro-batches of each replica's batch; more need less memory",
     )
-    schedule: Literal["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"] = Field(
-        "1f1b",
-        description="sequential, gpipe, 1f1b, gems_mast, gems_master or chimera: the pipeline schedule; the last "
-        "three run two pipelines in opposite directions",
+    schedule: Schedule = Field(
+        _DEFAULT.schedule,
+        description=f"{_either(get_args(Schedule))}: the pipeline schedule; {', '.join(BIDIRECTIONAL)}: two "
+        "pipelines in opposite directions",
     )
     replicas: Positive = Field(
-        1, description="a whole number ≥ 1: data-parallel replicas, each with its part of every batch"
+        _DEFAULT.replicas, description="a whole number ≥ 1: data-parallel replicas, each with its part of every batch"
     )
     fused_halo: Positive | Literal["auto"] = Field(
-        "auto",
+        _DEFAULT.fused_halo,
         description="auto, or a whole number ≥ 1: largest number of window operators (convolutions, pools) for one "
         "halo exchange; auto: by cost",
     )
     interleave: Positive = Field(
-        1,
+        _DEFAULT.interleave,
         description="a whole number ≥ 1: virtual stages of each grid (interleaved 1f1b, on two grids or more)",
     )
     recompute: bool | tuple[int, ...] = Field(
-        False,
+        _DEFAULT.recompute,
         description="true, false, or a list of stages from 0: stages that recompute their activations in backward, "
         "to save memory",
     )
-    mirror: Literal["all_reduce", "point_to_point"] = Field(
-        "all_reduce",
+    mirror: Mirror = Field(
+        _DEFAULT.mirror,
         description="all_reduce or point_to_point: how two directions keep weights equal: both update them "
         "(all_reduce), or one does, with the only optimizer state, and sends them to the other (point_to_point)",
     )
     reduce_dtype: Literal["bfloat16"] | None = Field(
-        None, description="null or bfloat16: dtype of gradients sent between replicas; null: their own"
+        _DEFAULT.reduce_dtype, description="null or bfloat16: dtype of gradients sent between replicas; null: their own"
     )
     sync_batch_norm: bool = Field(
-        False,
+        _DEFAULT.sync_batch_norm,
         description="true or false: whether batch norm computes its statistics over all replicas instead of each one",
     )
     memory_bytes: Positive | None = Field(
-        None,
+        _DEFAULT.memory_bytes,
         description="null, or a whole number ≥ 1: memory limit of a rank in bytes: of the memory model for cuts: "
         "auto, and of the process with plan.spill",
     )
 
     gather_bytes: Count = Field(
-        GATHER_BYTES,
+        _DEFAULT.gather_bytes,
         description="a whole number ≥ 0: bytes of the largest map that every rank may gather for an operator that "
         "cannot be computed part by part; larger ones are refused",
     )
 
     cells: tuple[Positive, Positive] | Literal["auto"] | None = Field(
-        None,
+        _DEFAULT.cells,
         description="null, auto, or rows and columns, each a whole number ≥ 1, as in [4, 4]: each trainer computes "
         "its part of the image in this many cells, one after the other, with the same result; auto: as many as "
         "memory_bytes requires, none if everything fits",
     )
 
     spill: str | None = Field(
-        None,
+        _DEFAULT.spill,
         description="null, memory, or a folder: where activations that no cell currently needs are moved "
         "(plan.cells), so that a trainer needs at most memory_bytes, or half of the free memory; the unnamed "
         "file there is removed with the run",
     )
 
     branches: Positive = Field(
-        1,
+        _DEFAULT.branches,
         description="a whole number ≥ 1: planes of each replica: each has ranks for all grids and the same images, and "
         "computes some of the model's parallel branches (Inception modules, cells of AmoebaNet)",
     )
 
     tiles: Positive | None = Field(
-        None,
+        _DEFAULT.tiles,
         description="null, or a whole number ≥ 1: ranks that share the tiles of each slide (data.tiles); default with "
         "data.tiles: 1",
     )

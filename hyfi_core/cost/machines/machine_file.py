@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -140,4 +141,7 @@ def _crowding(tree: Mapping[str, Any], source: str) -> Crowding:
     return Crowding(_number(section, "compute", source), _number(section, "memory", source))
 
 
-DEFAULT_MACHINE = load_machine("cpu")
+@functools.cache
+def reference_machine() -> MachineModel:
+    """Return the machine by which choices are made that are the same on all machines; read once."""
+    return load_machine("cpu")

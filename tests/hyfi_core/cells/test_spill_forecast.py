@@ -18,7 +18,7 @@ from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.spill_forecast import SpillForecast, _spilled
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.cost.lowered_stages import LoweredPlans
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE, load_machine
+from hyfi_core.cost.machines.machine_file import load_machine, reference_machine
 from hyfi_core.cost.plan_family import PlanRequest
 from hyfi_core.cost.planner import best_plans
 from hyfi_core.errors import MemoryLimitError, RequestError
@@ -56,7 +56,7 @@ def test_a_step_moves_what_was_forecast(
     torch.manual_seed(0)
     model = resnet18(2)
     program = capture(model, (1, 3, size, size), torch.float32)
-    (maps,) = SpillForecast(DEFAULT_MACHINE, pages_bytes=limit_bytes)(program, plan, LoweredPlans())
+    (maps,) = SpillForecast(reference_machine(), pages_bytes=limit_bytes)(program, plan, LoweredPlans())
     engine = hyfi_core.parallelize(model, (1, 3, size, size), plan, AloneCommunicator(), verify=False)
     engine.accumulate(Noise(), torch.tensor([0]))
     counts = engine.spilled()
@@ -66,7 +66,7 @@ def test_a_step_moves_what_was_forecast(
 
 
 def test_more_memory_moves_less() -> None:
-    program, forecast = small(), SpillForecast(DEFAULT_MACHINE, 100 * MB)
+    program, forecast = small(), SpillForecast(reference_machine(), 100 * MB)
     with pytest.raises(MemoryLimitError, match="a rank needs at least") as refused:
         forecast(program, replace(PLAN, memory_bytes=50 * MB), LoweredPlans())
     moved = []
@@ -89,7 +89,7 @@ def test_inputs_that_find_no_room_in_all_cells_are_read_again() -> None:
 
 
 def test_micro_batches_in_flight_share_the_memory() -> None:
-    plan, forecast = replace(PLAN, microbatches=4), SpillForecast(DEFAULT_MACHINE, pages_bytes=12 * MB)
+    plan, forecast = replace(PLAN, microbatches=4), SpillForecast(reference_machine(), pages_bytes=12 * MB)
     (alone,), (together,) = (
         forecast(small(), replace(plan, schedule=way), LoweredPlans()) for way in ("1f1b", "gpipe")
     )
@@ -99,21 +99,21 @@ def test_micro_batches_in_flight_share_the_memory() -> None:
 
 def test_stages_spill_their_own_maps() -> None:
     plan = replace(PLAN, grids=((1, 1), (1, 1)), cuts=("layer2",))
-    first, second = SpillForecast(DEFAULT_MACHINE, pages_bytes=4 * MB)(small(), plan, LoweredPlans())
+    first, second = SpillForecast(reference_machine(), pages_bytes=4 * MB)(small(), plan, LoweredPlans())
     assert first.forward_bytes > second.forward_bytes
     assert not {*first.recomputed} & {*second.recomputed}
 
 
 def test_bfloat16_moves_less() -> None:
     wide, narrow = (
-        SpillForecast(DEFAULT_MACHINE, dtype=dtype, pages_bytes=MB)(small(), PLAN, LoweredPlans())[0]
+        SpillForecast(reference_machine(), dtype=dtype, pages_bytes=MB)(small(), PLAN, LoweredPlans())[0]
         for dtype in (None, "bfloat16")
     )
     assert 0 < narrow.forward_bytes < 0.7 * wide.forward_bytes
 
 
 def test_the_planner_counts_moving_when_it_chooses_the_cells() -> None:
-    slow_disk = replace(DEFAULT_MACHINE, disk_bytes_per_s=1e6, devices_per_node=1)
+    slow_disk = replace(reference_machine(), disk_bytes_per_s=1e6, devices_per_node=1)
     forecast = SpillForecast(slow_disk, 100 * MB, pages_bytes=2 * MB)
     free = PlanRequest(1, 1, slow_disk, 236 * MB, 100 * MB, spill="/tmp")
     fast, slow = (best_plans(small_at_1024, one, 4).plans for one in (free, replace(free, spills=forecast)))
@@ -123,8 +123,8 @@ def test_the_planner_counts_moving_when_it_chooses_the_cells() -> None:
 
 
 def test_the_least_memory_that_a_refused_search_names_is_enough() -> None:
-    forecast = SpillForecast(DEFAULT_MACHINE, 100 * MB)
-    asked = PlanRequest(1, 1, DEFAULT_MACHINE, 120 * MB, 100 * MB, spill="/tmp", spills=forecast)
+    forecast = SpillForecast(reference_machine(), 100 * MB)
+    asked = PlanRequest(1, 1, reference_machine(), 120 * MB, 100 * MB, spill="/tmp", spills=forecast)
     with pytest.raises(RequestError, match="the smallest needs") as refused:
         best_plans(small_at_1024, asked)
     least = float(re.search(r"needs ([\d.]+) GB", str(refused.value))[1])  # type: ignore[index]

@@ -11,7 +11,7 @@ from torch import nn
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.branch_packing import pack_branches
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.cost.operators import operator_costs
 from hyfi_core.models.resnet import resnet10
 from hyfi_core.plan.branches import Branches
@@ -42,7 +42,7 @@ def _packed(program: Program, planes: int, **how: Any) -> Branches:
 
 
 def _seconds(program: Program) -> dict[str, float]:
-    m = DEFAULT_MACHINE
+    m = reference_machine()
     found = zip(program.operators, operator_costs(program), strict=True)
     return {op.name: cost.forward_s(m, 1.0, False) + cost.backward_s(m, 1.0, False) for op, cost in found}
 

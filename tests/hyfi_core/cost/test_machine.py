@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from hyfi_core.cost.machine import Crowding, SharedCores, UpdateCost
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE, MACHINES, load_machine, machine_names
+from hyfi_core.cost.machines.machine_file import MACHINES, load_machine, machine_names, reference_machine
 from hyfi_core.errors import RequestError
 
 
@@ -34,7 +34,7 @@ def test_every_number_of_a_machine_of_the_package_says_where_it_is_from() -> Non
 
 
 def test_arithmetic_or_memory_bounds_an_operator() -> None:
-    machine = DEFAULT_MACHINE
+    machine = reference_machine()
     assert machine.operator_s(1e9, 1.0) == pytest.approx(0.01)
     assert machine.operator_s(1.0, 16e9) == pytest.approx(1.0)
     assert machine.operator_s(1e9, 1.0, dtype="float64") == pytest.approx(0.02)
@@ -46,7 +46,7 @@ def test_arithmetic_or_memory_bounds_an_operator() -> None:
 
 
 def test_what_a_measured_machine_knows_more_is_added_and_written(tmp_path: Path) -> None:
-    plain = DEFAULT_MACHINE
+    plain = reference_machine()
     assert plain.call_s("norm") == plain.kernel_s and plain.weights_s(1e9, "convolution") == 0.0
     assert plain.update_s(10, 16e9) == pytest.approx(7.0)
     machine = replace(
@@ -102,8 +102,8 @@ def test_maps_of_a_gpu_leave_over_its_link_to_the_host() -> None:
 
 
 def test_host_memory_is_a_processors_own() -> None:
-    assert DEFAULT_MACHINE.move_s(8e9, to_disk=False) == pytest.approx(1.0)  # 16 GB/s, of reading and writing
-    assert DEFAULT_MACHINE.spill_s(5e8, 2) == pytest.approx(4.0)
+    assert reference_machine().move_s(8e9, to_disk=False) == pytest.approx(1.0)  # 16 GB/s, of reading and writing
+    assert reference_machine().spill_s(5e8, 2) == pytest.approx(4.0)
 
 
 def test_messages_leave_the_node_when_the_ranks_do() -> None:
@@ -130,7 +130,7 @@ def test_messages_leave_the_node_when_the_ranks_do() -> None:
 )
 def test_a_wrong_number_is_named(change: dict[str, object], named: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.yaml"
-    path.write_text(yaml.safe_dump({**yaml.safe_load(DEFAULT_MACHINE.to_yaml()), **change}))
+    path.write_text(yaml.safe_dump({**yaml.safe_load(reference_machine().to_yaml()), **change}))
     with pytest.raises(RequestError, match=named):
         load_machine(path)
 
@@ -142,7 +142,7 @@ def test_a_machine_that_is_not_there_is_answered_with_those_that_are(tmp_path: P
     path.write_text("- 1")
     with pytest.raises(RequestError, match="given list; allowed: the keys name, device"):
         load_machine(path)
-    tree = yaml.safe_load(DEFAULT_MACHINE.to_yaml())
+    tree = yaml.safe_load(reference_machine().to_yaml())
     del tree["network"]
     path.write_text(yaml.safe_dump(tree))
     with pytest.raises(RequestError, match="network: missing"):

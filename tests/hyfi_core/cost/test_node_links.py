@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hyfi_core.cost.machine import DeviceLink, MachineModel
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.cost.node_links import NodeLinks, PeerOffset
 from hyfi_core.cost.simulator import forecast_step
 from hyfi_core.cost.stage_cost import StageCosts
@@ -23,7 +23,7 @@ SLOW, FAST = 1.0, 1e-3
 def machine(per_node: int) -> MachineModel:
     """Messages take a second between nodes and a thousandth of it within; bytes likewise."""
     return replace(
-        DEFAULT_MACHINE,
+        reference_machine(),
         devices_per_node=per_node,
         message_s=0.0,
         node=DeviceLink(FAST, 1 / FAST),
@@ -107,7 +107,7 @@ def test_the_slowest_rank_is_that_of_all(fields: dict[str, Any], per_node: int) 
 def test_a_grid_in_its_nodes_waits_less_than_one_across_them() -> None:
     """The same plan of two replicas: nodes of two hold a grid each, nodes of three cut the second in two."""
     plan = ParallelPlan(grids=((1, 2),), replicas=2, fused_halo=1)
-    slow = replace(DEFAULT_MACHINE, network=DeviceLink(1e-3, 1e6), crowding=type(DEFAULT_MACHINE.crowding)())
+    slow = replace(reference_machine(), network=DeviceLink(1e-3, 1e6), crowding=type(reference_machine().crowding)())
     inside, across = (StageCosts(program(), plan, replace(slow, devices_per_node=n)).stages[0] for n in (2, 3))
     assert inside.halo_s < across.halo_s and inside.sums_s < across.sums_s
     whole = StageCosts(program(), plan, replace(slow, devices_per_node=4)).stages[0]
@@ -116,7 +116,7 @@ def test_a_grid_in_its_nodes_waits_less_than_one_across_them() -> None:
 
 def test_values_between_stages_stay_in_the_node_that_holds_both() -> None:
     """Replicas of two stages in nodes of two: halves of a node, with 128 replicas or one."""
-    slow = replace(DEFAULT_MACHINE, network=DeviceLink(1e-3, 1e6), devices_per_node=2)
+    slow = replace(reference_machine(), network=DeviceLink(1e-3, 1e6), devices_per_node=2)
     plan = ParallelPlan(grids=((1, 1), (1, 1)), cuts=("first",), microbatches=2)
     few, many = (StageCosts(program(), replace(plan, replicas=n), slow).edges for n in (1, 128))
     assert few == many and set(few) == {(0, 1)}
@@ -126,6 +126,6 @@ def test_values_between_stages_stay_in_the_node_that_holds_both() -> None:
 
 def test_a_rank_waits_for_the_values_of_all_its_cells() -> None:
     plan = ParallelPlan(grids=((1, 1), (1, 1)), cuts=("first",))
-    whole, cells = (StageCosts(program(), one, DEFAULT_MACHINE) for one in (plan, replace(plan, cells=(2, 2))))
-    sent_s = 16 * PX * PX * 4 / DEFAULT_MACHINE.node.bytes_per_s
+    whole, cells = (StageCosts(program(), one, reference_machine()) for one in (plan, replace(plan, cells=(2, 2))))
+    sent_s = 16 * PX * PX * 4 / reference_machine().node.bytes_per_s
     assert cells.edges[0, 1] >= whole.edges[0, 1] > sent_s

@@ -16,7 +16,7 @@ from hyfi_core.cost import simulator
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import DeviceLink, SharedCores, UpdateCost
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE, load_machine
+from hyfi_core.cost.machines.machine_file import load_machine, reference_machine
 from hyfi_core.cost.operators import operator_costs
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.cost.stage_cost import StageCosts
@@ -59,7 +59,7 @@ def traffic(plan: ParallelPlan, batch: int) -> list[dict[str, dict[str, int]]]:
 
 
 def test_one_rank_takes_the_time_of_its_operators() -> None:
-    found, machine = forecast(grids=((1, 1),)), DEFAULT_MACHINE
+    found, machine = forecast(grids=((1, 1),)), reference_machine()
     costs = operator_costs(program(), machine)
     wanted = sum(cost.forward_s(machine, 1.0, False) + cost.backward_s(machine, 1.0, False) for cost in costs)
     weights = sum(p.numel() * 4 for p in Network().parameters())
@@ -75,7 +75,7 @@ def test_the_first_operator_has_no_gradient_of_the_image() -> None:
 
 @pytest.mark.parametrize("cuts", [("first",), ("first", "second.0"), ("second",)])
 def test_stages_together_compute_what_one_stage_does(cuts: tuple[str, ...]) -> None:
-    machine = replace(DEFAULT_MACHINE, devices_per_node=1)  # nobody takes anything from another one
+    machine = replace(reference_machine(), devices_per_node=1)  # nobody takes anything from another one
     (whole,) = StageCosts(program(), ParallelPlan(grids=((1, 1),)), machine).stages
     stages = StageCosts(program(), ParallelPlan(grids=((1, 1),) * (len(cuts) + 1), cuts=cuts), machine).stages
     assert sum(stage.forward_s for stage in stages) == pytest.approx(whole.forward_s, rel=1e-6)
@@ -84,13 +84,13 @@ def test_stages_together_compute_what_one_stage_does(cuts: tuple[str, ...]) -> N
 
 def test_halos_are_those_that_are_sent() -> None:
     plan = ParallelPlan(grids=((1, 2),), fused_halo=1)
-    (stage,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
+    (stage,) = StageCosts(program(), plan, reference_machine()).stages
     assert [found["halo"]["bytes"] for found in traffic(plan, 1)] == [2 * stage.halo_bytes] * 2
 
 
 def test_a_mean_over_the_map_sums_one_number_for_each_channel() -> None:
     at_once = DeviceLink(latency_s=0.0, bytes_per_s=1e9)
-    machine = replace(DEFAULT_MACHINE, kernel_s=0.0, node=at_once, network=at_once)
+    machine = replace(reference_machine(), kernel_s=0.0, node=at_once, network=at_once)
     (stage,) = StageCosts(program(), ParallelPlan(grids=((1, 2),), fused_halo=1), machine).stages
     norm_bytes, mean_bytes = 3 * 8 * 16, 4 * 32  # count, mean and variance of the norm's channels; the last map's means
     assert stage.sums_s == pytest.approx(2 * (norm_bytes + mean_bytes) / 1e9)  # forward and backward
@@ -98,7 +98,7 @@ def test_a_mean_over_the_map_sums_one_number_for_each_channel() -> None:
 
 def test_values_between_stages_are_those_that_are_sent() -> None:
     plan = ParallelPlan(grids=((1, 2), (1, 1)), cuts=("first",), microbatches=2)
-    costs = StageCosts(program(), plan, DEFAULT_MACHINE)
+    costs = StageCosts(program(), plan, reference_machine())
     assert set(costs.edges) == {(0, 1)}
     first, second, last = (found["stage"]["bytes"] for found in traffic(plan, 2))
     assert first + second == last == 2 * 16 * PX * PX * 4
@@ -106,7 +106,7 @@ def test_values_between_stages_are_those_that_are_sent() -> None:
 
 def test_a_stage_with_more_ranks_computes_less_and_waits_for_halos() -> None:
     one, four = forecast(grids=((1, 1),)), forecast(grids=((2, 2),), fused_halo=1)
-    kernels_s = 3 * len(program().operators) * DEFAULT_MACHINE.kernel_s
+    kernels_s = 3 * len(program().operators) * reference_machine().kernel_s
     assert one.compute_s[0] / 4 < four.compute_s[0] < one.compute_s[0] / 4 + kernels_s
     assert four.exposed_s["halo"] > 0 and four.exposed_s["sums"] > 0 and four.exposed_s["reduce"] > 0
 
@@ -148,7 +148,7 @@ def test_thousands_of_ranks_take_no_longer_to_simulate() -> None:
 
 def test_recomputation_costs_a_forward_and_saves_memory() -> None:
     plan: dict[str, Any] = {"grids": ((1, 1), (1, 1)), "cuts": ("first",), "microbatches": 2}
-    program_, machine = program(), DEFAULT_MACHINE
+    program_, machine = program(), reference_machine()
     kept = StageCosts(program_, ParallelPlan(**plan), machine).stages
     again = StageCosts(program_, ParallelPlan(**plan, recompute=True), machine).stages
     assert again[0].backward_s - kept[0].backward_s == pytest.approx(kept[0].forward_s)
@@ -174,27 +174,27 @@ def test_gradients_are_reduced_while_the_backward_goes_on() -> None:
 
 def test_cores_that_compute_reduce_gradients_afterwards() -> None:
     plan, weights = ParallelPlan(grids=((1, 1),), replicas=2), sum(p.numel() * 4 for p in Network().parameters())
-    (stage,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
-    assert stage.reduce_s == pytest.approx(DEFAULT_MACHINE.all_reduce_s(2, weights))
+    (stage,) = StageCosts(program(), plan, reference_machine()).stages
+    assert stage.reduce_s == pytest.approx(reference_machine().all_reduce_s(2, weights))
 
 
 def test_measured_overheads_of_weights_forks_and_updates_are_part_of_a_step() -> None:
     plan = ParallelPlan(grids=((1, 1),))
-    kinds = {kind: (DEFAULT_MACHINE.kernel_s,) * 2 for kind in ("convolution", "elementwise")}
-    measured = replace(DEFAULT_MACHINE, overhead_s=kinds)  # the same, but forks count
-    plain_s = forecast_step(program(), plan, DEFAULT_MACHINE).step_s
+    kinds = {kind: (reference_machine().kernel_s,) * 2 for kind in ("convolution", "elementwise")}
+    measured = replace(reference_machine(), overhead_s=kinds)  # the same, but forks count
+    plain_s = forecast_step(program(), plan, reference_machine()).step_s
     assert forecast_step(program(), plan, measured).step_s == pytest.approx(plain_s)  # this network has no forks
     weights = 4 * (32 * 16 * 9 + 32 * 32 * 25)
     rates = {"convolution": (1e9, 5e8)}
-    slower = forecast_step(program(), plan, replace(DEFAULT_MACHINE, weight_bytes_per_s=rates)).step_s
+    slower = forecast_step(program(), plan, replace(reference_machine(), weight_bytes_per_s=rates)).step_s
     assert slower - plain_s == pytest.approx(3 * weights / 1e9, rel=0.02)
-    updated = forecast_step(program(), plan, replace(DEFAULT_MACHINE, update=UpdateCost(1.0, 1e30))).step_s
+    updated = forecast_step(program(), plan, replace(reference_machine(), update=UpdateCost(1.0, 1e30))).step_s
     assert updated == pytest.approx(len(list(Network().parameters())), rel=0.01)
 
 
 def test_every_rank_watches_the_weights_of_all_stages() -> None:
     """In contrast to the update, of which each rank does its own stage's."""
-    count, machine = len(list(Network().parameters())), replace(DEFAULT_MACHINE, update=UpdateCost(1e-9, 1e30))
+    count, machine = len(list(Network().parameters())), replace(reference_machine(), update=UpdateCost(1e-9, 1e30))
     watching = replace(machine, update=UpdateCost(1e-9, 1e30, watch_s=1.0))
     for grids in (((1, 1),), ((1, 1), (1, 1))):
         plan = with_cuts(ParallelPlan(grids=grids), program(), machine)
@@ -203,8 +203,8 @@ def test_every_rank_watches_the_weights_of_all_stages() -> None:
 
 
 def test_messages_between_stages_take_a_core_where_cores_are_shared() -> None:
-    plan = with_cuts(ParallelPlan(grids=((1, 1), (1, 1)), microbatches=4), program(), DEFAULT_MACHINE)
-    slow = replace(DEFAULT_MACHINE, node=DeviceLink(1.0, 1e12), devices_per_node=2)
+    plan = with_cuts(ParallelPlan(grids=((1, 1), (1, 1)), microbatches=4), program(), reference_machine())
+    slow = replace(reference_machine(), node=DeviceLink(1.0, 1e12), devices_per_node=2)
     own, shared = SharedCores(2, 1e-9, 1e-9), SharedCores(1, 1e-9, 1e-9)
     overlapped_s = forecast_step(program(), plan, replace(slow, cores=own)).step_s
     assert overlapped_s < 6  # messages of one micro-batch are on their way while others are
@@ -215,7 +215,7 @@ def test_messages_between_stages_take_a_core_where_cores_are_shared() -> None:
 def test_a_value_that_two_operators_use_has_its_cotangents_added() -> None:
     forked = captured_once(SmallInception().train(), (1, 3, PX, PX), torch.float32)
     assert sum(cost.forks for cost in operator_costs(forked)) > 0
-    machine = replace(DEFAULT_MACHINE, overhead_s={"pool": (1e-9, 1e-9)})
+    machine = replace(reference_machine(), overhead_s={"pool": (1e-9, 1e-9)})
     fork = next(cost for cost in operator_costs(forked) if cost.forks)
     added_s = machine.kernel_s + 3 * fork.output_bytes / machine.memory_bytes_per_s
     alone = replace(fork, forks=0)
@@ -224,7 +224,7 @@ def test_a_value_that_two_operators_use_has_its_cotangents_added() -> None:
 
 
 def test_a_grid_that_leaves_its_node_waits_longer() -> None:
-    slow = replace(DEFAULT_MACHINE, network=DeviceLink(1e-3, 1e6))
+    slow = replace(reference_machine(), network=DeviceLink(1e-3, 1e6))
     near, far = (replace(slow, devices_per_node=n) for n in (4, 2))
     plan = ParallelPlan(grids=((2, 2),), fused_halo=1)
     waits = [forecast_step(program(), plan, machine).exposed_s for machine in (near, far)]
@@ -233,13 +233,13 @@ def test_a_grid_that_leaves_its_node_waits_longer() -> None:
 
 def test_branches_take_the_time_of_the_fullest_plane_and_of_the_exchange() -> None:
     program = captured_once(SmallInception().train(), (1, 3, 128, 128), torch.float32)
-    alone = replace(DEFAULT_MACHINE, devices_per_node=1)  # nobody takes anything from another one
+    alone = replace(reference_machine(), devices_per_node=1)  # nobody takes anything from another one
     (one,) = StageCosts(program, ParallelPlan(((1, 1),)), alone).stages
     (two,) = StageCosts(program, ParallelPlan(((1, 1),), branches=2), alone).stages
     assert one.branch_s == 0.0 and two.branch_s > 0.0
     computed = [stage.forward_s + stage.backward_s - stage.branch_s for stage in (one, two)]
     assert computed[0] / 2 < computed[1] < 0.75 * computed[0]
-    found = forecast_step(program, ParallelPlan(((1, 1),), branches=2, replicas=2), DEFAULT_MACHINE)
+    found = forecast_step(program, ParallelPlan(((1, 1),), branches=2, replicas=2), reference_machine())
     assert found.exposed_s["branches"] > 0 and len(found.memory_bytes) == 2
     with pytest.raises(RequestError, match="no parallel branches"):
         forecast(grids=((1, 1),), branches=2)

@@ -13,7 +13,7 @@ from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.cost.machine import KINDS
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE, load_machine
+from hyfi_core.cost.machines.machine_file import load_machine, reference_machine
 from tests.conftest import Hyfi
 from workflows.benchmarks.reduction import sleep
 from workflows.commands.bench import calibration, measure, measured_layers, measured_operators
@@ -55,7 +55,7 @@ def test_a_measured_machine_is_one_that_can_be_read(
     assert set(machine.efficiency) == set(KINDS)
     assert max(forward for kind, (forward, _) in machine.efficiency.items() if "convolution" in kind) <= 1.0
     assert (machine.host_bytes_per_s is None) == (machine.device == "cpu")
-    assert machine.node == DEFAULT_MACHINE.node and "node: not measured" in target.read_text()
+    assert machine.node == reference_machine().node and "node: not measured" in target.read_text()
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kernel_s"] == machine.kernel_s
     assert [path.name for path in tmp_path.iterdir()] == ["machine.yaml"]
 
@@ -124,7 +124,7 @@ def test_half_channels_are_those_of_two_rates() -> None:
 
 def test_overheads_are_scaled_until_the_model_agrees_with_a_block(small: None) -> None:
     kinds = {kind: (1e-5, 2e-5) for kind in KINDS if kind != "product"}
-    machine = replace(DEFAULT_MACHINE, overhead_s=kinds, strip_s=(1e-5, 1e-5))
+    machine = replace(reference_machine(), overhead_s=kinds, strip_s=(1e-5, 1e-5))
     alone, together = LayerTimes(2e-3, 5e-3, 0.0, 0.0), LayerTimes(4e-3, 9e-3, 0.0, 0.0)
     found = calibration.calibrated(machine, alone, together)
     assert calibration._modelled(found, 1) == pytest.approx((2e-3, 5e-3), rel=0.02)

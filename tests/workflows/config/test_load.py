@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.config.load import MAY_CHANGE_ON_RESUME, changed_keys, dump_resolved, load_config, refuse_changes
+from workflows.config.ranks import PlanConfig
 
 SMALL = """
 data: {store: archive, size_px: 2048}
@@ -43,6 +46,14 @@ def test_overrides_are_yaml_values(path: Path) -> None:
     assert config.ranks == 6
     assert (config.run.epochs, config.run.steps) == (None, 7)
     assert config.model.options == {"width": 16}
+
+
+def test_a_plan_has_the_fields_and_defaults_of_the_core() -> None:
+    plan = ParallelPlan(grids=((1, 1),))
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    del fields["shares"]  # roles.shares
+    assert PlanConfig().model_dump() == fields
+    assert PlanConfig().build() == plan
 
 
 @pytest.mark.parametrize("given", [True, False])

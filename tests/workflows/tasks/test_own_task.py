@@ -64,7 +64,7 @@ def test_a_task_of_ones_own_is_trained_and_validated(tmp_path: Path, store: Path
     best = tmp_path / "run/checkpoints/best"
     assert read_model_json(best)["task"] == f"{HERE}:Counts"
     request = validate.EvaluationRequest(best, store, tmp_path / "labels.csv", out=tmp_path / "page")
-    assert validate.run(request, None) == 0
+    assert validate.run(request) == 0
     assert "value" in (tmp_path / "page/predictions.csv").read_text().splitlines()[0]
 
 

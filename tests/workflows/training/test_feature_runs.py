@@ -110,11 +110,11 @@ def test_validate_needs_the_folder(
     alone: Path, store: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = alone / "checkpoints/step-00000004"
-    assert validate.run(EvaluationRequest(checkpoint, store, split="val"), None) == 2
+    assert validate.run(EvaluationRequest(checkpoint, store, split="val")) == 2
     said = capsys.readouterr().err
     assert re.search(r"trained on features \(8 numbers of .*:encoder\).*--features DIR", said), said
     request = EvaluationRequest(checkpoint, store, split="val", as_json=True, out=tmp_path / "out", features=folder)
-    assert validate.run(request, None) == 0
+    assert validate.run(request) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     last = [record for record in read_metrics(alone / "metrics.jsonl") if record["kind"] == "validation"][-1]
     assert {name: found[name] for name in ("loss", "auroc")} == {name: last[name] for name in ("loss", "auroc")}

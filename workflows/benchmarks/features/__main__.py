@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
-        pathology.ingest(args.slide, store, mpp=0.5 if args.mpp is None else min(0.5, args.mpp))
+        pathology.ingest_slides(args.slide, store, mpp=0.5 if args.mpp is None else min(0.5, args.mpp))
         measure(store, Path(scratch), args)
 
 

@@ -102,7 +102,7 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
 
     from data.cores import usable_cores
     from hyfi_core.cost.machine import SharedCores
-    from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+    from hyfi_core.cost.machines.machine_file import reference_machine
     from hyfi_core.runtime.launch import made_current
     from workflows.commands.bench.calibration import calibrated
     from workflows.commands.bench.measured_layers import LayerBench
@@ -128,7 +128,7 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     disk = _disk_bytes_per_s(folder) if comm.rank == 0 else 1.0
     host = _host_bytes_per_s(device) if comm.rank == 0 else None
     if alone is None or together is None:
-        return DEFAULT_MACHINE, []
+        return reference_machine(), []
     devices = gpus or len(local_ranks)
     machine = _machine(device, devices, alone, together, shared, near, far, disk, host)
     machine = calibrated(machine, alone.block, together.block)
@@ -153,7 +153,7 @@ def _machine(
 ) -> MachineModel:
     """Return the machine model with these rates; ``devices`` ranks or devices are on a node."""
     from hyfi_core.cost.machine import KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
-    from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+    from hyfi_core.cost.machines.machine_file import reference_machine
     from workflows.commands.bench.measured_layers import WEIGHTS_OF_BLOCK
 
     rates, kinds = alone.rates, alone.kinds
@@ -165,7 +165,7 @@ def _machine(
     overheads = {kind: measured_kind.overhead_s for kind, measured_kind in kinds.items()}
     overheads["thin_convolution"] = overheads["convolution"]
     overheads["shared_norm"] = _less(together.tiny_norm_s, alone.kernel_s)  # which is counted for its sum
-    message_s = _rounded(link[0]) if link else DEFAULT_MACHINE.message_s
+    message_s = _rounded(link[0]) if link else reference_machine().message_s
     strip_s = _rounded_pair(_less(together.strip_s, message_s)) if together.strip_s is not None else (0.0, 0.0)
     return MachineModel(
         name=f"{_device_name(device)}, {socket.gethostname()}",
@@ -177,8 +177,8 @@ def _machine(
         efficiency={kind: (_rounded(f / best[kind]), _rounded(b / best[kind])) for kind, (f, b) in rates.items()},
         kernel_s=_rounded(alone.kernel_s),
         message_s=message_s,
-        node=near[1] if near else DEFAULT_MACHINE.node,
-        network=far[1] if far else DEFAULT_MACHINE.network,
+        node=near[1] if near else reference_machine().node,
+        network=far[1] if far else reference_machine().network,
         disk_bytes_per_s=_rounded(disk),
         crowding=Crowding(*_rounded_pair((crowding[0], crowding[1]))),
         cores=shared,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hyfi_core.cost.machine import MachineModel, SharedCores
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.cost.node.shared_cores import on_shared_cores
 from hyfi_core.cost.simulator import forecast_step
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -50,7 +50,7 @@ def test_more_ranks_than_cores_forecast_what_cores_can_do() -> None:
     def step_s(machine: MachineModel, **plan: Any) -> float:
         return forecast_step(program(), ParallelPlan(**plan), machine).step_s
 
-    own = replace(DEFAULT_MACHINE, devices_per_node=4)
+    own = replace(reference_machine(), devices_per_node=4)
     two = replace(own, cores=SharedCores(2, 1e-9, 1e-9))
     for plan in ({"grids": (ONE,), "replicas": 4}, {"grids": (ONE,) * 2, "cuts": ("first",), "replicas": 2}):
         assert step_s(own, **plan) < step_s(two, **plan) < 2.01 * step_s(own, **plan)

@@ -8,13 +8,13 @@ import pytest
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.lowered_stages import LoweredPlans
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.cost.node.spilling import NOTHING_SPILLED, SpilledMaps, SpillTimes
 from hyfi_core.cost.simulator import StepForecast, forecast_step
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from tests.hyfi_core.cost.test_simulator import program
 
-DISK = replace(DEFAULT_MACHINE, disk_bytes_per_s=1e9)
+DISK = replace(reference_machine(), disk_bytes_per_s=1e9)
 PLAN = ParallelPlan(grids=((1, 1),), cells=(2, 2), spill="/tmp")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hyfi_core.cost.machines.machine_file import DEFAULT_MACHINE
+from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.cost.simulator import forecast_step
 from tests.harness import captured_once
 from tests.hyfi_core.cost.test_simulator import Network
@@ -30,7 +30,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
     program = captured_once(Network().train(), (1, 3, 64, 64), torch.float32)
     plan = next(plan for plan in PLANS["resnet18"] if plan.ranks == 1)
     found = replace(
-        forecast_step(program, plan, DEFAULT_MACHINE), step_s=1.0, resident_bytes=(90, 60), memory_bytes=(60, 66)
+        forecast_step(program, plan, reference_machine()), step_s=1.0, resident_bytes=(90, 60), memory_bytes=(60, 66)
     )
     case = Comparison("resnet18", found, 0.8, 100, 60, False)
     assert case.step_error == pytest.approx(0.25) and case.memory_error == pytest.approx(0.1)

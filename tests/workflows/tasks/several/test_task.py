@@ -138,7 +138,7 @@ def test_several_targets_are_learnt_together(tmp_path: Path, store: Path, capfd:
     best = tmp_path / "run/checkpoints/best"
     assert read_model_json(best)["model"]["classes"] == 4
     request = validate.EvaluationRequest(best, store, tmp_path / "labels.csv", split="all", out=tmp_path / "page")
-    assert validate.run(request, None) == 0
+    assert validate.run(request) == 0
     rows = list(csv.DictReader((tmp_path / "page/predictions.csv").open()))
     assert [row["prediction"].split(" | ")[0] for row in rows] == ["grade: low", "grade: high"] * 6
     assert {"grade.p_high", "age.value", "os.risk"} <= rows[0].keys()
