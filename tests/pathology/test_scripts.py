@@ -1,4 +1,4 @@
-"""The functions of `pathology` for scripts: the packages `ingest` and `predict` can be called."""
+"""The functions of `pathology` for scripts, beside packages of similar names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from tests.pathology.slides import draw_slide, write_slide
 from tests.workflows.predictions import MODEL, save
 
-CALLABLE = "assert callable(pathology.ingest) and callable(pathology.predict)\n"
+CALLABLE = "assert callable(pathology.ingest_slides) and callable(pathology.predict_slides)\n"
 
 
 @pytest.fixture(scope="module")
@@ -29,32 +29,23 @@ def slide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_slide(tmp_path_factory.mktemp("slides") / "one.tiff", draw_slide())
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        "import pathology",
-        "import pathology.ingest.options, pathology.predict.options",
-        "import pathology; pathology.ingest; import pathology.ingest.options; pathology.ingest.options.IngestOptions",
-        "from pathology import ingest, predict; import pathology; assert pathology.ingest is ingest",
-        "from pathology.predict.colors import *; import pathology",
-    ],
-)
-def test_the_packages_can_be_called_whatever_was_imported_first(before: str) -> None:
-    program = f"import sys\n{before}\n{CALLABLE}import pathology.ingest.discover, pathology.predict.colors\n{CALLABLE}"
+def test_the_functions_are_there_whatever_is_imported_between() -> None:
+    between = "import pathology.ingest.discover, pathology.predict.colors; from pathology import ingest, predict\n"
+    program = f"import sys\nimport pathology\n{CALLABLE}{between}{CALLABLE}"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def test_asking_for_the_functions_is_light() -> None:
-    program = "import pathology, sys\npathology.ingest, pathology.predict, pathology.open_slide\nprint(*sys.modules)"
+    program = "import pathology, sys\npathology.ingest_slides, pathology.predict_slides, pathology.open_slide\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not set(done.stdout.split()) & {"torch", "numpy", "zarr", "tifffile", "openslide", "mpi4py"}
 
 
 def test_signatures_are_those_of_the_functions() -> None:
-    assert list(inspect.signature(pathology.ingest).parameters)[:2] == ["paths", "store"]
-    assert list(inspect.signature(pathology.predict).parameters)[:3] == ["checkpoints", "slides", "out"]
+    assert list(inspect.signature(pathology.ingest_slides).parameters)[:2] == ["paths", "store"]
+    assert list(inspect.signature(pathology.predict_slides).parameters)[:3] == ["checkpoints", "slides", "out"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         pathology.nothing  # type: ignore[attr-defined]
 

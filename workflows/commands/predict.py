@@ -94,18 +94,18 @@ class PredictArguments:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PredictionRequest:
     """What to predict: the arguments, checked; ranks that are started here get it as it is."""
 
-    checkpoints: tuple[Path, ...]
-    inputs: tuple[Path, ...]
+    checkpoints: Sequence[Path]
+    inputs: Sequence[Path]
     out: Path
     ranks: int | None
     options: PredictOptions
     part: tuple[int, int]
     as_json: bool
-    labels: InputLabels
+    labels: InputLabels | None = None
 
 
 def run(arguments: PredictArguments) -> int:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.conftest import ROOT, Hyfi
 from tests.pathology.slides import draw_slide, member_of, write_slide
 from tests.workflows.predictions import rows_of, save
 from workflows.commands import predict
-from workflows.commands.predict import PredictionRequest, run
+from workflows.commands.predict import PredictArguments, PredictionRequest, run
 from workflows.launch import peer_watch
 
 
@@ -152,12 +153,14 @@ def test_requests_that_cannot_be_met(hyfi_here: Hyfi, checkpoint: Path, slides: 
 def test_an_mpp_that_is_not_used_is_named(
     checkpoint: Path, slides: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ([checkpoint], [slides / "one.tiff"], tmp_path / "out", None, None, 0.4)
-    assert run(*given, force_mpp=False, overwrite=False, as_json=False) == 0
+    arguments = PredictArguments(
+        checkpoints=[checkpoint], inputs=[slides / "one.tiff"], out=tmp_path / "out", options={"slide_mpp": 0.4}
+    )
+    assert run(arguments) == 0
     assert "--slide-mpp 0.4 was not used for 1 slide, as" in capsys.readouterr().err
     page = (tmp_path / "out" / "index.html").read_text()
     assert f"<h1>Predictions of 1 slide: {tmp_path / 'out'}</h1>" in page
-    assert run(*given, force_mpp=True, overwrite=False, as_json=False) == 0
+    assert run(replace(arguments, options={"slide_mpp": 0.4, "force_mpp": True})) == 0
     assert "was not used" not in capsys.readouterr().err
 
 
