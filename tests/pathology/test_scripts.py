@@ -37,7 +37,8 @@ def test_the_functions_are_there_whatever_is_imported_between() -> None:
 
 
 def test_asking_for_the_functions_is_light() -> None:
-    program = "import pathology, sys\npathology.ingest_slides, pathology.predict_slides, pathology.open_slide\nprint(*sys.modules)"
+    names = "pathology.ingest_slides, pathology.predict_slides, pathology.open_slide"
+    program = f"import pathology, sys\n{names}\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not set(done.stdout.split()) & {"torch", "numpy", "zarr", "tifffile", "openslide", "mpi4py"}

@@ -202,4 +202,7 @@ def test_predictions_of_features(
 
 
 def run_predict(checkpoint: Path, slide: Path, out: Path, stored: Path | None) -> int:
-    return predict.run([checkpoint], [slide], out, None, None, None, False, False, False, features=stored)
+    arguments = predict.PredictArguments(
+        checkpoints=[checkpoint], inputs=[slide], out=out, options={"features": stored}
+    )
+    return predict.run(arguments)
