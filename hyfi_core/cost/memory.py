@@ -69,6 +69,7 @@ class MemoryForecast:
         largest_weight_bytes: the largest weight.
         operators: their number.
         gradients_stay: whether gradients are in memory between steps, too: in the buckets of their reduction.
+        between_bytes: of a micro-batch between the two parts of its backward.
     """
 
     state_bytes: int
@@ -81,6 +82,7 @@ class MemoryForecast:
     largest_weight_bytes: int = 0
     operators: int = 0
     gradients_stay: bool = False
+    between_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -105,7 +107,7 @@ class MemoryForecast:
 
     def in_cells(self, cells: int) -> MemoryForecast:
         """Return the forecast if one of so many cells computes at a time."""
-        runs = self.saved_bytes + self.working_bytes // cells + self.weight_bytes
+        runs = self.saved_bytes + self.between_bytes + self.working_bytes // cells + self.weight_bytes
         return replace(self, first_bytes=runs, later_bytes=runs)
 
     def spilled_bytes(self, cells: int) -> int:
@@ -130,6 +132,7 @@ def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], w
     always, totals = sum(forecast.written_bytes for forecast in forecasts), [update]
     for moment in moments:
         waits = sum(count * forecast.waiting_bytes for forecast, count in zip(forecasts, moment.waiting, strict=True))
+        waits += sum(count * forecast.between_bytes for forecast, count in zip(forecasts, moment.between, strict=False))
         gradients = [has or forecast.gradients_stay for forecast, has in zip(forecasts, moment.gradients, strict=True)]
         other_weights = sum(
             forecasts[at].weight_bytes for at, has in enumerate(gradients) if has and at != moment.running
@@ -180,6 +183,9 @@ class StageMaps:
         operators: their number.
         first: what it holds while its first backward runs, without weights and moments.
         later: the same while a later backward runs.
+        between: what a micro-batch keeps between the two parts of a backward.
+        first_in_two: as ``first``, of a backward in two parts.
+        later_in_two: likewise.
     """
 
     weights: int
@@ -191,6 +197,9 @@ class StageMaps:
     operators: int
     first: Peak
     later: Peak
+    between: int
+    first_in_two: Peak
+    later_in_two: Peak
 
     @classmethod
     def of(cls, program: Program, pieces: Sequence[Stage]) -> list[StageMaps]:
@@ -215,6 +224,8 @@ class StageMaps:
             max((touched_bytes(program, op) for op in operators), default=0),
             len(operators),
             *lifetimes.of_stage(operators, leaving, carried),
+            sum({name: size for op in operators for name, size in lifetimes.of(op).between.items()}.values()),
+            *lifetimes.of_stage(operators, leaving, carried, in_two=True),
         )
 
 
@@ -232,7 +243,7 @@ def forecast_memory(
     if stages is None:
         pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
         stages = StageMaps.of(program, pieces)
-    forecasts = []
+    forecasts, in_two = [], plan.divides_backwards
     for stage, (maps, (rows, columns)) in enumerate(zip(stages, Placement.of(plan).grids, strict=True)):
         ranks = rows * columns
         forecasts.append(
@@ -241,12 +252,13 @@ def forecast_memory(
                 saved_bytes=maps.saved // ranks,
                 working_bytes=maps.working // ranks,
                 waiting_bytes=(maps.taken if plan.recomputes(stage) else maps.saved) // ranks,
-                first_bytes=maps.first.bytes(ranks),
-                later_bytes=maps.later.bytes(ranks),
+                first_bytes=(maps.first_in_two if in_two else maps.first).bytes(ranks),
+                later_bytes=(maps.later_in_two if in_two else maps.later).bytes(ranks),
                 start_bytes=maps.all_weights,
                 largest_weight_bytes=maps.largest_weight,
                 operators=maps.operators,
                 gradients_stay=plan.directions * plan.replicas * plan.branches * ranks > 1,
+                between_bytes=maps.between // ranks if in_two else 0,
             )
         )
     return tuple(forecasts)

@@ -26,6 +26,7 @@ from hyfi_core.ops.avg_pool import AvgPool
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
+from hyfi_core.ops.product import LocalProduct
 from hyfi_core.ops.relu import Relu
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram
 from hyfi_core.rules.table import facts_of
@@ -71,6 +72,8 @@ def _is_small_relu(call: LocalCall, ranked: RankProgram) -> bool:
 def _makes_fresh(instruction: Instruction) -> bool:
     if isinstance(instruction, LocalCall):
         return instruction.source is not None and facts_of(instruction.source).fresh
+    if isinstance(instruction.operator, LocalProduct):
+        return instruction.operator.fresh
     return isinstance(instruction.operator, (Convolution, BatchNorm))
 
 

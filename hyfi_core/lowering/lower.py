@@ -16,6 +16,7 @@ from hyfi_core.errors import GatherError, RequestError
 from hyfi_core.lowering.in_place import in_place
 from hyfi_core.lowering.joined_calls import join_calls
 from hyfi_core.lowering.planes import Plane, on_plane
+from hyfi_core.lowering.weights_apart import weights_apart
 from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.parallel_plan import GATHER_BYTES
 from hyfi_core.rules.builder import Builder, Rule
@@ -43,6 +44,7 @@ class Target:
         alone: whether there is no other rank or cell.
         plane: with which branches are divided among planes; by default there is one plane.
         joins: whether local calls are joined where they can be fused; see ``lowering.joined_calls``.
+        apart: parameters whose gradients are computed apart from those of maps; see ``lowering.weights_apart``.
     """
 
     grid: tuple[int, int]
@@ -54,6 +56,7 @@ class Target:
     alone: bool = False
     plane: Plane = field(default_factory=Plane)
     joins: bool = False
+    apart: frozenset[str] = frozenset()
 
 
 def lower(
@@ -88,6 +91,8 @@ def lower(
             "buffer with height and width"
         )
     ranked = on_plane(builder.finish(leaves, exits), target.plane, target.rank)
+    if target.apart:
+        ranked = weights_apart(ranked, target.apart)
     return in_place(join_calls(ranked) if target.joins else ranked, target.alone)
 
 

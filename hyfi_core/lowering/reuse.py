@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hyfi_core.capture.program import ValueInfo
-from hyfi_core.ops.base import AsyncBackward, SplitBackward
+from hyfi_core.ops.base import AsyncBackward, LocalSplitBackward, SplitBackward
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.redistribute import Redistribute
@@ -74,10 +74,11 @@ class BackwardMemory:
 
     Args:
         facts: of the tape.
+        to_end: whether deferred gradients are computed after the whole tape, not before a norm waits.
     """
 
-    def __init__(self, facts: TapeFacts) -> None:
-        self._facts = facts
+    def __init__(self, facts: TapeFacts, to_end: bool = False) -> None:
+        self._facts, self._to_end = facts, to_end
         self._count = 0
         self._shared: set[int] = set()
         self._deferred: Memory = _NOTHING
@@ -96,9 +97,9 @@ class BackwardMemory:
         memories = [item.memory for item in arriving]
         may_overwrite = bool(memories) and self._alone(memories[0], (*self._memories(), *memories[1:]))
         everything = _NOTHING.union(*memories)
-        if isinstance(operator, SplitBackward):
+        if isinstance(operator, (SplitBackward, LocalSplitBackward)):
             self._deferred |= everything  # its weight gradient may be computed later, from the same cotangent
-        elif isinstance(operator, AsyncBackward):
+        elif isinstance(operator, AsyncBackward) and not self._to_end:
             self._deferred = _NOTHING  # deferred gradients have been computed
         returns_own = getattr(operator, "own_cotangents", False)
         arriving_at = []

@@ -82,7 +82,9 @@ class Tape:
     active: frozenset[str]
 
 
-def build_tape(ranked: RankProgram, sources: Iterable[str], start: int = 0, stop: int | None = None) -> Tape:
+def build_tape(
+    ranked: RankProgram, sources: Iterable[str], start: int = 0, stop: int | None = None, in_two: bool = False
+) -> Tape:
     """Group instructions into steps.
 
     Args:
@@ -90,6 +92,7 @@ def build_tape(ranked: RankProgram, sources: Iterable[str], start: int = 0, stop
         sources: values that need gradients: trained parameters.
         start: first instruction.
         stop: instruction before which to stop; None for all.
+        in_two: whether its backward has two parts, so that deferred gradients are computed after the first.
     """
     last_use = _last_uses(ranked)
     chosen = ranked.instructions[start:stop]
@@ -105,13 +108,13 @@ def build_tape(ranked: RankProgram, sources: Iterable[str], start: int = 0, stop
             _close(steps, run, last_use)
             steps.append(OperatorStep(instruction, _drops(index, instruction, last_use)))
     _close(steps, run, last_use)
-    return Tape(_writing_over(ranked, steps, active), frozenset(active))
+    return Tape(_writing_over(ranked, steps, active, in_two), frozenset(active))
 
 
-def _writing_over(ranked: RankProgram, steps: list[Step], active: set[str]) -> tuple[Step, ...]:
+def _writing_over(ranked: RankProgram, steps: list[Step], active: set[str], in_two: bool) -> tuple[Step, ...]:
     """Return the steps with what their backward may overwrite; see ``lowering.reuse``."""
     outputs, exits = active.intersection(refs_in(ranked.outputs)), active.intersection(ranked.exits)
-    memory = BackwardMemory(TapeFacts(active, ranked.program.parameters, outputs, exits, ranked.values))
+    memory = BackwardMemory(TapeFacts(active, ranked.program.parameters, outputs, exits, ranked.values), in_two)
     calls = [call for step in steps for call in (step.calls if isinstance(step, Segment) else (step.call,))]
     computed = {name for call in calls for name in call.outputs}
     new_steps: list[Step] = []

@@ -114,9 +114,32 @@ class SplitBackward(ABC):
 
     @abstractmethod
     def backward_of_map(
-        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+        self,
+        comm: Communicator,
+        saved: Any,
+        cotangents: Cotangents,
+        needs_grad: NeedsGrad = (),
+        waits: bool = True,
     ) -> tuple[Cotangents, Rest]:
-        """Return the map's cotangent (None for other inputs), and a function that computes the others."""
+        """Return the map's cotangent (None for other inputs), and a function that computes the others.
+
+        Args:
+            comm: as for ``backward``.
+            saved: likewise.
+            cotangents: likewise.
+            needs_grad: likewise.
+            waits: whether to compute the others at once if this rank would have to wait for messages.
+        """
+
+
+class LocalSplitBackward(ABC):
+    """An operator without communication whose backward is split likewise."""
+
+    @abstractmethod
+    def backward_of_map(
+        self, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+    ) -> tuple[Cotangents, Rest]:
+        """Return the cotangents of maps (None for weights), and a function that computes those of weights."""
 
 
 class HoldsBuffers(ABC):

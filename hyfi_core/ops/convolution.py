@@ -187,11 +187,16 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         return d_own, *(weight_back or self._weight_back(back))
 
     def backward_of_map(
-        self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
+        self,
+        comm: Communicator,
+        saved: Any,
+        cotangents: Cotangents,
+        needs_grad: NeedsGrad = (),
+        waits: bool = True,
     ) -> tuple[Cotangents, Rest]:
         """Return (cotangent of the map, None, None), and the rest of the backward; see ``ops.base.SplitBackward``."""
         back = self._backward_arguments(saved, cotangents, needs_grad)
-        d_own, weight_back = self._map_back(comm, back, at_once=False)
+        d_own, weight_back = self._map_back(comm, back, at_once=False, waits=waits)
         return (d_own, None, None), lambda: (None, *(weight_back or self._weight_back(back)))
 
     def give_back(self, saved: _SavedConvolution) -> None:
@@ -206,7 +211,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         return _Back(saved, dy.to(conv_input.dtype), saved.weight.to(conv_input.dtype), mask)
 
     def _map_back(
-        self, comm: Communicator, back: _Back, at_once: bool
+        self, comm: Communicator, back: _Back, at_once: bool, waits: bool = True
     ) -> tuple[torch.Tensor | None, _WeightBack | None]:
         """Return the cotangent of the own part and, if computed during the exchange, those of weight and bias.
 
@@ -215,7 +220,8 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         Args:
             comm: the ranks of the stage.
             back: arguments of the backward.
-            at_once: whether to compute weight and bias in any case; else only if this rank would have to wait.
+            at_once: whether to compute weight and bias in any case.
+            waits: whether to compute them otherwise if this rank would have to wait.
         """
         if not back.mask[0]:
             return None, None
@@ -230,7 +236,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         pending = pending_strips.pending
         with polled(pending):
             d_input = self._differentiate(back, only)[0]
-        if pending is not None and (at_once or not pending.test()):
+        if pending is not None and (at_once or (waits and not pending.test())):
             with polled(pending):
                 weight_back = self._weight_back(back)
         d_own = self._widened(d_input, back.saved)

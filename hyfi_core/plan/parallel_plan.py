@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.placement import Placement
 
-Schedule = Literal["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"]
+Schedule = Literal["sequential", "gpipe", "1f1b", "zb_h1", "gems_mast", "gems_master", "chimera"]
 Mirror = Literal["all_reduce", "point_to_point"]
 GATHER_BYTES = 32 * 2**20
 """Default of the largest map that every rank gathers: about 20 ms over shared memory."""
@@ -20,6 +20,8 @@ _ENDS = 4
 """Replicas, and rows and columns of a grid, that are drawn at either end if there are many."""
 BIDIRECTIONAL = ("gems_mast", "gems_master", "chimera")
 """Schedules in which two pipelines run through the same ranks in opposite order."""
+DIVIDING = ("zb_h1",)
+"""Schedules that divide a backward into the gradients of a stage's inputs and, later, those of its weights."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,11 @@ class ParallelPlan:
                 f"plan.mirror is point_to_point, but schedule {self.schedule} has one direction and nothing to mirror; "
                 f"use all_reduce, or one of {', '.join(BIDIRECTIONAL)}"
             )
+        if self.divides_backwards and self.spill is not None:
+            raise RequestError(
+                f"plan.schedule is {self.schedule} with plan.spill {self.spill!r}, but what the gradients of weights "
+                f"need later is not moved out of memory; use schedule 1f1b, or spill=None"
+            )
         if self.branches > 1 and self.cells is not None:
             raise RequestError(
                 f"plan.branches is {self.branches} with plan.cells {self.cells!r}, but cells of one rank take turns "
@@ -145,6 +152,11 @@ class ParallelPlan:
     def directions(self) -> int:
         """2 for two pipelines through the same ranks in opposite order, else 1."""
         return 2 if self.schedule in BIDIRECTIONAL else 1
+
+    @property
+    def divides_backwards(self) -> bool:
+        """Whether backwards have two parts: gradients of inputs, and later those of weights."""
+        return self.schedule in DIVIDING
 
     def recomputes(self, stage: int) -> bool:
         """Whether a stage recomputes its activations in backward."""

@@ -9,6 +9,10 @@ batch norm      sums ── all-reduce under way ── deferred weight gradient
 Ranks are never equally fast. A convolution's weight gradient takes about half of the time of its backward. Computed
 between sending a norm's sums and receiving those of other ranks, it hides a delay of other ranks of up to this time. No
 memory is held longer: relus and norms overwrite their cotangent, so there is no new map until the norm has run.
+
+A schedule may defer them further: ``run_first`` computes the cotangents that earlier stages wait for, and keeps what
+weights need (the input and the cotangent of each convolution and linear layer); ``run_rest`` computes the gradients of
+weights when the schedule comes to it. Nothing is computed twice; all else is freed in between.
 """
 
 from __future__ import annotations
@@ -25,7 +29,15 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.lowering.reuse import Over
 from hyfi_core.lowering.segments import OperatorStep, Segment, Tape
-from hyfi_core.ops.base import AsyncBackward, Cotangents, HoldsBuffers, Rest, SplitBackward, is_expanded
+from hyfi_core.ops.base import (
+    AsyncBackward,
+    Cotangents,
+    HoldsBuffers,
+    LocalSplitBackward,
+    Rest,
+    SplitBackward,
+    is_expanded,
+)
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall
 
 LocalValues = dict[str, torch.Tensor]
@@ -95,7 +107,8 @@ class BackwardPass:
         self._defers = memory is None or isinstance(memory, AllStays)  # otherwise deferred tensors could be spilled
         self._cotangents: LocalValues = {}
         self._deferred: list[_DeferredGradients] = []
-        self._keep = False
+        self._keep = self._in_two = False
+        self._used: list[str] = []
 
     def run(self, records: list[Record], cotangents: Mapping[str, torch.Tensor], keep: bool) -> LocalValues:
         """Run the records backward.
@@ -125,6 +138,44 @@ class BackwardPass:
         self._flush()
         return self._cotangents
 
+    def run_first(self, records: list[Record], cotangents: Mapping[str, torch.Tensor]) -> LocalValues:
+        """Run the records backward, but for the gradients of weights that can wait; ``run_rest`` computes these.
+
+        Args:
+            records: in forward order; removed from the end so that memory is freed.
+            cotangents: of the output values.
+
+        Returns:
+            Cotangents of values that entered from outside.
+        """
+        assert self._complete is None and self._defers, "gradients are complete after the rest, and stay in memory"
+        self._used = [name for names in _last_contributions(records, self._parameters).values() for name in names]
+        self._in_two, self._cotangents = True, dict(cotangents)
+        while records:
+            record = records.pop()
+            if isinstance(record, OperatorRecord):
+                self._run_operator(record, (), records)
+            else:
+                self._run_segment(record, ())
+        found, self._cotangents = self._cotangents, {}
+        return found
+
+    def run_rest(self, complete: Complete | None = None) -> None:
+        """Compute the gradients that ``run_first`` has deferred.
+
+        Args:
+            complete: called with the value names of parameters as soon as their gradients are complete; here that is
+                after the last of several uses.
+        """
+        users = {name: at for at, one in enumerate(self._deferred) for name in one.record.step.call.inputs}
+        if complete is not None:
+            complete([name for name in self._used if name not in users])
+        for at in range(len(self._deferred)):
+            names = [name for name in self._deferred[0].record.step.call.inputs if name in self._used]
+            self._compute(self._deferred.pop(0))
+            if complete is not None:
+                complete([name for name in names if name is not None and users[name] == at])
+
     def _run_segment(self, record: SegmentRecord, names: Sequence[str]) -> None:
         keep = self._keep
         if self._complete is None:
@@ -146,7 +197,7 @@ class BackwardPass:
             cotangents = tuple(self._cotangents.pop(name, None) if name is not None else None for name in call.outputs)
             with torch.no_grad():
                 if isinstance(call, CustomCall):
-                    results, deferred = call.operator.backward(record.saved, cotangents, self._wanted(call)), None
+                    results, deferred = self._run_local(call, record.saved, cotangents)
                 else:
                     results, deferred = self._run_collective(call, record.saved, cotangents, before)
             # The last reference: nobody else may need this memory, and the results that are added next can have it.
@@ -159,11 +210,16 @@ class BackwardPass:
         if self._complete is not None:
             self._complete(names)
 
+    def _run_local(self, call: CustomCall, saved: Any, cotangents: Cotangents) -> tuple[Cotangents, Rest | None]:
+        if self._in_two and isinstance(call.operator, LocalSplitBackward):
+            return call.operator.backward_of_map(saved, cotangents, self._wanted(call))
+        return call.operator.backward(saved, cotangents, self._wanted(call)), None
+
     def _run_collective(
         self, call: CollectiveCall, saved: Any, cotangents: Cotangents, before: Sequence[Record]
     ) -> tuple[Cotangents, Rest | None]:
         operator, comm, needs_grad = call.operator, self._comm_of(call), self._wanted(call)
-        if self._deferred and isinstance(operator, AsyncBackward):
+        if self._deferred and isinstance(operator, AsyncBackward) and not self._in_two:
             pending, finish = operator.start_backward(comm, saved, cotangents, needs_grad)
             del cotangents
             with polled(pending):
@@ -171,16 +227,18 @@ class BackwardPass:
             pending.wait()
             return finish(), None
         if isinstance(operator, SplitBackward) and comm.size > 1 and self._may_defer(call, before):
-            return operator.backward_of_map(comm, saved, cotangents, needs_grad)
+            return operator.backward_of_map(comm, saved, cotangents, needs_grad, waits=not self._in_two)
         return operator.backward(comm, saved, cotangents, needs_grad), None
 
     def _wanted(self, call: CustomCall | CollectiveCall) -> tuple[bool, ...]:
         return tuple(name in self._tape.active for name in call.inputs)
 
     def _may_defer(self, call: CollectiveCall, before: Sequence[Record]) -> bool:
-        """Whether this rank will wait soon, and the remaining cotangents are only those of parameters."""
+        """Whether the remaining cotangents are only those of parameters, and there will be time for them."""
         if not self._defers or not all(name is None or name in self._parameters for name in call.inputs[1:]):
             return False
+        if self._in_two:
+            return True
         calls = (record.step.call for record in reversed(before) if isinstance(record, OperatorRecord))
         upcoming = next((call for call in calls if isinstance(call, CollectiveCall)), None)
         return upcoming is not None and isinstance(upcoming.operator, AsyncBackward)
@@ -189,13 +247,16 @@ class BackwardPass:
         """Compute the deferred weight gradients."""
         while self._deferred:
             deferred = self._deferred.pop(0)
-            with torch.no_grad():
-                results = deferred.rest()
-            self._add(self._named(deferred.record.step.call, results), {})
-            del results
-            self._give_back(deferred.record)
+            self._compute(deferred)
             if self._complete is not None:
                 self._complete(deferred.names)
+
+    def _compute(self, deferred: _DeferredGradients) -> None:
+        with torch.no_grad():
+            results = deferred.rest()
+        self._add(self._named(deferred.record.step.call, results), {})
+        del results
+        self._give_back(deferred.record)
 
     def _give_back(self, record: OperatorRecord) -> None:
         """Release the buffers that an operator has saved, unless it will run backward again."""

@@ -222,7 +222,8 @@ class _StagesOfRank:
         if how.compiler is not None:
             ranked = how.compiler.compile(ranked)
         sources = {*how.trained, *self._entries[index]} & how.active
-        return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)
+        tape = build_tape(ranked, sources, in_two=how.plan.divides_backwards)
+        return HostedStage(ranked, tape, position, stage.reads_image)
 
     def _in_evaluation(
         self, program: Program, runs: FusedRuns, index: int, position: int, exits: tuple[str, ...]
@@ -253,6 +254,7 @@ class _StagesOfRank:
             gather_bytes=how.plan.gather_bytes,
             alone=how.plan.ranks == 1,
             joins=how.compiler is not None,
+            apart=how.trained if how.plan.divides_backwards else frozenset(),
         )
         if how.plan.branches > 1:
             program, branches = divide_stage(program, outputs, exits, how.plan.branches, grid)

@@ -168,6 +168,22 @@ class Executor:
         backward = BackwardPass(self.tape, self._comm_of, parameters, complete, self._memory)
         return backward.run(records, cotangents, keep)
 
+    def backward_in_two(
+        self, records: list[Record], cotangents: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[LocalValues, BackwardPass]:
+        """Run the records backward without the gradients of weights that can wait.
+
+        Args:
+            records: from ``forward``; removed from the end so that memory is freed.
+            cotangents: of the output values.
+            parameters: value name -> parameter.
+
+        Returns:
+            Cotangents of values that entered from outside, and the pass, whose ``run_rest`` computes what remains.
+        """
+        backward = BackwardPass(self.tape, self._comm_of, parameters, None, self._memory)
+        return backward.run_first(records, cotangents), backward
+
     def _comm_of(self, call: CollectiveCall) -> Communicator:
         """Return the communicator of a call, which counts traffic as its kind."""
         if call.between_planes:

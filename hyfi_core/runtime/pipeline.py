@@ -14,12 +14,12 @@ from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.replay import Log, RecordingCommunicator, ReplayingCommunicator
-from hyfi_core.runtime.backward import LocalValues, Record
+from hyfi_core.runtime.backward import BackwardPass, Complete, LocalValues, Record
 from hyfi_core.runtime.compiled import Compiled, HostedStage, Key
 from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.losses.step_loss import StepLoss
 from hyfi_core.runtime.stage_exchange import StageExchange
-from hyfi_core.schedule.action import Action, Verb
+from hyfi_core.schedule.action import TO_INPUTS, TO_WEIGHTS, Action, Verb
 
 Event = tuple[Action, float, float]
 """An action with its begin and end, in seconds."""
@@ -130,6 +130,7 @@ class Pipeline:
         self._recomputes = recomputes
         self._memory = (lambda stage, values: AllStays()) if memory is None else memory
         self._flights: dict[tuple[Key, int], _MicroBatch] = {}
+        self._rests: dict[tuple[Key, int], BackwardPass] = {}
         self.outputs: dict[int, list[Any]] = {}
         self._begin_s = 0.0
         self._last: dict[Key, int | None] = {}
@@ -141,9 +142,9 @@ class Pipeline:
         Afterwards, ``events`` has every action with its begin (after waiting for data) and end. Without gradients,
         ``outputs`` has the leaves of each micro-batch's output, on ranks of the last stage.
         """
-        self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb is Verb.B}
+        self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb in TO_WEIGHTS}
         for action in actions:
-            if action.verb is Verb.B and step.loss.waits:
+            if action.verb in TO_INPUTS and step.loss.waits:
                 self._take_outputs(step.loss)
             self._begin_s = time.perf_counter()
             ACTIVITY.action = action
@@ -156,8 +157,10 @@ class Pipeline:
         match action.verb:
             case Verb.F:
                 self._flights[key, m] = self._forward(key, m, step, self._recomputes(action))
-            case Verb.B:
-                self._backward(key, m, step)
+            case Verb.B | Verb.I:
+                self._backward(key, m, step, in_two=action.verb is Verb.I)
+            case Verb.W:
+                self._rests.pop((key, m)).run_rest(self._completes(key, m))
             case Verb.SEND_F:
                 self._send((action.stage, _peer(action)), key, m, back=False)
             case Verb.RECV_F:
@@ -230,7 +233,7 @@ class Pipeline:
             self.outputs[microbatch] = flight.leaves
         return flight
 
-    def _backward(self, key: Key, microbatch: int, step: Step) -> None:
+    def _backward(self, key: Key, microbatch: int, step: Step, in_two: bool) -> None:
         stage, flight = self._compiled.hosted[key], self._flights[key, microbatch]
         flight.sends = 0
         cotangents = self._exchange.cotangents(*key, microbatch)
@@ -247,16 +250,23 @@ class Pipeline:
             with self._autocasting():
                 flight.records = Executor(stage.tape, comm, copies, flight.memory, peers).forward(values, record=True)
             flight.again = None
-        complete = None
-        gradients = self._trained
-        # Before the last backward of a stage, a gradient is a part of the sum and must not be reduced.
-        if self._last[key] == microbatch and gradients.reduces:
-            complete = lambda names: gradients.complete(key, names)  # noqa: E731
-        flight.cotangents = self._executor(stage, key, flight).backward(
-            flight.records, cotangents, step.parameters[key], complete=complete
-        )
+        executor, parameters = self._executor(stage, key, flight), step.parameters[key]
+        if in_two:
+            flight.cotangents, rest = executor.backward_in_two(flight.records, cotangents, parameters)
+            self._rests[key, microbatch] = rest
+        else:
+            complete = self._completes(key, microbatch)
+            flight.cotangents = executor.backward(flight.records, cotangents, parameters, complete=complete)
         if not any(edge[1] == key[0] for edge in self._compiled.boundaries):
             del self._flights[key, microbatch]
+
+    def _completes(self, key: Key, microbatch: int) -> Complete | None:
+        """Return what to call with complete gradients; None before the last micro-batch of a stage."""
+        gradients = self._trained
+        # Before that, a gradient is a part of the sum and must not be reduced.
+        if self._last[key] != microbatch or not gradients.reduces:
+            return None
+        return lambda names: gradients.complete(key, names)
 
     @property
     def _trained(self) -> Gradients:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import COMPUTE, Action, Schedule, Verb, act
+from hyfi_core.schedule.action import COMPUTE, TO_INPUTS, Action, Schedule, Verb, act
 
 
 def generate(plan: ParallelPlan, placement: Placement) -> Schedule:
-    """Return the schedule of a plan, with only F and B, each in the lists of all ranks of its stage.
+    """Return the schedule of a plan, with only gang actions, each in the lists of all ranks of its stage.
 
     With two directions, direction 0 has the first half of the micro-batches, direction 1 the second.
 
@@ -47,7 +47,7 @@ def forwards_first(schedule: Schedule) -> bool:
     """Whether every rank runs all its forwards before its first backward."""
     for row in dict.fromkeys(schedule.actions):
         verbs = [action.verb for action in row if action.verb in COMPUTE]
-        if Verb.F in verbs[verbs.index(Verb.B) if Verb.B in verbs else len(verbs) :]:
+        if Verb.F in verbs[next((at for at, verb in enumerate(verbs) if verb in TO_INPUTS), len(verbs)) :]:
             return False
     return True
 
@@ -142,6 +142,28 @@ def _one_f_one_b(stages: int, microbatches: int) -> list[Action]:
     return _by_slot(slots)
 
 
+def _zb_h1(stages: int, microbatches: int) -> Iterator[Action]:
+    """ZB-H1 (Qi et al., ICLR'24): 1F1B with backwards in two parts; stage s of D runs W s micro-batches behind I.
+
+    Earlier stages wait only for I, about half of a backward, and the last stages have W left to do at the end. With N
+    micro-batches, N ≥ D, and W not longer than I, each rank waits for (D − 1)(F + I − W); 1F1B: (D − 1)(F + I + W). No
+    stage keeps more than the first one of 1F1B: D − s micro-batches from F to I, and s from I to W.
+
+        rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        rank 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """
+    for stage in range(stages):
+        yield from (act(Verb.F, stage, 0, m) for m in range(min(stages - stage, microbatches)))
+        for m in range(microbatches):
+            yield act(Verb.I, stage, 0, m)
+            if m >= stage:
+                yield act(Verb.W, stage, 0, m - stage)
+            if m + stages - stage < microbatches:
+                yield act(Verb.F, stage, 0, m + stages - stage)
+        yield from (act(Verb.W, stage, 0, m) for m in range(max(0, microbatches - stage), microbatches))
+
+
 def _chimera(stages: int, microbatches: int) -> list[Action]:
     """Chimera (Li and Hoefler, SC'21): two 1F1B pipelines of D stages in opposite order fill each other's gaps.
 
@@ -206,6 +228,7 @@ _ORDERS: dict[str, Callable[[int, int], Iterable[Action]]] = {
     "sequential": _sequential,
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
+    "zb_h1": _zb_h1,
     "gems_mast": _gems_mast,
     "gems_master": _gems_master,
     "chimera": _chimera,

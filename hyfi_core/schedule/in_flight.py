@@ -5,7 +5,8 @@
 
 What waits takes memory, and so do gradients, which exist from a stage's first backward on. A rank needs most at one of
 few moments: those in which no more waits, nor has more gradients, while the same stage runs. Where the last stage's
-backward follows its forward at once, nothing waits: to recompute it takes time and saves nothing.
+backward follows its forward at once, nothing waits: to recompute it takes time and saves nothing. Where a backward has
+two parts, what its weights need waits between I and W.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from math import prod
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.parallel_plan import Schedule as ScheduleName
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import COMPUTE, Action, Verb
+from hyfi_core.schedule.action import COMPUTE, TO_INPUTS, TO_WEIGHTS, Action, Verb
 from hyfi_core.schedule.generate import generate
 
 Hosted = tuple[tuple[int, int], ...]
@@ -32,13 +33,16 @@ class Moment:
 
     Attributes:
         running: index of the stage that runs.
-        waiting: micro-batches in flight, without the one that runs.
+        waiting: micro-batches in flight between forward and backward, without the one that runs.
         gradients: whether there are any, because a backward has been done before.
+        between: micro-batches between the two parts of a backward, without the one that runs; none if no backward is
+            divided.
     """
 
     running: int
     waiting: tuple[int, ...]
     gradients: tuple[bool, ...]
+    between: tuple[int, ...] = ()
 
     def covers(self, other: Moment) -> bool:
         """Whether at least as much waits, and there are as many gradients, while the same stage runs."""
@@ -46,6 +50,7 @@ class Moment:
             self.running == other.running
             and all(a >= b for a, b in zip(self.waiting, other.waiting, strict=True))
             and all(a >= b for a, b in zip(self.gradients, other.gradients, strict=True))
+            and all(a >= b for a, b in zip(self.between, other.between, strict=True))
         )
 
 
@@ -62,9 +67,9 @@ def fullest_moments(plan: ParallelPlan) -> dict[Hosted, tuple[Moment, ...]]:
 
 
 def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
-    """Return the most micro-batches of a stage and direction between forward and backward, the running one included."""
+    """Return the most micro-batches of a stage and direction from forward to the end of backward, running ones too."""
     return max(
-        moment.waiting[at] + (moment.running == at)
+        moment.waiting[at] + sum(moment.between[at : at + 1]) + (moment.running == at)
         for hosted, moments in fullest_moments(plan).items()
         for at, (held, _) in enumerate(hosted)
         if held == stage
@@ -88,7 +93,9 @@ def followed_at_once(actions: Iterable[Action], last: int) -> frozenset[Action]:
     """
     computed = [action for action in actions if action.verb in COMPUTE]
     return frozenset(
-        a for a, b in pairwise(computed) if a.stage == last and a.verb is Verb.F and b == replace(a, verb=Verb.B)
+        a
+        for a, b in pairwise(computed)
+        if a.stage == last and a.verb is Verb.F and b in (replace(a, verb=Verb.B), replace(a, verb=Verb.I))
     )
 
 
@@ -136,15 +143,18 @@ def _rows(
 
 def _all(hosted: Hosted, actions: Sequence[Action]) -> Iterator[Moment]:
     """Yield the moments of a rank; of one with a single stage only backwards, which need more than its forwards."""
-    waiting, gradients = [0] * len(hosted), [False] * len(hosted)
+    waiting, between, gradients = [0] * len(hosted), [0] * len(hosted), [False] * len(hosted)
+    halves = any(action.verb is Verb.I for action in actions)
     for action in actions:
         at = hosted.index((action.stage, action.direction))
-        backward = action.verb is Verb.B
-        waiting[at] -= backward
-        if backward or len(hosted) > 1:
-            yield Moment(at, tuple(waiting), tuple(gradients))
-        waiting[at] += not backward
-        gradients[at] |= backward
+        verb, forward = action.verb, action.verb is Verb.F
+        waiting[at] -= verb in TO_INPUTS
+        between[at] -= verb is Verb.W
+        if not forward or len(hosted) > 1:
+            yield Moment(at, tuple(waiting), tuple(gradients), tuple(between) if halves else ())
+        waiting[at] += forward
+        between[at] += verb is Verb.I
+        gradients[at] |= verb in TO_INPUTS or verb in TO_WEIGHTS
 
 
 def _fullest(moments: Iterable[Moment]) -> list[Moment]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, Mirror, ParallelPlan, Schedule
+from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, DIVIDING, Mirror, ParallelPlan, Schedule
 from workflows.config.section import Count, Positive, Section
 
 _DEFAULT = ParallelPlan(grids=((1, 1),))
@@ -42,7 +42,7 @@ class PlanConfig(Section):
     schedule: Schedule = Field(
         _DEFAULT.schedule,
         description=f"{_either(get_args(Schedule))}: the pipeline schedule; {', '.join(BIDIRECTIONAL)}: two "
-        "pipelines in opposite directions",
+        f"pipelines in opposite directions; {', '.join(DIVIDING)}: gradients of weights where ranks would wait",
     )
     replicas: Positive = Field(
         _DEFAULT.replicas, description="a whole number ≥ 1: data-parallel replicas, each with its part of every batch"

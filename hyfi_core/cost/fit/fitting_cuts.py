@@ -75,7 +75,7 @@ class StagesAnywhere:
         for hosted, moments in fullest_moments(self.plan).items():
             for at, (stage, _) in enumerate(hosted):
                 own = {
-                    Moment(0, (moment.waiting[at],), (moment.gradients[at],))
+                    Moment(0, (moment.waiting[at],), (moment.gradients[at],), moment.between[at : at + 1])
                     for moment in moments
                     if moment.running == at
                 }
@@ -136,7 +136,11 @@ def average_bytes(plan: ParallelPlan, program: Program, table: StageTable) -> in
     parts = list(zip(sizes, stages, flights, strict=True))
     always = plan.directions * min(size * stage.written_bytes for size, stage, _ in parts)
     # Of two stages on a rank, not both need to have most micro-batches in flight at the same time.
-    saved = min(size * (stage.saved_bytes + (n - 1) * stage.waiting_bytes) for size, stage, n in parts)
+    in_two = plan.divides_backwards
+    least = [min(one.waiting_bytes, one.between_bytes) if in_two else one.waiting_bytes for one in stages]
+    saved = min(
+        size * (stage.saved_bytes + (n - 1) * waits) for (size, stage, n), waits in zip(parts, least, strict=True)
+    )
     return (always + saved) // sum(sizes)
 
 

@@ -11,13 +11,18 @@ A forward holds less than the backward of the same operator: where a value is st
 there in backward. Maps are divided among the ranks of a stage and weights are not, so which operator holds most depends
 on the number of ranks: ``Peak`` has all that may.
 
+Of a backward in two parts, the first frees what only maps need, and keeps what weights do::
+
+    while c runs its first part    kept by a, b and c; cotangents; input and cotangent of d, if it is apart
+    before the second part         inputs and cotangents of all that are apart
+
 The rules were found with PyTorch's memory profiler; ``tests/hyfi_core/cost/fit/test_lifetimes.py`` compares with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -75,12 +80,14 @@ class Lifetime:
         makes: bytes of maps that its backward makes: cotangents of inputs, and temporary ones.
         reorders: bytes of weights and gradients that are there while its backward runs, in addition to those that stay.
         gradients: bytes of the weights that no later operator uses: their gradients do not exist before its backward.
+        between: what it keeps between the two parts of a backward: the maps that it takes, and its result's cotangent.
     """
 
     kept: Mapping[str, int]
     makes: int
     reorders: int
     gradients: int
+    between: Mapping[str, int] = field(default_factory=dict)
 
 
 NOTHING = Lifetime({}, 0, 0, 0)
@@ -114,28 +121,45 @@ class Lifetimes:
     def _of(self, op: Operator) -> Lifetime:
         weights = {name for name in op.inputs if name in self._program.parameters and self._last[name] == op.name}
         gradients = sum(value_bytes(self._program, name) for name in weights)
-        return Lifetime(self._kept(op), self._makes(op), self._reorders(op), gradients)
+        return Lifetime(self._kept(op), self._makes(op), self._reorders(op), gradients, self._between(op))
+
+    def _between(self, op: Operator) -> dict[str, int]:
+        """Return what its weights need after the first part of a backward; nothing if they are not apart."""
+        parameters, values = self._program.parameters, self._program.values
+        if not facts_of(op).product or not any(n in parameters and len(values[n].shape) > 1 for n in op.inputs):
+            return {}
+        maps = {name for name in op.inputs if name in values} - self._fixed
+        found = {name: value_bytes(self._program, name) for name in map(self._memory_of, maps)} if maps else {}
+        return found and found | {f"{op.name} cotangent": value_bytes(self._program, op.first_output)}
 
     def carried(self, names: Iterable[str | None]) -> set[str]:
         """Return those values that carry gradients and are not parameters."""
         return {name for name in names if name in self.active and name is not None} - self._program.parameters.keys()
 
-    def of_stage(self, operators: Sequence[Operator], leaving: Collection[str], entering: int) -> tuple[Peak, Peak]:
+    def of_stage(
+        self, operators: Sequence[Operator], leaving: Collection[str], entering: int, in_two: bool = False
+    ) -> tuple[Peak, Peak]:
         """Return the peaks of the (first, any later) backward of a stage.
 
         Args:
             operators: of the stage, in forward order.
             leaving: values that other stages use, or the caller of the model.
             entering: bytes of the values of other stages that carry gradients.
+            in_two: whether backwards have two parts: then the most that either holds.
         """
         names = {name for op in operators for name in op.inputs if name in self._program.parameters}
         weights = missing = sum(value_bytes(self._program, name) for name in names)
         first, later = list[Held](), list[Held]()
+        apart: dict[str, int] = {}
         for maps, adds in self._held(operators, leaving):
             missing -= adds.gradients
+            if in_two:  # in addition to what all operators keep between the parts, less what this and earlier ones do
+                apart |= adds.between
+                maps = max(0, maps - sum(apart.values()))
             first.append(Held(maps, missing + adds.reorders))
             later.append(Held(maps, weights + adds.reorders))
-        return Peak.of(first, entering), Peak.of(later, entering)
+        throughout = entering + sum(apart.values())
+        return Peak.of(first, throughout), Peak.of(later, throughout)
 
     def _held(self, operators: Sequence[Operator], leaving: Collection[str]) -> Iterator[tuple[int, Lifetime]]:
         """Yield the bytes of maps while each operator runs backward, and what it adds."""

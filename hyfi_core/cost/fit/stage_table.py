@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -65,7 +65,8 @@ class StageTable:
         count, lifetimes = _Counter(places, sizes), Lifetimes(program)
         adds = [lifetimes.of(op) if op else NOTHING for op in each]
         sizes |= {name: size for lifetime in adds for name, size in lifetime.kept.items()}
-        entering = lifetimes.carried(made_at)
+        sizes |= {name: size for lifetime in adds for name, size in lifetime.between.items()}
+        entering, between = lifetimes.carried(made_at), [lifetime.between for lifetime in adds]
         walk = _Walks(
             places,
             count.distinct(weights),
@@ -74,6 +75,8 @@ class StageTable:
             _missing(places, adds),
             np.array([lifetime.reorders for lifetime in adds], dtype=np.int64),
         )
+        kept, by_each = count.distinct(between), count.distinct_at(between)
+        in_two = replace(walk, entering=walk.entering + kept, maps=np.maximum(0, walk.maps - by_each))
         maps: dict[str, Any] = {
             "weights": walk.weights,
             "all_weights": sum(sizes[name] for name in program.parameters),
@@ -84,6 +87,9 @@ class StageTable:
             "operators": np.subtract.outer(places, places).T,
             "first": TablePeak(walk, first=True),
             "later": TablePeak(walk, first=False),
+            "between": kept,
+            "first_in_two": TablePeak(in_two, first=True),
+            "later_in_two": TablePeak(in_two, first=False),
         }
         return cls(tuple(candidate.module for candidate in candidates), places, StageMaps(**maps))
 

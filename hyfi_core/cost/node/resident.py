@@ -97,7 +97,8 @@ class _KeptMaps(NamedTuple):
         """Return that of a stage of a plan."""
         saved = {name: size for op in piece.program.operators for name, size in lifetimes.of(op).kept.items()}
         cells, ranks = prod(plan.cell_grid or (1, 1)), prod(plan.grids[stage % len(plan.grids)])
-        times = cells * (1 if plan.recomputes(stage) else microbatches_in_flight(plan, stage))
+        one = plan.recomputes(stage) and not plan.divides_backwards
+        times = cells * (1 if one else microbatches_in_flight(plan, stage))
         sizes = [size // ranks // cells for size in saved.values()]
         in_heap = sum(size for size in sizes if size < HEAP_BLOCK_BYTES)
         weights = gaps_bytes(value_bytes(program, name) for name in piece.program.parameters)

@@ -19,7 +19,7 @@ Pick = Callable[[int, int], int]
 """Draws a whole number between two, both included."""
 
 GRIDS = ((1, 1), (1, 2), (1, 1), (2, 1), (2, 2))
-SCHEDULES = ("sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera")
+SCHEDULES = ("sequential", "gpipe", "1f1b", "zb_h1", "gems_mast", "gems_master", "chimera")
 SENDS = (Verb.SEND_F, Verb.SEND_B, Verb.SEND_G)
 RECEIVES = (Verb.RECV_F, Verb.RECV_B, Verb.RECV_G)
 

@@ -35,6 +35,17 @@ def test_1f1b_runs_as_far_ahead_as_stages_follow() -> None:
     assert rows("1f1b", 1, 2) == ["F0 B0 F1 B1"]
 
 
+def test_zb_h1_is_the_picture_of_the_paper() -> None:
+    """Its forwards are those of 1F1B; stage s runs W s micro-batches behind I."""
+    assert rows("zb_h1", 3, 4) == [
+        "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
+        "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    ]
+    assert rows("zb_h1", 3, 1) == ["F0 I0 W0"] * 3
+    assert rows("zb_h1", 1, 2) == ["F0 I0 W0 F1 I1 W1"]
+
+
 def test_gems_mast_fills_what_the_first_direction_frees() -> None:
     assert rows("gems_mast", 3, 4) == ["F0 F1 B0 F2 B1 F3 B2 B3"] * 3
 
@@ -80,7 +91,7 @@ def test_everything_is_done_once_by_each_rank_that_has_to(data: st.DataObject) -
             Action(verb, stage, direction, microbatch)
             for stage, direction in case.placement.hosted(rank)
             for microbatch in range(direction * half, (direction + 1) * half)
-            for verb in (Verb.F, Verb.B)
+            for verb in ((Verb.F, Verb.I, Verb.W) if case.plan.divides_backwards else (Verb.F, Verb.B))
         )
         for rank in range(case.placement.size)
     ]

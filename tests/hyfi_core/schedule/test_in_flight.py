@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Verb
+from hyfi_core.schedule.action import TO_INPUTS, Verb
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.in_flight import Moment, fullest_moments, microbatches_in_flight, recomputes
 
@@ -29,6 +30,7 @@ def test_pipelines_have_as_many_as_published(d: int, n: int) -> None:
     assert of("gpipe", d, n) == [n] * d
     assert of("1f1b", d, n) == [min(d - stage, n) for stage in range(d)]
     assert of("sequential", d, n) == [1] * d
+    assert of("zb_h1", d, n) == [min(d, n)] * d
 
 
 @pytest.mark.parametrize(("d", "n"), [(2, 2), (4, 4), (4, 8), (8, 8)])
@@ -59,6 +61,7 @@ def test_interleaved_stages_run_as_many_ahead_as_published(d: int, v: int, n: in
         ("gpipe", 3, 4, [True, True, True]),
         ("gems_master", 2, 2, [True, False]),
         ("chimera", 2, 4, [True, False]),
+        ("zb_h1", 3, 4, [True, True, False]),
     ],
 )
 def test_what_its_backward_follows_at_once_is_not_recomputed(
@@ -80,7 +83,7 @@ def test_first_backwards_have_no_gradients_yet() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.sampled_from(["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"]),
+    st.sampled_from(["sequential", "gpipe", "1f1b", "zb_h1", "gems_mast", "gems_master", "chimera"]),
     st.lists(st.sampled_from([(1, 1), (1, 2), (2, 2)]), min_size=1, max_size=4),
     st.integers(1, 4).map(lambda half: 2 * half),
 )
@@ -91,13 +94,17 @@ def test_every_moment_of_every_rank_is_covered(schedule: str, grids: list[tuple[
     for rank, actions in enumerate(generate(plan, placement).actions):
         hosted = placement.hosted(rank)
         fullest, live, done, seen = found[hosted], Counter[tuple[int, int]](), set[tuple[int, int]](), list[Moment]()
+        between = Counter[tuple[int, int]]()
+        states: list[Any] = [live.__getitem__, done.__contains__, *[between.__getitem__] * plan.divides_backwards]
         for action in actions:
             key = action.stage, action.direction
-            live[key] -= action.verb is Verb.B
-            now = Moment(hosted.index(key), tuple(live[h] for h in hosted), tuple(h in done for h in hosted))
+            live[key] -= action.verb in TO_INPUTS
+            between[key] -= action.verb is Verb.W
+            now = Moment(hosted.index(key), *(tuple(state(h) for h in hosted) for state in states))
             assert any(moment.covers(now) for moment in fullest), (str(action), now)
             seen.append(now)
             live[key] += action.verb is Verb.F
-            done |= {key} if action.verb is Verb.B else set()
+            between[key] += action.verb is Verb.I
+            done |= {key} if action.verb in TO_INPUTS else set()
         assert set(fullest) <= set(seen)
         assert not any(one.covers(other) for one in fullest for other in fullest if one is not other)

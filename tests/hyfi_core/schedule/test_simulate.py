@@ -68,6 +68,25 @@ def test_bubble_of_interleaved_stages(d: int, n: int, v: int) -> None:
     assert run("1f1b", d, n, interleave=v).bubble == pytest.approx(wait / (n + wait), rel=WITHIN)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 12), st.sampled_from([0.5, 1.0, 1.5]), st.sampled_from([0.25, 0.5, 1.0]))
+def test_bubble_of_zb_h1(d: int, more: int, first_s: float, weight_s: float) -> None:
+    """(D − 1)(F + I − W) for N ≥ D if W is not longer than I: a third of 1F1B's if all three take as long."""
+    n, weight_s = d + more, min(first_s, weight_s)
+    costs = Costs(backward_s=first_s + weight_s, weight_s=weight_s)
+    waits_s = run("zb_h1", d, n, costs).makespan_s - n * (1.0 + first_s + weight_s)
+    assert waits_s == pytest.approx((d - 1) * (1.0 + first_s - weight_s))
+    assert run("1f1b", d, n, costs).makespan_s - n * (1.0 + first_s + weight_s) == pytest.approx(
+        (d - 1) * (1.0 + first_s + weight_s)
+    )
+
+
+@pytest.mark.parametrize(("d", "n"), [*SHAPES, (4, 2), (8, 3)])
+def test_zb_h1_keeps_no_more_than_the_first_stage_of_1f1b(d: int, n: int) -> None:
+    assert run("zb_h1", d, n).peak_live == (max(run("1f1b", d, n).peak_live),) * d
+    assert run("zb_h1", d, n).makespan_s <= run("1f1b", d, n).makespan_s
+
+
 @pytest.mark.parametrize(("d", "n"), SHAPES)
 def test_live_microbatches(d: int, n: int) -> None:
     assert run("gpipe", d, n).peak_live == (n,) * d

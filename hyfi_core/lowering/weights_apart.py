@@ -1,0 +1,48 @@
+"""Products whose weights get their gradients later, in a schedule that divides backwards.
+
+    conv ─ norm ─ relu ─ linear          one segment, whose backward is autograd's: all gradients at once
+     ▲                      ▲
+    apart ─ norm ─ relu ─ apart          gradients of maps in I; in W those of the weights of convolution and linear
+
+Convolutions with a halo exchange have two parts anyway (``ops.base.SplitBackward``). What else has weights, such as
+norms and biases of their own, gets these gradients in I: they are sums over the map, cheaper than to keep what they
+need. So does a product whose factor is computed from weights (weight norm, LoRA): its gradient has to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.ops.product import LocalProduct
+from hyfi_core.rules.instructions import CustomCall, Instruction, LocalCall, RankProgram
+from hyfi_core.rules.table import facts_of
+
+
+def weights_apart(ranked: RankProgram, trained: Collection[str]) -> RankProgram:
+    """Return the program with local products as operators of their own, where a trained parameter is a factor.
+
+    Args:
+        ranked: the program of one rank, before calls are joined.
+        trained: values of the trained parameters.
+    """
+    made = {name: op for op in ranked.program.operators for name in op.outputs if name is not None}
+    return replace(ranked, instructions=tuple(_apart(one, made, trained, ranked) for one in ranked.instructions))
+
+
+def _apart(
+    instruction: Instruction, made: dict[str, Operator], trained: Collection[str], ranked: RankProgram
+) -> Instruction:
+    if not isinstance(instruction, LocalCall) or instruction.empty is not None or len(instruction.outputs) != 1:
+        return instruction
+    output, parameters = instruction.outputs[0], ranked.program.parameters
+    op = instruction.source or (made.get(output.split("~")[0]) if output is not None else None)
+    factors = [name for name in instruction.inputs if name in trained and len(ranked.values[name].shape) > 1]
+    if op is None or not facts_of(op).product or not factors:  # a bias alone is no reason to keep anything
+        return instruction
+    if all(name in parameters for name in instruction.inputs):  # a product of weights: its gradient goes on
+        return instruction
+    facts, of_user = facts_of(op), tuple(name in parameters for name in instruction.inputs)
+    operator = LocalProduct(instruction.function, of_user, facts.gradient == "new", facts.fresh)
+    return CustomCall(operator, instruction.inputs, instruction.outputs)
