@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -55,6 +56,11 @@ class StoreTiles:
     def __len__(self) -> int:
         """Return the number of tiles."""
         return len(self.tiles)
+
+    @cached_property
+    def identity(self) -> str:
+        """Text that is another one whenever a tile is; empty if tiles are augmented, or the store has no digest."""
+        return self.tiles.digest() if self._augment is None and self.tiles.content else ""
 
     @property
     def coords(self) -> Corners:

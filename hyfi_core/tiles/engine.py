@@ -32,9 +32,10 @@ from hyfi_core.runtime.settings import OptimizerFactory
 from hyfi_core.runtime.subject import RandomKey
 from hyfi_core.tiles.aggregator_call import AggregatorCall, aggregator_call
 from hyfi_core.tiles.chunks import SlideParts, first_slides
-from hyfi_core.tiles.encoder_call import EncoderCall
-from hyfi_core.tiles.encoder_facts import EncoderFacts, tried
-from hyfi_core.tiles.encoder_pass import EncoderPass
+from hyfi_core.tiles.encoding.encoder_call import EncoderCall
+from hyfi_core.tiles.encoding.encoder_facts import EncoderFacts, tried
+from hyfi_core.tiles.encoding.encoder_pass import EncoderPass
+from hyfi_core.tiles.encoding.kept_vectors import KeptVectors
 from hyfi_core.tiles.explanation import TileExplanation, explained
 from hyfi_core.tiles.gradients import TileGradients
 from hyfi_core.tiles.head import BagHead
@@ -87,6 +88,7 @@ class TilesEngine(EngineState):
         kept: (chunks whose activations were kept, chunks) of this rank in the last step.
         random: the key of random numbers, the same on all ranks.
         read_wait_s: for which this rank has waited for tiles in all steps so far.
+        vectors: of a frozen encoder that this rank keeps between steps; None: it keeps none.
     """
 
     segments = None
@@ -124,6 +126,7 @@ class TilesEngine(EngineState):
         self._loss = LossFunction(
             loss, lambda: autocasting(self.device, settings.autocast), comm.size == 1, parameters, {}
         )
+        self.vectors: KeptVectors | None = None
         self._known: dict[Any, _Known] = {}
         self._reducing: dict[tuple[str, ...], TileGradients] = {}
 
@@ -256,7 +259,10 @@ class TilesEngine(EngineState):
         parts = SlideParts(self._lengths(everyone, slides)[self._groups.index], self._groups.replica.size)
         known = agree(everyone, lambda: self._tried(slides, train=True))
         encoding = self._pass(known, slides, parts, train=True)
-        agree(everyone, lambda: self._chunks_kept(known, encoding, self._room(known, encoding).needs))
+        needs = agree(everyone, lambda: self._room(known, encoding).needs)
+        agree(everyone, lambda: self._chunks_kept(known, encoding, needs))
+        if self.vectors is not None:
+            self.vectors.step_bytes = needs.lasting + needs.working
 
     def describe(self) -> str:
         """Return the plan as text, and what the last step kept."""
@@ -314,7 +320,7 @@ class TilesEngine(EngineState):
         size = None if whole else chunk_size(known.facts, self.plan.memory_bytes, self._settings.chunk)
         chunks, comm = parts.chunks(self._groups.replica.rank, size), self._groups.replica.of("stage")
         key = self.random.seed, self.random.step if train else 0
-        return EncoderPass(self._call, known.facts, slides, parts, chunks, comm, *key, known.like, train)
+        return EncoderPass(self._call, known.facts, slides, parts, chunks, comm, *key, known.like, train, self.vectors)
 
     def _chunks_kept(self, known: _Known, encoding: EncoderPass, needs: MemoryNeeds) -> int:
         """Return how many chunks of this rank are kept.

@@ -14,7 +14,7 @@ from torch import nn
 
 from hyfi_core.errors import RequestError
 from hyfi_core.process_memory import available_bytes, resident_bytes, return_freed_now
-from hyfi_core.tiles.encoder_facts import EncoderFacts
+from hyfi_core.tiles.encoding.encoder_facts import EncoderFacts
 
 LARGEST_CHUNK = 32
 """Tiles: more are no faster on any device tried."""

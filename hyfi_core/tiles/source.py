@@ -14,7 +14,8 @@ from hyfi_core.errors import RequestError
 class TileSource(Protocol):
     """The tiles of one slide, read by index; each rank reads its own only, some of them twice in a step.
 
-    ``read`` may be called from another thread, by one at a time. A source may have a ``name``, which messages state.
+    ``read`` may be called from another thread, by one at a time. A source may have a ``name``, which messages state,
+    and an ``identity``: text that is another one whenever a tile is, by which vectors of a frozen encoder are kept.
     """
 
     @property

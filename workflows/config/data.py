@@ -38,6 +38,11 @@ class AugmentConfig(Section):
         "default: none",
     )
 
+    @property
+    def off(self) -> bool:
+        """Whether images stay as they are."""
+        return not (self.flips or self.stain or self.colour or self.own)
+
     def build(self) -> Augment:
         """Return the augmentation."""
         from data.samples.augment import Augment

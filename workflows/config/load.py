@@ -39,6 +39,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "run.machine",
         "run.device",
         "run.early_stop",
+        "model.encoder.keep_bytes",
         "plan.grids",
         "plan.cuts",
         "plan.interleave",

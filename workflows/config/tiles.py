@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from workflows.config.section import Positive, Section, Share, UserPath
+from workflows.config.section import Count, Positive, Section, Share, UserPath
 
 if TYPE_CHECKING:
     from data.tiles.tiling import Tiling
@@ -93,6 +93,11 @@ class EncoderConfig(Section):
         "frozen",
         description="frozen or exact: statistics of batch norm in training: its running ones, or those of all tiles "
         "of a slide, whose activations then stay in memory",
+    )
+    keep_bytes: Count = Field(
+        2**31,
+        description="a whole number ≥ 0: bytes of vectors that each trainer keeps in memory between epochs, with "
+        "train: none and without data.augment; 0: none",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the encoder's constructor: as in {drop_path_rate: 0.1}"

@@ -121,6 +121,30 @@ def test_low_rank_updates_are_trained_saved_and_validated(
     assert found["loss"] == last["loss"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_vectors_of_a_frozen_encoder_are_computed_once(store: Path, tmp_path: Path, ranks: int) -> None:
+    """The run that keeps them is, bit for bit, the one that computes them again in each epoch."""
+    frozen = {"encoder": {"name": CNN, "train": "none"}}
+    whole = {"augment": False, "tiles": {"size_px": 32}}
+    config = tile_config(tmp_path, store, model=frozen, data=whole, optimizer={"groups": []})
+    words = ("run.steps=6", f"plan.tiles={ranks}", "run.precision=float32", "run.ema=0.9")
+    again, encoded = ("run.dir=" + str(tmp_path / "again"), "model.encoder.keep_bytes=0"), {}
+    for name, more in {"run": (), "again": again}.items():
+        assert run_on(ranks, config, *words, *more) == [0] * ranks
+        steps = [record for record in read_metrics(tmp_path / name / "metrics.jsonl") if record["kind"] == "train"]
+        encoded[name] = [record["tiles_encoded"] for record in steps]
+    assert_same_run(tmp_path / "run", tmp_path / "again", 6)
+    assert encoded["again"][-1] >= 6 * 4 * 64 // ranks
+    assert encoded["run"][-1] <= (6 + 4) * 64 // ranks + 2 * ranks  # each slide once, and the trial
+    again = tile_config(tmp_path, store, model=frozen, data={"augment": True}, optimizer={"groups": []})
+    assert "tiles_encoded" not in {**_steps(tmp_path, again)[0]}
+
+
+def _steps(folder: Path, config: Path) -> list[dict[str, Any]]:
+    assert run_here(config, "run.steps=1", f"run.dir={folder / 'anew'}", "run.precision=float32") == 0
+    return [record for record in read_metrics(folder / "anew" / "metrics.jsonl") if record["kind"] == "train"]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from data.loading.normalise import Normalisation
 from data.tiles.bags import TileBags
 from hyfi_core.runtime.launch import made_current
+from hyfi_core.tiles.encoding.kept_vectors import KeptVectors
 from hyfi_core.tiles.engine import BatchNormMode, TilesEngine
 from hyfi_core.tiles.model import TileModel
 from workflows.encoders.tile_encoder import TileEncoder
@@ -23,6 +24,7 @@ from workflows.training.inputs.bags import BagInputs
 from workflows.training.inputs.flops import tile_flops
 from workflows.training.inputs.run_inputs import Tell, TrainingEngine
 from workflows.training.job import TrainingJob
+from workflows.training.start import Roles
 from workflows.training.throughput import Throughput
 
 
@@ -34,7 +36,8 @@ class TileInputs(BagInputs):
         assert job.config.data.tiles is not None
         self._tiles = job.config.data.tiles
         self._tiling = self._tiles.build(job.train.mpp)
-        self.train = TileBags(job.train, self._tiling, self._tiles.most, job.config.data.augment.build())
+        augment = job.config.data.augment
+        self.train = TileBags(job.train, self._tiling, self._tiles.most, None if augment.off else augment.build())
         self.val = TileBags(job.val, self._tiling)
         self._loaded: TileEncoder | None = None
 
@@ -70,6 +73,14 @@ class TileInputs(BagInputs):
                 tell(str(line))
         return convert_model(model, run.precision, run.memory_format).to(made_current(device)), freezing
 
+    def make_engine(self, model: nn.Module, roles: Roles) -> TilesEngine:
+        """Return the engine, which keeps the vectors of a frozen encoder if they are the same in each epoch."""
+        engine, encoder = super().make_engine(model, roles), self.job.config.model.encoder
+        assert encoder is not None
+        if encoder.train == "none" and not self._why_computed_anew():
+            engine.vectors = KeptVectors(encoder.keep_bytes, self.job.plan.memory_bytes)
+        return engine
+
     @property
     def batch_norm(self) -> BatchNormMode:
         """As ``model.encoder.batch_norm``."""
@@ -82,6 +93,12 @@ class TileInputs(BagInputs):
         assert isinstance(engine, TilesEngine)
         size = self._tiles.size_px
         return Throughput(round(tiles * size**2), tiles * tile_flops(engine.encoder, size), peak, torch.device(device))
+
+    def step_record(self, engine: TrainingEngine) -> dict[str, Any]:
+        """Return how attention was spread; with vectors that are kept, also how many tiles trainer 0 encoded so far."""
+        assert isinstance(engine, TilesEngine)
+        encoded = {} if engine.vectors is None else {"tiles_encoded": engine.vectors.encoded}
+        return super().step_record(engine) | encoded
 
     def model_json(self) -> dict[str, Any]:
         """Return the content of ``model.json``, with ``tiles``."""
@@ -102,6 +119,7 @@ class TileInputs(BagInputs):
         assert encoder is not None
         assert self._loaded is not None, "the model is made before warnings"
         found = self.job.warnings()
+        found += self._describe_keeping() if encoder.train == "none" else []
         random = self._loaded.untrained
         if random and encoder.train != "all":
             found.append(f"model.encoder.train: {encoder.train}: what is not trained has random weights")
@@ -122,6 +140,31 @@ class TileInputs(BagInputs):
             model.encoder.eval()
         named = tuple("encoder" if pattern == "*" else f"encoder.{pattern}" for pattern in patterns)
         return freeze(model, self.job.config.model.model_copy(update={"freeze": named, "freeze_epochs": None}))
+
+    def _why_computed_anew(self) -> str:
+        """Return why vectors of a frozen encoder differ between epochs; empty if they do not."""
+        augment = self.job.config.data.augment
+        if self._tiles.most is not None:
+            return "data.tiles.most draws other tiles in each epoch"
+        if not augment.off:
+            return "data.augment changes tiles in each epoch; data.augment=false keeps vectors"
+        return ""
+
+    def _describe_keeping(self) -> list[str]:
+        """Return a warning if vectors of a frozen encoder are computed more than once."""
+        encoder, why = self.job.config.model.encoder, self._why_computed_anew()
+        assert encoder is not None and self._loaded is not None
+        if why:
+            return [f"model.encoder.train: none: vectors are computed anew in each epoch: {why}"]
+        tiles = sum(self.counts) + sum(self.val.count(index) for index in range(len(self.val)))
+        needed = tiles * self._loaded.features * 4
+        if needed <= encoder.keep_bytes:
+            return []
+        return [
+            f"model.encoder.train: none: {needed / 1e9:.3g} GB of vectors, but {encoder.keep_bytes / 1e9:.3g} GB are "
+            f"kept (model.encoder.keep_bytes); the others are computed anew in each epoch. `hyfi features` keeps all "
+            f"on disk, for data.features"
+        ]
 
     def _given(self) -> Normalisation | None:
         """Return the normalisation that the configuration states in place of the encoder's; None: it does not."""

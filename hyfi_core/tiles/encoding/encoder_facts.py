@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hyfi_core.errors import RequestError
-from hyfi_core.tiles.encoder_call import EncoderCall
+from hyfi_core.tiles.encoding.encoder_call import EncoderCall
 from hyfi_core.tiles.keyed_draws import DrawKey, DrawnShape, KeyedDraws, NoDrawsInBackward
 from hyfi_core.tiles.peak_meter import PeakMeter
 

@@ -21,8 +21,9 @@ from torch import nn
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.tiles.chunks import SlideParts, TileChunk
-from hyfi_core.tiles.encoder_call import EncoderCall, keeping_nothing
-from hyfi_core.tiles.encoder_facts import EncoderFacts
+from hyfi_core.tiles.encoding.encoder_call import EncoderCall, keeping_nothing
+from hyfi_core.tiles.encoding.encoder_facts import EncoderFacts
+from hyfi_core.tiles.encoding.kept_vectors import KeptVectors
 from hyfi_core.tiles.features import SlideFeatures
 from hyfi_core.tiles.gradients import TileGradients
 from hyfi_core.tiles.keyed_draws import DrawKey, NoDrawsInBackward
@@ -46,6 +47,7 @@ class EncoderPass:
         step: of training.
         like: (shape, dtype) of a tile.
         trains: whether a backward follows.
+        vectors: that are kept between steps, of an encoder that is not trained; None: none are.
         waited_s: for which tiles were not read yet when they were needed.
     """
 
@@ -59,6 +61,7 @@ class EncoderPass:
     step: int
     like: tuple[tuple[int, ...], torch.dtype]
     trains: bool
+    vectors: KeptVectors | None = None
     waited_s: float = 0.0
 
     def forward(
@@ -74,10 +77,17 @@ class EncoderPass:
         slides = range(len(self.slides))
         features = [SlideFeatures(self.parts, slide, self.comm, width, dtype, device) for slide in slides]
         graphs: list[torch.Tensor | None] = []
-        for chunk, tiles in read_ahead(self.slides, self.chunks, self.like, self._waited):
+        stored = self._stored()
+        missing = [chunk for chunk, vectors in zip(self.chunks, stored, strict=True) if vectors is None]
+        read = read_ahead(self.slides, missing, self.like, self._waited)
+        for chunk, vectors in zip(self.chunks, stored, strict=True):
             keeps = len(graphs) >= len(self.chunks) - kept and (room is None or room.fits_another())
-            encoded = self._encoded(chunk, tiles, keeps)
-            del tiles
+            if vectors is None:
+                encoded = self._encoded(*next(read), keeps)
+                if self.vectors is not None and self._keeps_vectors:
+                    self.vectors.put(self.slides[chunk.slide], chunk, encoded)
+            else:
+                encoded = vectors.to(device)
             features[chunk.slide].put(chunk.start, encoded)
             graphs.append(encoded if keeps and encoded.requires_grad else None)
             del encoded
@@ -112,6 +122,19 @@ class EncoderPass:
             del encoded
             gradients.poll()
         gradients.complete(trained)
+
+    @property
+    def _keeps_vectors(self) -> bool:
+        """Whether vectors depend on weights and tiles alone."""
+        facts = self.facts
+        return self.vectors is not None and not (facts.trained or facts.shapes or self.call.live_norms)
+
+    def _stored(self) -> list[torch.Tensor | None]:
+        """Return the vectors of each chunk that are kept; None for those that are not."""
+        if self.vectors is None or not self._keeps_vectors:
+            return [None] * len(self.chunks)
+        self.vectors.begin(self.call.encoder)
+        return [self.vectors.get(self.slides[chunk.slide], chunk) for chunk in self.chunks]
 
     def _waited(self, seconds: float) -> None:
         self.waited_s += seconds

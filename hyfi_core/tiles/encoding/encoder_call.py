@@ -16,7 +16,7 @@ from hyfi_core.capture.verify import Output
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.executor import autocasting
-from hyfi_core.tiles.exact_norms import exact_norms
+from hyfi_core.tiles.encoding.exact_norms import exact_norms
 from hyfi_core.tiles.keyed_draws import DrawKey, DrawnShape, KeyedDraws
 
 

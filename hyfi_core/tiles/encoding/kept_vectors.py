@@ -1,0 +1,76 @@
+"""Vectors of a frozen encoder that stay in memory: each chunk of a slide is encoded once.
+
+A chunk is the same tiles in the same call as before, so that its vectors are those of computing again, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from hyfi_core.process_memory import resident_bytes
+from hyfi_core.tiles.chunks import TileChunk
+from hyfi_core.tiles.source import TileSource
+
+
+class KeptVectors:
+    """The vectors that one rank keeps. What does not fit any more is computed again each time.
+
+    Attributes:
+        step_bytes: Memory that a step needs beside what is kept.
+        used_bytes: Bytes of the vectors that are kept.
+        encoded: Tiles that this rank has encoded so far, because they were not kept.
+
+    Args:
+        limit_bytes: Most bytes of vectors.
+        memory_bytes: Limit of this process; None: no limit.
+    """
+
+    def __init__(self, limit_bytes: int, memory_bytes: int | None = None) -> None:
+        self._limit_bytes, self._memory_bytes = limit_bytes, memory_bytes
+        self._vectors: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._versions: tuple[int, ...] | None = None
+        self._digest = ""
+        self.step_bytes = self.used_bytes = self.encoded = 0
+
+    def begin(self, encoder: nn.Module) -> None:
+        """Forget all vectors if the encoder's weights have become others since the last call."""
+        tensors = [*encoder.parameters(), *encoder.buffers()]
+        versions = tuple(tensor._version for tensor in tensors)
+        if versions == self._versions:
+            return
+        digest = _digest_of(tensors)
+        if digest != self._digest:
+            self._vectors.clear()
+            self.used_bytes = 0
+        self._versions, self._digest = versions, digest
+
+    def get(self, slide: TileSource, chunk: TileChunk) -> torch.Tensor | None:
+        """Return the vectors of a chunk ``(n, D)``, which the caller does not change; None if they are not kept."""
+        return self._vectors.get(_key(slide, chunk))
+
+    def put(self, slide: TileSource, chunk: TileChunk, vectors: torch.Tensor) -> None:
+        """Keep the vectors of a chunk, if the slide's tiles are the same in each epoch and there is room."""
+        self.encoded += len(chunk)
+        size = vectors.numel() * vectors.element_size()
+        if not _key(slide, chunk)[0] or self.used_bytes + size > self._limit_bytes:
+            return
+        if self._memory_bytes is not None and resident_bytes() + self.step_bytes + size > self._memory_bytes:
+            return
+        self._vectors[_key(slide, chunk)] = vectors.detach().cpu()
+        self.used_bytes += size
+
+
+def _key(slide: TileSource, chunk: TileChunk) -> tuple[str, int, int]:
+    return str(getattr(slide, "identity", "")), chunk.start, chunk.stop
+
+
+def _digest_of(tensors: list[torch.Tensor]) -> str:
+    summed = hashlib.sha256()
+    for tensor in tensors:
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        summed.update(f"{plain.dtype} {tuple(tensor.shape)}\n".encode())
+        summed.update(plain.view(torch.uint8).numpy().tobytes())
+    return summed.hexdigest()

@@ -1,0 +1,50 @@
+"""Vectors that stay in memory: forgotten with other weights, and within their limits."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hyfi_core.tiles.chunks import TileChunk
+from hyfi_core.tiles.encoding.kept_vectors import KeptVectors
+from hyfi_core.tiles.source import TensorTiles
+
+CHUNK, VECTORS = TileChunk(0, 2, 5), torch.arange(12.0).view(3, 4)
+
+
+class Named(TensorTiles):
+    """Tiles that are the same in each epoch."""
+
+    identity = "a"
+
+
+SLIDE = Named(torch.zeros(5, 3, 2, 2))
+
+
+def kept(limit_bytes: int = 1000, memory_bytes: int | None = None) -> tuple[KeptVectors, nn.Module]:
+    vectors, encoder = KeptVectors(limit_bytes, memory_bytes), nn.Linear(3, 4)
+    vectors.begin(encoder)
+    vectors.put(SLIDE, CHUNK, VECTORS)
+    return vectors, encoder
+
+
+def test_other_weights_forget_vectors_and_the_same_written_again_do_not() -> None:
+    vectors, encoder = kept()
+    with torch.no_grad():
+        encoder.bias.copy_(encoder.bias.clone())
+        vectors.begin(encoder)
+        assert vectors.get(SLIDE, CHUNK) is not None
+        encoder.bias[0] += 1
+    vectors.begin(encoder)
+    assert vectors.get(SLIDE, CHUNK) is None and vectors.used_bytes == 0
+
+
+def test_limits_and_other_chunks() -> None:
+    assert torch.equal(kept()[0].get(SLIDE, CHUNK), VECTORS)
+    assert kept()[0].get(SLIDE, TileChunk(0, 0, 2)) is None
+    assert kept(limit_bytes=47)[0].get(SLIDE, CHUNK) is None
+    assert kept(memory_bytes=1)[0].get(SLIDE, CHUNK) is None
+    plain = TensorTiles(torch.zeros(5, 3, 2, 2))
+    vectors, _ = kept()
+    vectors.put(plain, CHUNK, VECTORS)
+    assert vectors.get(plain, CHUNK) is None and vectors.encoded == 6
