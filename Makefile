@@ -1,7 +1,7 @@
 # Needs make and Python 3.11 or newer; everything else goes into .venv with pip.
 #   make demo     the whole job on a small synthetic archive, into ./demo
 #   make test     all tests but the long ones      make soak    the long ones
-#   make gpu-check   what works on the GPUs of this machine and how fast, in ten minutes, into ./gpu-check
+#   make gpu-check   what works on the GPUs of this machine and how fast, in eight minutes, into ./gpu-check
 #   make lint     ruff and mypy                    make clean   remove what was made here (not .venv, not your runs)
 #   make docs     the documents as a site, into ./site
 

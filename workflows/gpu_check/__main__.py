@@ -1,17 +1,23 @@
 """Check of a GPU machine: what works, how fast, and how much fits.
 
-    python -m workflows.gpu_check --out DIR [--minutes 10] [--only PATTERN]
+    python -m workflows.gpu_check --out DIR [--minutes 8] [--only PATTERN]
 
-Writes DIR/gpu-check.json, DIR/gpu-check.txt (one page, printed, too) and DIR/machine.yaml for the planner:
+Writes DIR/gpu-check.json, DIR/gpu-check.txt (one page, printed, too), DIR/machine.yaml for the planner, DIR/logs (all
+that the parts printed, with whole tracebacks), DIR/profiles, and DIR/gpu-check.tar.gz with all of it:
 
     equal        one step in float64 against plain PyTorch: ResNet-18, AmoebaNet-D and a network of another package, on
-                 1, 2 and 4 ranks that share a GPU through MPI, and on two GPUs through NCCL
+                 1, 2 and 4 ranks that share a GPU through MPI, and on two GPUs through NCCL; a pipeline, both schedules
+                 of two directions, replicas, cells in memory and spilled, recomputation, fused halos. All at once
     tests        those marked cuda
-    speed        a step of ResNet-50, bfloat16, channels-last: engine on one rank and plain PyTorch, eager and compiled
+    commands     hyfi synth, ingest, train, also with a loader and a validator, validate, predict; against the CPU's
+    speed        a step of ResNet-50, bfloat16, channels-last: engine on one rank and plain PyTorch
+    profile      of both: kernels and calls, and how many calls the engine adds
+    cells        a step by cells against one in core
+    memory       peak memory against the forecast of a plan
     staged       two ranks on one GPU, whose messages go through the host, against one rank
     feed         images sent by a loader against an image on the GPU, and the waiting for them
-    cells        a step by cells against one in core, and the largest square image of either
-    memory       peak memory against the forecast of a plan
+    largest      the largest square image in core and by cells
+    compiled     first and later steps of the compiled engine and of compiled plain PyTorch
     machine      hyfi doctor --measure
 
 Parts run in processes of their own with a share of the time each; one that fails or hangs does not affect the others.
@@ -44,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         "python -m workflows.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--minutes", type=float, default=10.0, help="time for all parts")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for all parts")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", default="*", help="run parts whose name matches this pattern, such as 'equal*'")
     args = parser.parse_args(arguments)
@@ -80,9 +86,23 @@ def _check(out: Path, minutes: float, device: str, only: str) -> int:
         write_atomically(out / "gpu-check.json", json.dumps(as_json(machine, results), indent=1).encode())
         write_atomically(out / "gpu-check.txt", as_text(machine, results).encode())
 
-    run_parts(parts, gpus, 60 * minutes, ["--device", device, "--out", str(out.absolute())], report)
+    options = ["--device", device, "--out", str(out.absolute())]
+    run_parts(parts, gpus, 60 * minutes, options, out / "logs", report)
+    _pack(out)
     say("\n" + as_text(machine, results).rstrip())
     return SOME_FAILED if any(result.outcome in ("failed", "stopped") for result in results) else DONE
+
+
+def _pack(out: Path) -> None:
+    """Write all results into one archive, to be sent."""
+    import tarfile
+
+    temporary = out / ".gpu-check.tar.gz"
+    with tarfile.open(temporary, "w:gz") as archive:
+        for name in ("gpu-check.json", "gpu-check.txt", "machine.yaml", "logs", "profiles"):
+            if (out / name).exists():
+                archive.add(out / name, f"gpu-check/{name}")
+    temporary.replace(out / "gpu-check.tar.gz")
 
 
 def _machine(gpus: int) -> dict[str, Any]:

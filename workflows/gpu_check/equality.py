@@ -21,31 +21,54 @@ TOLERANCE = 1e-10
 """Of gradients, relative to the norm of each; of loss, output and buffers."""
 CLASSES = 3
 GRIDS = {1: (1, 1), 2: (2, 1), 4: (2, 2)}
+_STAGES = ((1, 1), (1, 1))
+PLANS = {
+    "pipeline": hyfi_core.ParallelPlan(grids=_STAGES, microbatches=2),
+    "gems": hyfi_core.ParallelPlan(grids=_STAGES, schedule="gems_master", microbatches=2),
+    "chimera": hyfi_core.ParallelPlan(grids=_STAGES, schedule="chimera", microbatches=2),
+    "replicas": hyfi_core.ParallelPlan(grids=((1, 2),), replicas=2),
+    "cells": hyfi_core.ParallelPlan(grids=((1, 1),), cells=(2, 3)),
+    "cells, spilled": hyfi_core.ParallelPlan(grids=((1, 1),), cells=(3, 3), spill="memory", memory_bytes=1 << 30),
+    "recomputed": hyfi_core.ParallelPlan(grids=_STAGES, microbatches=2, recompute=True),
+    "fused halos": hyfi_core.ParallelPlan(grids=((2, 1),), fused_halo=3),
+}
+"""Plans besides grids, by the names in ``parts.EQUAL_PLANS``."""
+BATCH = 2
+"""Images of a replica."""
 _THIRD_PARTY = ("monai/DenseNet121", "torchvision/densenet121", "timm/densenet121", "transformers/RegNet")
 
 
-def equal(setting: Setting, network: str) -> Iterator[Row]:
-    """Compare one step and one prediction of a network, on all ranks of the job."""
+def equal(setting: Setting, what: str) -> Iterator[Row]:
+    """Compare one step and one prediction with plain PyTorch, on all ranks of the job.
+
+    Args:
+        setting: the device and the sizes.
+        what: the network, on a grid of all ranks; or "network/plan" for one of ``PLANS``.
+    """
     comm = hyfi_core.init()
+    network, _, name = what.partition("/")
+    plan = PLANS[name] if name else hyfi_core.ParallelPlan(grids=(GRIDS[comm.size],))
     torch.manual_seed(0)
-    named_model = _network_of(network, setting)
-    if named_model is None:
+    named = _network_of(network, setting)
+    if named is None:
         yield {"what": network, "not run": f"no network of another package is installed ({', '.join(_THIRD_PARTY)})"}
         return
-    name, model = named_model
+    title, model = named
     model = without_drops(model).double().train().to(setting.device)
     reference = copy.deepcopy(model)
-    shape = (2, 3, setting.sizes.equal_px, setting.sizes.equal_px)
-    images = torch.randn(shape, dtype=torch.float64).to(setting.device)
-    labels = torch.randint(CLASSES, (2,)).to(setting.device)
-    plan = hyfi_core.ParallelPlan(grids=(GRIDS[comm.size],))
+    shape = (BATCH, 3, setting.sizes.equal_px, setting.sizes.equal_px)
+    images = torch.randn((BATCH * plan.replicas, *shape[1:]), dtype=torch.float64).to(setting.device)
+    labels = torch.randint(CLASSES, (BATCH * plan.replicas,)).to(setting.device)
+    replica = comm.rank // (comm.size // plan.replicas)
+    own = slice(replica * BATCH, (replica + 1) * BATCH)
     engine = hyfi_core.parallelize(model, shape, plan, comm, verify=False)
-    loss = engine.accumulate(images, labels)
-    gradients, state, logits = engine.gather_gradients(), engine.gather_state_dict(), engine.predict(images)
+    loss = engine.accumulate(images[own], labels[own])
+    gradients, state, logits = engine.gather_gradients(), engine.gather_state_dict(), engine.predict(images[own])
     if gradients is not None and state is not None:
-        errors = _errors(reference, images, labels, (loss, gradients, state, logits))
+        errors = _errors(reference, images, labels, plan, (loss, gradients, state, logits))
         passed = all(error <= TOLERANCE for error in errors.values())
-        yield {"what": f"{name}, float64, {comm.size} x {setting.device.type}", "passed": passed, **errors}
+        title = f"{title}, {name}" if name else title
+        yield {"what": f"{title}, float64, {comm.size} x {setting.device.type}", "passed": passed, **errors}
 
 
 def _network_of(network: str, setting: Setting) -> tuple[str, nn.Module] | None:
@@ -60,21 +83,33 @@ def _network_of(network: str, setting: Setting) -> tuple[str, nn.Module] | None:
     return None if name is None else (name, makers[name](setting.sizes.equal_px))
 
 
-def _errors(reference: nn.Module, images: torch.Tensor, labels: torch.Tensor, results: Any) -> dict[str, float]:
-    """Return the largest errors of a step of the engine, by what was compared."""
+def _errors(
+    reference: nn.Module, images: torch.Tensor, labels: torch.Tensor, plan: hyfi_core.ParallelPlan, results: Any
+) -> dict[str, float]:
+    """Return the largest errors of a step of the engine, by what was compared.
+
+    The reference takes the micro-batches of all replicas one after the other. Its buffers are those of replica 0, which
+    all replicas take over.
+    """
     loss, gradients, state, logits = results
-    mean = F.cross_entropy(reference(images), labels)
-    torch.autograd.backward(mean)
-    expected = float(mean.detach())
-    buffers = [
-        float((state[name] - value).abs().max() / max(1.0, float(value.abs().max())))
-        for name, value in reference.named_buffers()
+    expected, buffers = 0.0, dict[str, torch.Tensor]()
+    parts = plan.replicas * plan.microbatches
+    for number, (inputs, targets) in enumerate(zip(images.chunk(parts), labels.chunk(parts), strict=True), 1):
+        mean = F.cross_entropy(reference(inputs), targets) / parts
+        torch.autograd.backward(mean)
+        expected += float(mean.detach())
+        if number == plan.microbatches:
+            buffers = {name: value.clone() for name, value in reference.named_buffers()}
+    differences = [
+        float((state[name] - value).abs().max() / max(1.0, float(value.abs().max()))) for name, value in buffers.items()
     ]
     with torch.no_grad():
-        output = reference.eval()(images)
+        for name, value in reference.named_buffers():
+            value.copy_(buffers[name])
+        output = reference.eval()(images[:BATCH])
     return {
         "gradients": worst(gradients, {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}),
         "loss": abs(loss - expected) / max(1.0, abs(expected)),
-        "buffers": max(buffers, default=0.0),
+        "buffers": max(differences, default=0.0),
         "output": float((logits - output).abs().max() / max(1.0, float(output.abs().max()))),
     }

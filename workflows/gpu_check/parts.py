@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from typing import Literal
 
 from workflows.launch.mpiexec import find
 
+Launcher = Literal["none", "mpiexec", "torchrun"]
+
 NETWORKS = ("resnet18", "amoebanet", "third party")
+RANKS: tuple[tuple[int, Launcher], ...] = ((1, "none"), (2, "mpiexec"), (4, "mpiexec"))
+EQUAL_PLANS: dict[str, tuple[int, Launcher]] = {
+    "pipeline": (2, "mpiexec"),
+    "gems": (2, "mpiexec"),
+    "chimera": (2, "mpiexec"),
+    "replicas": (4, "mpiexec"),
+    "cells": (1, "none"),
+    "cells, spilled": (1, "none"),
+    "recomputed": (2, "mpiexec"),
+    "fused halos": (2, "mpiexec"),
+}
+"""Plans that are compared besides grids -> how many ranks they have, and what starts them; see ``equality``."""
 
 
 @dataclass(frozen=True)
@@ -21,17 +36,24 @@ class CheckPart:
         argument: of the function.
         ranks: number of processes.
         launcher: what starts them.
-        weight: share of the time, relative to other parts.
+        weight: share of the time, relative to other parts: about the seconds that it takes on an H100.
         gpus: GPUs that it needs.
+        together: whether it may run beside others: it measures no time and no memory.
     """
 
     name: str
     body: str
     argument: str = ""
     ranks: int = 1
-    launcher: Literal["none", "mpiexec", "torchrun"] = "none"
+    launcher: Launcher = "none"
     weight: float = 1.0
     gpus: int = 1
+    together: bool = False
+
+    @property
+    def file_name(self) -> str:
+        """Name of the files of its output."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
     def command(self, options: list[str]) -> list[str]:
         """Return the command line that runs this part.
@@ -57,18 +79,36 @@ def all_parts(sides_px: tuple[int, ...]) -> list[CheckPart]:
     Args:
         sides_px: sides of the images of timed steps.
     """
+    first_px, *others_px = sides_px
     return [
-        *(CheckPart(f"equal: {network}, 1 rank", "equal", network) for network in NETWORKS),
-        *(CheckPart(f"equal: {network}, 2 ranks", "equal", network, 2, "mpiexec") for network in NETWORKS),
-        *(CheckPart(f"equal: {network}, 4 ranks", "equal", network, 4, "mpiexec") for network in NETWORKS),
-        *(CheckPart(f"equal: {network}, 2 GPUs", "equal", network, 2, "torchrun", gpus=2) for network in NETWORKS),
-        CheckPart("tests of GPUs", "tests"),
-        *(CheckPart(f"speed: {side} px", "speed", str(side), weight=1.5) for side in sides_px),
-        CheckPart("staged messages", "staged", ranks=2, launcher="mpiexec"),
-        CheckPart("feed", "feed", ranks=2, launcher="mpiexec"),
-        CheckPart("cells", "cells", weight=1.5),
-        CheckPart("largest image", "largest", "in core", weight=1.5),
-        CheckPart("largest image by cells", "largest", "cells", weight=2.0),
-        CheckPart("memory forecast", "memory"),
-        CheckPart("machine", "machine", weight=2.0),
+        *(
+            CheckPart(f"equal: {network}, {_ranks_text(ranks)}", "equal", network, ranks, launcher, 3.0, together=True)
+            for network in NETWORKS
+            for ranks, launcher in RANKS
+        ),
+        *(
+            CheckPart(f"equal: {name}", "equal", f"resnet18/{name}", ranks, launcher, 3.0, together=True)
+            for name, (ranks, launcher) in EQUAL_PLANS.items()
+        ),
+        *(
+            CheckPart(f"equal: {network}, 2 GPUs", "equal", network, 2, "torchrun", 3.0, 2, together=True)
+            for network in NETWORKS
+        ),
+        CheckPart("tests of GPUs", "tests", weight=30.0),
+        CheckPart("commands", "commands", weight=60.0),
+        CheckPart(f"speed: {first_px} px", "speed", str(first_px), weight=20.0),
+        *(CheckPart(f"speed: {side} px", "speed", str(side), weight=20.0) for side in others_px),
+        CheckPart("profile", "profile", str(first_px), weight=10.0),
+        CheckPart("cells", "cells", weight=45.0),
+        CheckPart("memory forecast", "memory", weight=15.0),
+        CheckPart("staged messages", "staged", ranks=2, launcher="mpiexec", weight=15.0),
+        CheckPart("feed", "feed", ranks=2, launcher="mpiexec", weight=20.0),
+        CheckPart("largest image", "largest", "in core", weight=20.0),
+        CheckPart("largest image by cells", "largest", "cells", weight=45.0),
+        CheckPart(f"compiled: {first_px} px", "compiled", str(first_px), weight=100.0),
+        CheckPart("machine", "machine", weight=30.0),
     ]
+
+
+def _ranks_text(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import torch
@@ -41,10 +42,16 @@ def cells(setting: Setting, _: str) -> Iterator[Row]:
 
 
 def largest(setting: Setting, how: str) -> Iterator[Row]:
-    """Train on larger and larger square images until one does not fit, or the time is up; each gives a row."""
+    """Train on larger and larger square images until one does not fit, or the next would take too long."""
     by_cells = hyfi_core.ParallelPlan(grids=((1, 1),), cells="auto", spill="memory")
     plan, device = _ONE_RANK if how == "in core" else by_cells, setting.device
+    before_s, before_px = 0.0, setting.sizes.ladder_px[0]
     for side_px in setting.sizes.ladder_px:
+        expected_s = before_s * (side_px / before_px) ** 2
+        if before_s and expected_s > setting.seconds_left:
+            yield {"what": f"{side_px} px, {how}", "would take": f"{expected_s:.0f} s, more than are left"}
+            return
+        begin_s = time.monotonic()
 
         def measured(side_px: int = side_px) -> Row:
             model = network(setting)
@@ -57,6 +64,7 @@ def largest(setting: Setting, how: str) -> Iterator[Row]:
         if "failed" in row and "largest_px" not in row:
             yield {"what": row["what"], "does not fit": row["failed"]}
             return
+        before_s, before_px = time.monotonic() - begin_s, side_px
         yield row
         free(device)
 

@@ -1,4 +1,8 @@
-"""Runs the parts of a check one after the other, each in its own session of processes with a time limit."""
+"""Runs the parts of a check, each in its own session of processes with a time limit.
+
+equal │ equal │ equal      parts that measure no time run beside each other, as many as there are cores for
+──────┴───────┴────── then one after the other, each with its share of the time that is left
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 from data.children import child_environment, die_with_parent
@@ -29,39 +35,77 @@ def run_parts(
     gpus: int,
     seconds: float,
     options: list[str],
+    logs: Path,
     report: Callable[[PartResult], None],
 ) -> list[PartResult]:
     """Run all parts; each may take its share of the remaining time, so time that a part leaves serves later ones.
 
     Args:
-        parts: in order.
+        parts: in order; those that may run together come first.
         gpus: number of GPUs here; a part that needs more is not run. 0: the check runs on the processor.
         seconds: for all parts.
-        options: of the child program.
+        options: of the child program, which is also told its time with ``--seconds``.
+        logs: folder for everything that the parts print; made if it does not exist.
         report: called with each result.
     """
-    results: list[PartResult] = []
+    logs.mkdir(parents=True, exist_ok=True)
     deadline_s = time.monotonic() + seconds
-    for number, part in enumerate(parts):
-        left = sum(later.weight for later in parts[number:] if later is part or _lacking(later, gpus) is None)
+    together = [part for part in parts if part.together]
+    alone = [part for part in parts if not part.together]
+    share = _weight(together, gpus) / max(_weight(parts, gpus), 1e-9)
+    results = _run_together(together, gpus, seconds * share, options, logs, report)
+    for number, part in enumerate(alone):
+        left = max(_weight(alone[number:], gpus), part.weight)
         limit_s = max(1.0, (deadline_s - time.monotonic()) * part.weight / left)
-        results.append(_run(part, gpus, limit_s, options))
+        results.append(_run(part, gpus, limit_s, options, logs))
         report(results[-1])
     return results
 
 
-def _run(part: CheckPart, gpus: int, limit_s: float, options: list[str]) -> PartResult:
+def _weight(parts: Sequence[CheckPart], gpus: int) -> float:
+    """Return the weight of those parts that can run here."""
+    return sum(part.weight for part in parts if _lacking(part, gpus) is None)
+
+
+def _run_together(
+    parts: Sequence[CheckPart],
+    gpus: int,
+    seconds: float,
+    options: list[str],
+    logs: Path,
+    report: Callable[[PartResult], None],
+) -> list[PartResult]:
+    """Run parts beside each other, with about one process for each core."""
+    deadline_s, cores = time.monotonic() + seconds, max(os.cpu_count() or 1, 4)
+    waiting, running, results = list(parts), dict[Future[PartResult], CheckPart](), list[PartResult]()
+    with ThreadPoolExecutor(max(len(parts), 1)) as threads:  # all live until the end: children die with their thread
+        while waiting or running:
+            busy = sum(part.ranks for part in running.values())
+            while waiting and (not running or busy + waiting[0].ranks <= cores):
+                part = waiting.pop(0)
+                limit_s = max(1.0, deadline_s - time.monotonic())
+                running[threads.submit(_run, part, gpus, limit_s, options, logs)] = part
+                busy += part.ranks
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[ended]
+                results.append(ended.result())
+                report(results[-1])
+    return results
+
+
+def _run(part: CheckPart, gpus: int, limit_s: float, options: list[str], logs: Path) -> PartResult:
     lacking = _lacking(part, gpus)
     if lacking is not None:
         return PartResult(part.name, "not run", lacking)
     try:
-        command = part.command(options)
+        command = part.command([*options, "--seconds", f"{limit_s:.1f}"])
     except RequestError as error:
         return PartResult(part.name, "not run", str(error))
     begin_s = time.monotonic()
-    code, output, errors = _output(command, limit_s, _environment(part, gpus))
+    log = logs / f"{part.file_name}.txt"
+    code, output = _output(command, limit_s, _environment(part, gpus), log)
     rows = list(_rows(output))
-    outcome, reason = _verdict(code, rows, errors, limit_s)
+    outcome, reason = _verdict(code, rows, log, limit_s)
     return PartResult(part.name, outcome, reason, round(time.monotonic() - begin_s, 1), rows)
 
 
@@ -78,9 +122,19 @@ def _environment(part: CheckPart, gpus: int) -> Mapping[str, str]:
     return environment
 
 
-def _output(command: Sequence[str], limit_s: float, environment: Mapping[str, str]) -> tuple[int | None, str, str]:
-    """Return (exit code, or None at the time limit; standard output; standard error); no process is left."""
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+def _output(
+    command: Sequence[str], limit_s: float, environment: Mapping[str, str], log: Path
+) -> tuple[int | None, str]:
+    """Return (exit code, or None at the time limit; standard output); no process is left.
+
+    Args:
+        command: program and arguments.
+        limit_s: time limit.
+        environment: of the program.
+        log: file for standard error; standard output is added at the end.
+    """
+    output_log = log.with_suffix(".out")
+    with output_log.open("w+") as output, log.open("w") as errors:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -101,9 +155,11 @@ def _output(command: Sequence[str], limit_s: float, environment: Mapping[str, st
         finally:
             kill_session(child.pid)
             child.wait()
-        output.seek(0, os.SEEK_SET)
-        errors.seek(0, os.SEEK_SET)
-        return code, output.read(), errors.read()
+    text = output_log.read_text(errors="replace")
+    with log.open("a") as file:
+        file.write(f"\nstandard output:\n{text}")
+    output_log.unlink()
+    return code, text
 
 
 def _rows(output: str) -> list[dict[str, Any]]:
@@ -119,16 +175,25 @@ def _rows(output: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _verdict(code: int | None, rows: Sequence[Mapping[str, Any]], errors: str, limit_s: float) -> tuple[Outcome, str]:
+def _verdict(code: int | None, rows: Sequence[Mapping[str, Any]], log: Path, limit_s: float) -> tuple[Outcome, str]:
     if code is None:
-        return "stopped", f"its share of the time, {limit_s:.0f} s, was up"
+        return "stopped", f"its share of the time, {limit_s:.0f} s, was up; see {log.parent.name}/{log.name}"
     if code != 0:
-        lines = [line.strip() for line in errors.splitlines() if line.strip()]
-        return "failed", " | ".join(lines[-_LAST_LINES:]) or f"exit code {code}"
+        reason = _first_error(log.read_text(errors="replace")) or f"exit code {code}"
+        return "failed", f"{reason}; see {log.parent.name}/{log.name}"
     wrong = [row["what"] for row in rows if row.get("passed") is False or "failed" in row]
     if wrong:
         return "failed", ", ".join(wrong)
     if not rows:
-        return "failed", "it ended without a result"
+        return "failed", f"it ended without a result; see {log.parent.name}/{log.name}"
     reasons = [row["not run"] for row in rows if "not run" in row]
-    return ("not run", reasons[0]) if reasons else ("passed", "")
+    return ("not run", reasons[0]) if len(reasons) == len(rows) else ("passed", "")
+
+
+_ERROR = re.compile(r"^(?:\[[^\]]*\]:?\s*)?[\w.]*(?:Error|Exception|Interrupt)\b(?::.*)?$")
+
+
+def _first_error(errors: str) -> str:
+    """Return the line that names the first error of any rank; the last lines if there is none."""
+    lines = [line.strip() for line in errors.split("\nstandard output:\n")[0].splitlines() if line.strip()]
+    return next((line for line in lines if _ERROR.match(line)), " | ".join(lines[-_LAST_LINES:]))

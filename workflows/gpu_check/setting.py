@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ class CheckSizes:
         staged_px: side of the image of two ranks that share a GPU.
         forecast_px: sides of the images whose memory is compared with the forecast.
         ladder_px: sides to try for the largest image, rising.
+        slides_px: side of the slides that commands train on.
         steps: timed steps.
         cells: grid of cells.
     """
@@ -31,6 +34,7 @@ class CheckSizes:
     staged_px: int
     forecast_px: tuple[int, ...]
     ladder_px: tuple[int, ...]
+    slides_px: int
     steps: int
     cells: tuple[int, int]
 
@@ -43,6 +47,7 @@ FULL = CheckSizes(
     staged_px=2048,
     forecast_px=(2048, 4096),
     ladder_px=(4096, 6144, 8192, 10240, 12288, 16384, 20480, 24576, 32768),
+    slides_px=2048,
     steps=5,
     cells=(4, 4),
 )
@@ -54,6 +59,7 @@ SMALL = CheckSizes(
     staged_px=64,
     forecast_px=(64,),
     ladder_px=(64, 96),
+    slides_px=512,
     steps=1,
     cells=(2, 2),
 )
@@ -68,11 +74,18 @@ class Setting:
         device: of this process.
         sizes: of all parts.
         out: folder of results.
+        deadline_s: until when this part may take, by ``time.monotonic``.
     """
 
     device: torch.device
     sizes: CheckSizes
     out: Path
+    deadline_s: float = math.inf
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the end of this part's time."""
+        return self.deadline_s - time.monotonic()
 
     @property
     def autocast(self) -> torch.dtype:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,7 @@ from hyfi_core.models import resnet
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.runtime.engine import Engine
-from workflows.gpu_check.measure_step import Row, StepBody, free, step_s, tried
+from workflows.gpu_check.measure_step import Row, StepBody, finish, free, step_s, tried
 from workflows.gpu_check.setting import Setting
 from workflows.training.feeding import BatchImages
 
@@ -74,48 +76,64 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def speed(setting: Setting, side: str) -> Iterator[Row]:
-    """Time a step of plain PyTorch and of the engine on one rank, both eager and compiled."""
-    side_px, device, steps = int(side), setting.device, setting.sizes.steps
-    images, labels = batch(setting, side_px)
+    """Time a step of plain PyTorch and of the engine on one rank, both eager."""
+    sides = {"eager": partial(plain_step, setting, int(side)), "engine": partial(engine_step, setting, int(side))}
+    yield from _compared(setting, int(side), sides, (("engine", "eager"),))
 
-    def plain_step(compiled: bool) -> StepBody:
-        model = network(setting)
-        optimizer, forward = _sgd(list(model.parameters())), torch.compile(model) if compiled else model
 
-        def step() -> None:
-            with torch.autocast(device.type, setting.autocast):
-                loss = F.cross_entropy(forward(images), labels)
-            torch.autograd.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    def engine_step(compiled: bool) -> StepBody:
-        compile: CompileMode = "on" if compiled else "off"
-        engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator(), compile=compile)
-        return lambda: engine.train_step(images, labels)
-
+def compiled(setting: Setting, side: str) -> Iterator[Row]:
+    """Time the first step and later ones of plain PyTorch and of the engine on one rank, both compiled."""
     sides = {
-        "eager": lambda: plain_step(False),
-        "engine": lambda: engine_step(False),
-        "compiled": lambda: plain_step(True),
-        "compiled_engine": lambda: engine_step(True),
+        "compiled": partial(plain_step, setting, int(side), True),
+        "compiled_engine": partial(engine_step, setting, int(side), True),
     }
-    seconds: dict[str, float] = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*uncompiled")  # it would time something else
-        for name, make in sides.items():
-            row = tried(f"{name} at {side_px} px", lambda make=make: {"step_s": step_s(make(), device, steps)}, device)  # type: ignore[misc]
-            seconds |= {name: row["step_s"]} if "step_s" in row else {}
-            yield row
-            free(device)
-    pairs = (
-        ("engine", "eager"),
-        ("engine", "compiled"),
-        ("compiled_engine", "engine"),
-        ("compiled_engine", "compiled"),
-    )
+        yield from _compared(setting, int(side), sides, (("compiled_engine", "compiled"),))
+
+
+def plain_step(setting: Setting, side_px: int, compiled: bool = False) -> StepBody:
+    """Return a training step of plain PyTorch."""
+    images, labels = batch(setting, side_px)
+    model = network(setting)
+    optimizer, forward = _sgd(list(model.parameters())), torch.compile(model) if compiled else model
+
+    def step() -> None:
+        with torch.autocast(setting.device.type, setting.autocast):
+            loss = F.cross_entropy(forward(images), labels)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def engine_step(setting: Setting, side_px: int, compiled: bool = False) -> StepBody:
+    """Return a training step of the engine on one rank."""
+    images, labels = batch(setting, side_px)
+    engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator(), compile="on" if compiled else "off")
+    return lambda: engine.train_step(images, labels)
+
+
+def _compared(
+    setting: Setting, side_px: int, sides: Mapping[str, Callable[[], StepBody]], pairs: Sequence[tuple[str, str]]
+) -> Iterator[Row]:
+    """Time the steps of each side, and give the ratios of pairs."""
+    seconds: dict[str, float] = {}
+    for name, make in sides.items():
+
+        def measured(make: Callable[[], StepBody] = make) -> Row:
+            step = make()
+            begin_s = time.perf_counter()
+            step()
+            finish(setting.device)
+            first_s = time.perf_counter() - begin_s
+            return {"step_s": step_s(step, setting.device, setting.sizes.steps), "first_step_s": first_s}
+
+        row = tried(f"{name} at {side_px} px", measured, setting.device)
+        seconds |= {name: row["step_s"]} if "step_s" in row else {}
+        yield row
+        free(setting.device)
     ratios = {f"{a}_to_{b}": seconds[a] / seconds[b] for a, b in pairs if {a, b} <= seconds.keys()}
     if ratios:
         yield {"what": f"{setting.sizes.network}, {side_px} px", **ratios}

@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ from tests.conftest import ROOT
 from workflows.gpu_check import equality
 from workflows.gpu_check.__main__ import main
 from workflows.gpu_check.child import BODIES
-from workflows.gpu_check.parts import all_parts
+from workflows.gpu_check.parts import EQUAL_PLANS, all_parts
 from workflows.gpu_check.setting import SMALL, Setting
 
 
@@ -65,13 +68,26 @@ def test_room_and_speed_give_their_ratios(setting: Setting, monkeypatch: pytest.
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", broken)  # takes a minute
-    *_, compiled, compiled_engine, ratios = BODIES["speed"](setting, "64")
+    compiled, compiled_engine = BODIES["compiled"](setting, "64")
     assert compiled["failed"] == "RuntimeError: no compiler"
     assert "uncompiled" in compiled_engine["failed"]  # it is not timed as it is
+    *_, ratios = BODIES["speed"](setting, "64")
     assert ratios["engine_to_eager"] > 0 and {*ratios} == {"what", "engine_to_eager"}
+    copies, *_ = BODIES["profile"](setting, "64")
+    assert copies["what"] == "aten::copy_, calls in a step" and copies["eager"] >= 0 and copies["engine"] > 0
+    assert (setting.out / "profiles" / "engine-64.txt").stat().st_size > 1000
     (memory,) = BODIES["memory"](setting, "")
     assert memory["peak_to_forecast"] > 0
     assert [row["largest_px"] for row in BODIES["largest"](setting, "in core")] == list(SMALL.ladder_px)
+    late = replace(setting, deadline_s=time.monotonic())
+    first, then = BODIES["largest"](late, "in core")
+    assert "largest_px" in first and "more than are left" in then["would take"]  # it ends by itself
+
+
+def test_every_plan_that_is_compared_has_its_ranks() -> None:
+    assert {name: plan.ranks for name, plan in equality.PLANS.items()} == {
+        name: ranks for name, (ranks, _) in EQUAL_PLANS.items()
+    }
 
 
 @pytest.mark.soak
@@ -84,4 +100,7 @@ def test_all_parts_run_on_a_processor(tmp_path: Path) -> None:
         part.name: "passed" for part in all_parts(SMALL.speed_px)
     }
     assert (tmp_path / "out" / "gpu-check.txt").read_text() in done.stdout + "\n"
-    assert (tmp_path / "out" / "machine.yaml").exists()
+    with tarfile.open(tmp_path / "out" / "gpu-check.tar.gz") as archive:
+        names = set(archive.getnames())
+    assert {"gpu-check/machine.yaml", "gpu-check/gpu-check.txt", "gpu-check/profiles/engine-64.txt"} <= names
+    assert {f"gpu-check/logs/{part.file_name}.txt" for part in all_parts(SMALL.speed_px)} <= names
