@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from data.files import remove_leftovers, temporary_path
 from data.location import create_exclusively, is_remote, location, remove_tree
-from hyfi_core.comm.shared_disk import require_shared
+from hyfi_core.comm.agreement.shared_disk import require_shared
 from hyfi_core.errors import RequestError
 
 if TYPE_CHECKING:  # without torch, for processes that only read slides

@@ -68,6 +68,9 @@ ARROWS["workflows"]["training"].discard("export_model")
 LARGEST_FOLDER = 20
 LONGEST_FILE_LINES = 400
 LONGEST_FUNCTION_LINES = 60
+# Files and folders that may be larger, as CONTRIBUTING lists them with their reasons.
+_SIZES = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("**Sizes.**")[2].partition("**Names.**")[0]
+MAY_BE_LARGER = frozenset(re.findall(r"^\| `([\w/.]+)` \| [^|]{10,} \|$", _SIZES, re.MULTILINE))
 PURE = ("plan", "schedule")
 ONLY_HERE = {"mpi4py": "hyfi_core/comm/mpi.py", "openslide": "pathology/readers/openslide_source.py"}
 
@@ -122,12 +125,16 @@ def test_every_folder_has_its_arrows(package: str) -> None:
 def crowded(package: Path) -> dict[str, int]:
     """Return the folders of a package, itself one, that hold too many Python files, ``__init__.py`` among them."""
     files = Counter(path.parent.relative_to(package.parent).as_posix() for path in package.rglob("*.py"))
-    return {folder: count for folder, count in files.items() if count > LARGEST_FOLDER}
+    return {name: count for name, count in files.items() if count > LARGEST_FOLDER and name not in MAY_BE_LARGER}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_folder_is_crowded(package: str) -> None:
     assert crowded(ROOT / package) == {}
+
+
+def test_what_may_be_larger_exists() -> None:
+    assert MAY_BE_LARGER and [name for name in MAY_BE_LARGER if not (ROOT / name).exists()] == []
 
 
 def test_a_crowded_folder_is_seen(tmp_path: Path) -> None:
@@ -215,7 +222,8 @@ def too_long(path: Path) -> list[str]:
     """Return what is longer in a file than this project allows."""
     text = path.read_text(encoding="utf-8")
     lines = text.count("\n")
-    found = [f"{path.name}: {lines} lines"] if lines > LONGEST_FILE_LINES else []
+    may_be_longer = path.relative_to(ROOT).as_posix() in MAY_BE_LARGER
+    found = [f"{path.name}: {lines} lines"] if lines > LONGEST_FILE_LINES and not may_be_longer else []
     for node in definitions(ast.parse(text)):
         length = (node.end_lineno or node.lineno) - node.lineno + 1
         if not isinstance(node, ast.ClassDef) and length > LONGEST_FUNCTION_LINES:

@@ -19,8 +19,8 @@ from hyfi_core.capture.export import capture
 from hyfi_core.capture.stages import cut_program
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.operators import operator_costs
+from hyfi_core.cost.search.cuts import with_cuts
 from hyfi_core.errors import RequestError
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet10, resnet18

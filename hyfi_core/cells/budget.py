@@ -16,7 +16,7 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cells.fused_memory import CellCosts
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.resident import ResidentLimit
-from hyfi_core.cost.memory import (
+from hyfi_core.cost.memory.forecast import (
     BORDERS,
     FORECAST_OFF,
     LIBRARY_BYTES,

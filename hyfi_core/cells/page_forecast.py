@@ -14,7 +14,7 @@ import torch
 
 from hyfi_core.cells.recipe import DEEPEST, cheap_calls, is_cheap
 from hyfi_core.cells.spill_store import blocks_bytes
-from hyfi_core.cost.memory import STEP_BYTES
+from hyfi_core.cost.memory.forecast import STEP_BYTES
 from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool

@@ -8,22 +8,15 @@
 A page is the storage of a map, which the tape, live values or a running operator may reference. Only the storage is
 freed, so results do not change. A page with a *recipe* is dropped instead of written, and recomputed from other pages.
 The next use of each page is known from the tape: see ``cells.paged_steps``.
-
-Pages are ordered by three heaps. An entry is not removed when its page changes: a new one is added, and an outdated one
-is skipped when it is popped.
-
-    _farthest    pages in memory, the latest next use first: what to drop
-    _dirty       those of them that must be written before they can be dropped: what to write early
-    _nearest     pages not in memory, the earliest next use first: what to read ahead
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from heapq import heappop
 from typing import Any
 
 import torch
@@ -32,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hyfi_core.cells.budget import EARLY
 from hyfi_core.cells.page import NEVER, PLACES, Page, PagerCounts, When
 from hyfi_core.cells.page_forecast import SMALLEST_BYTES
+from hyfi_core.cells.page_order import PageOrder, pop_latest
 from hyfi_core.cells.recipe import Recipe, image_of, same_memory, tensors_in
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import SpillStore, queued
@@ -68,10 +62,7 @@ class Pager:
         self._fixed: set[int] = set()
         self._pages: dict[int, Page] = {}
         self._pinned: dict[int, list[Page]] = {}
-        self._farthest: list[tuple[int, int, int, Page]] = []
-        self._dirty: list[tuple[int, int, int, Page]] = []
-        self._nearest: list[tuple[int, int, int, Page]] = []
-        self._entries = 0
+        self._order = PageOrder()
         self._memory_bytes = 0
         self._ready_bytes = 0
         self._ahead: dict[int, Page] = {}
@@ -176,8 +167,8 @@ class Pager:
         goal = max(0, int(_LOW * limit_bytes) - room_bytes)
         pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
         later: list[Page] = []
-        while self._memory_bytes > goal and self._farthest:
-            page = self._pop(self._farthest)
+        while self._memory_bytes > goal and self._order.farthest:
+            page = pop_latest(self._order.farthest)
             if page is None:
                 continue
             if id(page) in pinned or page.reading or page.stays:
@@ -199,7 +190,7 @@ class Pager:
             self._forget(key)
         self._pinned.clear()
         self._fixed.clear()
-        self._farthest, self._dirty, self._nearest = [], [], []
+        self._order = PageOrder()
         self._ahead.clear()
         self._memory_bytes = self._ready_bytes = 0
         self.counts = PagerCounts()
@@ -296,32 +287,19 @@ class Pager:
         self._enqueue(page)
 
     def _enqueue(self, page: Page) -> None:
-        """Add entries for a page to the heaps, by its next use."""
+        """Order a page by its next use, after a change of it."""
         self._update_ready(page)
-        self._entries += 1
-        when, cell = page.next
-        if not page.in_memory:
-            heapq.heappush(self._nearest, (when, cell, self._entries, page))
-            return
-        heapq.heappush(self._farthest, (-when, -cell, self._entries, page))
-        if not page.can_be_dropped:
-            heapq.heappush(self._dirty, (-when, -cell, self._entries, page))
-
-    def _pop(self, heap: list[tuple[int, int, int, Page]]) -> Page | None:
-        """Pop the first page of ``_farthest`` or ``_dirty``; None if its entry is outdated."""
-        when, cell, _, page = heapq.heappop(heap)
-        current = (-when, -cell) == page.next and page.in_memory
-        return page if current and not page.memory.expired() else None
+        self._order.add(page)
 
     # -- reading and writing
 
     def _read_ahead(self, room_bytes: int) -> None:
         """Start reading the pages that are needed next, in place of pages that are needed later."""
         budget = _AHEAD * self.limit_bytes - sum(page.size for page in self._ahead.values())
-        while self._nearest and budget > 0:
-            when, cell, _, page = self._nearest[0]
+        while self._order.nearest and budget > 0:
+            when, cell, _, page = self._order.nearest[0]
             if (when, cell) != page.next or page.in_memory or page.memory.expired():
-                heapq.heappop(self._nearest)
+                heappop(self._order.nearest)
                 continue
             upcoming = [page] if page.recipe is None else self._pages_of(page.recipe.sources)
             upcoming = [candidate for candidate in upcoming if not candidate.in_memory and candidate.recipe is None]
@@ -329,7 +307,7 @@ class Pager:
             # A page that is never used again is last on the heap: nothing behind it is needed, either.
             if when >= NEVER >> PLACES or not self._drop_later_pages(room_bytes + size, (when, cell)):
                 return
-            heapq.heappop(self._nearest)
+            heappop(self._order.nearest)
             for candidate in upcoming:
                 self._read(candidate)
                 self._ahead[id(candidate)] = candidate
@@ -340,9 +318,9 @@ class Pager:
         pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
         limit_bytes = self._limit_now()
         while self._memory_bytes + room_bytes > limit_bytes:
-            if not self._farthest or (-self._farthest[0][0], -self._farthest[0][1]) <= before:
+            if not self._order.farthest or (-self._order.farthest[0][0], -self._order.farthest[0][1]) <= before:
                 return False
-            page = self._pop(self._farthest)
+            page = pop_latest(self._order.farthest)
             if page is None:
                 continue
             writing = page.work is not None and not page.work.done()
@@ -356,8 +334,8 @@ class Pager:
     def _write_early(self) -> None:
         """Start writing the pages with the latest use, so that they can be dropped at once when memory is full."""
         lacking_bytes = self._memory_bytes - EARLY * self.limit_bytes - self._ready_bytes
-        while lacking_bytes > 0 and self._dirty:
-            page = self._pop(self._dirty)
+        while lacking_bytes > 0 and self._order.dirty:
+            page = pop_latest(self._order.dirty)
             if page is not None and not page.can_be_dropped and page.work is None:
                 self._write(page)
                 lacking_bytes -= page.size

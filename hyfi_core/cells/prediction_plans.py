@@ -20,11 +20,11 @@ import torch
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.budget import evaluation_bytes, spilled_bytes, with_cells
 from hyfi_core.cells.fused_memory import CellCosts
-from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.memory import enough_gb
+from hyfi_core.cost.memory.forecast import enough_gb
 from hyfi_core.cost.operators import value_bytes
-from hyfi_core.cost.stage_cost import StageCosts
+from hyfi_core.cost.step.lowered_stages import LoweredPlans
+from hyfi_core.cost.step.stage_cost import StageCosts
 from hyfi_core.errors import MemoryLimitError, RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import squarest

@@ -22,10 +22,10 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cells.budget import EARLY, OF_FREE_MEMORY, largest_step, page_limit, spilled_bytes
 from hyfi_core.cells.halo import for_training
 from hyfi_core.cells.page_forecast import PagedForecast, forecast_pages
-from hyfi_core.cost.lowered_stages import LoweredPlans, lowered_stages
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.memory import forecast_memory
-from hyfi_core.cost.node.spilling import SpilledMaps
+from hyfi_core.cost.memory.forecast import forecast_memory
+from hyfi_core.cost.step.lowered_stages import LoweredPlans, lowered_stages
+from hyfi_core.cost.step.spilling import SpilledMaps
 from hyfi_core.lowering.segments import build_tape
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement

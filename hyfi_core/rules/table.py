@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.rules import batch_norm, channel, entries, norm, pointwise, product, random, reduction, shape, softmax
-from hyfi_core.rules.moves import interpolate, line_windows, patches, place, resize, slices
+from hyfi_core.rules.moves import interpolate, place, resize, slices
 from hyfi_core.rules.operator_facts import UNKNOWN, OperatorFacts
-from hyfi_core.rules.windows import sliding
+from hyfi_core.rules.windows import line_windows, patches, sliding
 
 _FAMILIES = (
     *(batch_norm, channel, entries, norm, pointwise, product, random, reduction, shape, softmax),

@@ -17,7 +17,7 @@ from hyfi_core.capture.verify import Output
 from hyfi_core.cells.fused_memory import runs_for_cells
 from hyfi_core.cells.fused_place import CELL_OPERATORS
 from hyfi_core.cells.halo import for_prediction, for_training
-from hyfi_core.comm.agree import compare
+from hyfi_core.comm.agreement.agree import compare
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.branch_packing import divide_stage
 from hyfi_core.cost.fused_depth import fused_runs

@@ -14,14 +14,14 @@ from hyfi_core.cells.budget import with_cells
 from hyfi_core.cells.page import PagerCounts
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.comm.activity import ACTIVITY
-from hyfi_core.comm.agree import CallConsensus, agree
+from hyfi_core.comm.agreement.agree import CallConsensus, agree
+from hyfi_core.comm.agreement.same_weights import SameWeights
+from hyfi_core.comm.agreement.weight_watch import WeightWatch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import Span
-from hyfi_core.comm.same_weights import SameWeights
-from hyfi_core.comm.weight_watch import WeightWatch
-from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.model_flops import training_flops
+from hyfi_core.cost.search.cuts import with_cuts
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segment_compiler import SegmentCompiler
 from hyfi_core.plan.batch_shapes import BatchShapes, Shape

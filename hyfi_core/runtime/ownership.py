@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.released import named_tensors
-from hyfi_core.comm.agree import agree
+from hyfi_core.comm.agreement.agree import agree
+from hyfi_core.comm.agreement.same_weights import HeldWeights
 from hyfi_core.comm.base import Message
-from hyfi_core.comm.same_weights import HeldWeights
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.calls.local_use import local_state
 from hyfi_core.runtime.compiled import StageNames

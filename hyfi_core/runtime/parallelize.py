@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core.capture.released import device_of
-from hyfi_core.comm.agree import agree, compare_requests
+from hyfi_core.comm.agreement.agree import agree, compare_requests
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segment_compiler import CompileMode, SegmentCompiler, why_not_compiled

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core.capture.verify import Output
-from hyfi_core.comm.described import describe_function
+from hyfi_core.comm.agreement.described import describe_function
 from hyfi_core.lowering.segment_compiler import CompileMode
 from hyfi_core.runtime.batch_reader import MemoryFormat
 from hyfi_core.runtime.losses.loss_function import Loss, LossOver

@@ -12,11 +12,11 @@ import torch
 from hyfi_core.capture.released import device_of, dtype_of
 from hyfi_core.capture.verify import Output
 from hyfi_core.comm.activity import ACTIVITY
-from hyfi_core.comm.agree import CallConsensus, agree
+from hyfi_core.comm.agreement.agree import CallConsensus, agree
+from hyfi_core.comm.agreement.same_weights import SameWeights
+from hyfi_core.comm.agreement.weight_watch import WeightWatch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import Span
-from hyfi_core.comm.same_weights import SameWeights
-from hyfi_core.comm.weight_watch import WeightWatch
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement

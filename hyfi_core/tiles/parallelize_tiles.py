@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyfi_core.comm.agree import agree, compare_requests
+from hyfi_core.comm.agreement.agree import agree, compare_requests
+from hyfi_core.comm.agreement.described import describe_function
 from hyfi_core.comm.base import Communicator
-from hyfi_core.comm.described import describe_function
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.losses.loss_function import Loss

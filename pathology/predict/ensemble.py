@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from data.samples.dataset import SlideDataset
 from data.samples.view import View
 from data.tiles.tissue_tiles import TissueTiles
-from hyfi_core.comm.agree import agree
+from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import NoMapError, RequestError
 from hyfi_core.plan.box import Box

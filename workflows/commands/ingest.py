@@ -129,7 +129,7 @@ def run(arguments: IngestArguments) -> int:
 
 def _ingest_as_rank(arguments: IngestArguments) -> int:
     """Ingest as one of several ranks; return the exit code, the same on every rank. Collective."""
-    from hyfi_core.comm.agree import agree
+    from hyfi_core.comm.agreement.agree import agree
     from pathology.ingest.together import ingest_together
     from pathology.memory import worker_count
 

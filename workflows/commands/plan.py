@@ -26,8 +26,8 @@ from workflows.run_machine import default_machine, machine_of
 
 if TYPE_CHECKING:
     from hyfi_core.cost.machine import MachineModel
-    from hyfi_core.cost.planner import PlanSearch
-    from hyfi_core.cost.simulator import StepForecast
+    from hyfi_core.cost.search.planner import PlanSearch
+    from hyfi_core.cost.step.simulator import StepForecast
     from hyfi_core.plan.parallel_plan import ParallelPlan
 
 
@@ -148,8 +148,8 @@ def _plan_predictions(
 
 def _search(settings: Config, machine: MachineModel, ranks: int, images: int, top: int) -> PlanSearch:
     from hyfi_core.cells.spill_forecast import SpillForecast
-    from hyfi_core.cost.branch_plans import best_of_all_plans
-    from hyfi_core.cost.plan_family import PlanRequest
+    from hyfi_core.cost.search.branch_plans import best_of_all_plans
+    from hyfi_core.cost.search.plan_family import PlanRequest
     from workflows.evaluation.programs import ModelPrograms
     from workflows.training.memory import PROCESS_BYTES
 

@@ -185,7 +185,7 @@ def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list
 
 def _predict(request: PredictionRequest) -> int:
     """Predict as this rank, or alone; return the exit code."""
-    from hyfi_core.comm.agree import agree
+    from hyfi_core.comm.agreement.agree import agree
     from pathology.predict.cohort import predict_slides
     from workflows.launch.owner import FolderOwner
     from workflows.launch.peer_watch import join

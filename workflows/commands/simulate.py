@@ -16,7 +16,7 @@ from workflows.run_machine import machine_of
 
 if TYPE_CHECKING:
     from hyfi_core.cost.machine import MachineModel
-    from hyfi_core.cost.simulator import StepForecast
+    from hyfi_core.cost.step.simulator import StepForecast
     from hyfi_core.plan.parallel_plan import ParallelPlan
 
 
@@ -38,7 +38,7 @@ def run(
     """
     from data.files import write_atomically
     from hyfi_core.cells.spill_forecast import SpillForecast
-    from hyfi_core.cost.simulator import forecast_step
+    from hyfi_core.cost.step.simulator import forecast_step
     from hyfi_core.schedule.trace import to_json
     from workflows.evaluation.programs import ModelPrograms
     from workflows.paths import require_writable
@@ -116,7 +116,7 @@ def resolved(plan: ParallelPlan, program: Any, machine: MachineModel) -> Paralle
     import torch
 
     from hyfi_core.cells.budget import with_cells
-    from hyfi_core.cost.cuts import with_cuts
+    from hyfi_core.cost.search.cuts import with_cuts
     from workflows.training.memory import PROCESS_BYTES
 
     plan = with_cuts(plan, program, machine)

@@ -130,8 +130,8 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
         RequestError: On all ranks if one of them refuses; nothing was written.
     """
     from data.samples.exclusion import describe_excluded
-    from hyfi_core.comm.agree import agree
-    from hyfi_core.comm.shared_disk import agree_everywhere
+    from hyfi_core.comm.agreement.agree import agree
+    from hyfi_core.comm.agreement.shared_disk import agree_everywhere
     from workflows.launch import rank_log
     from workflows.launch.request import check_ranks, own_run
     from workflows.out_of_memory import remember_advice
@@ -218,8 +218,8 @@ def _slide_tables(
 
 def _agreed_start(world: Communicator, config: Config, resumption: Resumption) -> int:
     """Return the step after which the run continues, that of rank 0, after all ranks have found it (collective)."""
-    from hyfi_core.comm.agree import agree
-    from hyfi_core.comm.shared_disk import agree_everywhere
+    from hyfi_core.comm.agreement.agree import agree
+    from hyfi_core.comm.agreement.shared_disk import agree_everywhere
     from workflows.launch.request import check_checkpoint, check_run, check_unused, describe_missing_run
 
     agree(world, lambda: check_unused(config) if world.rank == 0 else None)
@@ -236,8 +236,8 @@ def _agreed_start(world: Communicator, config: Config, resumption: Resumption) -
 
 def _own_shared(world: Communicator, own: Callable[[], FolderOwner], folder: Path) -> FolderOwner | None:
     """Let rank 0 own the run's folder, and check that all ranks see the same one (collective); None on other ranks."""
-    from hyfi_core.comm.agree import agree
-    from hyfi_core.comm.shared_disk import require_shared
+    from hyfi_core.comm.agreement.agree import agree
+    from hyfi_core.comm.agreement.shared_disk import require_shared
 
     owner = agree(world, lambda: own() if world.rank == 0 else None)
     try:
@@ -265,7 +265,7 @@ def _trainer(
     inputs: RunInputs, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
 ) -> RankBody:
     """Build the engine and return the function that trains with it."""
-    from hyfi_core.comm.agree import agree
+    from hyfi_core.comm.agreement.agree import agree
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.run_report import describe_start, report

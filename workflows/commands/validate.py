@@ -113,7 +113,7 @@ def run(request: EvaluationRequest) -> int:
 def validate_rank(request: EvaluationRequest) -> int:
     """Evaluate as one rank, or alone; return the exit code."""
     from hyfi_core.arithmetic import set_arithmetic
-    from hyfi_core.comm.agree import agree
+    from hyfi_core.comm.agreement.agree import agree
     from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint
     from hyfi_core.runtime.launch import own_device
     from hyfi_core.runtime.saving.engine_folder import check_names

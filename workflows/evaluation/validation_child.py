@@ -124,7 +124,7 @@ def _serve(parent: Parent) -> None:
     import torch
 
     from hyfi_core.arithmetic import set_arithmetic
-    from hyfi_core.comm.agree import agree
+    from hyfi_core.comm.agreement.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
 
     torch.set_num_threads(description["threads"])

@@ -11,7 +11,7 @@ import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.cells.budget import free_bytes
 from hyfi_core.comm.alone import AloneCommunicator
-from hyfi_core.cost.simulator import rank_bytes
+from hyfi_core.cost.step.simulator import rank_bytes
 from workflows.gpu_check.measure_step import Row, free, step_peak_bytes, step_s, tried
 from workflows.gpu_check.setting import Setting
 from workflows.gpu_check.speed import batch, engine_of, network

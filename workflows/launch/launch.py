@@ -284,8 +284,8 @@ def run_as_rank(body: Callable[[], int]) -> int:
     """Run ``body`` as one rank of a command and return the exit code of this process.
 
     The first exception of a rank is reported once, with its rank, and ends every rank: this function then does not
-    return. A ``RequestError`` must be raised by all ranks (see `hyfi_core.comm.agree`): it is reported once, and every
-    rank returns.
+    return. A ``RequestError`` must be raised by all ranks (see `hyfi_core.comm.agreement.agree`): it is reported
+    once, and every rank returns.
     """
     try:
         code = _run_as_rank(body)

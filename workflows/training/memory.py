@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from hyfi_core.cost.cuts import with_cuts
-from hyfi_core.cost.memory import MemoryForecast, forecast_memory, rank_peaks
-from hyfi_core.cost.simulator import grown_bytes
+from hyfi_core.cost.memory.forecast import MemoryForecast, forecast_memory, rank_peaks
+from hyfi_core.cost.search.cuts import with_cuts
+from hyfi_core.cost.step.simulator import grown_bytes
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from data.samples.coverage import check_coverage
-from hyfi_core.comm.agree import agree
+from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.comm.base import Communicator
-from hyfi_core.cost.cuts import with_cuts
-from hyfi_core.cost.link_traffic import link_traffic
-from hyfi_core.cost.rank_order import in_blocks, rank_order
+from hyfi_core.cost.links.link_traffic import link_traffic
+from hyfi_core.cost.links.rank_order import in_blocks, rank_order
+from hyfi_core.cost.search.cuts import with_cuts
 from hyfi_core.errors import RequestError
 from hyfi_core.initial_weights import InitialWeights
 from hyfi_core.models.by_name import build_model

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyfi_core.comm.agree import CallConsensus, agree
-from hyfi_core.comm.weight_watch import WeightWatch
+from hyfi_core.comm.agreement.agree import CallConsensus, agree
+from hyfi_core.comm.agreement.weight_watch import WeightWatch
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.calls.gradient_scale import GradientScale

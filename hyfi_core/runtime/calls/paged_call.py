@@ -13,8 +13,8 @@ from hyfi_core.cells.page_forecast import PagedForecast, forecast_pages
 from hyfi_core.cells.paging import Paging
 from hyfi_core.cells.spill_forecast import SpillForecast
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.memory import STATE_COPIES
-from hyfi_core.cost.simulator import forecast_step
+from hyfi_core.cost.memory.forecast import STATE_COPIES
+from hyfi_core.cost.step.simulator import forecast_step
 from hyfi_core.plan.batch_shapes import Shape
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.batch_reader import Images, PixelParts

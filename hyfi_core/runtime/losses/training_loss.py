@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hyfi_core.capture.program import Ref
-from hyfi_core.comm.agree import agree
-from hyfi_core.comm.described import describe_function
+from hyfi_core.comm.agreement.agree import agree
+from hyfi_core.comm.agreement.described import describe_function
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.compiled import Compiled

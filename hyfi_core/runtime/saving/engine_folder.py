@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyfi_core.comm.agree import agree, compare
+from hyfi_core.comm.agreement.agree import agree, compare
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.calls.local_use import local_state

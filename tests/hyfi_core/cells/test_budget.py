@@ -11,7 +11,7 @@ from hyfi_core.capture.export import capture
 from hyfi_core.cells import budget, page_forecast, paging
 from hyfi_core.cells.budget import with_cells
 from hyfi_core.comm.alone import AloneCommunicator
-from hyfi_core.cost.memory import forecast_memory, rank_peaks
+from hyfi_core.cost.memory.forecast import forecast_memory, rank_peaks
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime import engine as engines
 from tests.hyfi_core.cells.small_models import Dense

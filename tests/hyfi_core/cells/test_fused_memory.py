@@ -14,7 +14,7 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cells import budget, fused_memory
 from hyfi_core.cells.budget import SIDES, evaluation_bytes, with_cells
 from hyfi_core.cells.fused_memory import CellCosts, runs_for_cells
-from hyfi_core.cost.memory import STEP_BYTES, forecast_memory
+from hyfi_core.cost.memory.forecast import STEP_BYTES, forecast_memory
 from hyfi_core.errors import MemoryLimitError
 from hyfi_core.models.resnet import resnet6
 from hyfi_core.plan.box import hull

@@ -15,7 +15,7 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cells.prediction_plans import PredictionNeeds, prediction_plans
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.machines.machine_file import load_machine
-from hyfi_core.cost.simulator import forecast_step
+from hyfi_core.cost.step.simulator import forecast_step
 from hyfi_core.errors import RequestError
 from hyfi_core.models.resnet import resnet6
 from hyfi_core.plan.parallel_plan import ParallelPlan

@@ -17,10 +17,10 @@ from hyfi_core.cells import paging
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.spill_forecast import SpillForecast, _spilled
 from hyfi_core.comm.alone import AloneCommunicator
-from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machines.machine_file import load_machine, reference_machine
-from hyfi_core.cost.plan_family import PlanRequest
-from hyfi_core.cost.planner import best_plans
+from hyfi_core.cost.search.plan_family import PlanRequest
+from hyfi_core.cost.search.planner import best_plans
+from hyfi_core.cost.step.lowered_stages import LoweredPlans
 from hyfi_core.errors import MemoryLimitError, RequestError
 from hyfi_core.models.resnet import resnet10, resnet18
 from hyfi_core.plan.parallel_plan import ParallelPlan

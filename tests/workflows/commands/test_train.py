@@ -492,7 +492,7 @@ def test_a_run_folder_that_only_one_node_has_is_refused(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each node wrote into a folder of its own; a job that was requeued on another began anew."""
-    monkeypatch.setattr("hyfi_core.comm.shared_disk._is_seen", lambda file: False)
+    monkeypatch.setattr("hyfi_core.comm.agreement.shared_disk._is_seen", lambda file: False)
     with pytest.raises(RequestError, match=r"run\.dir .*run: rank 0 on .*cannot see what rank 0 on"):
         run_on(2, make_config(tmp_path, store), "plan.grids=[[1,2]]")
     assert not (tmp_path / "run").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hyfi_core.cost.memory import MemoryForecast
+from hyfi_core.cost.memory.forecast import MemoryForecast
 from hyfi_core.errors import RequestError
 from hyfi_core.job_limits import MemoryLimit
 from hyfi_core.plan.parallel_plan import ParallelPlan

@@ -36,12 +36,12 @@ from scipy.stats import spearmanr
 from hyfi_core.capture.autocast import under_autocast
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
-from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.machines.machine_file import load_machine
-from hyfi_core.cost.plan_family import PlanRequest
-from hyfi_core.cost.planner import best_plans
-from hyfi_core.cost.simulator import StepForecast, forecast_step
+from hyfi_core.cost.search.cuts import with_cuts
+from hyfi_core.cost.search.plan_family import PlanRequest
+from hyfi_core.cost.search.planner import best_plans
+from hyfi_core.cost.step.simulator import StepForecast, forecast_step
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.benchmarks.forecast.cases import BATCH, NETWORKS, PLANS, label
 from workflows.benchmarks.forecast.sleeping import compare_sleeping

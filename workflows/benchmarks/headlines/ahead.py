@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from hyfi_core.cost.simulator import StepForecast
+from hyfi_core.cost.step.simulator import StepForecast
 from hyfi_core.errors import MemoryLimitError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.benchmarks.headlines.forecasts import Forecasts

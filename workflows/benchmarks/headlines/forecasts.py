@@ -10,12 +10,12 @@ from torch import nn
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.spill_forecast import SpillForecast
-from hyfi_core.cost.cuts import with_cuts
-from hyfi_core.cost.lowered_stages import LoweredPlans
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.machines.machine_file import load_machine
-from hyfi_core.cost.simulator import StepForecast, forecast_step
-from hyfi_core.cost.stage_cost import StageCosts
+from hyfi_core.cost.search.cuts import with_cuts
+from hyfi_core.cost.step.lowered_stages import LoweredPlans
+from hyfi_core.cost.step.simulator import StepForecast, forecast_step
+from hyfi_core.cost.step.stage_cost import StageCosts
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.blocks import Bottleneck
 from hyfi_core.models.resnet import ResNet, resnet50, resnet_v2

@@ -30,8 +30,8 @@ from hyfi_core.capture.program import Program
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.machines.machine_file import load_machine
+from hyfi_core.cost.search.cuts import with_cuts
 from hyfi_core.models import amoebanet, resnet
 from hyfi_core.plan.batch_shapes import BatchShapes
 from hyfi_core.plan.parallel_plan import ParallelPlan

@@ -16,7 +16,7 @@ import torch
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.stage_cost import StageCosts
+from hyfi_core.cost.step.stage_cost import StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.commands.bench.measured_layers import BLOCK, LENGTHS, NORMS_OF_BLOCK, LayerTimes, chain
 from workflows.commands.bench.measured_rates import Pair

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from data.tiles.bags import Bags, BagSource
-from hyfi_core.comm.agree import agree
+from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.errors import RequestError
 from hyfi_core.tiles.engine import BatchNormMode, TilesEngine
 from hyfi_core.tiles.model import TileModel

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hyfi_core.cost.machines.machine_file import reference_machine
-from hyfi_core.cost.simulator import forecast_step
+from hyfi_core.cost.step.simulator import forecast_step
 from tests.harness import captured_once
-from tests.hyfi_core.cost.test_simulator import Network
+from tests.hyfi_core.cost.step.test_simulator import Network
 from workflows.benchmarks.forecast.__main__ import Comparison
 from workflows.benchmarks.forecast.cases import NETWORKS, PLANS, label
 from workflows.benchmarks.forecast.sleeping import PLANS as SLEEPING

@@ -1,0 +1,47 @@
+"""The order of pages by their next use, for a pager that drops the latest and reads the earliest.
+
+An entry is not removed when its page changes: a new one is added, and an outdated one is skipped when it is popped.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from hyfi_core.cells.page import Page
+
+Entry = tuple[int, int, int, Page]
+"""(waits before the next use, cell, a number that no other entry has, page); the first two negative if latest first."""
+
+
+class PageOrder:
+    """Three heaps.
+
+    Attributes:
+        farthest: pages in memory, the latest next use first: what to drop.
+        dirty: those of them that must be written before they can be dropped: what to write early.
+        nearest: pages not in memory, the earliest next use first: what to read ahead.
+    """
+
+    def __init__(self) -> None:
+        self.farthest: list[Entry] = []
+        self.dirty: list[Entry] = []
+        self.nearest: list[Entry] = []
+        self._entries = 0
+
+    def add(self, page: Page) -> None:
+        """Add entries for a page, by its next use."""
+        self._entries += 1
+        when, cell = page.next
+        if not page.in_memory:
+            heapq.heappush(self.nearest, (when, cell, self._entries, page))
+            return
+        heapq.heappush(self.farthest, (-when, -cell, self._entries, page))
+        if not page.can_be_dropped:
+            heapq.heappush(self.dirty, (-when, -cell, self._entries, page))
+
+
+def pop_latest(heap: list[Entry]) -> Page | None:
+    """Pop the first page of ``farthest`` or ``dirty``; None if its entry is outdated."""
+    when, cell, _, page = heapq.heappop(heap)
+    is_current = (-when, -cell) == page.next and page.in_memory
+    return page if is_current and not page.memory.expired() else None

@@ -1,0 +1,1 @@
+"""What all ranks must have alike: requests, models, weights, and files that they rely on."""

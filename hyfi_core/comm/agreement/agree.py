@@ -1,0 +1,284 @@
+"""Checks and comparisons with the same outcome on every rank of a group: all ranks refuse, or none does.
+
+Arguments are compared before the first message that depends on them, and by one digest at every call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from hyfi_core.comm.activity import named_ranks
+from hyfi_core.comm.agreement.described import describe_function, describe_labels
+from hyfi_core.comm.agreement.same_weights import SameWeights
+from hyfi_core.comm.agreement.weight_watch import Scope, digest_of
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.batch_shapes import Shape
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.stored_state import StoredState
+
+T = TypeVar("T")
+_SAME_FACTOR = 1e-2
+"""Relative difference of factors that are the same: those of 16-bit gradients are rounded."""
+_LARGEST_FACTOR = 2.0**20
+_NO_FACTOR = -(2**61)
+"""The word of an unknown factor: less than any other."""
+
+
+def agree(
+    comm: Communicator,
+    check: Callable[[], T],
+    refusals: tuple[type[Exception], ...] = (RequestError,),
+    error: type[Exception] = RequestError,
+) -> T:
+    """Return ``check()``; if any rank refuses, all raise the message of the first such rank (collective).
+
+    Args:
+        comm: the ranks that agree.
+        check: may differ between ranks; it must not communicate, because a rank that refuses leaves it early.
+        refusals: exceptions of ``check`` that are refusals; others are errors of this rank and propagate.
+        error: raised on every rank.
+
+    Raises:
+        Exception: ``error``, on every rank, where ``check`` refused on one.
+    """
+    refusal, result = None, None
+    try:
+        result = check()
+    except refusals as raised:
+        refusal = str(raised) or type(raised).__name__
+    gathered = comm.gather_objects(refusal)
+    first = comm.broadcast_object(next((text for text in gathered if text is not None), None) if gathered else None)
+    if first is not None:
+        raise error(first)
+    return result  # type: ignore[return-value]
+
+
+def compare(comm: Communicator, facts: Mapping[str, str]) -> None:
+    """Refuse facts that differ between ranks (collective; sends only a digest unless they differ).
+
+    Args:
+        comm: the ranks to compare.
+        facts: name -> value, short texts; a missing name counts as different.
+
+    Raises:
+        RequestError: on every rank; names what differs first, with the value of each rank.
+    """
+    if comm.size == 1:
+        return
+    digest = hashlib.sha256(json.dumps(sorted(facts.items())).encode()).hexdigest()
+    digests = comm.gather_objects(digest)
+    if comm.broadcast_object(len(set(digests)) == 1 if digests is not None else None):
+        return
+    gathered = comm.gather_objects(dict(facts))
+    difference = comm.broadcast_object(_first_difference(gathered) if gathered is not None else None)
+    if difference is not None:
+        raise RequestError(difference)
+
+
+def _first_difference(ranks: list[dict[str, str]]) -> str | None:
+    """Return a sentence about the first fact that differs between ranks, None if all are equal."""
+    for name in dict.fromkeys(name for facts in ranks for name in facts):
+        holders: dict[str, list[int]] = {}
+        for rank, facts in enumerate(ranks):
+            holders.setdefault(facts.get(name, "not given"), []).append(rank)
+        if len(holders) > 1:
+            values = "; ".join(f"{value} on {named_ranks(numbers)}" for value, numbers in holders.items())
+            return f"ranks disagree: {name} is {values}; pass the same on every rank"
+    return None
+
+
+def compare_requests(
+    comm: Communicator,
+    model: nn.Module,
+    shape: Shape,
+    plan: ParallelPlan,
+    settings: Mapping[str, object],
+) -> None:
+    """Refuse calls of ``parallelize`` with different arguments (collective).
+
+    Args:
+        comm: all ranks of the plan.
+        model: its structure, flags and dtypes are compared; weights may differ, because those of rank 0 are used.
+        shape: of the batch; with ``plan.shares``, its first number may differ between replicas.
+        plan: every field is compared.
+        settings: other settings that must be equal, by name.
+
+    Raises:
+        RequestError: on every rank; names what differs and on which ranks.
+    """
+    facts = {f"plan.{name}": str(value) for name, value in plan.to_json().items()}
+    facts["shape"] = str(shape[1:] if plan.shares else shape)
+    facts |= {name: str(value) for name, value in settings.items()}
+    facts |= {"model": type(model).__name__, "torch": torch.__version__}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        facts[name] = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
+    compare(comm, facts | _flags(model))
+
+
+Changes = Mapping[tuple[str, str], str]
+"""(path of a module, attribute) -> value, of attributes changed since the last call."""
+
+
+def _describe_settings(optimizer: torch.optim.Optimizer | None) -> str:
+    """Return an optimizer's class and the settings of its groups as text; tensors among them are left out."""
+    if optimizer is None:
+        return "none"
+    groups = [
+        ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if isinstance(value, (int, float, str)))
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__}({'; '.join(groups)})"
+
+
+class CallConsensus:
+    """Compares the calls of an engine between ranks: one message of a few numbers each.
+
+    It compares the call, the images' shape, the modules' flags, the weights, and the program to run: a rank that
+    captures the model again, because its state changed, would send messages that other ranks do not expect.
+
+    Args:
+        model: whose flags must be equal.
+        everyone: all ranks.
+        replica: the ranks of this replica, which are given the same images.
+        changes: returns the changes since the last call, for the message.
+        weights: what compares the weights.
+        loss: the loss function, with the values that it holds.
+        shares: whether the plan gives replicas different numbers of images.
+        stages: of the plan; between several the optimizer's groups may differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        everyone: Communicator,
+        replica: Communicator,
+        changes: Callable[[], Changes],
+        weights: SameWeights,
+        loss: object,
+        shares: bool = False,
+        stages: int = 1,
+    ) -> None:
+        self._weights = weights
+        self._loss, self._modules = loss, frozenset(model.modules())
+        self._shares, self._stages = shares, stages
+        self._updates = 0
+        self._max_norm: float | None = None
+        self._factor: float | None = None
+        self._loaded: dict[str, str] = {}
+        self._model = model
+        self._everyone = everyone
+        self._replica = everyone if replica.size == everyone.size else replica
+        self._changes = changes
+
+    def updated(self, max_norm: float | None, factor: float | None = None) -> None:
+        """Count an optimizer step.
+
+        Args:
+            max_norm: to which gradients were clipped.
+            factor: by which the caller multiplied this rank's gradients before; None: not known.
+        """
+        self._updates, self._max_norm, self._factor = self._updates + 1, max_norm, factor
+
+    def loaded(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Note a state that was loaded; with several stages no other rank may have the same weights to compare."""
+        if self._everyone.size > 1 and self._stages > 1:
+            digest = state.identity if isinstance(state, StoredState) else f"{digest_of(state):08x}"
+            self._loaded = {"the state that was loaded": f"one with digest {digest}"}
+
+    def check_training(
+        self, shape: Shape, program: str, labels: torch.Tensor, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        """Refuse training calls that differ between ranks (collective over all ranks).
+
+        Args:
+            shape: of the replica's batch.
+            program: digest of the captured program to run; "" or "new" if there is none yet.
+            labels: of the replica's batch.
+            optimizer: its settings, and what was done with it, must be the same on all ranks.
+
+        Raises:
+            RequestError: on every rank; names what differs and on which ranks.
+        """
+        if self._everyone.size == 1:
+            return
+        settings = _describe_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
+        facts = self._loaded | {"the optimizer": f"{settings}, {self._updates} updates, max_norm={self._max_norm}"}
+        facts["the loss"] = describe_function(self._loss, self._modules)
+        if self._replica is not self._everyone:  # replicas may have images of different shapes
+            each = facts | {"the labels' shape for each image": f"{tuple(labels.shape[1:])} {labels.dtype}"}
+            if not self._shares:
+                each["a replica's number of images (set plan.shares for different numbers)"] = str(shape[0])
+            self._check(self._everyone, "training", None, str(program == "new"), each, "training")
+        weights: Scope | None = "training" if self._replica is self._everyone else None
+        self._check(self._replica, "training", shape, program, facts | {"labels": describe_labels(labels)}, weights)
+
+    def check_evaluation(self, call: str, shape: Shape, program: str) -> None:
+        """Refuse evaluation calls that differ between the ranks of a replica (collective over them).
+
+        Raises:
+            RequestError: on every rank; names what differs and on which ranks.
+        """
+        self._check(self._replica, call, shape, program, self._loaded, "evaluation")
+
+    def _check(
+        self,
+        comm: Communicator,
+        call: str,
+        shape: Shape | None,
+        program: str,
+        facts: Mapping[str, str] | None = None,
+        weights: Scope | None = None,
+    ) -> None:
+        if comm.size == 1:
+            return
+        modules, parameters = self._model.modules(), self._model.parameters()
+        flags = bytes(m.training for m in modules) + bytes(p.requires_grad for p in parameters)
+        number = zlib.crc32(f"{call} {shape} {program} {facts}".encode() + flags)
+        scales = _scale_words(self._factor if weights == "training" else None)
+        words = self._weights.words(weights) if weights is not None else []
+        extremes = torch.tensor([number, -number, *scales, *words])
+        comm.all_reduce(extremes, "max")
+        highest, lowest, largest, smallest, *words = extremes.tolist()
+        if highest != -lowest:
+            compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))
+            compare(comm, self._describe_changes())
+            compare(comm, {"the program that will run": program or "new"} | dict(facts or {}))
+        if largest + smallest > _SAME_FACTOR * max(abs(largest), abs(smallest)):
+            self._refuse_factors(comm)
+        if weights is not None:
+            self._weights.check(comm, weights, words)
+
+    def _refuse_factors(self, comm: Communicator) -> None:
+        """Refuse gradients that were multiplied by other factors on other ranks, which are known to differ."""
+        question = (
+            "the factor by which gradients were multiplied between engine.accumulate and engine.update (a rank has "
+            "those of its own stages: clip by the norm of all with engine.update(max_norm=...))"
+        )
+        compare(comm, {question: "not known" if self._factor is None else f"{self._factor:.6g}"})
+
+    def _describe_changes(self) -> dict[str, str]:
+        return {
+            f"{'.'.join(part for part in path if part)} (changed since the last call)": text
+            for path, text in self._changes().items()
+        }
+
+
+def _scale_words(factor: float | None) -> list[int]:
+    """Return the words of a factor: those of all known factors. The group takes the largest."""
+    if factor is None:
+        return [_NO_FACTOR, _NO_FACTOR]
+    word = round(max(-_LARGEST_FACTOR, min(_LARGEST_FACTOR, factor)) * 2**40)
+    return [word, -word]
+
+
+def _flags(model: nn.Module) -> dict[str, str]:
+    training = {f"{name or 'the model'}.training": str(m.training) for name, m in model.named_modules()}
+    return training | {f"{name}.requires_grad": str(p.requires_grad) for name, p in model.named_parameters()}

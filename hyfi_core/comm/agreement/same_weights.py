@@ -1,0 +1,157 @@
+"""Ranks that compute with the same weight have the same values of it: checked at every call of an engine.
+
+Whether a rank has seen a change, and digests of a few values, are words of the message that compares the call. Only
+when they differ, the ranks compare digests of all values, of the weights in question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.activity import named_ranks
+from hyfi_core.comm.agreement.weight_watch import Scope, WeightWatch
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+
+_NONE = -(2**62)
+"""The word of a rank that does not hold a weight: less than any digest and its negative."""
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """What a rank computes with.
+
+    Attributes:
+        names: of parameters and buffers that it uses in any direction.
+        groups: for each set of ranks that update the same parameters, the same sets on every rank: their names, None on
+            ranks that are not in the set.
+    """
+
+    names: Collection[str]
+    groups: Sequence[Sequence[str] | None]
+
+
+class SameWeights:
+    """Compares the weights of ranks; see the module.
+
+    Args:
+        watch: of this rank's model.
+        held: what this rank computes with.
+        settle: waits for weights that are being sent to this rank.
+        resend: sends the owners' weights to ranks whose changes were overwritten, and waits; called on all ranks.
+    """
+
+    def __init__(
+        self, watch: WeightWatch, weights: HeldWeights, settle: Callable[[], None], resend: Callable[[], None]
+    ) -> None:
+        self._watch, self._held, self._settle, self._resend = watch, weights, settle, resend
+        self._idle = {name: watch.digest(name) for name in watch.names if name not in weights.names}
+        self._turn = 0
+        self._equal_arithmetic = True
+
+    def words(self, scope: Scope) -> list[int]:
+        """Return this rank's words; the group takes the largest."""
+        self._turn += 1
+        words = [int(bool(self._watch.changed(scope)))]
+        for names in self._held.groups:
+            number = self._watch.sample(names, self._turn) if names is not None and self._equal_arithmetic else 0
+            words += [_NONE, _NONE] if names is None else [number, -number]
+        return words
+
+    def check(self, comm: Communicator, scope: Scope, largest: Sequence[int]) -> None:
+        """Refuse weights that differ between ranks (collective if ``largest`` says so, which is equal on all ranks).
+
+        Raises:
+            RequestError: on every rank; names the weights and the ranks.
+        """
+        pairs = list(zip(largest[1::2], largest[2::2], strict=True))
+        differ = [g for g, (high, low) in enumerate(pairs) if high != -low]
+        if largest[0] or differ:
+            suspects = [name for g in differ for name in self._held.groups[g] or ()]
+            self._compare(comm, scope, suspects)
+        self._watch.agreed(scope)
+
+    def _compare(self, comm: Communicator, scope: Scope, suspects: Iterable[str]) -> None:
+        self._settle()
+        changed, lost = self._watch.changed(scope), self._watch.lost()
+        suspected = comm.gather_objects(sorted({*changed, *suspects}))
+        names = comm.broadcast_object(None if suspected is None else sorted({name for of in suspected for name in of}))
+        facts = {name: self._facts(name, name in changed, name in lost) for name in names}
+        answers = comm.gather_objects([_arithmetic(), facts])
+        verdict: Any = None
+        if answers is not None:
+            equal = len({arithmetic for arithmetic, _ in answers}) == 1
+            by_name = {n: [_RankFacts(*facts[n]) for _, facts in answers] for n in self._watch.names if n in names}
+            verdict = [_refusal(by_name, equal), any(f.lost for of in by_name.values() for f in of), equal]
+        refusal, overwritten, self._equal_arithmetic = comm.broadcast_object(verdict)
+        if refusal is not None:
+            raise RequestError(refusal)
+        self._idle |= {name: facts[name][-1] for name in changed if name in self._idle}
+        if overwritten:
+            self._resend()
+
+    def _facts(self, name: str, changed: bool, lost: bool) -> list[Any]:
+        holds = name in self._held.names
+        digest = self._watch.digest(name) if holds or changed else 0
+        return [holds, changed and digest != self._idle.get(name), lost, digest]
+
+
+@dataclass(frozen=True)
+class _RankFacts:
+    """A rank's facts about one weight: ranks that hold it must have equal digests."""
+
+    holds: bool
+    changed: bool
+    lost: bool
+    digest: int
+
+
+def _refusal(by_name: dict[str, list[_RankFacts]], equal_arithmetic: bool) -> str | None:
+    """Return a message about weights that differ, None if there are none."""
+    wrong = [name for name, ranks in by_name.items() if not _agree(ranks, equal_arithmetic)]
+    if not wrong:
+        return None
+    ranks = by_name[wrong[0]]
+    more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
+    values: dict[int, list[int]] = {}
+    for rank, facts in enumerate(ranks):
+        if facts.holds or facts.changed:
+            values.setdefault(facts.digest, []).append(rank)
+    changed = [rank for rank, facts in enumerate(ranks) if facts.changed]
+    unchanged = [rank for rank, facts in enumerate(ranks) if facts.holds and not facts.changed]
+    if changed:
+        cause = f"changed on {named_ranks(changed)} since the last step"
+        cause += f", but not on {named_ranks(unchanged)}" if unchanged else ", but not alike"
+    else:
+        cause = "changed through .data, or by gradients or optimizer states that were changed on some ranks only"
+    differ = "; ".join(f"one value on {named_ranks(of)}" for of in values.values())
+    return (
+        f"ranks disagree: weight {wrong[0]!r}{more} ({differ}): {cause}; change weights alike on every rank, or load "
+        f"them on every rank with engine.load_state_dict"
+    )
+
+
+def _agree(ranks: list[_RankFacts], equal_arithmetic: bool) -> bool:
+    """Whether all ranks that hold a weight have the same, or changed all their own, and nobody else changed it."""
+    holders = [facts for facts in ranks if facts.holds]
+    everywhere = all(facts.changed for facts in holders)
+    if any(facts.lost for facts in ranks) and not everywhere:
+        return False
+    if equal_arithmetic:
+        if len({facts.digest for facts in holders if not facts.lost}) > 1:
+            return False
+    elif not everywhere and any(facts.changed for facts in holders):
+        return False
+    digests = {facts.digest for facts in holders}
+    elsewhere = [facts for facts in ranks if facts.changed and not facts.holds]
+    return any(facts.changed for facts in holders) or all(facts.digest in digests for facts in elsewhere)
+
+
+def _arithmetic() -> str:
+    """Return what decides how this process rounds: ranks on different processors may differ in the last bits."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} {device}"

@@ -1,0 +1,166 @@
+"""Bytes that the ranks of a plan send to each other in one step, and how many of them leave a node.
+
+    grids ((1, 2), (1, 1))     rank 0 ◀─ halos ─▶ rank 1         pairs (0, 1), (0, 2), (1, 2)
+                                  └── values ──▶ rank 2 ◀──┘     gradients: over {0, 1}, over {2}
+
+Halos are those of the rank in the middle of each grid: every other rank receives the same from ranks in the same
+directions. Not counted are sums over a map, a few bytes for each channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from hyfi_core.capture.program import Program
+from hyfi_core.cost.machines.machine_file import reference_machine
+from hyfi_core.cost.operators import value_bytes
+from hyfi_core.cost.step.lowered_stages import LoweredPlans, LoweredStages, lowered_stages
+from hyfi_core.ops.plane_exchange import PlaneExchange
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from hyfi_core.plan.transfer import Transfer
+from hyfi_core.rules.instructions import CollectiveCall, RankProgram
+
+_Pairs = dict[tuple[int, int], float]
+
+
+@dataclass(frozen=True)
+class LinkTraffic:
+    """Bytes of a step.
+
+    Attributes:
+        plan: of the step.
+        pairs: two ranks of a replica, the lower first -> bytes between them, in both directions.
+        reduced: ranks of a replica -> bytes of the gradients that they, in all replicas, reduce together.
+    """
+
+    plan: ParallelPlan
+    pairs: Mapping[tuple[int, int], float]
+    reduced: Mapping[frozenset[int], float]
+
+    def between_nodes(self, nodes: Sequence[Hashable]) -> float:
+        """Return the bytes that leave a node in a step; reductions are in two levels.
+
+        Args:
+            nodes: the node of each rank of the plan.
+        """
+        size, total = self.plan.ranks_per_replica, 0.0
+        firsts = range(0, self.plan.ranks, size)
+        for (a, b), length in self.pairs.items():
+            total += length * sum(nodes[first + a] != nodes[first + b] for first in firsts)
+        for ranks, length in self.reduced.items():
+            distinct = len({nodes[first + rank] for first in firsts for rank in ranks})
+            total += 2 * (distinct - 1) * length  # each of n nodes sends 2 (n - 1) / n of the gradients
+        return total
+
+
+def link_traffic(program: Program, plan: ParallelPlan, lowered_plans: LoweredPlans | None = None) -> LinkTraffic:
+    """Return the bytes of a step of a plan.
+
+    Args:
+        program: the captured model, of one micro-batch.
+        plan: with named cuts and without cells.
+        lowered_plans: as for ``lowered_stages``.
+
+    Raises:
+        RequestError: the plan does not work for this model.
+    """
+    assert plan.cells is None, "cells send nothing between ranks"
+    stages = lowered_stages(
+        program, plan, plan, reference_machine(), LoweredPlans() if lowered_plans is None else lowered_plans
+    ).whole()
+    placement = Placement.of(plan)
+    pairs: _Pairs = {}
+    for direction in range(plan.directions):
+        rounds = plan.microbatches // plan.directions
+        for stage, divided in enumerate(stages.divided):
+            group = placement.group(stage, direction)
+            for plane, ranked in enumerate(divided.planes):
+                plane_ranks = [plane * placement.size + rank for rank in group]
+                _add_halos(pairs, ranked, placement.grids[stage], plane_ranks, rounds)
+            _add_exchanges(pairs, divided.exchanges, group, placement.size, rounds)
+        for (a, b), transfer in stages.between.items():
+            for first in range(0, plan.ranks_per_replica, placement.size):
+                sources, targets = ([first + r for r in placement.group(s, direction)] for s in (a, b))
+                for source, way in product(range(transfer.sources), (False, True)):
+                    for target, pieces in transfer.outgoing(source, way).items():
+                        _add(pairs, sources[source], targets[target], rounds * sum(piece.bytes for piece in pieces))
+    return LinkTraffic(plan, pairs, _reduced(program, plan, placement, stages, pairs))
+
+
+def _add(pairs: _Pairs, a: int, b: int, length: float) -> None:
+    if a != b and length:
+        key = min(a, b), max(a, b)
+        pairs[key] = pairs.get(key, 0.0) + length
+
+
+def _add_halos(pairs: _Pairs, ranked: RankProgram, grid: tuple[int, int], group: Sequence[int], rounds: int) -> None:
+    rows, columns = grid
+    middle = rows // 2, columns // 2
+    for (down, right), length in _received(ranked, middle, columns).items():
+        for y, x in product(range(rows), range(columns)):
+            if 0 <= y + down < rows and 0 <= x + right < columns:
+                peer = group[(y + down) * columns + x + right]
+                _add(pairs, group[y * columns + x], peer, 2 * rounds * length)  # backward returns as much
+
+
+def _add_exchanges(
+    pairs: _Pairs, exchanges: Sequence[PlaneExchange], group: Sequence[int], size: int, rounds: int
+) -> None:
+    """Add the values that planes exchange, each of ``size`` ranks; those with a gradient return as much."""
+    for exchange in exchanges:
+        for value in exchange.values:
+            length = rounds * (1 + (value.name in exchange.active)) * value.nbytes
+            for taker, rank in product(value.takers, group):
+                _add(pairs, value.owner * size + rank, taker * size + rank, length)
+
+
+def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dict[tuple[int, int], float]:
+    """Return (rows, columns) to a peer -> bytes that a rank receives from there in a forward."""
+    received: dict[tuple[int, int], float] = {}
+    sent: dict[tuple[int, int], float] = {}
+    for call in ranked.instructions:
+        if not isinstance(call, CollectiveCall):
+            continue
+        operator: Any = call.operator
+        transfer = getattr(getattr(operator, "halo", operator), "transfer", None)
+        name = next(iter(call.inputs), None)
+        if not isinstance(transfer, Transfer) or name is None:
+            continue
+        info = ranked.values[name]
+        pixel_bytes = prod(info.shape) * info.dtype.itemsize / max(1, transfer.map.area)
+        for totals, strips, sign in ((received, transfer.receives, 1), (sent, transfer.sends, -1)):
+            for strip in strips:
+                y, x = divmod(strip.peer, columns)
+                way = sign * (y - middle[0]), sign * (x - middle[1])
+                totals[way] = totals.get(way, 0.0) + pixel_bytes * strip.box.area
+    return sent | received
+
+
+def _reduced(
+    program: Program, plan: ParallelPlan, placement: Placement, stages: LoweredStages, pairs: _Pairs
+) -> dict[frozenset[int], float]:
+    """Return the reductions of gradients; those that a mirror sends point to point are added to ``pairs``."""
+    scale = 0.5 if plan.reduce_dtype == "bfloat16" else 1.0
+    owners: dict[str, list[int]] = {}
+    for stage, (piece, _, _) in enumerate(stages.each):
+        for name in piece.program.parameters:
+            owners.setdefault(name, []).append(stage)
+    directions = 1 if plan.mirror == "point_to_point" else plan.directions
+    firsts = range(0, plan.ranks_per_replica, placement.size)  # of the planes
+    reduced: dict[frozenset[int], float] = {}
+    for name, users in owners.items():
+        length = float(value_bytes(program, name))
+        holders = {r for stage in users for d in range(directions) for r in placement.group(stage, d)}
+        ranks = frozenset(first + r for r in holders for first in firsts)
+        reduced[ranks] = reduced.get(ranks, 0.0) + scale * length
+        if directions < plan.directions:  # gradients there, weights back
+            for stage in users:
+                ways = placement.group(stage, 0), placement.group(stage, 1)
+                for first, (a, b) in product(firsts, zip(*ways, strict=True)):
+                    _add(pairs, first + a, first + b, 2 * length)
+    return {ranks: length for ranks, length in reduced.items() if len(ranks) * plan.replicas > 1}

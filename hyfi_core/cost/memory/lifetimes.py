@@ -1,0 +1,237 @@
+"""What a stage holds while each of its operators runs backward: memory in the order in which it is freed.
+
+    forward     a ──▶ b ──▶ c ──▶ d      each keeps what its backward needs: it adds up
+    backward    a ◀── b ◀── c ◀── d      each frees what it has kept, and makes the cotangents of its inputs
+
+                                                         maps                     gradients
+    while c runs backward      kept by a, b and c; the cotangent of what c made        of d
+    while a runs backward      kept by a; the cotangent of what a made             of b, c and d
+
+A forward holds less than the backward of the same operator: where a value is still needed in forward, its cotangent is
+there in backward. Maps are divided among the ranks of a stage and weights are not, so which operator holds most depends
+on the number of ranks: ``Peak`` has all that may.
+
+Of a backward in two parts, the first frees what only maps need, and keeps what weights do::
+
+    while c runs its first part    kept by a, b and c; cotangents; input and cotangent of d, if it is apart
+    before the second part         inputs and cotangents of all that are apart
+
+The rules were found with PyTorch's memory profiler; ``tests/hyfi_core/cost/memory/test_lifetimes.py`` compares with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from hyfi_core.capture.program import Operator, Program
+from hyfi_core.capture.stages import active_values
+from hyfi_core.cost.operators import value_bytes
+from hyfi_core.rules.table import facts_of
+
+_INDEX_BYTES = 8
+"""Of the place of a maximum."""
+_BLOCK = 16
+"""Channels of a group are padded to blocks of so many while a convolution runs backward on a CPU."""
+
+
+class Held(NamedTuple):
+    """Bytes at one time: of maps on all ranks together, and of weights on each of them."""
+
+    maps: int
+    weights: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that the operators of a stage hold, for any number of ranks.
+
+    Attributes:
+        points: what some operators hold; none holds less of both than another.
+        throughout: bytes of maps that are there in addition, whichever operator runs.
+    """
+
+    points: tuple[Held, ...]
+    throughout: int = 0
+
+    @classmethod
+    def of(cls, points: Iterable[Held], throughout: int = 0) -> Peak:
+        """Return that of operators that hold so much."""
+        frontier: list[Held] = []
+        for point in sorted(set(points), reverse=True):
+            if not frontier or point.weights > frontier[-1].weights:
+                frontier.append(point)
+        return cls(tuple(frontier), throughout)
+
+    def bytes(self, ranks: int) -> int:
+        """Return the bytes on one of so many ranks."""
+        most = max((point.maps // ranks + point.weights for point in self.points), default=0)
+        return self.throughout // ranks + most
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """What one operator adds to the memory of its stage.
+
+    Attributes:
+        kept: what it keeps from forward to backward -> bytes; what several operators keep has one name.
+        makes: bytes of maps that its backward makes: cotangents of inputs, and temporary ones.
+        reorders: bytes of weights and gradients that are there while its backward runs, in addition to those that stay.
+        gradients: bytes of the weights that no later operator uses: their gradients do not exist before its backward.
+        between: what it keeps between the two parts of a backward: the maps that it takes, and its result's cotangent.
+    """
+
+    kept: Mapping[str, int]
+    makes: int
+    reorders: int
+    gradients: int
+    between: Mapping[str, int] = field(default_factory=dict)
+
+
+NOTHING = Lifetime({}, 0, 0, 0)
+
+
+class Lifetimes:
+    """What each operator of a captured model adds to the memory of its stage.
+
+    Args:
+        program: the captured model, of one micro-batch.
+
+    Attributes:
+        active: values that carry gradients.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[str, Lifetime] = {}
+        self._fixed = {*program.parameters, *program.buffers, *program.constants}
+        self.active = active_values(program, program.outputs, program.parameters)
+        views = (op for op in program.operators if facts_of(op).kind == "view")
+        self._viewed = {name: op.inputs[0] for op in views for name in op.outputs if name}
+        self._last = {name: op.name for op in program.operators if self._is_active(op) for name in op.inputs}
+
+    def of(self, op: Operator) -> Lifetime:
+        """Return what an operator adds; nothing if no gradient goes through it."""
+        if op.name not in self._known:
+            self._known[op.name] = self._of(op) if self._is_active(op) else NOTHING
+        return self._known[op.name]
+
+    def _of(self, op: Operator) -> Lifetime:
+        weights = {name for name in op.inputs if name in self._program.parameters and self._last[name] == op.name}
+        gradients = sum(value_bytes(self._program, name) for name in weights)
+        return Lifetime(self._kept(op), self._makes(op), self._reorders(op), gradients, self._between(op))
+
+    def _between(self, op: Operator) -> dict[str, int]:
+        """Return what its weights need after the first part of a backward; nothing if they are not apart."""
+        parameters, values = self._program.parameters, self._program.values
+        if not facts_of(op).product or not any(n in parameters and len(values[n].shape) > 1 for n in op.inputs):
+            return {}
+        maps = {name for name in op.inputs if name in values} - self._fixed
+        found = {name: value_bytes(self._program, name) for name in map(self._memory_of, maps)} if maps else {}
+        return found and found | {f"{op.name} cotangent": value_bytes(self._program, op.first_output)}
+
+    def carried(self, names: Iterable[str | None]) -> set[str]:
+        """Return those values that carry gradients and are not parameters."""
+        return {name for name in names if name in self.active and name is not None} - self._program.parameters.keys()
+
+    def of_stage(
+        self, operators: Sequence[Operator], leaving: Collection[str], entering: int, in_two: bool = False
+    ) -> tuple[Peak, Peak]:
+        """Return the peaks of the (first, any later) backward of a stage.
+
+        Args:
+            operators: of the stage, in forward order.
+            leaving: values that other stages use, or the caller of the model.
+            entering: bytes of the values of other stages that carry gradients.
+            in_two: whether backwards have two parts: then the most that either holds.
+        """
+        names = {name for op in operators for name in op.inputs if name in self._program.parameters}
+        weights = missing = sum(value_bytes(self._program, name) for name in names)
+        first, later = list[Held](), list[Held]()
+        apart: dict[str, int] = {}
+        for maps, adds in self._held(operators, leaving):
+            missing -= adds.gradients
+            if in_two:  # in addition to what all operators keep between the parts, less what this and earlier ones do
+                apart |= adds.between
+                maps = max(0, maps - sum(apart.values()))
+            first.append(Held(maps, missing + adds.reorders))
+            later.append(Held(maps, weights + adds.reorders))
+        throughout = entering + sum(apart.values())
+        return Peak.of(first, throughout), Peak.of(later, throughout)
+
+    def _held(self, operators: Sequence[Operator], leaving: Collection[str]) -> Iterator[tuple[int, Lifetime]]:
+        """Yield the bytes of maps while each operator runs backward, and what it adds."""
+        last = {name: at for at, op in enumerate(operators) for name in op.inputs}
+        saved, cotangents, maps = dict[str, int](), dict[str, int](), 0
+        for at, op in enumerate(operators):
+            adds = self.of(op)
+            maps += sum(size for name, size in adds.kept.items() if name not in saved)
+            saved |= adds.kept
+            for name in self.carried(op.outputs):
+                if name in leaving or last.get(name, at) > at:
+                    cotangents[name] = value_bytes(self._program, name)
+                    maps += cotangents[name]
+            for name in {name for name in op.inputs if last[name] == at}:
+                maps -= 0 if name in leaving else cotangents.pop(name, 0)
+            yield maps + adds.makes, adds
+
+    def _is_active(self, op: Operator) -> bool:
+        return any(name in self.active for name in op.outputs)
+
+    def _kept(self, op: Operator) -> dict[str, int]:
+        sizes = {name: value_bytes(self._program, name) for name in map(self._memory_of, self._kept_values(op))}
+        if facts_of(op).keeps == "inputs and places":
+            sizes[f"{op.name} places"] = _INDEX_BYTES * prod(self._program.values[op.first_output].shape)
+        return sizes
+
+    def _kept_values(self, op: Operator) -> set[str]:
+        """Return the values that its backward needs; parameters, buffers and constants are there anyway."""
+        keeps = facts_of(op).keeps
+        if keeps == "nothing":
+            return set()
+        outputs = {name for name in op.outputs if name is not None}
+        inputs = {name for name in op.inputs if name in self._program.values}
+        if keeps == "other factors":
+            active = [name for name in op.inputs if name in self.active]
+            inputs = {
+                name for name in inputs if any(active_name != name for active_name in active) or active.count(name) > 1
+            }
+        if keeps == "outputs":
+            return outputs
+        return (inputs | outputs if keeps == "inputs and outputs" else inputs) - self._fixed
+
+    def _memory_of(self, name: str) -> str:
+        """Return the value whose memory a view uses; of others the value itself."""
+        while name in self._viewed:
+            name = self._viewed[name]
+        return name
+
+    def _makes(self, op: Operator) -> int:
+        facts = facts_of(op)
+        if facts.passes_on:
+            return 0
+        output_bytes = sum(value_bytes(self._program, name) for name in self.carried(op.inputs))
+        return 2 * output_bytes if facts.kind == "norm" else output_bytes
+
+    def _reorders(self, op: Operator) -> int:
+        """Return a new gradient before it is added, and what a convolution has in other orders."""
+        if not facts_of(op).product:
+            return 0
+        values, total = self._program.values, 0
+        for name in (name for name in op.inputs if name in self._program.parameters):
+            total += value_bytes(self._program, name)
+            if prod(values[name].shape[2:]) > 1:
+                total += value_bytes(self._program, name) + self._blocked_bytes(op, name)
+        return total
+
+    def _blocked_bytes(self, op: Operator, weight: str) -> int:
+        """Return the bytes of a kernel whose groups are padded to whole blocks of channels."""
+        (out_channels, in_channels, *window), item = (
+            self._program.values[weight].shape,
+            self._program.values[weight].dtype.itemsize,
+        )
+        groups = max(1, self._program.values[op.inputs[0]].shape[1] // in_channels)
+        padded = (-(-count // _BLOCK) * _BLOCK for count in (out_channels // groups, in_channels))
+        return groups * prod(padded) * prod(window) * item

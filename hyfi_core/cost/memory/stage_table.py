@@ -1,0 +1,264 @@
+"""Memory of every stage that a program can be cut into: of all pairs of places, in one pass over its operators.
+
+    places      0     1     2     3           a stage begins at one and ends at a later one
+    operators   a b │ c d │ e f
+    save        x y   y z   z                 what backward needs again
+    0 to 1      x y                           each value once, however many operators save it
+    0 to 2      x y z
+    1 to 3      y z
+
+A value counts for the stages in which an operator uses it; to count it once, each use counts for the stages that begin
+after the use before. So the stages of a use form a rectangle of beginnings and ends, and sums over all rectangles give
+all stages together. ``StageMaps.of`` gives the same for a single stage, but for copies of operators that depend on
+neither image nor weights, which every stage that needs them computes itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyfi_core.capture.program import Operator, Program, refs_in
+from hyfi_core.capture.stages import free_values
+from hyfi_core.cost.memory.forecast import StageMaps, touched_bytes
+from hyfi_core.cost.memory.lifetimes import NOTHING, Lifetime, Lifetimes
+from hyfi_core.cost.operators import value_bytes
+from hyfi_core.cost.search.cuts import cut_candidates
+
+Table = NDArray[np.int64]
+"""Bytes of the stage from each place (row) to each other (column); of rows before columns only."""
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Every stage that a program can be cut into.
+
+    Attributes:
+        names: the module that ends at each place but the first and the last.
+        places: positions between operators at which a stage may begin or end.
+        maps: as those of a stage, with a ``Table`` of all stages in each field.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    maps: StageMaps
+
+    @classmethod
+    def of(cls, program: Program) -> StageTable:
+        """Return that of a captured model."""
+        candidates, last = cut_candidates(program), len(program.operators)
+        places = (0, *(candidate.index for candidate in candidates), last)
+        alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
+        free = free_values(program, program.operators)
+        numbered = [(name, at) for at, op in enumerate(program.operators) for name in op.outputs if name is not None]
+        made_at = {name: at for name, at in numbered if name not in free}
+        each = [op if any(name in alive for name in op.outputs) else None for op in program.operators]
+        weights = [[name for name in op.inputs if name in program.parameters] if op else [] for op in each]
+        sizes = {name: value_bytes(program, name) for name in (*program.values, *program.parameters)}
+        count, lifetimes = _Counter(places, sizes), Lifetimes(program)
+        adds = [lifetimes.of(op) if op else NOTHING for op in each]
+        sizes |= {name: size for lifetime in adds for name, size in lifetime.kept.items()}
+        sizes |= {name: size for lifetime in adds for name, size in lifetime.between.items()}
+        entering, between = lifetimes.carried(made_at), [lifetime.between for lifetime in adds]
+        walk = _Walks(
+            places,
+            count.distinct(weights),
+            count.distinct(_taken_by(program, each, entering), made_at),
+            _maps(program, each, adds, lifetimes, count),
+            _missing(places, adds),
+            np.array([lifetime.reorders for lifetime in adds], dtype=np.int64),
+        )
+        kept, by_each = count.distinct(between), count.distinct_at(between)
+        in_two = replace(walk, entering=walk.entering + kept, maps=np.maximum(0, walk.maps - by_each))
+        maps: dict[str, Any] = {
+            "weights": walk.weights,
+            "all_weights": sum(sizes[name] for name in program.parameters),
+            "largest_weight": count.largest([max((sizes[name] for name in names), default=0) for names in weights]),
+            "saved": count.distinct([lifetime.kept for lifetime in adds]),
+            "taken": _received_bytes(program, each, made_at, count),
+            "working": count.largest([touched_bytes(program, op) if op else 0 for op in each]),
+            "operators": np.subtract.outer(places, places).T,
+            "first": TablePeak(walk, first=True),
+            "later": TablePeak(walk, first=False),
+            "between": kept,
+            "first_in_two": TablePeak(in_two, first=True),
+            "later_in_two": TablePeak(in_two, first=False),
+        }
+        return cls(tuple(candidate.module for candidate in candidates), places, StageMaps(**maps))
+
+    def stages(self, cuts: Sequence[str]) -> list[StageMaps]:
+        """Return those of the stages between cuts.
+
+        Args:
+            cuts: of ``names``, in order.
+        """
+        ends = [0, *(1 + self.names.index(cut) for cut in cuts), len(self.places) - 1]
+        fields = {field.name: getattr(self.maps, field.name) for field in dataclass_fields(StageMaps)}
+        return [
+            StageMaps(**{name: _of_stage(table, a, b) for name, table in fields.items()}) for a, b in pairwise(ends)
+        ]
+
+
+def _of_stage(table: Any, a: int, b: int) -> Any:
+    if isinstance(table, TablePeak):
+        return _StagePeak(table, a, b)
+    return int(table[a, b]) if isinstance(table, np.ndarray) else table
+
+
+@dataclass(frozen=True)
+class _Walks:
+    """What each stage holds while each operator runs backward; see ``cost.memory.lifetimes``.
+
+    Attributes:
+        places: positions between operators at which a stage may begin or end.
+        weights: of each stage.
+        entering: of each stage, the values of others that carry gradients.
+        maps: of the stages from each place (row), while each operator (column) runs.
+        missing: likewise, gradients that the first backward has not made before.
+        reorders: while each operator runs.
+    """
+
+    places: tuple[int, ...]
+    weights: Table
+    entering: Table
+    maps: Table
+    missing: Table
+    reorders: NDArray[np.int64]
+
+
+class TablePeak:
+    """The peak of every stage, as ``Peak`` is that of one.
+
+    Args:
+        walk: of all stages.
+        first: whether gradients are made by the backward itself.
+    """
+
+    def __init__(self, walk: _Walks, first: bool) -> None:
+        self._walk, self._first = walk, first
+        self._of: dict[int, Table] = {}
+
+    def bytes(self, ranks: int) -> Table:
+        """Return the bytes on one of so many ranks, of every stage."""
+        if ranks not in self._of:
+            self._of[ranks] = self._most(ranks)
+        return self._of[ranks]
+
+    def _most(self, ranks: int) -> Table:
+        walk = self._walk
+        bytes_at = walk.maps // ranks + walk.reorders - (walk.missing if self._first else 0)
+        parts = np.maximum.reduceat(bytes_at, walk.places[:-1], axis=1)
+        rows, columns = np.indices(parts.shape)
+        parts[columns < rows] = np.iinfo(np.int64).min // 2
+        peaks = np.zeros_like(walk.weights)
+        peaks[:, 1:] = np.maximum.accumulate(parts, axis=1)
+        after = np.triu(np.ones_like(peaks), 1)
+        return after * (peaks + walk.weights + walk.entering // ranks)
+
+
+@dataclass(frozen=True)
+class _StagePeak:
+    """That of one stage in a table."""
+
+    table: TablePeak
+    first: int
+    last: int
+
+    def bytes(self, ranks: int) -> int:
+        """Return the bytes on one of so many ranks."""
+        return int(self.table.bytes(ranks)[self.first, self.last])
+
+
+class _Counter(NamedTuple):
+    """Sums and maxima over the operators of every stage.
+
+    Attributes:
+        places: positions between operators at which a stage may begin or end.
+        sizes: value -> its bytes.
+    """
+
+    places: tuple[int, ...]
+    sizes: Mapping[str, int]
+
+    def distinct(self, used: Sequence[Iterable[str]], made_at: Mapping[str, int] | None = None) -> Table:
+        """Return the bytes of the values that operators of each stage use, each value once; see ``distinct_at``."""
+        return np.pad(self.distinct_at(used, made_at), ((0, 0), (1, 0)))[:, self.places]
+
+    def distinct_at(self, used: Sequence[Iterable[str]], made_at: Mapping[str, int] | None = None) -> Table:
+        """Return the bytes of the values that a stage from each place (row) has used up to each operator (column).
+
+        Args:
+            used: by each operator; each value counts once.
+            made_at: value -> the operator that makes it; if given, stages that contain this one do not count.
+        """
+        changes = np.zeros((len(self.places) + 1, len(used)), dtype=np.int64)
+        before = dict(made_at or {})
+        for at, names in enumerate(used):
+            for name in set(names):
+                changes[bisect_right(self.places, before.get(name, -1)), at] += self.sizes[name]
+                changes[bisect_right(self.places, at), at] -= self.sizes[name]
+                before[name] = at
+        table: Table = changes.cumsum(0).cumsum(1)[:-1]
+        return table
+
+    def largest(self, each: Sequence[int]) -> Table:
+        """Return the largest number of the operators of each stage."""
+        count = len(self.places)
+        table = np.zeros((count, count), dtype=np.int64)
+        parts = [max(each[a:b], default=0) for a, b in zip(self.places, self.places[1:], strict=False)]
+        for first in range(count - 1):
+            table[first, first + 1 :] = np.maximum.accumulate(parts[first:])
+        return table
+
+
+def _maps(
+    program: Program,
+    each: Sequence[Operator | None],
+    adds: Sequence[Lifetime],
+    lifetimes: Lifetimes,
+    count: _Counter,
+) -> Table:
+    """Return what stages from each place (row) hold of maps while each operator (column) runs backward."""
+    last = {name: at for at, op in enumerate(each) if op for name in op.inputs}
+    last |= dict.fromkeys(refs_in(program.outputs), len(each))
+    changes = np.zeros((len(count.places) + 1, len(each) + 1), dtype=np.int64)
+    for at, op in enumerate(each):
+        for name in lifetimes.carried(op.outputs) if op else ():
+            ends, row = last.get(name, at), bisect_right(count.places, at)
+            changes[0, at] += count.sizes[name]
+            changes[0, ends] -= count.sizes[name]
+            changes[row, at] -= count.sizes[name]
+            changes[row, ends] += count.sizes[name]
+    cotangents: Table = changes.cumsum(0).cumsum(1)[:-1, :-1]
+    cotangents += count.distinct_at([lifetime.kept for lifetime in adds])
+    cotangents += np.array([lifetime.makes for lifetime in adds], dtype=np.int64)
+    return cotangents
+
+
+def _missing(places: Sequence[int], adds: Sequence[Lifetime]) -> Table:
+    """Return the gradients of the operators from each place (row) to each operator (column)."""
+    sums = np.cumsum([0, *(lifetime.gradients for lifetime in adds)])
+    table: Table = np.maximum(0, sums[None, 1:] - sums[list(places), None])
+    return table
+
+
+def _taken_by(program: Program, each: Sequence[Operator | None], values: Collection[str]) -> list[list[str]]:
+    """Return which of the given values each operator takes; the last also those that leave the model."""
+    used = [[name for name in op.inputs if name in values] if op else [] for op in each]
+    used[-1] += [name for name in refs_in(program.outputs) if name in values]
+    return used
+
+
+def _received_bytes(
+    program: Program, each: Sequence[Operator | None], made_at: Mapping[str, int], count: _Counter
+) -> Table:
+    """Return the bytes that each stage receives from others; without any, those of the image."""
+    received = count.distinct(_taken_by(program, each, made_at), made_at)
+    return np.where(received > 0, received, count.sizes[program.image])

@@ -1,1 +1,0 @@
-"""What ranks of one node share: cores, and memory that processes keep."""

@@ -1,0 +1,258 @@
+"""The fastest cuts with which a plan fits into memory.
+
+    cuts              0.2 | 0.5 | 0.9     seconds    bytes of the rank that needs most
+    fastest           a     c     f       1.0        9 GB      does not fit into 8 GB
+    fastest that fit  a     b     e       1.1        7 GB
+
+In one direction, dynamic programming over stages finds those with the shortest slowest stage and those with the
+shortest sum; the better one is taken. In two directions a rank holds several stages, so that no stage fits or fails on
+its own: all cuts are rated, or if they are too many, a coarse choice of them and then what is near the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property, lru_cache
+from itertools import combinations, product
+from math import comb, prod
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyfi_core.capture.program import Program
+from hyfi_core.cost.memory.forecast import MemoryForecast, forecast_memory, held_bytes, max_of
+from hyfi_core.cost.memory.stage_table import StageTable, Table
+from hyfi_core.cost.search.plan_bounds import ONE_IN_FLIGHT
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.schedule.in_flight import Moment, fullest_moments, microbatches_in_flight
+
+SecondsTable = NDArray[np.float64]
+"""Times of the stage from each place (row) to each other (column)."""
+CutRows = NDArray[np.int64]
+"""Cuts, a row for each choice: indices of places."""
+_Number = TypeVar("_Number", np.int64, np.float64)
+_MOST_ROWS = 5_000
+"""Of cuts that are rated, before those near the best."""
+_BESIDE = 1
+"""Of cuts beside the fastest ones that are tried, too."""
+
+
+@dataclass(frozen=True)
+class StagesAnywhere:
+    """Memory of each stage of a plan, wherever it begins and ends.
+
+    Attributes:
+        plan: whose stages these are; its cuts do not matter.
+        names: the module that ends at each place but the first and the last.
+        stages: the forecast of each stage, a table in each field.
+        off: factor between the forecast and what is needed at most.
+    """
+
+    plan: ParallelPlan
+    names: tuple[str, ...]
+    stages: tuple[MemoryForecast, ...]
+    off: float
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, program: Program, table: StageTable, off: float) -> StagesAnywhere:
+        """Return those of a plan.
+
+        Args:
+            plan: its cuts do not matter.
+            program: the captured model, of one micro-batch.
+            table: of the same program.
+            off: factor between the forecast and what is needed at most.
+        """
+        anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
+        return cls(plan, table.names, forecast_memory(program, anywhere, [table.maps] * plan.stages), off)
+
+    @cached_property
+    def bytes(self) -> tuple[Table, ...]:
+        """What a rank needs at most for each stage alone; in two directions, it may hold others besides."""
+        tables: dict[int, Table] = {}
+        for hosted, moments in fullest_moments(self.plan).items():
+            for at, (stage, _) in enumerate(hosted):
+                own = {
+                    Moment(0, (moment.waiting[at],), (moment.gradients[at],), moment.between[at : at + 1])
+                    for moment in moments
+                    if moment.running == at
+                }
+                needs = np.asarray(held_bytes([self.stages[stage]], own))
+                tables[stage] = np.minimum(needs, tables.get(stage, needs))
+        return tuple(self._most(tables[stage]) for stage in range(len(self.stages)))
+
+    def least_bytes(self) -> int:
+        """Return the least that the rank with most needs, by the forecast; in two directions that or less."""
+        least, _ = shortest([table.astype(np.float64) for table in self.bytes], np.maximum)
+        return max(int(least), int(self.off * self.stages[0].start_bytes))
+
+    def needed(self, rows: CutRows) -> Table:
+        """Return the bytes of the rank that needs most, for each choice of cuts, by the forecast."""
+        ends = self.ends(rows)
+        chosen = [_chosen(stage, ends[:, at], ends[:, at + 1]) for at, stage in enumerate(self.stages)]
+        each = (held_bytes([chosen[s] for s, _ in hosted], of) for hosted, of in fullest_moments(self.plan).items())
+        return self._most(np.maximum(max_of(each), self.stages[0].start_bytes))
+
+    def most_held(self, each: NDArray[_Number]) -> NDArray[_Number]:
+        """Return the sum over the stages that a rank holds, of the rank with most; stages are the first axis."""
+        moments = fullest_moments(self.plan)
+        sums: NDArray[_Number] = np.max([each[[stage for stage, _ in hosted]].sum(0) for hosted in moments], axis=0)
+        return sums
+
+    def at(self, tables: Sequence[NDArray[_Number]], rows: CutRows) -> NDArray[_Number]:
+        """Return the numbers of all stages (first axis) for each choice of cuts (second axis)."""
+        ends = self.ends(rows)
+        numbers: NDArray[_Number] = np.array([t[ends[:, s], ends[:, s + 1]] for s, t in enumerate(tables)])
+        return numbers
+
+    def _most(self, forecast: Table) -> Table:
+        return (self.off * forecast).astype(np.int64)
+
+    def ends(self, rows: CutRows) -> CutRows:
+        """Return for each choice of cuts where its stages begin and end, one number more than there are stages."""
+        return np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, len(self.names) + 1)))
+
+
+def _chosen(stage: MemoryForecast, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> MemoryForecast:
+    """Return the forecast of a stage for each choice of where it begins and ends."""
+    tables: dict[str, Any] = {field.name: getattr(stage, field.name) for field in fields(stage)}
+    tables |= {name: table[begins, ends] for name, table in tables.items() if isinstance(table, np.ndarray)}
+    return MemoryForecast(**tables)
+
+
+def average_bytes(plan: ParallelPlan, program: Program, table: StageTable) -> int:
+    """Return what ranks need on average wherever the plan is cut, or less, by the forecast: all weights and maps once.
+
+    Args:
+        plan: any; its cuts do not matter.
+        program: the captured model, of one micro-batch.
+        table: of the same program.
+    """
+    anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
+    stages, sizes = forecast_memory(program, anywhere, table.stages(()) * plan.stages), [prod(g) for g in plan.grids]
+    flights = [microbatches_in_flight(plan, stage) for stage in range(plan.stages)]
+    parts = list(zip(sizes, stages, flights, strict=True))
+    always = plan.directions * min(size * stage.written_bytes for size, stage, _ in parts)
+    # Of two stages on a rank, not both need to have most micro-batches in flight at the same time.
+    in_two = plan.divides_backwards
+    least = [min(one.waiting_bytes, one.between_bytes) if in_two else one.waiting_bytes for one in stages]
+    saved = min(
+        size * (stage.saved_bytes + (n - 1) * waits) for (size, stage, n), waits in zip(parts, least, strict=True)
+    )
+    return (always + saved) // sum(sizes)
+
+
+@dataclass(frozen=True)
+class FittingCuts:
+    """A search for the fastest cuts that fit.
+
+    Attributes:
+        stages: of the plan.
+        seconds: of each stage, forward and backward of a micro-batch, with the messages at its end.
+        room_bytes: that a rank has.
+    """
+
+    stages: StagesAnywhere
+    seconds: tuple[SecondsTable, ...]
+    room_bytes: int
+
+    def fastest(self) -> tuple[tuple[str, ...] | None, int]:
+        """Return the modules after which to cut, and the bytes that the rank with most then needs, by the forecast.
+
+        Without cuts that fit, the first is None, and the second the least that was found.
+        """
+        best = self._best
+        rank_bytes = int(self.stages.needed(best[None])[0])
+        return self._names(best) if rank_bytes <= self.room_bytes else None, rank_bytes
+
+    def beside(self) -> tuple[tuple[str, ...], ...]:
+        """Return the fastest cuts that fit of those with one cut at the next place; with halos they may be faster."""
+        best, cuts = self._best, self.stages.plan.stages - 1
+        rows = best + np.concatenate([np.eye(cuts, dtype=np.int64), -np.eye(cuts, dtype=np.int64)])
+        rows = rows[self._in_order(rows)]
+        rows = rows[self.stages.needed(rows) <= self.room_bytes]
+        return tuple(self._names(row) for row in rows[self._order(rows)[:_BESIDE]]) if len(rows) else ()
+
+    @cached_property
+    def _best(self) -> CutRows:
+        rows = self._by_stages() if self.stages.plan.directions == 1 else self._near_best()
+        fastest: CutRows = rows[self._order(rows)[0]]
+        return fastest
+
+    def _names(self, row: CutRows) -> tuple[str, ...]:
+        return tuple(self.stages.names[position - 1] for position in row)
+
+    def _in_order(self, rows: CutRows) -> NDArray[np.bool_]:
+        """Return which rows are cuts in ascending order, each after at least one operator."""
+        return np.asarray((np.diff(self.stages.ends(rows)) > 0).all(1))
+
+    def _order(self, rows: CutRows) -> NDArray[np.intp]:
+        """Return the rows in order: those that fit first, or nearly do, then the faster ones; see ``least_step_s``."""
+        plan, each_s = self.stages.plan, self.stages.at(self.seconds, rows)
+        rounds = plan.microbatches // plan.directions
+        seconds = rounds * self.stages.most_held(each_s)
+        if plan.schedule in ONE_IN_FLIGHT:
+            seconds = np.maximum(seconds, rounds * each_s.sum(0))
+        elif plan.directions == 1:  # every stage waits for those before it
+            seconds = (rounds - 1) * each_s.max(0) + each_s.sum(0)
+        return np.lexsort((seconds, np.maximum(0, self.stages.needed(rows) - self.room_bytes)))
+
+    def _by_stages(self) -> CutRows:
+        """Return the cuts that fit and have the shortest slowest stage, and the shortest sum; else the smallest."""
+        tables = zip(self.seconds, self.stages.bytes, strict=True)
+        seconds = [np.where(stage_bytes <= self.room_bytes, table, np.inf) for table, stage_bytes in tables]
+        slowest_s, row = shortest(seconds, np.maximum)
+        if slowest_s == np.inf:
+            return shortest([table.astype(np.float64) for table in self.stages.bytes], np.maximum)[1][None]
+        even = [np.where(table <= slowest_s, table, np.inf) for table in seconds]
+        return np.array([row, shortest(even, np.add)[1], shortest(seconds, np.add)[1]])
+
+    def _near_best(self) -> CutRows:
+        """Return the best of all cuts, or if they are too many, of a coarse choice and what is near."""
+        cuts, places = self.stages.plan.stages - 1, len(self.stages.names)
+        few = next(count for count in range(places, cuts - 1, -1) if comb(count, cuts) <= _MOST_ROWS)
+        spread = np.unique(np.linspace(1, places, few).round().astype(np.int64))
+        rows = spread[_combinations(few, cuts)]
+        best, step = rows[self._order(rows)[0]], 0 if few == places else places // few
+        while step:
+            rows = best + step * _neighbours(cuts)
+            rows = rows[self._in_order(rows)]
+            first = self._order(rows)[0]
+            best, step = rows[first], step if first else step // 2
+        return np.array(best)[None]
+
+
+@lru_cache(maxsize=64)
+def _combinations(places: int, cuts: int) -> CutRows:
+    return np.array(list(combinations(range(places), cuts)), dtype=np.int64)
+
+
+@cache
+def _neighbours(cuts: int) -> CutRows:
+    """Return all steps by at most one place, first none."""
+    return np.array(list(product((0, -1, 1), repeat=cuts)), dtype=np.int64)
+
+
+def shortest(
+    costs: Sequence[SecondsTable], together: Callable[[SecondsTable, SecondsTable], SecondsTable]
+) -> tuple[float, CutRows]:
+    """Return the least cost of all stages together, and the cuts, by dynamic programming; infinite if there are none.
+
+    Args:
+        costs: of each stage, from any place to any other.
+        together: the maximum or the sum of two costs.
+    """
+    count = costs[0].shape[0]
+    after = np.triu(np.ones((count, count), dtype=bool), 1)  # a stage ends after it begins
+    before, choices = np.where(np.arange(count) == 0, 0.0, np.inf), []
+    for table in costs:
+        total = together(before[:, None], np.where(after, table, np.inf))
+        choices.append(total.argmin(0))
+        before = total.min(0)
+    at, row = count - 1, []
+    for choice in reversed(choices[1:]):
+        at = int(choice[at])
+        row.append(at)
+    return float(before[-1]), np.array(row[::-1], dtype=np.int64)

@@ -1,0 +1,282 @@
+"""Lower bounds of the steps of plans, from the operators of a model alone; nothing is lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple
+
+from hyfi_core.capture.program import Operator, Program, refs_in
+from hyfi_core.capture.stages import Stage, cut_program
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.operators import OperatorCost, operator_costs
+from hyfi_core.cost.step.stage_cost import update_s
+from hyfi_core.lowering.lower import lowered_operators
+from hyfi_core.lowering.pool_before_relu import pool_before_relu
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.rules.batch_norm import has_live_statistics
+from hyfi_core.rules.table import facts_of
+from hyfi_core.schedule.in_flight import recomputes
+
+Programs = Callable[[int], Program]
+"""Returns the captured model for micro-batches of this number of images."""
+ONE_IN_FLIGHT = ("sequential", "gems_master")
+"""Schedules in which each direction has one micro-batch at a time."""
+_NO_MAP = (1, 1)
+
+
+class _Mode(NamedTuple):
+    """How a stage computes.
+
+    Attributes:
+        shared: whether batch norms compute their statistics over several ranks or cells; None: whichever is faster.
+        forwards: of each micro-batch; two if the stage recomputes.
+    """
+
+    shared: bool | None = None
+    forwards: int = 1
+
+
+_LEAST = _Mode()
+
+
+@dataclass
+class _Work:
+    """The least time of a micro-batch in some operators, forward and backward, on one rank.
+
+    Attributes:
+        by_map: height and width of a map -> time of the operators that compute such; (1, 1) stands for those of
+            which this is not known.
+        kernels_s: time of starting operators, which every rank of a stage does.
+    """
+
+    by_map: dict[tuple[int, ...], float] = field(default_factory=dict)
+    kernels_s: float = 0.0
+
+    @classmethod
+    def sum(cls, parts: Iterable[_Work]) -> _Work:
+        """Return the work of several parts."""
+        total = cls()
+        for part in parts:
+            total.kernels_s += part.kernels_s
+            for at, seconds in part.by_map.items():
+                total.by_map[at] = total.by_map.get(at, 0.0) + seconds
+        return total
+
+    def ranks_s(self, grids: Iterable[tuple[int, int]]) -> float:
+        """Return the time of all ranks of one of the grids together, without starting operators.
+
+        An operator that computes a map of h x w on R x C ranks takes at least the time of the largest part,
+        ceil(h/R) ceil(w/C), so it counts R C ceil(h/R) ceil(w/C) / (h w) times: many ranks cannot divide a small map.
+        """
+        grids = tuple(grids)
+        return sum(seconds * min(_repeated(at, grid) for grid in grids) for at, seconds in self.by_map.items())
+
+
+class _PricedProgram(NamedTuple):
+    """What operators cost.
+
+    Attributes:
+        program: with the operators.
+        each: operator -> its cost.
+        sizes: map -> its height and width.
+    """
+
+    program: Program
+    each: dict[str, OperatorCost]
+    sizes: dict[str, tuple[int, ...]]
+
+
+class PlanBounds:
+    """Lower bounds of the steps of plans.
+
+    A micro-batch takes W seconds on one rank; K of them start operators, which every rank of a stage does. With
+    m micro-batches and stages of r₀, r₁ … ranks that take t₀, t₁ … seconds for each::
+
+        m tₛ + Σ(j < s) tⱼ ≤ step        for every stage s, in one direction: it begins after those before it
+        Σ rₛ tₛ ≥ W + min(r) K           the stages do all the work
+
+    The step is at least (W + min(r) K) / Σ yₛ for any yₛ ≥ 0 with m yₛ + Σ(j > s) yⱼ ≥ rₛ. In the sequential schedule
+    and with GEMS, each direction begins a micro-batch after the backward of the one before: at least W / max(r) + K for
+    each. ``of_stages`` knows where stages end, how many ranks share their norms, and which recompute: it has each tₛ.
+
+    Args:
+        programs: captures the model.
+        batch: images of a step, over all replicas.
+        ranks: of all replicas.
+        machine: the machine model.
+        dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
+    """
+
+    def __init__(
+        self, programs: Programs, batch: int, ranks: int, machine: MachineModel, dtype: str | None = None
+    ) -> None:
+        self._programs, self._batch = programs, batch
+        self._machine, self._dtype = machine, dtype
+        self._crowded = ranks > 1 and machine.devices_per_node > 1
+        self._costs: dict[int, _PricedProgram] = {}
+        self._operators: dict[tuple[int, _Mode], dict[str, _Work]] = {}
+        self._whole: dict[int, _Work] = {}
+        self._totals: dict[tuple[int, frozenset[tuple[int, int]]], float] = {}
+        self._pieces: dict[tuple[int, tuple[str, ...] | str], tuple[Stage, ...]] = {}
+        self._stages: dict[tuple[int, tuple[str, ...] | str, tuple[_Mode, ...]], tuple[tuple[_Work, ...], float]] = {}
+        self._parts: dict[tuple[int, _Mode], list[_Work]] = {}
+
+    def of(self, plan: ParallelPlan) -> float:
+        """Return the bound of a plan.
+
+        Raises:
+            RequestError: its micro-batches cannot be captured.
+        """
+        sizes = [rows * columns for rows, columns in plan.grids]
+        images, grids = self._images(plan), frozenset(_divided(plan))
+        if (images, grids) not in self._totals:
+            self._totals[images, grids] = self._of_microbatch(images).ranks_s(grids)
+        work_s, kernels_s = self._totals[images, grids], self._of_microbatch(images).kernels_s
+        total_s = work_s + min(sizes) * kernels_s
+        if plan.schedule in ONE_IN_FLIGHT:
+            return plan.microbatches / plan.directions * (work_s / max(sizes) + kernels_s)
+        if plan.directions == 2:
+            return plan.microbatches * total_s / sum(sizes)
+        weights = 0.0
+        for size in reversed(sizes):
+            weights += max(0.0, size - weights) / plan.microbatches
+        return total_s / weights
+
+    def of_stages(self, plan: ParallelPlan) -> tuple[tuple[float, ...], float]:
+        """Return the least time of a micro-batch in each stage, forward and backward, and of the optimizer step.
+
+        Args:
+            plan: with named cuts.
+
+        Raises:
+            RequestError: as ``cut_program``.
+        """
+        key = self._images(plan), plan.cuts, _modes(plan)
+        if key not in self._stages:
+            pieces = self.pieces(plan)
+            works = []
+            for piece, mode in zip(pieces, key[2], strict=True):
+                works_by_name = self._of_operators(key[0], mode)
+                works.append(
+                    _Work.sum(works_by_name[op.name] for op in piece.program.operators if op.name in works_by_name)
+                )
+            self._stages[key] = tuple(works), max(update_s(piece.program, self._machine) for piece in pieces)
+        stages, least_update_s = self._stages[key]
+        each = zip(stages, plan.grids, _divided(plan), strict=True)
+        return tuple(work.ranks_s([parts]) / prod(grid) + work.kernels_s for work, grid, parts in each), least_update_s
+
+    def before(self, plan: ParallelPlan, places: Sequence[int]) -> list[list[float]]:
+        """Return, for each stage of a plan, the least time of all operators before each place if they were in it.
+
+        Args:
+            plan: any; its cuts do not matter.
+            places: positions between operators, from the first to the last; always the same ones of a program.
+        """
+        before, images = [], self._images(plan)
+        for mode, grid, divided in zip(_modes(plan), plan.grids, _divided(plan), strict=True):
+            if (images, mode) not in self._parts:
+                works, names = self._of_operators(images, mode), [op.name for op in self._programs(images).operators]
+                each = [_Work.sum(works[name] for name in names[a:b] if name in works) for a, b in pairwise(places)]
+                self._parts[images, mode] = each
+            parts = self._parts[images, mode]
+            seconds = (part.ranks_s([divided]) / prod(grid) + part.kernels_s for part in parts)
+            before.append(list(accumulate(seconds, initial=0.0)))
+        return before
+
+    def pieces(self, plan: ParallelPlan) -> tuple[Stage, ...]:
+        """Return the stages of a plan with named cuts.
+
+        Raises:
+            RequestError: as ``cut_program``.
+        """
+        key = self._images(plan), plan.cuts
+        if key not in self._pieces:
+            program, cuts = self._programs(key[0]), () if plan.cuts == "auto" else plan.cuts
+            self._pieces[key] = cut_program(program, program.outputs, cuts)
+        return self._pieces[key]
+
+    def _images(self, plan: ParallelPlan) -> int:
+        return self._batch // plan.replicas // plan.microbatches
+
+    def _of_microbatch(self, images: int) -> _Work:
+        if images not in self._whole:
+            self._whole[images] = _Work.sum(self._of_operators(images).values())
+        return self._whole[images]
+
+    def _of_operators(self, images: int, mode: _Mode = _LEAST) -> dict[str, _Work]:
+        """Return the least work of each operator of a micro-batch."""
+        if (images, mode) not in self._operators:
+            costs = self._costs_of(images)
+            program = costs.program
+            self._operators[images, mode] = {
+                op.name: self._least(costs, op, mode) for op in lowered_operators(program, program.outputs, ())
+            }
+        return self._operators[images, mode]
+
+    def _costs_of(self, images: int) -> _PricedProgram:
+        if images not in self._costs:
+            captured = self._programs(images)
+            program = pool_before_relu(captured, refs_in(captured.outputs))  # as far as any plan has it
+            costs = operator_costs(program, self._machine, self._dtype)
+            each = {op.name: cost for op, cost in zip(program.operators, costs, strict=True)}
+            self._costs[images] = _PricedProgram(program, each, _map_sizes(program, each))
+        return self._costs[images]
+
+    def _least(self, costs: _PricedProgram, op: Operator, mode: _Mode) -> _Work:
+        """Return the least work of an operator."""
+        cost = costs.each[op.name]
+        kinds: tuple[str, ...] = (cost.kind,)
+        if cost.kind == "norm" and has_live_statistics(op):
+            kinds = {None: ("norm", "shared_norm"), True: ("shared_norm",), False: ("norm",)}[mode.shared]
+        seconds = self._least_s(cost, replace(self._machine, kernel_s=0.0), kinds, mode.forwards)
+        at = costs.sizes.get(op.first_output, _NO_MAP)
+        return _Work({at: seconds}, self._least_s(cost, self._machine, kinds, mode.forwards) - seconds)
+
+    def _least_s(self, cost: OperatorCost, machine: MachineModel, kinds: Iterable[str], forwards: int) -> float:
+        """Return the shortest time of an operator: of the fastest kind."""
+        return min(
+            forwards * cost.forward_s(machine, 1.0, self._crowded, kind)
+            + cost.backward_s(machine, 1.0, self._crowded, kind)
+            for kind in kinds
+        )
+
+
+def _map_sizes(program: Program, costs: Mapping[str, OperatorCost]) -> dict[str, tuple[int, ...]]:
+    """Return map -> its height and width: results of convolutions, and what windows and pixels are computed to next."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for op in program.operators:
+        name, kind = op.first_output, costs[op.name].kind
+        if name not in program.values or len(program.values[name].shape) != 4:
+            continue
+        size, before = (
+            tuple(program.values[name].shape[-2:]),
+            {sizes[name_before] for name_before in op.inputs if name_before in sizes},
+        )
+        pooled = before and facts_of(op).window is not None
+        if kind.endswith("convolution") or pooled or (kind in ("norm", "elementwise", "view") and size in before):
+            sizes[name] = size
+    return sizes
+
+
+def _modes(plan: ParallelPlan) -> tuple[_Mode, ...]:
+    """Return how each stage of a plan computes."""
+    cells = prod(plan.cell_grid or (1, 1))
+    return tuple(_Mode(prod(grid) * cells > 1, 1 + recomputes(plan, stage)) for stage, grid in enumerate(plan.grids))
+
+
+def _divided(plan: ParallelPlan) -> tuple[tuple[int, int], ...]:
+    """Return the grids into which maps are divided; cells of a rank divide its part, and may do so more evenly."""
+    return plan.grids if plan.cells is None else (_NO_MAP,) * len(plan.grids)
+
+
+@cache  # few maps and grids, many plans
+def _repeated(size: tuple[int, ...], grid: tuple[int, int]) -> float:
+    """Return the least pixels of the largest part times the ranks, relative to the map; 1 for what is not a map."""
+    if size == _NO_MAP or grid == _NO_MAP:
+        return 1.0
+    orders = grid, grid[::-1]  # y and x of a map may have been exchanged
+    return min(prod(ranks * -(-side // ranks) / side for side, ranks in zip(size, way, strict=True)) for way in orders)

@@ -1,0 +1,144 @@
+"""The family of plans that a search compares: replicas, stages, grids, micro-batches, schedules.
+
+Up to five ranks a replica every division into stages is tried, beyond that equal ones, halving ones, and one large grid
+before single ranks. Recomputation and cuts are left to the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.step.spilling import SpillRule
+from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
+from hyfi_core.plan.strategy import squarest
+
+_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "chimera", "gems_master")
+_ALL_COMPOSITIONS = 5
+"""Up to this number of ranks of a replica, every division into stages is tried; beyond it, only regular ones."""
+_MOST_UNEQUAL = 16
+"""Up to this number of ranks of a replica, stages of unequal sizes are tried with two directions."""
+_MOST_STAGES = 8
+_MOST_ROUNDS = 8
+"""Largest number of micro-batches, divided by the number of stages."""
+_CELLS = ((2, 2), (4, 4), (8, 8), (16, 16))
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The input of a plan search.
+
+    Attributes:
+        ranks: number of trainers; all are used.
+        batch: images of a step, over all replicas.
+        machine: the machine model.
+        memory_bytes: memory limit of a rank.
+        held_bytes: the part of it that a rank uses before its first step.
+        dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
+        base: plan with the fields that the search does not choose.
+        spill: ``plan.spill`` to try if no plan fits otherwise; None: none.
+        spills: what leaves memory in such plans; None: the time of moving is not counted.
+    """
+
+    ranks: int
+    batch: int
+    machine: MachineModel
+    memory_bytes: int
+    held_bytes: int = 0
+    dtype: str | None = None
+    base: ParallelPlan = field(default_factory=lambda: ParallelPlan(grids=((1, 1),)))
+    spill: str | None = None
+    spills: SpillRule | None = None
+
+
+def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
+    """Yield every plan of the family: replicas, stages, grids, micro-batches, schedules; without recomputation."""
+    for replicas in divisors(request.ranks):
+        if request.batch % replicas:
+            continue
+        for grids in _arrangements(request.ranks // replicas):
+            for rounds in divisors(request.batch // replicas):
+                if rounds > _MOST_ROUNDS * len(grids) > _MOST_ROUNDS:
+                    continue  # the bubble is small already
+                for schedule in _schedules(grids):
+                    if schedule == "1f1b" or rounds % 2 == 0:
+                        yield plan_of(request, grids, rounds, replicas, schedule)
+                if rounds > 1 and len(grids) > 1:  # slow, but with one micro-batch in memory
+                    yield plan_of(request, grids, rounds, replicas, "sequential")
+
+
+def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[Schedule, ...]:
+    """Return the schedules to try; in two directions, large stages of unequal sizes would wait for each other."""
+    sizes = {rows * columns for rows, columns in grids}
+    is_bidirectional = len(grids) > 1 and (
+        len(sizes) == 1 or sum(rows * columns for rows, columns in grids) <= _MOST_UNEQUAL
+    )
+    return _SCHEDULES if is_bidirectional else _SCHEDULES[:1]
+
+
+def plan_of(
+    request: PlanRequest, grids: tuple[tuple[int, int], ...], rounds: int, replicas: int, schedule: Schedule
+) -> ParallelPlan:
+    """Return a plan of the family; all that the search does not choose is that of ``request.base``."""
+    return replace(
+        request.base,
+        grids=grids,
+        cuts="auto",
+        microbatches=rounds,
+        schedule=schedule,
+        replicas=replicas,
+        interleave=1,
+        recompute=False,
+        mirror="all_reduce",
+        memory_bytes=None,
+        shares=None,
+        cells=None,
+        spill=None,
+        branches=1,
+    )
+
+
+def by_cells(request: PlanRequest) -> Iterator[ParallelPlan]:
+    """Yield the plans of one stage in cells, with what no cell needs moved out of memory."""
+    for plan, cells in product(candidates(request), _CELLS):
+        if plan.stages == 1:
+            yield replace(plan, cells=cells, spill=request.spill, memory_bytes=request.memory_bytes)
+
+
+def _arrangements(ranks: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return divisions of the ranks of a replica into stages with grids."""
+    arrangements: dict[tuple[tuple[int, int], ...], None] = {}
+    for sizes in _compositions(ranks):
+        arrangements[tuple(squarest(size) for size in sizes)] = None
+        arrangements[tuple((1, size) for size in sizes)] = None
+    return list(arrangements)
+
+
+def _compositions(ranks: int) -> Iterator[tuple[int, ...]]:
+    if ranks <= _ALL_COMPOSITIONS:
+        yield from _all_compositions(ranks)
+        return
+    for stages in range(1, min(ranks, _MOST_STAGES) + 1):
+        if ranks % stages == 0:
+            yield (ranks // stages,) * stages
+        yield (ranks - stages + 1, *(1,) * (stages - 1))
+    halves, left = [], ranks
+    while left > 1:
+        halves.append(left - left // 2)
+        left //= 2
+        yield (*halves, left)
+
+
+def _all_compositions(ranks: int) -> Iterator[tuple[int, ...]]:
+    if ranks == 0:
+        yield ()
+    for first in range(1, ranks + 1):
+        for remainder in _all_compositions(ranks - first):
+            yield (first, *remainder)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, in ascending order."""
+    return [n for n in range(1, number + 1) if number % n == 0]

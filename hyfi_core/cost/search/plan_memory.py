@@ -1,0 +1,175 @@
+"""The ways in which a plan fits into memory: as it is, recomputing, or with cuts at other places."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import numpy as np
+
+from hyfi_core.cost.memory.forecast import FORECAST_OFF, SPILLING_OFF, StageMaps
+from hyfi_core.cost.memory.stage_table import StageTable
+from hyfi_core.cost.search.fitting_cuts import FittingCuts, SecondsTable, StagesAnywhere, average_bytes
+from hyfi_core.cost.search.plan_bounds import PlanBounds, Programs
+from hyfi_core.cost.search.plan_family import PlanRequest
+from hyfi_core.cost.step.simulator import rank_bytes
+from hyfi_core.plan.parallel_plan import ParallelPlan
+
+_Cuts = tuple[str, ...]
+
+
+@dataclass
+class StudiedMemory:
+    """What stages keep, as far as it has been asked for; it depends on the model alone.
+
+    Attributes:
+        maps: images of a micro-batch, cuts -> of each stage.
+        tables: images of a micro-batch -> of all stages.
+    """
+
+    maps: dict[tuple[int, tuple[str, ...] | str], list[StageMaps]] = field(default_factory=dict)
+    tables: dict[int, StageTable] = field(default_factory=dict)
+
+
+class PlanMemory:
+    """Knows what plans need, and makes them fit.
+
+    Many plans are asked for and few are cut: ``ways`` takes the tables of all stages, ``fits`` and ``needed_bytes`` the
+    stages themselves.
+
+    Args:
+        programs: captures the model.
+        request: batch, machine and limits.
+        bounds: of the same model and request.
+        known: what is known of the same programs; what is asked for is added.
+    """
+
+    def __init__(
+        self, programs: Programs, request: PlanRequest, bounds: PlanBounds, memory: StudiedMemory | None = None
+    ) -> None:
+        self._programs, self._request, self._bounds = programs, request, bounds
+        self._off = FORECAST_OFF[request.machine.device]
+        memory = StudiedMemory() if memory is None else memory
+        self._maps, self._tables = memory.maps, memory.tables
+        self._bounds_of: dict[Hashable, int] = {}
+        self._chosen: dict[Hashable, tuple[_Cuts, ...]] = {}
+        self._refused: dict[Hashable, tuple[int, ParallelPlan]] = {}
+        self._smallest: int | None = None
+
+    def needed_bytes(self, plan: ParallelPlan) -> int:
+        """Return the bytes of the rank that needs most, its process included.
+
+        Args:
+            plan: with named cuts.
+
+        Raises:
+            RequestError: the model cannot be cut so.
+        """
+        program, key = self._programs(self._images(plan)), (self._images(plan), plan.cuts)
+        if key not in self._maps:
+            self._maps[key] = StageMaps.of(program, self._bounds.pieces(plan))
+        return self._forecast(plan, self._maps[key])
+
+    def fits(self, plan: ParallelPlan) -> bool:
+        """Whether a plan with named cuts fits, from the stages themselves.
+
+        Raises:
+            RequestError: the model cannot be cut so.
+        """
+        return self.counted(self.needed_bytes(plan)) <= self._request.memory_bytes
+
+    def ways(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
+        """Yield each way in which a plan fits that may be the fastest.
+
+        Recomputation and other cuts only cost time, so both are left out where the plan fits without. Where it does
+        not, either may be faster; the fastest cuts are kept if recomputation alone is enough.
+
+        Args:
+            plan: with its fastest cuts, without recomputation.
+        """
+        again = replace(plan, recompute=True)
+        if self._may_fit(plan):
+            if self._fits(plan):
+                yield plan
+                return
+            yield from self._with_other_cuts(plan)
+        if self._may_fit(again):
+            if self._fits(again):
+                yield again
+            else:
+                yield from self._with_other_cuts(again)
+
+    def least_bytes(self) -> int | None:
+        """Return the least that any of the plans needs that did not fit, with any cuts; None: all did."""
+        for bound, plan in sorted(self._refused.values(), key=lambda refusal: refusal[0]):
+            if self._smallest is not None and bound >= self._smallest:
+                break
+            _, plan_bytes = FittingCuts(self._anywhere(plan), self._seconds(plan), room_bytes=0).fastest()
+            self.counted(self._request.held_bytes + plan_bytes)
+        return self._smallest
+
+    def _may_fit(self, plan: ParallelPlan) -> bool:
+        """Whether some cuts may fit: a quick answer for most plans that do not."""
+        if plan.stages == 1:
+            return True
+        alike = self._images(plan), tuple(map(prod, plan.grids)), plan.schedule, plan.microbatches, plan.recompute
+        if alike not in self._bounds_of:
+            room = self._request.memory_bytes - self._request.held_bytes
+            least = int(self._off * average_bytes(plan, self._programs(self._images(plan)), self._table(plan)))
+            least = least if least > room else max(least, self._anywhere(plan).least_bytes())
+            self._bounds_of[alike] = self._request.held_bytes + least
+            if least > room:
+                self._refused[alike] = self._bounds_of[alike], plan
+        return self._bounds_of[alike] <= self._request.memory_bytes
+
+    def _fits(self, plan: ParallelPlan) -> bool:
+        """Whether a plan with named cuts fits, from the tables of all stages: cuts take no time."""
+        cuts, table = () if plan.cuts == "auto" else plan.cuts, self._table(plan)
+        if not set(cuts) <= set(table.names):
+            return self.fits(plan)
+        return self.counted(self._forecast(plan, table.stages(cuts))) <= self._request.memory_bytes
+
+    def _forecast(self, plan: ParallelPlan, stages: list[StageMaps]) -> int:
+        most = max(rank_bytes(self._programs(self._images(plan)), plan, stages))
+        return self._request.held_bytes + int((self._off if plan.spill is None else SPILLING_OFF) * most)
+
+    def counted(self, plan_bytes: int) -> int:
+        """Return what a plan needs; of those that do not fit, the least is remembered."""
+        if plan_bytes > self._request.memory_bytes:
+            self._smallest = min(plan_bytes, self._smallest or plan_bytes)
+        return plan_bytes
+
+    def _with_other_cuts(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
+        """Yield the plan with the fastest cuts that fit, if there are any, and those beside them."""
+        if plan.stages == 1:
+            return
+        key = self._images(plan), plan.grids, plan.schedule, plan.microbatches, plan.recompute
+        if key not in self._chosen:
+            room = self._request.memory_bytes - self._request.held_bytes
+            search = FittingCuts(self._anywhere(plan), self._seconds(plan), room)
+            cuts, plan_bytes = search.fastest()
+            self.counted(self._request.held_bytes + plan_bytes)
+            self._chosen[key] = () if cuts is None else (cuts, *search.beside())
+        for cuts in self._chosen[key]:
+            yield replace(plan, cuts=cuts)
+
+    def _anywhere(self, plan: ParallelPlan) -> StagesAnywhere:
+        return StagesAnywhere.of(plan, self._programs(self._images(plan)), self._table(plan), self._off)
+
+    def _seconds(self, plan: ParallelPlan) -> tuple[SecondsTable, ...]:
+        """Return the time of each stage from any place to any other, and of what it sends, forward and backward."""
+        table = self._table(plan)
+        travels_s = 2 * np.asarray(table.maps.taken)[:, -1] / self._request.machine.node.bytes_per_s
+        travels_s[[0, -1]] = 0.0  # nothing is sent after the last stage
+        each = zip(map(np.asarray, self._bounds.before(plan, table.places)), plan.grids, strict=True)
+        return tuple(times - times[:, None] + travels_s / prod(grid) for times, grid in each)
+
+    def _table(self, plan: ParallelPlan) -> StageTable:
+        images = self._images(plan)
+        if images not in self._tables:
+            self._tables[images] = StageTable.of(self._programs(images))
+        return self._tables[images]
+
+    def _images(self, plan: ParallelPlan) -> int:
+        return self._request.batch // plan.replicas // plan.microbatches

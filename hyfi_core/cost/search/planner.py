@@ -1,0 +1,319 @@
+"""Search for the fastest plans for a model, a batch and a machine, by branch and bound.
+
+    bounds of all plans              1.0 s         1.1 s   1.3 s   2.0 s   3.0 s   …      nothing is cut or lowered
+    with cuts that fit               1.5 s         1.1 s   1.4 s   │
+    recomputing                      1.4 s                         │
+    with halos, stage after stage    1.8 s 1.6 s   1.1 s   1.5 s   │
+    simulated                                      1.2 s           │ stop: no other plan can be faster than 1.2 s
+
+Every bound is at least the one before it and at most the time of the step. The plan with the lowest bound is examined
+first: it gets its next bound and goes back to its place. So the result is the same as that of simulating all plans, and
+only those are lowered and simulated that might be the best. Recomputation and cuts at other places than the fastest
+cost time, so they are tried only if a plan needs too much memory, each as a plan of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from hyfi_core.cost.memory.forecast import enough_gb
+from hyfi_core.cost.search.cuts import MeasuredPrograms, with_cuts
+from hyfi_core.cost.search.plan_bounds import PlanBounds, Programs
+from hyfi_core.cost.search.plan_family import PlanRequest, by_cells, candidates, plan_of
+from hyfi_core.cost.search.plan_memory import PlanMemory, StudiedMemory
+from hyfi_core.cost.search.resized import ResizedPrograms
+from hyfi_core.cost.step.lowered_stages import LoweredPlans
+from hyfi_core.cost.step.simulator import StepForecast, forecast_step, least_step_s, step_s
+from hyfi_core.cost.step.stage_cost import StageCosts
+from hyfi_core.errors import MemoryLimitError, RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
+from hyfi_core.plan.strategy import Strategy, plan_for
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """The result of a plan search.
+
+    Attributes:
+        plans: the fastest plans, in order; each has been lowered and its schedule simulated.
+        alternatives: name of a simple strategy -> its forecast, or the reason why it does not work.
+        simulated: number of simulated plans.
+        candidates: number of plans in the family, and of further ways in which those examined fit.
+    """
+
+    plans: tuple[StepForecast, ...]
+    alternatives: Mapping[str, StepForecast | str]
+    simulated: int
+    candidates: int
+
+
+@dataclass
+class StudiedModel:
+    """A model, and what searches for its plans have computed; they share it if batch, machine and dtype are the same.
+
+    Attributes:
+        programs: captures the model, or derives the captured model.
+        measured: for cuts.
+        lowered: stages.
+        memory: what stages keep.
+    """
+
+    programs: Programs
+    measured: MeasuredPrograms = field(default_factory=dict)
+    lowered: LoweredPlans = field(default_factory=LoweredPlans)
+    memory: StudiedMemory = field(default_factory=StudiedMemory)
+    _bounds: dict[bool, PlanBounds] = field(default_factory=dict)
+
+    def bounds(self, request: PlanRequest) -> PlanBounds:
+        """Return the bounds of plans for a request; they depend on whether ranks share nodes, not on their number."""
+        crowded = request.ranks > 1
+        if crowded not in self._bounds:
+            of = request.batch, request.ranks, request.machine, request.dtype
+            self._bounds[crowded] = PlanBounds(self.programs, *of)
+        return self._bounds[crowded]
+
+
+class ModelStudies:
+    """A model for several searches that have the same batch, machine and dtype: as derived, and as captured.
+
+    Args:
+        programs: captures the model.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self.resized = ResizedPrograms(programs)
+        self.derived, self.captured = StudiedModel(self.resized), StudiedModel(programs)
+
+
+def best_plans(
+    programs: Programs,
+    request: PlanRequest,
+    top: int = 1,
+    below_s: float = math.inf,
+    studies: ModelStudies | None = None,
+) -> PlanSearch:
+    """Return the fastest plans that fit.
+
+    Args:
+        programs: captures the model.
+        request: ranks, batch, machine and limits.
+        top: number of plans.
+        below_s: only plans whose step is shorter are looked for, and alternatives are left out; there may be none.
+        studies: of earlier searches with the same programs, batch, machine and dtype.
+
+    Raises:
+        RequestError: no plan fits or works; the message says how much memory is needed, or what is not supported.
+    """
+    studies = ModelStudies(programs) if studies is None else studies
+    resized = studies.resized
+    try:
+        result = _searched(studies.derived, request, top, below_s)
+    except RequestError:
+        if resized.as_captured(max(1, request.batch // request.ranks)):
+            raise
+        return _searched(studies.captured, request, top, below_s)
+    if all(resized.as_captured(images_of(request, forecast.plan)) for forecast in result.plans):
+        return result
+    return _searched(studies.captured, request, top, below_s)
+
+
+def images_of(request: PlanRequest, plan: ParallelPlan) -> int:
+    """Return the images of a micro-batch."""
+    return request.batch // plan.replicas // plan.microbatches
+
+
+def _searched(model: StudiedModel, request: PlanRequest, top: int, below_s: float) -> PlanSearch:
+    search = _PlanTrials(model, request)
+    plans = list(candidates(request))
+    fastest = search.best(plans, top, below_s)
+    if not fastest and request.spill is not None:
+        plans = list(by_cells(request))
+        fastest = search.best(plans, top, below_s)
+    if below_s < math.inf:
+        return PlanSearch(tuple(fastest), {}, search.simulated, len(plans) + search.further)
+    if not fastest:
+        raise RequestError(search.why_none())
+    return PlanSearch(tuple(fastest), search.alternatives(), search.simulated, len(plans) + search.further)
+
+
+@dataclass(order=True)
+class _Examined:
+    """A plan in the queue, with the highest bound that is known; of equal ones, the first in the family.
+
+    Attributes:
+        bound_s: lower bound of the step.
+        number: position in the family, and among the ways in which that plan fits.
+        plan: with cuts and as it fits, except before the second bound.
+        each_s: time of a forward and a backward of each stage; for the first ones with halos, for others less.
+        update_s: time of the optimizer step, or less.
+        known: number of stages whose time with halos is known.
+        costs: of its stages, once all are known; None before.
+    """
+
+    bound_s: float
+    number: tuple[int, int]
+    plan: ParallelPlan = field(compare=False)
+    each_s: list[float] = field(default_factory=list, compare=False)
+    update_s: float = field(default=0.0, compare=False)
+    known: int = field(default=0, compare=False)
+    costs: StageCosts | None = field(default=None, compare=False)
+
+
+class _PlanTrials:
+    """Simulates plans; the model is captured once for each micro-batch size."""
+
+    def __init__(self, model: StudiedModel, request: PlanRequest) -> None:
+        self._programs = model.programs
+        self._request = request
+        self._refusal = ""
+        self._bounds = model.bounds(request)
+        self._cut: dict[tuple[int, ...], tuple[str, ...] | Literal["auto"] | RequestError] = {}
+        self._measured = model.measured
+        self._memory = PlanMemory(model.programs, request, self._bounds, model.memory)
+        self._lowered = model.lowered
+        self.simulated = self.further = 0
+
+    def best(self, plans: Iterable[ParallelPlan], top: int, below_s: float = math.inf) -> list[StepForecast]:
+        """Return the ``top`` fastest of the plans that fit and take less than ``below_s``, fastest first."""
+        queue = self._queue(plans)
+        fastest: list[tuple[float, tuple[int, int], ParallelPlan]] = []
+        while queue:
+            examined = heapq.heappop(queue)
+            if examined.bound_s >= (fastest[-1][0] if len(fastest) == top else below_s):
+                break
+            if examined.costs is None:
+                for each in self._examined(examined):
+                    heapq.heappush(queue, each)
+                continue
+            self.simulated += 1
+            seconds = step_s(examined.plan, examined.costs)
+            if seconds < below_s:
+                fastest = sorted([*fastest, (seconds, examined.number, examined.plan)])[:top]
+        return [self._forecast(plan) for _, _, plan in fastest]
+
+    def _queue(self, plans: Iterable[ParallelPlan]) -> list[_Examined]:
+        queue: list[_Examined] = []
+        for number, plan in enumerate(plans):
+            try:
+                queue.append(_Examined(self.bound_s(plan), (number, 0), plan))
+            except RequestError as error:  # this micro-batch size cannot be captured
+                self._refusal = str(error)
+        heapq.heapify(queue)
+        return queue
+
+    def _examined(self, plan: _Examined) -> list[_Examined]:
+        """Return what is still to be considered of a plan, with the next bound: it, or each way in which it fits."""
+        try:
+            if not plan.each_s:
+                return list(self._that_fit(plan))
+            if not plan.known and not self._memory.fits(plan.plan):
+                return []
+            if plan.known + 1 < plan.plan.stages:
+                (stage,) = self._costs(plan.plan, plan.known).stages
+                plan.each_s[plan.known] = stage.forward_s + stage.backward_s
+                plan.update_s = max(plan.update_s, stage.update_s)
+                bound_s = self.least_s(plan.plan, plan.each_s, plan.update_s)
+                plan.known += 1
+            else:
+                plan.costs = self._costs(plan.plan)
+                each_s = [stage.forward_s + stage.backward_s for stage in plan.costs.stages]
+                bound_s = self.least_s(plan.plan, each_s, max(stage.update_s for stage in plan.costs.stages))
+        except RequestError as error:
+            self._refusal = str(error)
+            if isinstance(error, MemoryLimitError):
+                self._memory.counted(error.least_bytes)
+            return []
+        plan.bound_s = max(plan.bound_s, bound_s)
+        return [plan]
+
+    def _that_fit(self, examined: _Examined) -> Iterator[_Examined]:
+        """Yield each way in which a plan fits, with a bound from the operators of its stages."""
+        for way, plan in enumerate(self._memory.ways(self._with_cuts(examined.plan))):
+            try:
+                each_s, update_s = self._bounds.of_stages(plan)
+                bound_s = max(examined.bound_s, self.cut_bound_s(plan))
+            except RequestError as error:  # a buffer would be used in two stages
+                self._refusal = str(error)
+                continue
+            self.further += way > 0
+            yield _Examined(bound_s, (examined.number[0], way), plan, list(each_s), update_s)
+
+    def _costs(self, plan: ParallelPlan, only: int | None = None) -> StageCosts:
+        """Return the costs of a plan's stages, or of one of them; those before it are lowered, too."""
+        request, program = self._request, self._programs(images_of(self._request, plan))
+        return StageCosts(program, plan, request.machine, request.dtype, self._lowered, only, request.spills)
+
+    def bound_s(self, plan: ParallelPlan) -> float:
+        """Return a lower bound of a plan's step."""
+        return self._bounds.of(plan)
+
+    def cut_bound_s(self, plan: ParallelPlan) -> float:
+        """Return a higher bound of a plan's step, from the operators of its stages."""
+        return least_step_s(plan, *self._bounds.of_stages(plan))
+
+    def least_s(self, plan: ParallelPlan, each_s: Sequence[float], update_s: float) -> float:
+        """Return a lower bound of a plan's step from the times of its stages; see ``least_step_s``."""
+        return least_step_s(plan, each_s, update_s)
+
+    def alternatives(self) -> dict[str, StepForecast | str]:
+        """Return the forecasts of simple strategies, or the reasons why they do not work."""
+        request, batch = self._request, self._request.batch
+        forecasts: dict[str, StepForecast | str] = {}
+        words: dict[str, tuple[Strategy, Schedule, int]] = {
+            "data parallel": ("data", "1f1b", batch),
+            "spatial only": ("spatial", "1f1b", batch),
+            "layer parallel": ("model", "sequential", batch),
+            "pipeline": ("model", "1f1b", batch),
+        }
+        for name, (strategy, schedule, images) in words.items() if request.ranks > 1 else ():
+            plan = plan_for(strategy, request.ranks, images)
+            if batch % plan.replicas:
+                forecasts[name] = f"a batch of {batch} cannot be divided among {plan.replicas} replicas"
+                continue
+            rounds = 1 if schedule == "sequential" else plan.microbatches
+            forecasts[name] = self._tried(plan_of(request, plan.grids, rounds, plan.replicas, schedule))
+        return forecasts
+
+    def why_none(self) -> str:
+        """Return the message if no plan was found."""
+        least_bytes = self._memory.least_bytes()
+        if least_bytes is None:
+            return f"no plan can be run: {self._refusal}"
+        return (
+            f"no plan of {self._request.ranks} rank(s) fits into {self._request.memory_bytes / 1e9:.3g} GB a rank; the "
+            f"smallest needs {enough_gb(least_bytes)} GB: give more memory (--memory), more ranks (--ranks), or "
+            "smaller images"
+        )
+
+    def _tried(self, plan: ParallelPlan) -> StepForecast | str:
+        try:
+            cut = self._with_cuts(plan)
+            rank_bytes = self._memory.needed_bytes(cut)
+            if rank_bytes > self._request.memory_bytes:
+                return f"needs {rank_bytes / 1e9:.3g} GB a rank"
+            return self._forecast(cut)
+        except RequestError as error:
+            return f"refused: {error}"
+
+    def _forecast(self, plan: ParallelPlan) -> StepForecast:
+        request, program = self._request, self._programs(images_of(self._request, plan))
+        return forecast_step(program, plan, request.machine, request.dtype, self._lowered, request.spills)
+
+    def _with_cuts(self, plan: ParallelPlan) -> ParallelPlan:
+        """Return the plan with cuts; they depend on the sizes of its stages, and hardly on the images."""
+        sizes = tuple(rows * columns for rows, columns in plan.grids)
+        if sizes not in self._cut:
+            free = replace(plan, memory_bytes=None)
+            try:
+                program = self._programs(self._request.batch // plan.replicas)
+                self._cut[sizes] = with_cuts(free, program, self._request.machine, self._measured).cuts
+            except RequestError as error:
+                self._cut[sizes] = error
+        cuts = self._cut[sizes]
+        if isinstance(cuts, RequestError):
+            raise cuts
+        return replace(plan, cuts=cuts)

@@ -1,0 +1,255 @@
+"""The stages of a plan, each lowered for one rank: what times, memory and bytes of a plan are computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from hyfi_core.capture.program import Operator, Program, refs_in
+from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
+from hyfi_core.cost.branch_packing import divide_stage
+from hyfi_core.cost.fused_depth import runs_and_trial
+from hyfi_core.cost.links.node_links import Messages
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.errors import RequestError
+from hyfi_core.lowering.lower import NOT_FUSED, Target, lower, lowered_operators
+from hyfi_core.lowering.planes import Plane, exchanges, on_plane
+from hyfi_core.lowering.pool_before_relu import pool_before_relu
+from hyfi_core.lowering.stage_values import SplitsByName, boundary, entries_of
+from hyfi_core.ops.boundary import BoundaryTransfer
+from hyfi_core.ops.plane_exchange import PlaneExchange
+from hyfi_core.plan.branches import Branches
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.rules.instructions import RankProgram
+
+Derived = TypeVar("Derived")
+
+
+@dataclass(frozen=True)
+class LoweredStages:
+    """What the cost of a plan is computed from; it does not depend on schedule, replicas and recomputation.
+
+    Attributes:
+        each: (stage, program of the rank in the middle of its grid in plane 0, operators) of each stage.
+        between: (from, to) of stages -> the transfer of values from one to the other.
+        carried: likewise -> (rank of the earlier stage, bytes) of what each rank of the later stage receives.
+        divided: how the operators of each stage are divided among planes.
+    """
+
+    each: tuple[tuple[Stage, RankProgram, list[Operator]], ...]
+    between: Mapping[tuple[int, int], BoundaryTransfer]
+    carried: Mapping[tuple[int, int], tuple[Messages, ...]]
+    divided: tuple[DividedStage, ...]
+
+
+@dataclass(frozen=True)
+class DividedStage:
+    """A stage whose planes compute different branches.
+
+    Attributes:
+        branches: which plane computes what.
+        planes: the program of the rank in the middle of the grid, of each plane.
+        exchanges: between planes, in order; with the values that carry gradients.
+    """
+
+    branches: Branches
+    planes: tuple[RankProgram, ...]
+    exchanges: tuple[PlaneExchange, ...]
+
+
+class PartlyLowered:
+    """The stages of a plan, lowered one after the other: the first may show already that others are faster.
+
+    Args:
+        program: the captured model, of one micro-batch.
+        fine: the plan, with cells as ranks.
+        machine: by which lengths of fused runs are chosen.
+        known: stages that other plans have lowered; those of this one are added.
+
+    Attributes:
+        active: values that carry gradients.
+
+    Raises:
+        RequestError: as ``cut_program``.
+    """
+
+    def __init__(
+        self, program: Program, fine: ParallelPlan, machine: MachineModel, lowered_plans: LoweredPlans
+    ) -> None:
+        assert fine.cuts != "auto" or fine.stages == 1, "cuts must be resolved first"
+        self._program, self._fine, self._machine, self._known = program, fine, machine, lowered_plans
+        self._pieces = cut_program(program, program.outputs, () if fine.cuts == "auto" else fine.cuts)
+        self.active = lowered_plans.active(program)
+        self._splits: list[SplitsByName] = []
+        self._entries: list[Mapping[str, Any]] = []
+        self._each: list[tuple[Stage, RankProgram, list[Operator]]] = []
+        self._divided: list[DividedStage] = []
+        self._whole: LoweredStages | None = None
+
+    def stage(self, index: int) -> tuple[Stage, DividedStage, list[Operator]]:
+        """Return a stage, lowered, and its operators; of plans with the same stage, the same objects.
+
+        Raises:
+            RequestError: as ``lower``.
+        """
+        grids = self._fine.grids * self._fine.interleave
+        while len(self._each) <= index:
+            at = len(self._each)
+            piece, entries = self._pieces[at], entries_of(self._pieces[at], self._splits, grids[at])
+            stage, operators = self._known.stage(
+                (self._program, piece, grids[at], entries, self._fine),
+                partial(_lower_stage, piece, grids[at], entries, self._fine, self._machine, self.active),
+            )
+            self._entries.append(entries)
+            self._splits.append(stage.planes[0].splits)
+            self._divided.append(stage)
+            self._each.append((piece, stage.planes[0], operators))
+        piece, _, operators = self._each[index]
+        return piece, self._divided[index], operators
+
+    def whole(self) -> LoweredStages:
+        """Return all stages, and what is sent between them.
+
+        Raises:
+            RequestError: as ``lower``; or planes have nothing to share.
+        """
+        if self._whole is None:
+            self.stage(len(self._pieces) - 1)
+            pieces, grids, splits = self._pieces, self._fine.grids * self._fine.interleave, self._splits
+            between = {
+                (a, b): boundary(
+                    pieces[a], b, splits[a], self._entries[b], (grids[a], grids[b]), self.active, {}, False
+                )
+                for a, b in edges(pieces)
+            }
+            carried = {edge: _carried(transfer) for edge, transfer in between.items()}
+            if self._fine.branches > 1 and not any(stage.branches.owners for stage in self._divided):
+                raise RequestError(
+                    f"plan.branches is {self._fine.branches}, but the model has no parallel branches that pay; use 1"
+                )
+            self._whole = LoweredStages(tuple(self._each), between, carried, tuple(self._divided))
+        return self._whole
+
+
+class LoweredPlans:
+    """What has been lowered for one machine model, so that plans with the same stages lower them once.
+
+    A stage is the same for two plans if they cut the same operators out of the same program, for the same grid and
+    with the same layout of what comes from other stages: replicas, schedules, and cuts elsewhere do not matter.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, PartlyLowered] = {}
+        self._stages: dict[Hashable, tuple[DividedStage, list[Operator]]] = {}
+        self._active: dict[int, tuple[Program, frozenset[str]]] = {}
+        self._derived: dict[Hashable, tuple[DividedStage, Any]] = {}
+
+    def derived(self, stage: DividedStage, way: Hashable, compute: Callable[[], Derived]) -> Derived:
+        """Return what was computed before from a stage in this way, or compute it; it must not be changed."""
+        key = id(stage), way
+        if key not in self._derived:
+            _make_room(self._derived, _MOST_STAGES)
+            self._derived[key] = stage, compute()  # with the stage, as others are told apart by ``id``
+        result: Derived = self._derived[key][1]
+        return result
+
+    def active(self, program: Program) -> frozenset[str]:
+        """Return the values of a model that carry gradients. The program is kept: others are told apart by ``id``."""
+        if id(program) not in self._active:
+            self._active[id(program)] = program, active_values(program, program.outputs, program.parameters)
+        return self._active[id(program)][1]
+
+    def plan(self, program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel) -> PartlyLowered:
+        """Return the stages of a plan; see ``lowered_stages``."""
+        divided = plan.cells, plan.branches
+        key = (id(program), plan.grids, plan.cuts, plan.interleave, plan.fused_halo, plan.gather_bytes, divided)
+        if key not in self._plans:
+            _make_room(self._plans, _MOST_PLANS)
+            self._plans[key] = PartlyLowered(program, fine, machine, self)
+        return self._plans[key]
+
+    def stage(
+        self,
+        identity: tuple[Program, Stage, tuple[int, int], Mapping[str, Any], ParallelPlan],
+        lowered: Callable[[], tuple[DividedStage, list[Operator]]],
+    ) -> tuple[DividedStage, list[Operator]]:
+        """Return a stage that was lowered before, or lower it.
+
+        Args:
+            identity: the whole program, the stage, its grid, how values of other stages are split, and the plan.
+            lowered: lowers it.
+        """
+        program, piece, grid, entries, fine = identity
+        operators = tuple(op.name for op in piece.program.operators)
+        sent = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
+        settings = fine.branches, fine.fused_halo, fine.gather_bytes
+        key = (id(program), operators, sent, bool(piece.outputs), grid, tuple(entries.items()), settings)
+        if key not in self._stages:
+            _make_room(self._stages, _MOST_STAGES)
+            self._stages[key] = lowered()
+        return self._stages[key]
+
+
+_MOST_PLANS = 64
+_MOST_STAGES = 256
+
+
+def _make_room(cache: dict[Hashable, Any], most: int) -> None:
+    """Drop the oldest of what is known, so that one more may be added."""
+    while len(cache) >= most:
+        cache.pop(next(iter(cache)))
+
+
+def lowered_stages(
+    program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel, lowered_plans: LoweredPlans
+) -> PartlyLowered:
+    """Return the stages of a plan, none of them lowered yet if the plan is new.
+
+    Args:
+        program: the captured model, of one micro-batch.
+        plan: with named cuts.
+        fine: the same plan with cells as ranks.
+        machine: by which lengths of fused runs are chosen.
+        lowered_plans: lowered plans of earlier calls with the same machine; this one is added.
+
+    Raises:
+        RequestError: as ``cut_program``.
+    """
+    return lowered_plans.plan(program, plan, fine, machine)
+
+
+def _lower_stage(
+    piece: Stage,
+    grid: tuple[int, int],
+    entries: Mapping[str, Any],
+    fine: ParallelPlan,
+    machine: MachineModel,
+    active: frozenset[str],
+) -> tuple[DividedStage, list[Operator]]:
+    """Return the programs of the rank in the middle of a grid, and the operators of the stage."""
+    exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
+    program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
+    middle = grid[0] // 2 * grid[1] + grid[1] // 2
+    target = Target(grid, middle, entries=entries, gather_bytes=fine.gather_bytes)
+    program, branches = divide_stage(program, piece.outputs, exits, fine.branches, grid)
+    runs, trial = runs_and_trial(program, target, piece.outputs, exits, fine.fused_halo, machine)
+    planes = [Plane(branches, index) for index in range(fine.branches)]
+    if trial is not None and runs == NOT_FUSED and not branches.order and fine.branches == 1:
+        ranked = trial  # which is what would be lowered once more
+    else:
+        ranked = lower(program, replace(target, plane=planes[0]), piece.outputs, exits, runs)
+    all_planes = replace(ranked, instructions=ranked.undivided or ranked.instructions, undivided=())
+    further = (on_plane(all_planes, plane, middle) for plane in planes[1:])
+    sent = tuple(exchange.carrying(active) for exchange in exchanges(ranked, planes[0], middle))
+    stage = DividedStage(branches, (ranked, *further), sent)
+    return stage, lowered_operators(program, piece.outputs, exits)
+
+
+def _carried(transfer: BoundaryTransfer) -> tuple[Messages, ...]:
+    """Return (rank of the earlier stage, bytes) of what each rank of the later stage receives."""
+    return tuple(
+        tuple((source, float(sum(piece.bytes for piece in pieces))) for source, pieces in incoming.items())
+        for incoming in map(transfer.incoming, range(transfer.targets))
+    )

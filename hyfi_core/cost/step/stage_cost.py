@@ -1,0 +1,340 @@
+"""Modelled time of the stages of a plan: operators on each rank's boxes, halo exchanges, sums and boundary transfers.
+
+    forward     operators ── waits for halos ── waits for sums
+    backward    operators ── waits for halos ── waits for sums ── forward again, if recomputed
+                └── gradients complete ──▶ buckets are reduced, partly after the backward: ``reduce_s``
+
+Each stage is lowered for the rank in the middle of its grid, which has the most neighbours. Operators take as long as
+on the rank with the largest box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from hyfi_core.capture.program import Operator, Program, Ref
+from hyfi_core.capture.stages import Stage, active_values
+from hyfi_core.cost.links.node_links import NodeLinks, PeerOffset
+from hyfi_core.cost.links.reduction import GradientHolders
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.operators import OperatorCost, operator_costs, value_bytes
+from hyfi_core.cost.step.lowered_stages import DividedStage, LoweredPlans, lowered_stages
+from hyfi_core.cost.step.spilling import NOTHING_SPILLED, SpilledMaps, SpillRule, SpillTimes
+from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.transfer import Strip, Transfer
+from hyfi_core.rules.batch_norm import has_live_statistics
+from hyfi_core.rules.instructions import CollectiveCall, RankProgram
+from hyfi_core.schedule.in_flight import recomputes
+
+_STATISTICS = 3 * 8
+"""Bytes of a channel's statistics in a message: count, mean and variance in float64."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Modelled time of one micro-batch in a stage, on its slowest rank, and of the end of a step.
+
+    Attributes:
+        forward_s: time of a forward, including waits within the stage.
+        backward_s: time of a backward, including waits and, with recomputation, a forward; with ``plan.spill``, both
+            with the time that moving maps adds.
+        halo_s: the part of both that is spent waiting for halos.
+        sums_s: the part of both that is spent waiting for sums over the ranks of the stage.
+        branch_s: the part of both that is spent waiting for values of other planes.
+        halo_bytes: bytes received in the halos of a forward.
+        reduce_s: time of the gradient reduction after the last backward.
+        update_s: time of the optimizer step.
+        spilled: times of maps that leave memory.
+    """
+
+    forward_s: float
+    backward_s: float
+    halo_s: float
+    sums_s: float
+    branch_s: float
+    halo_bytes: float
+    reduce_s: float
+    update_s: float
+    spilled: SpillTimes = NOTHING_SPILLED
+
+    @property
+    def computing_s(self) -> float:
+        """Time of a forward and a backward without waits within the stage."""
+        waits_s = self.halo_s + self.sums_s + self.branch_s + self.spilled.exposed_s
+        return self.forward_s + self.backward_s - waits_s
+
+
+@dataclass
+class _Waits:
+    """Waits of a rank in one forward or backward, its work on strips of neighbours, and the bytes it receives."""
+
+    halo_s: float = 0.0
+    strips_s: float = 0.0
+    sums_s: float = 0.0
+    branch_s: float = 0.0
+    halo_bytes: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All of them."""
+        return self.halo_s + self.strips_s + self.sums_s + self.branch_s
+
+
+@dataclass
+class _Clock:
+    """Computation of a stage in a forward and a backward, and the times at which its gradients are complete.
+
+    Attributes:
+        forward_s: all operators, forward.
+        backward_s: all operators, backward.
+        each_s: value -> time of the operator that computes it.
+        gradients: (seconds since the backward began, bytes of the gradients that are then complete).
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    each_s: dict[str, float] = field(default_factory=dict)
+    gradients: list[tuple[float, int]] = field(default_factory=list)
+
+
+class _LoweredStage(NamedTuple):
+    """A stage as ``PartlyLowered.stage`` returns it, with its number, the dtype of autocast, and what has gradients."""
+
+    number: int
+    piece: Stage
+    divided: DividedStage
+    operators: Sequence[Operator]
+    dtype: str | None
+    active: frozenset[str]
+
+
+class StageCosts:
+    """The modelled costs of all stages of a plan on a machine. Creation lowers every stage.
+
+    Args:
+        program: the captured model, of one micro-batch.
+        plan: with named cuts, and with cells resolved.
+        machine: the machine model.
+        dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
+        known: lowered plans of earlier calls, with the same programs and machine; this one is added.
+        only: the stage to compute, without lowering those after it; None: all stages, and what they exchange.
+        spills: what leaves memory with ``plan.spill``; None: the time of moving is not counted, nor with ``only``.
+
+    Attributes:
+        stages: cost of each stage, or of the one alone.
+        edges: (from, to) of stages that exchange values -> time of a message.
+        watch_s: what every rank does once in a step for the weights of the whole model.
+        machine: the machine model.
+
+    Raises:
+        RequestError: as ``cut_program`` and ``lower``.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: ParallelPlan,
+        machine: MachineModel,
+        dtype: str | None = None,
+        lowered_plans: LoweredPlans | None = None,
+        only: int | None = None,
+        spills: SpillRule | None = None,
+    ) -> None:
+        self._plan, self.machine, self._links = plan, machine, NodeLinks(plan, machine)
+        self.watch_s = machine.watch_s(len(program.parameters))
+        cells = plan.cell_grid or (1, 1)
+        self._cells = cells[0] * cells[1]
+        self._fine = plan.by_cells()
+        self._turn_s = machine.turns_s(plan.ranks)
+        self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
+        lowered_plans = self._known = LoweredPlans() if lowered_plans is None else lowered_plans
+        lowered = lowered_stages(program, plan, self._fine, machine, lowered_plans)
+        counted = spills if plan.spill is not None and only is None else None
+        self._spilled: tuple[SpilledMaps, ...] = () if counted is None else counted(program, plan, lowered_plans)
+        numbers = range(plan.stages * plan.interleave) if only is None else (only,)
+        self.stages = tuple(
+            self._stage(_LoweredStage(number, *lowered.stage(number), dtype, lowered.active)) for number in numbers
+        )
+        carried = lowered.whole().carried if only is None else {}
+        self.edges = {edge: self._turn_s + self._links.edge_s(edge, incoming) for edge, incoming in carried.items()}
+
+    def _stage(self, stage: _LoweredStage) -> StageCost:
+        index, divided = stage.number, stage.divided
+        way = stage.dtype, self._cells, self._crowded  # all but the stage that its clock depends on
+        clock = self._known.derived(divided, way, lambda: self._clock(stage))
+        waits = max((self._waits(plane, clock.each_s, index) for plane in divided.planes), key=lambda w: w.total_s)
+        waits.branch_s = self._branch_s(divided)
+        recompute_s = clock.forward_s if recomputes(self._plan, index) else 0.0
+        scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
+        gradients = [(ready_s, scale * length) for ready_s, length in clock.gradients]
+        group = GradientHolders.of(self._plan, index, self.machine.devices_per_node)
+        forward_s, backward_s = clock.forward_s + waits.total_s, clock.backward_s + recompute_s + waits.total_s
+        spilled = NOTHING_SPILLED
+        if self._spilled:
+            times_s = forward_s, backward_s
+            spilled = SpillTimes.of(self._spilled[index], self._plan, self.machine, clock.each_s, times_s)
+        return StageCost(
+            forward_s=forward_s + spilled.forward_s,
+            backward_s=backward_s + spilled.again_s + spilled.backward_s,
+            halo_s=2 * waits.halo_s,
+            sums_s=2 * waits.sums_s,
+            branch_s=2 * waits.branch_s,
+            halo_bytes=waits.halo_bytes,
+            reduce_s=group.exposed_s(gradients, clock.backward_s, self.machine),
+            update_s=update_s(stage.piece.program, self.machine),
+            spilled=spilled,
+        )
+
+    def _clock(self, stage: _LoweredStage) -> _Clock:
+        """Return the computation of a stage, with the gradients that it makes."""
+        index, piece, divided, operators, dtype, active = stage
+        ranks = prod(self._plan.grids[index % len(self._plan.grids)])
+        program = divided.planes[0].program
+        # Gradients enter a stage at the values that it sends, and leave it at the values that it receives.
+        leaving = tuple(Ref(name) for names in piece.exits.values() for name in names if name in active)
+        entering = [name for names in piece.entries.values() for name in names if name in active]
+        active_here = active_values(program, (piece.outputs, leaving), (*program.parameters, *entering))
+        cost_list = operator_costs(program, self.machine, dtype, active_here)
+        costs = {op.name: cost for op, cost in zip(program.operators, cost_list, strict=True)}
+        return self._computed(divided, operators, costs, ranks)
+
+    def _computed(
+        self, divided: DividedStage, operators: Sequence[Operator], costs: Mapping[str, OperatorCost], ranks: int
+    ) -> _Clock:
+        """Return the computation of a stage; in each region, of the plane that takes the longest."""
+        clock, ranked = _Clock(), divided.planes[0]
+        forward: dict[str, float] = {}
+        backward: dict[str, float] = {}
+        for op in operators:
+            fraction, cost = self._fraction(ranked, op, ranks), costs[op.name]
+            synchronised = cost.kind == "norm" and ranks * self._cells > 1 and has_live_statistics(op)
+            kind = "shared_norm" if synchronised else None
+            clock.each_s[op.first_output] = forward[op.name] = self._of_cells(cost, cost.forward_s, fraction, kind)
+            backward[op.name] = self._of_cells(cost, cost.backward_s, fraction, kind)
+        gradients, branches = _gradient_bytes(ranked.program, operators), divided.branches
+        regions = branches.regions or (tuple(op.name for op in operators),)
+        every = range(branches.planes)
+        for region in regions:
+            loads = [0.0] * branches.planes
+            for name in region:
+                for plane in (branches.owners[name],) if name in branches.owners else every:
+                    loads[plane] += forward[name]
+            clock.forward_s += max(loads)
+        for region in reversed(regions):
+            loads = [clock.backward_s] * branches.planes
+            for name in reversed(region):
+                planes = (branches.owners[name],) if name in branches.owners else every
+                for plane in planes:
+                    loads[plane] += backward[name]
+                if name in gradients:
+                    clock.gradients.append((max(loads[plane] for plane in planes), gradients[name]))
+            clock.backward_s = max(loads)
+        clock.gradients.sort(key=lambda gradient: gradient[0])
+        return clock
+
+    def _of_cells(self, cost: OperatorCost, seconds: Callable[..., float], fraction: float, kind: str | None) -> float:
+        """Return the time of an operator in all cells; what does not depend on the map is repeated in each."""
+        if cost.kind == "view":
+            return 0.0
+        whole_s = seconds(self.machine, fraction, self._crowded, kind)
+        again_s = seconds(self.machine, 0.0, self._crowded, kind) if self._cells > 1 else 0.0
+        return whole_s + (self._cells - 1) * again_s
+
+    def _fraction(self, ranked: RankProgram, op: Operator, ranks: int) -> float:
+        """Return the fraction of an operator's map that the rank with the largest part computes; 1 if not split."""
+        names = (*(name for name in op.outputs if name is not None), *op.inputs)
+        split = next((ranked.splits[name] for name in names if name in ranked.splits), None)
+        if split is None or not split.layout.map.area:
+            return 1.0
+        most = split.held.largest if self._cells == 1 else split.held.area / ranks
+        return most / split.layout.map.area
+
+    def _waits(self, ranked: RankProgram, each_s: Mapping[str, float], stage: int) -> _Waits:
+        """Return the waits of a forward; those of a backward are the same."""
+        waits = _Waits()
+        for call in ranked.instructions:
+            if not isinstance(call, CollectiveCall) or call.between_planes:
+                continue
+            operator: Any = call.operator
+            transfer = getattr(getattr(operator, "halo", operator), "transfer", None)
+            if isinstance(transfer, Transfer):
+                hidden_s = each_s if hasattr(operator, "halo") else {}
+                self._exchange(waits, ranked, call, transfer, hidden_s, stage)
+            else:
+                waits.sums_s += self._sum_s(ranked, call, stage)
+        return waits
+
+    def _exchange(
+        self,
+        waits: _Waits,
+        ranked: RankProgram,
+        call: CollectiveCall,
+        transfer: Transfer,
+        hidden_s: Mapping[str, float],
+        stage: int,
+    ) -> None:
+        """Add an exchange; computation of the same operator hides its bytes, but not the overhead of its messages."""
+        name = call.inputs[0]
+        assert name is not None
+        info, area = ranked.values[name], max(1, transfer.map.area)
+        pixel_bytes = prod(info.shape) * info.dtype.itemsize / area
+        sent_px = sum(strip.box.area for strip in transfer.sends)
+        length = pixel_bytes * max(transfer.received_px, sent_px)
+        if hasattr(call.operator, "halo"):
+            waits.strips_s += self._cells * len(transfer.receives) * sum(self.machine.strip_s) / 2
+        if self._cells > 1:  # a copy within the process
+            waits.halo_s += self._cells * (self.machine.kernel_s + 2 * length / self.machine.memory_bytes_per_s)
+            return
+        overlapped_s = max((hidden_s.get(output, 0.0) for output in call.outputs if output is not None), default=0.0)
+        ways = self._ways(ranked.splits[name].held.grid, transfer.receives, pixel_bytes)
+        back = self._ways(ranked.splits[name].held.grid, transfer.sends, pixel_bytes)
+        kinds = (*self._links.halo_s(stage, ways), *self._links.halo_s(stage, back))
+        waits.halo_s += self._turn_s + max(software_s + max(0.0, wire_s - overlapped_s) for software_s, wire_s in kinds)
+        waits.halo_bytes += length
+
+    def _ways(self, grid: tuple[int, int], strips: Sequence[Strip], pixel_bytes: float) -> dict[PeerOffset, float]:
+        """Return way to a peer -> bytes, of the rank in the middle of a grid, for which stages are lowered."""
+        (rows, columns), bytes_by_way = grid, dict[PeerOffset, float]()
+        for strip in strips:
+            y, x = divmod(strip.peer, columns)
+            way = y - rows // 2, x - columns // 2
+            bytes_by_way[way] = bytes_by_way.get(way, 0.0) + pixel_bytes * strip.box.area
+        return bytes_by_way
+
+    def _branch_s(self, divided: DividedStage) -> float:
+        """Return the waits for values of other planes in a forward."""
+        planes, link = divided.branches.planes, self._links.between_planes()
+        lengths = [exchange.largest_bytes for exchange in divided.exchanges]
+        return sum(self.machine.messages_s(planes - 1, length, link) for length in lengths)
+
+    def _sum_s(self, ranked: RankProgram, call: CollectiveCall, stage: int) -> float:
+        if isinstance(call.operator, BatchNorm):
+            assert call.inputs[0] is not None
+            length = _STATISTICS * ranked.values[call.inputs[0]].shape[1]
+        else:
+            infos = [ranked.values[name] for name in call.outputs if name is not None and name in ranked.values]
+            length = sum(prod(info.shape) * info.dtype.itemsize for info in infos)
+        ranks = prod(self._plan.grids[stage % len(self._plan.grids)])
+        group = ranks * (self._plan.replicas if call.all_replicas else 1)
+        link = None if call.all_replicas else self._links.within_stage(stage)
+        waited_s = self.machine.all_reduce_s(group, length, link) + (self._turn_s if group > 1 else 0.0)
+        return waited_s + (self._cells - 1) * self.machine.kernel_s
+
+
+def update_s(program: Program, machine: MachineModel) -> float:
+    """Return the time of the optimizer step for the weights of a stage."""
+    weights = sum(value_bytes(program, name) for name in program.parameters)
+    return machine.update_s(len(program.parameters), weights)
+
+
+def _gradient_bytes(program: Program, operators: Sequence[Operator]) -> dict[str, int]:
+    """Return operator -> bytes of the gradients that its backward completes, because it was the first to use them."""
+    sizes: dict[str, int] = {}
+    first = {name: op.name for op in reversed(operators) for name in op.inputs if name in program.parameters}
+    for name, user in first.items():
+        sizes[user] = sizes.get(user, 0) + value_bytes(program, name)
+    return sizes
