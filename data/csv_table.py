@@ -45,6 +45,10 @@ class Table:
     rows: tuple[dict[str, str], ...]
     lines: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """Return the path of the file."""
+        return self.name
+
     def require(self, column: str, purpose: str) -> None:
         """Check that ``column`` exists.
 
@@ -67,7 +71,7 @@ class Table:
         raise RequestError(f"{self.name}: no column 'slide_id' or 'case_id'; it has: {', '.join(self.columns)}")
 
 
-def read_table(path: Path, subject: str, used: Sequence[str] = ()) -> Table:
+def read_table(path: Path | Table, subject: str, used: Sequence[str] = (), *, id_column: str | None = None) -> Table:
     """Read a CSV in UTF-8 or, with a byte order mark, UTF-16; its first line names the columns.
 
     The separator is a comma, a semicolon, a tab or a bar, or what a first line ``sep=…`` says. Cells are stripped, and
@@ -76,15 +80,20 @@ def read_table(path: Path, subject: str, used: Sequence[str] = ()) -> Table:
     numbers the rows, as pandas and R write it. ``="007"`` is the text ``007``; `write_table` is undone.
 
     Args:
-        path: The file.
+        path: The file; or what this function returned for it, which is returned again.
         subject: Purpose of the file, for messages ("labels", "splits", "manifest").
         used: Columns that the user named, which may be spelled in any way.
+        id_column: The column that has the names of the slides, which is ``slide_id`` then; None: it has this name.
 
     Raises:
         RequestError: The file is missing, not text or not CSV, has no rows, has two columns of the same name, has a
             value without a column, or a column such as ``Case ID`` where ``case_id`` is meant.
     """
+    if isinstance(path, Table):
+        return path
     table = parse_table(path, subject)
+    if id_column not in (None, KEYS[0]):
+        table = _with_ids(table, id_column)
     for name in table.columns:
         meant = next((column for column in _OPTIONAL if _letters(column) == _letters(name)), name)
         if meant not in (name, *table.columns) and name not in used:
@@ -94,6 +103,18 @@ def read_table(path: Path, subject: str, used: Sequence[str] = ()) -> Table:
             f"{subject}: {path} has no rows; it needs a line of column names and one line for each slide"
         )
     return table
+
+
+def _with_ids(table: Table, id_column: str) -> Table:
+    """Return a table whose column ``id_column`` is ``slide_id``."""
+    table.require(id_column, "the names of the slides: --id-column, data.id_column")
+    if KEYS[0] in table.columns:
+        raise RequestError(
+            f"{table.name}: --id-column {id_column}: there is a column slide_id, too; remove one of them"
+        )
+    columns = tuple(KEYS[0] if name == id_column else name for name in table.columns)
+    rows = tuple({KEYS[0] if name == id_column else name: v for name, v in row.items()} for row in table.rows)
+    return Table(table.name, columns, rows, table.lines)
 
 
 def parse_table(path: Path, subject: str) -> Table:

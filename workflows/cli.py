@@ -25,6 +25,7 @@ from workflows.cli_options import (
     Cache,
     Config,
     FocalPlane,
+    FoldColumn,
     ForceMpp,
     FromMagnification,
     Glass,
@@ -244,6 +245,7 @@ def train(
     resume_from: ResumeFrom = None,
     accepts_changes: AcceptDataChanges = False,
     folds: TrainFolds = None,
+    fold_column: FoldColumn = None,
     as_json: Json = False,
 ) -> None:
     """Train a classifier; starts mpiexec itself if it is not already under mpiexec, srun or torchrun."""
@@ -256,7 +258,12 @@ def train(
             from workflows.commands import train_folds
             from workflows.cross_validation.fold_runs import FoldRuns
 
-            return train_folds.run(FoldRuns(config, tuple(overrides or ()), ranks, resumption, folds), as_json)
+            runs = FoldRuns(config, tuple(overrides or ()), ranks, resumption, folds, fold_column)
+            return train_folds.run(runs, as_json)
+        if fold_column is not None:
+            from hyfi_core.errors import RequestError
+
+            raise RequestError(f"--fold-column {fold_column}: needs --folds")
         arguments = train.TrainArguments(
             config=config, overrides=overrides or (), ranks=ranks, resumption=resumption, as_json=as_json
         )

@@ -16,6 +16,9 @@ TrainFolds = Annotated[
         help="Cross-validation: a run for each of these folds of `hyfi split --folds`, and all slides together.",
     ),
 ]
+FoldColumn = Annotated[
+    str | None, typer.Option("--fold-column", help="The column of the folds, as in repeat_1; default: fold.")
+]
 PlanRanks = Annotated[
     int | None, typer.Option("--ranks", min=1, help="Processes to start; default: as many as the plan needs.")
 ]
@@ -195,6 +198,10 @@ PredictMpp = Annotated[
 ]
 TargetColumn = Annotated[
     str | None, typer.Option("--target", help="The column of the labels, or several as a,b; default: as in training.")
+]
+IdColumn = Annotated[
+    str | None,
+    typer.Option("--id-column", help="The column of the labels with the slides' names; default: slide_id."),
 ]
 SplitName = Annotated[str, typer.Option("--split", help="Which split to evaluate on; all: every labelled slide.")]
 PredictSplit = Annotated[

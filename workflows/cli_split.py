@@ -16,12 +16,22 @@ Labels = Annotated[Path, typer.Argument(metavar="LABELS.csv", help="One row for 
 Out = Annotated[Path, typer.Option("--out", help="The CSV file to write.")]
 Folds = Annotated[int | None, typer.Option("--folds", min=2, help="Number of cross-validation folds.")]
 Group = Annotated[str, typer.Option("--group", help="Column to group by: no value is in two splits.")]
-Stratify = Annotated[str | None, typer.Option("--stratify", help="Column to balance over the splits.")]
+Stratify = Annotated[str | None, typer.Option("--stratify", help="Columns to balance over the splits, or none.")]
+Fractions = Annotated[
+    str | None,
+    typer.Option("--fractions", metavar="TRAIN,VAL,TEST", help="Shares of the splits, as in 0.7,0.1,0.2."),
+]
+FixedTest = Annotated[
+    str | None,
+    typer.Option("--fixed-test", metavar="COLUMN=VALUE", help="Rows that are the test set, as in site=Leeds."),
+]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often folds are drawn, for repeat_1 and so on.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same splits.")]
 Store = Annotated[
     Path | None,
     typer.Option("--store", help="The store with the slides: those with the same content stay in one split."),
 ]
+IdColumn = Annotated[str | None, typer.Option("--id-column", help="Column of the slides' names; default: slide_id.")]
 Missing = Annotated[
     str | None,
     typer.Option(
@@ -42,6 +52,10 @@ def split(
     store: Store = None,
     merge_alike: MergeAlike = False,
     missing: Missing = None,
+    id_column: IdColumn = None,
+    fractions: Fractions = None,
+    fixed_test: FixedTest = None,
+    repeats: Repeats = 1,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
@@ -52,9 +66,21 @@ def split(
         require_writable(out)
 
     def body() -> int:
-        from workflows.commands.split import run
+        from workflows.commands.split import SplitOptions, run
+        from workflows.option_values import parse_fractions
 
-        how = (labels, out, folds, group, stratify, seed, as_json)
-        return run(*how, store=store, merge_alike=merge_alike, missing=missing)
+        return run(
+            labels,
+            out,
+            folds,
+            group,
+            stratify,
+            seed,
+            as_json,
+            store=store,
+            merge_alike=merge_alike,
+            missing=missing,
+            options=SplitOptions(id_column, parse_fractions(fractions), fixed_test, repeats),
+        )
 
     raise typer.Exit(exit_code_of(body, prepare))

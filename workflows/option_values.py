@@ -60,3 +60,17 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     if len(words) > 2 or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         raise RequestError(f"--size-px {text}: use height and width in pixels, as in 2048,1024, or one number for both")
     return int(words[0]), int(words[-1])
+
+
+def parse_fractions(text: str | None) -> list[float] | None:
+    """Return the numbers of ``--fractions 0.7,0.1,0.2``; None if it was left out.
+
+    Raises:
+        RequestError: ``text`` has something else than numbers.
+    """
+    if text is None:
+        return None
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise RequestError(f"--fractions {text}: use the shares of train, val and test, as in 0.7,0.1,0.2") from None

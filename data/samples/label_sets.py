@@ -25,7 +25,7 @@ _NO = ("0", "false", "no", "n", "negative", "neg", "absent", "wt", "wild type", 
 
 
 def load_label_sets(
-    csv: Path,
+    csv: Path | Table,
     columns: Sequence[str],
     *,
     classes: Sequence[str] | None = None,

@@ -66,7 +66,7 @@ class Labels:
 
 
 def load_labels(
-    csv: Path,
+    csv: Path | Table,
     target: str,
     *,
     classes: Sequence[str] | None = None,

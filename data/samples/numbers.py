@@ -26,7 +26,7 @@ _HINTS = (
 
 
 def load_numbers(
-    csv: Path,
+    csv: Path | Table,
     target: str,
     *,
     rows: Iterable[Mapping[str, str]] = (),

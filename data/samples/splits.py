@@ -15,7 +15,7 @@ SPLITS = ("train", "val", "test")
 
 
 def load_splits(
-    path: Path,
+    path: Path | Table,
     rows: Iterable[Mapping[str, str]] = (),
     *,
     column: str = "split",

@@ -20,7 +20,7 @@ _NAMED = 3
 
 
 def load_survival(
-    csv: Path,
+    csv: Path | Table,
     time: str,
     event: str,
     *,

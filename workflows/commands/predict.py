@@ -42,7 +42,8 @@ class PredictArguments:
         memory: As in 4GB.
         device: auto, cpu or cuda.
         part: "i/n": the i-th part of the slides; other processes predict the others, into the same ``out``.
-        labels: As for `InputLabels`, like ``target`` and ``split``.
+        labels: As for `InputLabels`, like ``id_column``, ``target`` and ``split``.
+        id_column: The column of the labels with the names of the slides.
         target: The column of the labels.
         split: Of the slides.
         as_json: Print the result as one JSON object.
@@ -59,6 +60,7 @@ class PredictArguments:
     device: str = "auto"
     part: str = "1/1"
     labels: Path | None = None
+    id_column: str | None = None
     target: str | None = None
     split: str | None = None
     as_json: bool = False
@@ -90,7 +92,7 @@ class PredictArguments:
             options=options,
             part=parse_part(self.part),
             as_json=self.as_json,
-            labels=InputLabels(self.labels, self.target, self.split),
+            labels=InputLabels(self.labels, self.target, self.split, self.id_column),
         )
 
 

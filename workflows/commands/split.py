@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,52 @@ from data.samples.assign import assign_groups
 from data.samples.classes import column_of_classes
 from data.samples.names import cases_in_one_way, column_in_one_way, with_one_name_each, without_missing
 from data.samples.splits import SPLITS
+from data.samples.strata import fixed_groups, is_numbers, strata_of
 from data.store.manifest import load_manifest, same_content
 from hyfi_core.errors import RequestError
 from workflows import console
 
+TARGET, TEST, NOTHING = "label", "test", "none"
 SHARES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """Further wishes about splits.
+
+    Attributes:
+        id_column: The column with the names of the slides; None: ``slide_id``.
+        fractions: Shares of train, val and test, 0 or more; None: 70 : 15 : 15.
+        fixed_test: ``COLUMN=VALUE,VALUE``: rows that are the test set; the others are divided.
+        repeats: How often folds are drawn; the columns ``repeat_1`` and so on have those of further seeds.
+    """
+
+    id_column: str | None = None
+    fractions: Sequence[float] | None = None
+    fixed_test: str | None = None
+    repeats: int = 1
+
+    def shares(self, folds: int | None) -> Mapping[str, float]:
+        """Return the parts with their shares.
+
+        Raises:
+            RequestError: The options contradict each other, or fractions are none of train, val and test.
+        """
+        if folds is not None:
+            if self.fractions is not None:
+                raise RequestError("--fractions: not with --folds, which are of equal size")
+            return {str(fold): 1.0 for fold in range(folds)}
+        if self.repeats > 1:
+            raise RequestError(f"--repeats {self.repeats}: needs --folds, which are drawn several times")
+        found = self.fractions
+        if found is None:
+            return {name: share for name, share in SHARES.items() if self.fixed_test is None or name != TEST}
+        if len(found) != len(SPLITS) or min(found) < 0 or not found[0] > 0 or max(found[1:]) == 0:
+            given = ",".join(f"{share:g}" for share in found)
+            raise RequestError(f"--fractions: given {given}; allowed: those of train, val and test, as in 0.7,0.1,0.2")
+        if self.fixed_test is not None and found[2] > 0:
+            raise RequestError(f"--fractions: --fixed-test {self.fixed_test} is the test set; its share must be 0")
+        return {name: share for name, share in zip(SPLITS, found, strict=True) if share > 0}
 
 
 def run(
@@ -34,57 +75,100 @@ def run(
     store: Path | None = None,
     merge_alike: bool = False,
     missing: str | None = None,
+    options: SplitOptions | None = None,
 ) -> int:
     """Write ``out`` with the columns ``slide_id``, ``case_id`` (those that the labels have), and ``split`` or folds.
 
-    Without ``folds``, groups are assigned to train, val and test in the ratio 70 : 15 : 15. With ``folds``, the column
-    ``fold`` has 0 … K−1, and for each fold k a column ``split_k`` has ``val`` if the fold is k, else ``train``. So
-    ``data.split_column=split_2`` trains the third model of a cross-validation.
+    Without ``folds``, groups are assigned to train, val and test. With ``folds``, the column ``fold`` has 0 … K−1, and
+    for each fold k a column ``split_k`` has ``val`` if the fold is k, else ``train``. So ``data.split_column=split_2``
+    trains the third model of a cross-validation.
 
     Args:
         labels: The CSV.
         out: The CSV to write; replaced if it exists.
         folds: Number of folds; None: train, val and test.
         group: Column whose values are never in two parts; a row without a value is a group of its own.
-        stratify: Column whose values are balanced over the parts; None: only the sizes are.
+        stratify: Columns that are balanced, with commas between: classes, or quarters of numbers; ``none``: only sizes;
+            None: ``label`` if there is such a column.
         seed: Decides ties.
         as_json: Print the counts as one JSON object.
-        store: The store with the slides: its names, cases and digests are used, too. Slides with the same content are
-            one group; the labels show which these are if they are a store's manifest.
-        merge_alike: Whether several spellings of one slide, case, group or class are joined, see `data.spelling`.
+        store: The store: its names, cases and digests are used, too. Slides with the same content are one group.
+        merge_alike: Whether several spellings of one name are joined, see `data.spelling`.
         missing: Words that mean that a value is missing, with commas between; None: those of `data.missing`.
+        options: Further wishes.
 
     Raises:
-        RequestError: A column is missing, there are too few groups, a case has two groups, a name has several
-            spellings, or ``out`` cannot be written.
+        RequestError: A column, groups or names are not as they must be, or ``out`` cannot be written.
     """
     if folds is not None and folds < 2:
         raise RequestError(f"--folds: given {folds}; use at least 2")
-    table = read_table(labels, "labels", used=(group, stratify or ""))
+    options = options or SplitOptions()
+    shares = options.shares(folds)
+    table = read_table(labels, "labels", used=(group, *_columns(stratify)), id_column=options.id_column)
+    chosen, note = _stratified_by(table, stratify)
     rows = [] if store is None else load_manifest(location(store))
     words = MISSING if missing is None else tuple(missing.split(","))
-    table, notes = _in_one_way(table, rows, group, stratify, merge_alike, words)
+    table, notes = _in_one_way(table, rows, group, chosen, merge_alike, words)
     groups = _groups(table, group)
-    notes += _ungrouped(table, group)
+    notes = [*note, *notes, *_ungrouped(table, group)]
     groups, same = _with_same_content(table, groups, rows or table.rows)
-    members: dict[str, list[str]] = {}
-    for name, row in zip(groups, table.rows, strict=True):
-        members.setdefault(name, []).append(row[stratify] if stratify else "")
-    shares = SHARES if folds is None else {str(fold): 1.0 for fold in range(folds)}
+    strata = strata_of(table, chosen) if chosen else [""] * len(table.rows)
+    strict = stratify is not None and len(chosen) == 1 and not is_numbers([row[chosen[0]] for row in table.rows])
+    fixed = fixed_groups(table, groups, options.fixed_test)
+    rest = [(name, stratum) for name, stratum in zip(groups, strata, strict=True) if name not in fixed]
     try:
-        parts = assign_groups(members, shares, seed)
+        parts = [_drawn(rest, shares, seed + repeat, strict) for repeat in range(options.repeats)]
     except RequestError as error:
         raise RequestError(f"{labels}: {error} (groups: {group})") from error
-    part_of_row = [parts[name] for name in groups]
-    _write(table, out, group, part_of_row, folds)
-    for note in [*notes, *same]:
-        console.warn(f"note: {note}")
-    _report(table, out, part_of_row, list(shares), groups, stratify, as_json)
+    _write_and_report(table, out, group, groups, parts, folds, strata, shares, [*notes, *same], as_json)
     return 0
 
 
+def _write_and_report(
+    table: Table,
+    out: Path,
+    group: str,
+    groups: Sequence[str],
+    parts: Sequence[Mapping[str, str]],
+    folds: int | None,
+    strata: Sequence[str],
+    shares: Mapping[str, float],
+    notes: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Write the parts of all groups, one mapping for each repeat; groups without one are the test set."""
+    others = TEST if folds is None else ""
+    drawn = [[part.get(name, others) for name in groups] for part in parts]
+    _write(table, out, group, drawn, folds)
+    for text in notes:
+        console.warn(f"note: {text}")
+    names = list(dict.fromkeys((*shares, *([TEST] if TEST in drawn[0] else []))))
+    _report(table, out, drawn[0], names, groups, strata, as_json)
+
+
+def _drawn(rows: Sequence[tuple[str, str]], shares: Mapping[str, float], seed: int, strict: bool) -> Mapping[str, str]:
+    """Return the part of each group; ``rows``: group and stratum of each row."""
+    members: dict[str, list[str]] = {}
+    for name, stratum in rows:
+        members.setdefault(name, []).append(stratum)
+    return assign_groups(members, shares, seed, strict=strict)
+
+
+def _columns(stratify: str | None) -> list[str]:
+    return [] if stratify in (None, NOTHING) else [name.strip() for name in str(stratify).split(",")]
+
+
+def _stratified_by(table: Table, stratify: str | None) -> tuple[list[str], list[str]]:
+    """Return the columns that are balanced, and what to say of them."""
+    if stratify is not None:
+        return _columns(stratify), []
+    if TARGET in table.columns:
+        return [TARGET], [f"balanced by {TARGET}; --stratify COLUMN takes another column, --stratify none only sizes"]
+    return [], ["only the sizes of the splits are balanced, not what is predicted; --stratify COLUMN balances it"]
+
+
 def _in_one_way(
-    table: Table, rows: list[dict[str, str]], group: str, stratify: str | None, merge: bool, missing: tuple[str, ...]
+    table: Table, rows: list[dict[str, str]], group: str, stratify: Sequence[str], merge: bool, missing: tuple[str, ...]
 ) -> tuple[Table, list[str]]:
     """Return the table with one spelling of every name and the cases that ``rows`` of a store have, and notes.
 
@@ -94,9 +178,11 @@ def _in_one_way(
     named = with_one_name_each(table, rows, merge=merge, missing=missing)
     rows_with_cases = cases_in_one_way(rows, "store", merge=merge, missing=missing)
     named = replace(named, table=_with_cases_of(named.table, rows_with_cases))
-    if stratify is not None:
-        named.table.require(stratify, "--stratify")
-        named = column_of_classes(named, stratify, merge=merge, missing=missing)
+    for column in stratify:
+        named.table.require(column, "--stratify")
+        named = without_missing(named, column, missing)
+        if not is_numbers([row[column] for row in named.table.rows]):
+            named = column_of_classes(named, column, merge=merge, missing=missing)
     if group not in KEYS:
         named.table.require(group, "--group")
         named = column_in_one_way(without_missing(named, group, missing), group, "name", merge=merge)
@@ -169,13 +255,16 @@ def _with_same_content(
     return [joined[name] for name in groups], notes
 
 
-def _write(table: Table, out: Path, group: str, parts: Sequence[str], folds: int | None) -> None:
+def _write(table: Table, out: Path, group: str, drawn: Sequence[Sequence[str]], folds: int | None) -> None:
     keys = [column for column in dict.fromkeys(("slide_id", "case_id", group)) if column in table.columns]
     columns = ["split"] if folds is None else ["fold", *(f"split_{fold}" for fold in range(folds))]
+    columns += [f"repeat_{repeat}" for repeat in range(1, len(drawn))]
     rows: dict[str, dict[str, str]] = {}
-    for row, part in zip(table.rows, parts, strict=True):
+    for row, part, *more in zip(table.rows, *drawn, strict=True):
         named = {"split": part} if folds is None else {"fold": part}
-        named |= {f"split_{fold}": "val" if part == str(fold) else "train" for fold in range(folds or 0)}
+        for fold in range(folds or 0):
+            named[f"split_{fold}"] = TEST if not part else "val" if part == str(fold) else "train"
+        named |= {f"repeat_{repeat}": other for repeat, other in enumerate(more, 1)}
         rows[row[table.key]] = {column: row[column] for column in keys} | named
     try:
         write_table(out, [*keys, *columns], rows.values())
@@ -189,13 +278,13 @@ def _report(
     parts: Sequence[str],
     names: Sequence[str],
     groups: Sequence[str],
-    stratify: str | None,
+    strata: Sequence[str],
     as_json: bool,
 ) -> None:
     counts: dict[str, dict[str, Any]] = {}
     for name in names:
         lines = [i for i, part in enumerate(parts) if part == name]
-        of_class = Counter(table.rows[i][stratify] for i in lines) if stratify else Counter()
+        of_class = Counter(strata[i] for i in lines) if any(strata) else Counter()
         counts[name] = {
             "rows": len(lines),
             "groups": len({groups[i] for i in lines}),

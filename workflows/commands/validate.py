@@ -28,6 +28,7 @@ METRICS_FILE = "metrics.json"
 if TYPE_CHECKING:
     import torch
 
+    from data.csv_table import Table
     from data.samples.dataset import SlideDataset
     from data.tiles.bags import Bags
     from hyfi_core.comm.base import Communicator
@@ -58,6 +59,7 @@ class EvaluationRequest:
         device: ``auto``, ``cpu`` or ``cuda``.
         merge_alike: Whether names that are written in several ways are joined; otherwise as in training.
         target: The column of the labels, or several with commas; None: as in training.
+        id_column: The column of the labels that has the names of the slides; None: as in training, of their labels.
         ranks: Number of processes: each image is divided among them in columns or, with cells, each process evaluates
             its own slides. None: one.
         features: Folder of the slides' features, for a model that was trained on features.
@@ -79,6 +81,7 @@ class EvaluationRequest:
     device: str = "auto"
     merge_alike: bool = False
     target: str | None = None
+    id_column: str | None = None
     ranks: int | None = None
     features: Path | None = None
 
@@ -276,6 +279,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     from data.samples.splits import SPLITS, load_splits
     from data.store.manifest import load_manifest
     from workflows.evaluation.evaluator import dataset_of
+    from workflows.evaluation.labelled_inputs import keyed_table
     from workflows.launch.launch import own_rank
     from workflows.tasks.by_name import task_of
 
@@ -285,7 +289,11 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     merge = request.merge_alike or bool(model.get("merge_alike", False))
     missing = MISSING if model.get("missing") is None else tuple(model["missing"])
     rows = cases_in_one_way(load_manifest(store), str(store / "manifest.csv"), merge=merge, missing=missing)
-    path = location(request.labels or store / "manifest.csv")
+    path: Path | Table = location(request.labels or store / "manifest.csv")
+    if request.labels is not None:
+        path = keyed_table(location(request.labels), request.id_column, model)
+    elif request.id_column is not None:
+        raise RequestError("--id-column: needs --labels, the table that has it")
     task = task_of(model)
     task = task if request.target is None else task.with_target(request.target)
     labels = task.read_again(path, rows, merge, missing)
@@ -294,7 +302,13 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     if split == ALL:
         splits = {row["slide_id"]: ALL for row in rows}
     else:
-        splits = load_splits(location(request.splits or path), rows, column=column, merge_alike=merge, missing=missing)
+        splits = load_splits(
+            location(request.splits) if request.splits else path,
+            rows,
+            column=column,
+            merge_alike=merge,
+            missing=missing,
+        )
     match = match_labels(rows, labels, splits)
     match.check(str(path), allow_unmatched=True)
     if own_rank() == 0:

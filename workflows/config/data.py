@@ -67,6 +67,12 @@ class DataConfig(TargetKeys):
         description="a CSV file: the class of each slide, by slide_id or case_id; default: the store's own "
         "manifest.csv",
     )
+    id_column: str | None = Field(
+        None,
+        min_length=1,
+        description="a column of the labels: the names of the slides, with or without the ending of a file; default: "
+        "slide_id",
+    )
     allow_unmatched: bool = Field(
         False,
         description="true or false: whether labels may name slides that are not in the store, for instance if only a "

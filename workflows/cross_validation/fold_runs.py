@@ -20,7 +20,7 @@ from data.store.manifest import load_manifest
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.config.load import Config, changed_keys, load_config
-from workflows.cross_validation.fold_table import FoldTable, column_of
+from workflows.cross_validation.fold_table import COLUMN, FoldTable, column_of
 from workflows.launch.request import check_ranks, check_run, check_unused
 from workflows.launch.resumption import Resumption
 from workflows.paths import require_writable
@@ -41,6 +41,7 @@ class FoldRuns:
         ranks: Number of ranks of each run; None: as many as it needs.
         resumption: Whether runs are continued.
         folds: The text of ``--folds``.
+        column: The column of the folds; None: ``fold``.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class FoldRuns:
     ranks: int | None
     resumption: Resumption
     folds: str
+    column: str | None = None
 
     @cached_property
     def config(self) -> Config:
@@ -68,7 +70,9 @@ class FoldRuns:
         """
         data = self.config.data
         path = data.splits or data.labels or data.store / "manifest.csv"
-        return FoldTable.read(location(path), load_manifest(location(data.store)), data.missing_words)
+        return FoldTable.read(
+            location(path), load_manifest(location(data.store)), data.missing_words, self.column or COLUMN
+        )
 
     @cached_property
     def chosen(self) -> tuple[int, ...]:

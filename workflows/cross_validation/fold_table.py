@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.csv_table import KEYS, Table, csv_bytes, read_table
@@ -40,19 +40,29 @@ class FoldTable:
     folds: tuple[int, ...]
 
     @classmethod
-    def read(cls, path: Path, rows: Sequence[Mapping[str, str]] = (), missing: Iterable[str] = MISSING) -> FoldTable:
+    def read(
+        cls,
+        path: Path,
+        rows: Sequence[Mapping[str, str]] = (),
+        missing: Iterable[str] = MISSING,
+        column: str = COLUMN,
+    ) -> FoldTable:
         """Read the folds of a CSV.
 
         Args:
             path: The file.
             rows: Rows of the store's manifest, which know cases that the file does not.
             missing: Words that mean that a row has no fold.
+            column: The column to read.
 
         Raises:
             RequestError: The file has no folds, fewer than three, or a case in two of them.
         """
         table = read_table(path, "splits")
-        table.require(COLUMN, "--folds; `hyfi split LABELS.csv --folds 5 --out folds.csv` writes it, for data.splits")
+        table.require(column, "--folds; `hyfi split LABELS.csv --folds 5 --out folds.csv` writes it, for data.splits")
+        if column != COLUMN:
+            rows_of_column = tuple({**row, COLUMN: row[column]} for row in table.rows)
+            table = replace(table, columns=tuple(dict.fromkeys((*table.columns, COLUMN))), rows=rows_of_column)
         table = without_missing(NamedTable(table), COLUMN, tuple(missing)).table
         for line, row in zip(table.lines, table.rows, strict=True):
             if row[COLUMN] and not (row[COLUMN].isascii() and row[COLUMN].isdecimal()):

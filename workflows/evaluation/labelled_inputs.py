@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data.csv_table import Table, read_table
 from data.location import location
 from data.missing import MISSING
 from data.samples.labels import with_cases
@@ -27,11 +28,13 @@ class InputLabels:
         labels: A CSV keyed by slide or case; None: the manifest of the store or of the slides.
         target: Its column; several are separated by commas. None: the one used in training.
         split: Predict only slides of this split; ``all`` or None: every slide.
+        id_column: The column that has the names of the slides; None: as in training, or ``slide_id``.
     """
 
     labels: Path | None = None
     target: str | None = None
     split: str | None = None
+    id_column: str | None = None
 
     def __bool__(self) -> bool:
         return self != InputLabels()
@@ -59,7 +62,7 @@ class InputLabels:
         task = task_of(model)
         if self.target is not None:
             task = task.with_target(self.target)
-        path = self._table(paths)
+        path = keyed_table(self._table(paths), self.id_column, model)
         rows = [{"slide_id": slide.slide_id, "case_id": slide.case_id, "status": "done"} for slide in inputs]
         missing = MISSING if model.get("missing") is None else tuple(model["missing"])
         labels = task.read_again(path, rows, bool(model.get("merge_alike", False)), missing)
@@ -76,7 +79,7 @@ class InputLabels:
     def _chosen(
         self,
         inputs: list[SlideInput],
-        path: Path,
+        path: Table,
         rows: Sequence[Mapping[str, str]],
         model: Mapping[str, Any],
         missing: tuple[str, ...],
@@ -102,3 +105,16 @@ class InputLabels:
             return manifests[0]
         option = "--target" if self.target is not None else "--split"
         raise RequestError(f"{option}: the slides have no manifest to read it from; give --labels CSV")
+
+
+def keyed_table(path: Path, id_column: str | None, model: Mapping[str, Any]) -> Table:
+    """Return a table of labels, with the names of slides from ``id_column``, else as in training if it has that column.
+
+    Raises:
+        RequestError: It cannot be read, or has no such column.
+    """
+    trained = model.get("id_column")
+    if id_column is None and trained is not None:
+        table = read_table(path, "labels", used=(trained,))
+        return read_table(path, "labels", id_column=trained) if trained in table.columns else table
+    return read_table(path, "labels", id_column=id_column)

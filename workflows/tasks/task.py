@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data.csv_table import Table
 from data.missing import MISSING
 from data.samples.labels import Labels, Target
 from hyfi_core.errors import RequestError
@@ -50,7 +51,7 @@ class LabelSource:
         targets: Each of several targets; empty: one target.
     """
 
-    path: Path
+    path: Path | Table
     columns: tuple[str, ...]
     classes: tuple[str, ...] | None = None
     rows: Sequence[Mapping[str, str]] = ()
@@ -108,7 +109,7 @@ class Task(ABC):
         """Return what a ``model.json`` says of the task, ``class_names`` among it."""
 
     def read_again(
-        self, path: Path, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
+        self, path: Path | Table, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
     ) -> Labels:
         """Return labels for a model that was trained before; the arguments are those of `LabelSource`.
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from data.csv_table import Table, read_table
 from data.loading.batches import BatchLayout
 from data.loading.normalise import Normalisation
 from data.loading.order import SampleStream, balanced_weights, column_weights
@@ -161,6 +162,7 @@ class TrainingJob:
             **self.task.to_json(),
             "target": data.target if isinstance(data.target, str) and data.targets is None else list(data.columns),
             "split_column": data.split_column,
+            "id_column": data.id_column,
             "merge_alike": data.merge_alike,
             "exclude_flags": list(data.exclude_flags),
             "missing": None if data.missing is None else list(data.missing),
@@ -192,10 +194,11 @@ def prepare(config: Config) -> TrainingJob:
     rows, merge, missing = load_manifest(data.store), data.merge_alike, data.missing_words
     rows = cases_in_one_way(rows, str(data.store / "manifest.csv"), merge=merge, missing=missing)
     labels_path = data.labels or data.store / "manifest.csv"
-    labels = read_labels(config, labels_path, rows)
+    keyed = labels_path if data.id_column is None else read_table(labels_path, "labels", id_column=data.id_column)
+    labels = read_labels(config, keyed, rows)
     match_labels(rows, labels).check(str(labels_path), data.allow_unmatched)
     rows = with_cases(rows, labels)
-    splits_path = data.splits or labels_path
+    splits_path = data.splits or keyed
     splits = load_splits(splits_path, rows, column=data.split_column, merge_alike=merge, missing=missing)
     excluded: list[ExcludedSlide] = []
     train = _selected(config, rows, labels, splits, "train", excluded)
@@ -312,7 +315,7 @@ def mpp_of(config: Config) -> float:
     return float(f"{middle:.6g}")
 
 
-def read_labels(config: Config, path: Path, rows: Sequence[Mapping[str, str]]) -> Labels:
+def read_labels(config: Config, path: Path | Table, rows: Sequence[Mapping[str, str]]) -> Labels:
     """Read the labels of the slides in a manifest's ``rows``, and check their classes against ``model.classes``.
 
     Raises:

@@ -11,7 +11,7 @@ from data.csv_table import read_table
 from data.samples.labels import load_labels
 from data.samples.splits import load_splits
 from hyfi_core.errors import RequestError
-from workflows.commands.split import run
+from workflows.commands.split import SplitOptions, run
 
 
 @pytest.fixture
@@ -195,3 +195,67 @@ def test_names_like_formulas_are_written_as_texts_and_come_back(hyfi_here, tmp_p
     lines = (tmp_path / "splits.csv").read_text().splitlines()[1:]
     assert all(line.startswith("'") for line in lines)
     assert [row["slide_id"] for row in rows_of(tmp_path / "splits.csv")] == names
+
+
+def test_fractions_and_a_fixed_test_set_are_kept(labels, tmp_path):
+    out = tmp_path / "splits.csv"
+    run(labels, out, None, "case_id", None, 0, options=SplitOptions(None, [0.5, 0.5, 0.0], "hospital=h3,h4"))
+    hospital = {row["slide_id"]: row["hospital"] for row in rows_of(labels)}
+    splits = load_splits(out)
+    assert {slide for slide, part in splits.items() if part == "test"} == {
+        slide for slide, of in hospital.items() if of in ("h3", "h4")
+    }
+    parts = [part for part in splits.values() if part != "test"]
+    assert abs(parts.count("train") - parts.count("val")) <= 3
+
+
+def test_folds_are_drawn_several_times_without_the_test_set(labels, tmp_path):
+    out = tmp_path / "folds.csv"
+    run(labels, out, 3, "case_id", None, 0, options=SplitOptions(repeats=2, fixed_test="hospital=h3"))
+    rows = rows_of(out)
+    assert {row["fold"] for row in rows} == {row["repeat_1"] for row in rows} == {"0", "1", "2", ""}
+    assert all((row["fold"] == "") == (row["repeat_1"] == "") == (row["split_0"] == "test") for row in rows)
+    assert [row["fold"] for row in rows] != [row["repeat_1"] for row in rows]
+
+
+def test_numbers_are_balanced_by_quarters_also_with_classes(tmp_path, capsys):
+    path = tmp_path / "labels.csv"
+    path.write_text("slide_id,months,died\n" + "".join(f"s{k},{k},{k % 2}\n" for k in range(80)))
+    run(path, tmp_path / "out.csv", None, "case_id", "months,died", 0, options=SplitOptions(None, [0.5, 0.25, 0.25]))
+    months = {row["slide_id"]: int(row["months"]) for row in rows_of(path)}
+    for split, share in (("train", 10), ("val", 5), ("test", 5)):
+        inside = [months[slide] for slide, part in load_splits(tmp_path / "out.csv").items() if part == split]
+        assert all(abs(sum(low <= month < low + 20 for month in inside) - share) <= 1 for low in (0, 20, 40, 60))
+    assert "months quarter 1; died 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fractions": [0.5, 0.5]}, "train, val and test"),
+        ({"fractions": [0.5, 0.2, 0.3], "fixed_test": "hospital=h1"}, "its share must be 0"),
+        ({"fixed_test": "hospital"}, "COLUMN=VALUE"),
+        ({"fixed_test": "hospitl=h1"}, "no column 'hospitl'"),
+        ({"fixed_test": "hospital=h99"}, "no row has it; hospital has: h0"),
+        ({"repeats": 2}, "needs --folds"),
+    ],
+)
+def test_wrong_options_are_answered(labels, tmp_path, options, said):
+    with pytest.raises(RequestError, match=said):
+        run(labels, tmp_path / "out.csv", None, "case_id", None, 0, options=SplitOptions(**options))
+
+
+def test_one_slide_with_two_labels_is_refused(tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_text("slide_id,label\n" + "".join(f"s{k},{'ab'[k % 2]}\n" for k in range(12)) + "s3,a\n")
+    with pytest.raises(RequestError, match="s3 has two labels: 'b' on line 5 and 'a' on line 14"):
+        run(path, tmp_path / "out.csv", None, "case_id", None, 0)
+
+
+def test_names_of_slides_may_be_in_another_column(tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_text("File,label\n" + "".join(f"s{k}.svs,{'ab'[k % 2]}\n" for k in range(12)))
+    run(path, tmp_path / "out.csv", None, "case_id", None, 0, options=SplitOptions("File"))
+    assert rows_of(tmp_path / "out.csv")[0]["slide_id"] == "s0.svs"
+    with pytest.raises(RequestError, match="no column 'Name'"):
+        run(path, tmp_path / "out.csv", None, "case_id", None, 0, options=SplitOptions("Name"))

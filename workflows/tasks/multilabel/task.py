@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from numpy.typing import NDArray
 
+from data.csv_table import Table
 from data.missing import is_missing
 from data.samples.label_sets import NO, NONE, UNKNOWN, YES, label_set_text, load_label_sets, state_of
 from data.samples.labels import Labels, Target
@@ -80,7 +81,7 @@ class Multilabel(Task):
         return {"class_names": list(self.labels), "label_weights": [list(pair) for pair in self.weights]}
 
     def read_again(
-        self, path: Path, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
+        self, path: Path | Table, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
     ) -> Labels:
         """Return labels for a model that was trained before; several columns are those of its labels, in order."""
         classes = self.labels if len(self.columns) == 1 else self.columns

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.csv_table import read_table
+from data.csv_table import Table, read_table
 from data.samples.labels import Labels, Target
 from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
@@ -51,7 +51,7 @@ class Several(Task):
         return side_by_side([one.title for one in source.targets], found, [_numbers_of(one) for one in found])
 
     def read_again(
-        self, path: Path, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
+        self, path: Path | Table, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
     ) -> Labels:
         """Return labels for a model that was trained before; a table may lack the columns of some targets."""
         columns, first = set(read_table(path, "labels").columns), 0
@@ -67,7 +67,7 @@ class Several(Task):
             [part.name for part in self.parts], found, [part.task.label_numbers for part in self.parts]
         )
         absent = [part.name for part, one in zip(self.parts, found, strict=True) if one is None]
-        note = f"{path.name} has no column of {', '.join(absent)}, which cannot be evaluated"
+        note = f"{path} has no column of {', '.join(absent)}, which cannot be evaluated"
         return replace(labels, notes=(*labels.notes, note)) if absent else labels
 
     @classmethod

@@ -1,0 +1,80 @@
+"""What is balanced over splits: classes, quantiles of numbers, or combinations of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from data.csv_table import Table
+from data.samples.labels import one_of_each
+from hyfi_core.errors import RequestError
+
+QUANTILES = 4
+_NAMED = 10
+_MOST_CLASSES = 10
+"""Numbers of more different values than this are divided at their quantiles."""
+
+
+def strata_of(table: Table, columns: Sequence[str]) -> list[str]:
+    """Return the stratum of each row: its class, the quarter of its number, or both of several columns; empty: none.
+
+    Raises:
+        RequestError: A column is missing, or a slide has two labels.
+    """
+    each = []
+    for column in columns:
+        table.require(column, "--stratify")
+        one_of_each(table, column, (row[column] or None for row in table.rows), lambda name: repr(name or ""))
+        texts = [row[column] for row in table.rows]
+        each.append(_quarters(texts) if is_numbers(texts) else texts)
+    if len(each) == 1:
+        return each[0]
+    named = zip(columns, each, strict=True)
+    pairs = [[f"{column} {text}" if text else "" for text in texts] for column, texts in named]
+    return ["; ".join(texts) if all(texts) else "" for texts in zip(*pairs, strict=True)]
+
+
+def is_numbers(texts: Sequence[str]) -> bool:
+    """Whether cells are numbers of so many values that they are no classes; empty ones do not count."""
+    values = {text for text in texts if text}
+    return len(values) > _MOST_CLASSES and all(map(_is_number, values))
+
+
+def fixed_groups(table: Table, groups: Sequence[str], fixed_test: str | None) -> set[str]:
+    """Return the groups of the rows that the user gives as the test set.
+
+    Raises:
+        RequestError: The column is missing, no row has such a value, all have, or a group has rows of both kinds.
+    """
+    if fixed_test is None:
+        return set()
+    column, equals, text = fixed_test.partition("=")
+    if not equals:
+        raise RequestError(f"--fixed-test: given {fixed_test!r}; allowed: COLUMN=VALUE, as in site=Leeds or split=test")
+    table.require(column, "--fixed-test")
+    values = {value.strip() for value in text.split(",")}
+    kinds: dict[str, set[bool]] = {}
+    for name, row in zip(groups, table.rows, strict=True):
+        kinds.setdefault(name, set()).add(row[column] in values)
+    both = next((name for name, found in kinds.items() if len(found) > 1), None)
+    if both is not None:
+        raise RequestError(f"--fixed-test {fixed_test}: {both} has rows of the test set, and others")
+    fixed = {name for name, found in kinds.items() if True in found}
+    if not fixed or len(fixed) == len(kinds):
+        has = ", ".join(sorted({row[column] or "(empty)" for row in table.rows})[:_NAMED])
+        raise RequestError(f"--fixed-test {fixed_test}: {'every' if fixed else 'no'} row has it; {column} has: {has}")
+    return fixed
+
+
+def _quarters(texts: Sequence[str]) -> list[str]:
+    numbers = np.array([float(text) for text in texts if text])
+    edges = np.quantile(numbers, [k / QUANTILES for k in range(1, QUANTILES)])
+    return [f"quarter {int(np.searchsorted(edges, float(text))) + 1}" if text else "" for text in texts]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return bool(np.isfinite(float(text)))
+    except ValueError:
+        return False
