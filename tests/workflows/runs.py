@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from workflows.training import start
 from workflows.training.inputs.features import FeatureInputs
 from workflows.training.inputs.tiles import TileInputs
 from workflows.training.metrics_log import read_metrics
+
+PARTS, STAGES, REPLICAS = ("grids=[[1, 2]]",), ("grids=[[1, 1], [1, 1]]", "microbatches=2"), ("replicas=2",)
+"""Plans of two ranks."""
 
 
 @contextmanager
@@ -87,6 +90,17 @@ def assert_same_run(one: Path, other: Path, step: int, losses_within: float = 0.
 
 def losses(run: Path) -> dict[tuple[str, int], float]:
     return {(r["kind"], r["step"]): r["loss"] for r in read_metrics(run / "metrics.jsonl")}
+
+
+def assert_plans_agree(config: Path, plans: Sequence[Sequence[str]], *overrides: str) -> None:
+    """Losses of two ranks with each plan are those of one rank, which runs once; ``plans``: keys of ``plan`` each."""
+    assert run_here(config, *overrides) == 0
+    expected = losses(config.parent / "run")
+    for number, plan in enumerate(plans):
+        folder = config.parent / f"run-{number}"
+        keys = [f"plan.{key}" for key in plan]
+        assert run_on(2, config, *overrides, *keys, f"run.dir={folder}") == [0, 0], plan
+        assert losses(folder) == pytest.approx(expected, rel=1e-8), plan
 
 
 def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False, timeout_s: float = 240.0) -> list[int]:

@@ -15,7 +15,7 @@ from sklearn import metrics as reference
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import read_model_json
 from tests.workflows.archive import SPLITS, make_config
-from tests.workflows.runs import losses, run_here, run_on
+from tests.workflows.runs import PARTS, REPLICAS, STAGES, assert_plans_agree, run_here
 from workflows.commands import validate
 from workflows.config.load import load_config
 from workflows.tasks.number_metrics import number_metrics
@@ -65,14 +65,8 @@ def test_a_number_is_learnt_and_validated(tmp_path: Path, store: Path, capfd: py
     assert metrics["r2"] is metrics["spearman"] is None and metrics["mae"] > 1
 
 
-@pytest.mark.parametrize("plan", [["grids=[[1, 2]]"], ["grids=[[1, 1], [1, 1]]", "microbatches=2"], ["replicas=2"]])
-def test_losses_are_those_of_one_process(tmp_path: Path, store: Path, plan: list[str]) -> None:
-    (tmp_path / "one").mkdir()
-    config = config_of(tmp_path / "one", store, 3)
-    assert run_here(config) == 0
-    overrides = [*(f"plan.{key}" for key in plan), f"run.dir={tmp_path / 'many'}"]
-    assert run_on(2, config, *overrides) == [0, 0]
-    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one/run"), rel=1e-8)
+def test_losses_are_those_of_one_process(tmp_path: Path, store: Path) -> None:
+    assert_plans_agree(config_of(tmp_path, store, 3), [PARTS, STAGES, REPLICAS])
 
 
 def test_metrics_are_those_of_other_libraries_on_draws() -> None:

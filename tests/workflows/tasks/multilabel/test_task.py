@@ -13,7 +13,7 @@ from sklearn import metrics as reference
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import read_model_json
 from tests.workflows.archive import SPLITS, make_config, make_store
-from tests.workflows.runs import losses, run_here, run_on
+from tests.workflows.runs import PARTS, REPLICAS, STAGES, assert_plans_agree, run_here
 from workflows.commands import validate
 from workflows.config.load import load_config
 from workflows.tasks.multilabel.metrics import best_thresholds, label_metrics
@@ -23,7 +23,13 @@ from workflows.training.metrics_log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("in_process")
 STRIPED = (2, 3, 6, 7, 10, 11)
-LEARNS = ("data.batch_size=6", "model.options.width=8", "lr_schedule.name=constant", "validation.every_steps=12")
+LEARNS = (
+    "run.precision=float32",
+    "data.batch_size=6",
+    "model.options.width=8",
+    "lr_schedule.name=constant",
+    "validation.every_steps=12",
+)
 TASK = Multilabel(("dots", "striped"), ("dots", "striped"))
 
 
@@ -73,15 +79,9 @@ def test_labels_are_learnt_and_validated(tmp_path: Path, store: Path, capfd: pyt
     assert "auroc, mean of the labels" in page and "Worst errors" not in page
 
 
-@pytest.mark.parametrize("plan", [["grids=[[1, 2]]"], ["grids=[[1, 1], [1, 1]]", "microbatches=2"], ["replicas=2"]])
-def test_losses_are_those_of_one_process(tmp_path: Path, store: Path, plan: list[str]) -> None:
-    (tmp_path / "one").mkdir()
-    config = config_of(tmp_path / "one", store, 3)
+def test_losses_are_those_of_one_process(tmp_path: Path, store: Path) -> None:
     overrides = ["data.target=both", "data.class_weights=balanced"]
-    assert run_here(config, *overrides) == 0
-    overrides += [*(f"plan.{key}" for key in plan), f"run.dir={tmp_path / 'many'}"]
-    assert run_on(2, config, *overrides) == [0, 0]
-    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one/run"), rel=1e-8)
+    assert_plans_agree(config_of(tmp_path, store, 3), [PARTS, STAGES, REPLICAS], *overrides)
 
 
 def test_metrics_are_those_of_scikit_learn_on_draws() -> None:

@@ -14,7 +14,7 @@ from data.samples.labels import Target
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import read_model_json
 from tests.workflows.archive import SPLITS, make_config, make_store
-from tests.workflows.runs import losses, run_here, run_on
+from tests.workflows.runs import PARTS, REPLICAS, assert_plans_agree, run_here
 from workflows.commands import validate
 from workflows.config.load import load_config
 from workflows.tasks.by_name import task_of
@@ -147,14 +147,9 @@ def test_several_targets_are_learnt_together(tmp_path: Path, store: Path, capfd:
     assert "grade: ROC" in page and "os: Kaplan" in page and "age: Predicted and true" in page
 
 
-@pytest.mark.parametrize("plan", [["grids=[[1, 2]]"], ["grids=[[1, 1], [1, 1]]", "microbatches=3"], ["replicas=2"]])
-def test_losses_are_those_of_one_process(tmp_path: Path, store: Path, plan: list[str]) -> None:
-    (tmp_path / "one").mkdir()
-    config = config_of(tmp_path / "one", store, 3)
-    assert run_here(config) == 0
-    overrides = [*(f"plan.{key}" for key in plan), f"run.dir={tmp_path / 'many'}"]
-    assert run_on(2, config, *overrides) == [0, 0]
-    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one/run"), rel=1e-8)
+def test_losses_are_those_of_one_process(tmp_path: Path, store: Path) -> None:
+    stages = ("grids=[[1, 1], [1, 1]]", "microbatches=3")
+    assert_plans_agree(config_of(tmp_path, store, 3), [PARTS, stages, REPLICAS])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import read_model_json
 from tests.workflows.archive import SPLITS, make_config
-from tests.workflows.runs import losses, run_here, run_on
+from tests.workflows.runs import PARTS, REPLICAS, STAGES, assert_plans_agree, run_here
 from workflows.commands import validate
 from workflows.config.load import load_config
 from workflows.tasks.survival.task import Survival
@@ -72,21 +72,10 @@ def test_risks_are_learnt_and_validated(tmp_path: Path, store: Path, loss: str) 
 
 
 @pytest.mark.parametrize(
-    ("loss", "plan"),
-    [
-        ("cox", ["grids=[[1, 2]]"]),
-        ("cox", ["grids=[[1, 1], [1, 1]]", "microbatches=3"]),
-        ("cox", ["replicas=2"]),
-        ("hazards", ["grids=[[1, 1], [1, 1]]", "microbatches=2"]),
-    ],
+    ("loss", "plans"), [("cox", [PARTS, ("grids=[[1, 1], [1, 1]]", "microbatches=3"), REPLICAS]), ("hazards", [STAGES])]
 )
-def test_losses_are_those_of_one_process(tmp_path: Path, store: Path, loss: str, plan: list[str]) -> None:
-    (tmp_path / "one").mkdir()
-    config = config_of(tmp_path / "one", store, 3, loss)
-    assert run_here(config) == 0
-    overrides = [*(f"plan.{key}" for key in plan), f"run.dir={tmp_path / 'many'}"]
-    assert run_on(2, config, *overrides) == [0, 0]
-    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one/run"), rel=1e-8)
+def test_losses_are_those_of_one_process(tmp_path: Path, store: Path, loss: str, plans: list[tuple[str, ...]]) -> None:
+    assert_plans_agree(config_of(tmp_path, store, 3, loss), plans)
 
 
 def test_outputs_are_read_as_risk_and_survival() -> None:
