@@ -12,6 +12,7 @@ from workflows.launch.mpiexec import find
 Launcher = Literal["none", "mpiexec", "torchrun"]
 
 NETWORKS = ("resnet18", "amoebanet", "third party")
+EQUAL_S = 5.0  # several run at once
 RANKS: tuple[tuple[int, Launcher], ...] = ((1, "none"), (2, "mpiexec"), (4, "mpiexec"))
 EQUAL_PLANS: dict[str, tuple[int, Launcher]] = {
     "pipeline": (2, "mpiexec"),
@@ -82,16 +83,16 @@ def all_parts(sides_px: tuple[int, ...]) -> list[CheckPart]:
     first_px, *others_px = sides_px
     return [
         *(
-            CheckPart(f"equal: {network}, {_ranks_text(ranks)}", "equal", network, ranks, launcher, 3.0, together=True)
+            CheckPart(f"equal: {network}, {_ranks_text(ranks)}", "equal", network, ranks, launcher, EQUAL_S, together=True)
             for network in NETWORKS
             for ranks, launcher in RANKS
         ),
         *(
-            CheckPart(f"equal: {name}", "equal", f"resnet18/{name}", ranks, launcher, 3.0, together=True)
+            CheckPart(f"equal: {name}", "equal", f"resnet18/{name}", ranks, launcher, EQUAL_S, together=True)
             for name, (ranks, launcher) in EQUAL_PLANS.items()
         ),
         *(
-            CheckPart(f"equal: {network}, 2 GPUs", "equal", network, 2, "torchrun", 3.0, 2, together=True)
+            CheckPart(f"equal: {network}, 2 GPUs", "equal", network, 2, "torchrun", EQUAL_S, 2, together=True)
             for network in NETWORKS
         ),
         CheckPart("tests of GPUs", "tests", weight=30.0),

@@ -83,7 +83,11 @@ def _run_together(
             busy = sum(part.ranks for part in running.values())
             while waiting and (not running or busy + waiting[0].ranks <= cores):
                 part = waiting.pop(0)
-                limit_s = max(1.0, deadline_s - time.monotonic())
+                limit_s = deadline_s - time.monotonic()
+                if limit_s <= 0 and _lacking(part, gpus) is None:
+                    results.append(PartResult(part.name, "stopped", "no time was left to start it; use more --minutes"))
+                    report(results[-1])
+                    continue
                 running[threads.submit(_run, part, gpus, limit_s, options, logs)] = part
                 busy += part.ranks
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
