@@ -83,9 +83,9 @@ def all_parts(sides_px: tuple[int, ...]) -> list[CheckPart]:
     first_px, *others_px = sides_px
     return [
         *(
-            CheckPart(f"equal: {network}, {_ranks_text(ranks)}", "equal", network, ranks, launcher, EQUAL_S, together=True)
+            CheckPart(f"equal: {network}, {_ranks_text(n)}", "equal", network, n, launcher, EQUAL_S, together=True)
             for network in NETWORKS
-            for ranks, launcher in RANKS
+            for n, launcher in RANKS
         ),
         *(
             CheckPart(f"equal: {name}", "equal", f"resnet18/{name}", ranks, launcher, EQUAL_S, together=True)
