@@ -56,6 +56,7 @@ from workflows.cli_options import (
 from workflows.cli_plan import plan, simulate
 from workflows.cli_split import split
 from workflows.cli_view import view
+from workflows.sweep.options import sweep
 
 EPILOG = (
     "Exit codes: 0 success, 1 finished but some inputs failed, 2 invalid request (nothing was written), 3 stopped on "
@@ -272,6 +273,7 @@ def train(
     exit_with(body, as_ranks=True)
 
 
+app.command()(sweep)
 app.command()(validate)
 app.command()(predict)
 app.command("export-model")(export_model)

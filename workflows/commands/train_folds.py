@@ -38,7 +38,7 @@ def run(runs: FoldRuns, as_json: bool) -> int:
     runs.write_splits()
     for fold in runs.chosen:
         say(f"fold {fold}: reported on fold {fold}, best checkpoint chosen on fold {runs.table.validating(fold)}")
-        code = _run_fold(runs, fold)
+        code = run_fold(runs, fold)
         if code != DONE:
             warn(
                 f"hyfi: fold {fold} ended with exit code {code}; the same command with --resume continues there, and "
@@ -51,7 +51,7 @@ def run(runs: FoldRuns, as_json: bool) -> int:
     return DONE
 
 
-def _run_fold(runs: FoldRuns, fold: int) -> int:
+def run_fold(runs: FoldRuns, fold: int) -> int:
     """Train and evaluate a fold, as far as it is not done; return the exit code."""
     if not runs.is_trained(fold):
         code = run_command(runs.train_words(fold))
@@ -62,20 +62,36 @@ def _run_fold(runs: FoldRuns, fold: int) -> int:
 
 def _pool(runs: FoldRuns) -> Mapping[str, Any]:
     """Write and print what all finished folds say together."""
+    finished = [fold for fold in runs.table.folds if runs.is_trained(fold) and runs.is_evaluated(fold)]
+    return pool_folds(runs.folder, dict.fromkeys(finished, runs), len(runs.table.folds))
+
+
+def pool_folds(folder: Path, runs_of: Mapping[int, FoldRuns], folds: int) -> Mapping[str, Any]:
+    """Write and print what some folds say together.
+
+    Args:
+        folder: Where it is written.
+        runs_of: The fold to the runs among which its own is.
+        folds: Number of all folds.
+
+    Raises:
+        RequestError: A file cannot be written.
+    """
     from workflows.cross_validation.pooled import FoldResult, PooledFolds
 
-    finished = [fold for fold in runs.table.folds if runs.is_trained(fold) and runs.is_evaluated(fold)]
-    pooled = PooledFolds([FoldResult.read(fold, runs.checkpoint_of(fold), runs.test_of(fold)) for fold in finished])
+    results = [FoldResult.read(fold, runs.checkpoint_of(fold), runs.test_of(fold)) for fold, runs in runs_of.items()]
+    pooled = PooledFolds(results)
+    store = Path(next(iter(runs_of.values())).config.data.store)
     try:
-        summary = pooled.write(runs.folder, Path(runs.config.data.store), len(runs.table.folds))
-        write_atomically(runs.folder / SUMMARY_FILE, (json.dumps(plain_json(summary), indent=1) + "\n").encode())
+        summary = pooled.write(folder, store, folds)
+        write_atomically(folder / SUMMARY_FILE, (json.dumps(plain_json(summary), indent=1) + "\n").encode())
     except OSError as error:
-        raise RequestError(f"{runs.folder}: cannot be written ({error.strerror or error})") from error
-    _print(runs, pooled, summary)
+        raise RequestError(f"{folder}: cannot be written ({error.strerror or error})") from error
+    _print(pooled, summary)
     return summary
 
 
-def _print(runs: FoldRuns, pooled: PooledFolds, summary: Mapping[str, Any]) -> None:
+def _print(pooled: PooledFolds, summary: Mapping[str, Any]) -> None:
     count, total = len(pooled.results), summary["of"]
     say(
         f"{count} of {total} folds, {summary['slides']} slides of {summary['cases']} cases, each predicted by the "

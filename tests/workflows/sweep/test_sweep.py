@@ -1,0 +1,132 @@
+"""A sweep: its settings, the choice by validation, and test folds that choose nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyfi_core.errors import RequestError
+from tests.workflows.archive import SPLITS, make_config
+from workflows.cross_validation.fold_runs import FoldRuns
+from workflows.launch.resumption import Resumption
+from workflows.sweep import command
+from workflows.sweep.settings import SweptSetting, read_settings
+from workflows.sweep.sweep_runs import SweepRuns
+
+VALUES = {0.1: 0.6, 0.01: 0.9, 0.001: 0.7}
+"""The auroc of each rate."""
+
+
+def settings_of(folder: Path, text: str, trials: int | None = None) -> list[SweptSetting]:
+    path = folder / "settings.yaml"
+    path.write_text(text)
+    return read_settings(path, trials, 0)
+
+
+def test_settings_are_all_combinations_and_texts_of_numbers_are_numbers(tmp_path: Path) -> None:
+    found = settings_of(tmp_path, "optimizer.lr: [1e-3, 0.1]\nmodel: {pool: [avg, max]}\n")
+    assert [one.values for one in found][1:3] == [
+        {"optimizer.lr": 0.001, "model.pool": "max"},
+        {"optimizer.lr": 0.1, "model.pool": "avg"},
+    ]
+    assert found[0].overrides == ["optimizer.lr=0.001", 'model.pool="avg"']
+
+
+def test_random_settings_are_different_and_in_their_range(tmp_path: Path) -> None:
+    text = "optimizer.lr: {low: 1e-5, high: 1e-2, log: true}\nmodel.pool: [avg, max]\n"
+    found = settings_of(tmp_path, text, 12)
+    rates = [one.values["optimizer.lr"] for one in found]
+    assert len({json.dumps(one.values) for one in found}) == 12 and all(1e-5 <= rate <= 1e-2 for rate in rates)
+    assert sum(rate < 3e-4 for rate in rates) > 2 and found == settings_of(tmp_path, text, 12)
+    assert len(settings_of(tmp_path, "model.pool: [avg, max]\n", 12)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no settings"),
+        ("optimizer.lr: 0.1", "optimizer.lr: given 0.1"),
+        ("optimizer.lr: {low: 1}", "optimizer.lr: given"),
+        ("optimizer.lr: {low: 1e-5, high: 1e-2}", "give --trials N"),
+        ("data.splits: [a.csv, b.csv]", "the same slides"),
+        ("data.target: [a, b]", "the same labels"),
+        ("run.seed: [" + ",".join(map(str, range(1001))) + "]", "1001 combinations"),
+        ("{", "not YAML"),
+    ],
+)
+def test_wrong_settings_are_answered(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        settings_of(tmp_path, text)
+
+
+def sweep_of(folder: Path, store: Path, **keys: Any) -> SweepRuns:
+    with (folder / "labels.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("slide_id", "label", "split", "fold"))
+        rows.writerows((f"slide-{k:02d}", "ab"[k // 3 % 2], split, k % 3) for k, split in enumerate(SPLITS))
+    path = make_config(folder, store, data={"labels": str(folder / "labels.csv"), "class_weights": "none"})
+    settings = tuple(settings_of(folder, f"optimizer.lr: {list(VALUES)}\n"))
+    return SweepRuns(path, (), settings, None, Resumption.of(False, None, False), **keys)
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """Commands of training, which write a validation of their rate and end."""
+    started: list[Sequence[str]] = []
+
+    def run_command(words: Sequence[str]) -> int:
+        started.append(words)
+        given = dict(word.split("=", 1) for word in words[2:] if "=" in word)
+        run, auroc = Path(json.loads(given["run.dir"])), VALUES[json.loads(given["optimizer.lr"])]
+        (run / "checkpoints").mkdir(parents=True)
+        record = {"kind": "validation", "step": 3, "loss": 1.0, "auroc": auroc}
+        (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        (run / "status.json").write_text('{"state": "done"}')
+        return 0
+
+    monkeypatch.setattr(command, "run_command", run_command)
+    return started
+
+
+def test_validation_chooses_and_all_settings_are_in_the_table(
+    tmp_path: Path, store: Path, commands: list[Sequence[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = sweep_of(tmp_path, store)
+    assert command.run(sweep, as_json=True) == 0
+    said = capsys.readouterr()
+    summary = json.loads(said.out.splitlines()[-1])
+    assert summary["chosen"]["setting"] == {"optimizer.lr": 0.01} and len(commands) == 3
+    assert "too good" in said.out + said.err
+    rows = list(csv.DictReader((tmp_path / "run/sweep.csv").open()))
+    assert [row["chosen"] for row in rows] == ["", "yes", ""] and rows[2]["auroc"] == "0.700000"
+
+
+def test_a_fold_is_evaluated_by_the_setting_that_its_validation_fold_chose_only(
+    tmp_path: Path, store: Path, commands: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated: list[tuple[Path, int]] = []
+
+    def run_fold(runs: FoldRuns, fold: int) -> int:
+        evaluated.append((runs.run_of(fold), fold))
+        return 0
+
+    monkeypatch.setattr(command, "run_fold", run_fold)
+    monkeypatch.setattr(command, "pool_folds", lambda folder, chosen, folds: {"of": folds})
+    assert command.run(sweep_of(tmp_path, store, folds="all"), as_json=False) == 0
+    assert len(commands) == 9 and all(words[0] == "train" for words in commands)
+    assert evaluated == [(tmp_path / f"run/setting-001/fold-{fold}", fold) for fold in range(3)]
+
+
+def test_a_wrong_setting_is_refused_before_anything_runs(
+    tmp_path: Path, store: Path, commands: list[Sequence[str]]
+) -> None:
+    sweep = sweep_of(tmp_path, store)
+    wrong = SweepRuns(sweep.path, (), (SweptSetting(0, {"optimizer.lr": -1.0}),), None, sweep.resumption)
+    with pytest.raises(RequestError, match=r"setting optimizer.lr=-1.0"):
+        command.run(wrong, as_json=False)
+    assert not commands and not (tmp_path / "run").exists()

@@ -1,0 +1,1 @@
+"""``hyfi sweep``: runs with several settings; validation chooses one."""

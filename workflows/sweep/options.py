@@ -1,0 +1,50 @@
+"""The options of ``hyfi sweep``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from workflows.cli_exit import exit_with
+from workflows.cli_options import Config, FoldColumn, Json, Overrides, PlanRanks
+
+Settings = Annotated[
+    Path, typer.Argument(metavar="SETTINGS.yaml", help="Keys with lists of values: optimizer.lr: [1e-3, 1e-4].")
+]
+Trials = Annotated[
+    int | None, typer.Option("--trials", min=1, help="Number of random settings; default: every combination.")
+]
+SweepFolds = Annotated[
+    str | None,
+    typer.Option("--folds", metavar="all|K,K", help="Choose a setting for each fold, by its validation fold only."),
+]
+
+
+def sweep(
+    config: Config,
+    settings: Settings,
+    overrides: Overrides = None,
+    trials: Trials = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of random settings.")] = 0,
+    ranks: PlanRanks = None,
+    folds: SweepFolds = None,
+    fold_column: FoldColumn = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a stopped sweep, or start it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train with several settings, and choose by validation; the test split is never used."""
+
+    def body() -> int:
+        from workflows.launch.resumption import Resumption
+        from workflows.sweep import command
+        from workflows.sweep.settings import read_settings
+        from workflows.sweep.sweep_runs import SweepRuns
+
+        chosen = tuple(read_settings(settings, trials, seed))
+        resumption = Resumption.of(resume, None, False)
+        runs = SweepRuns(config, tuple(overrides or ()), chosen, ranks, resumption, folds, fold_column)
+        return command.run(runs, as_json)
+
+    exit_with(body)

@@ -1,0 +1,156 @@
+"""The settings of a sweep: every combination of a YAML's lists, or a number of random ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data.samples.keyed import keyed_uniforms
+from hyfi_core.errors import RequestError
+
+_REFUSED = {
+    "run.dir": "each setting has a folder of its own",
+    "data.store": "settings are compared on the same slides",
+    "data.labels": "settings are compared on the same labels",
+    "data.target": "settings are compared on the same labels",
+    "data.task": "settings are compared on the same labels",
+    "data.targets": "settings are compared on the same labels",
+    "data.splits": "settings are compared on the same slides",
+    "data.split_column": "settings are compared on the same slides",
+    "data.exclude_flags": "settings are compared on the same slides",
+    "validation.split": "settings are compared on the same slides",
+    "validation.metric": "settings are compared by one metric",
+}
+"""Keys that may not differ between settings, and why."""
+_MOST = 1000
+_RANGE = {"low", "high", "log"}
+
+
+@dataclass(frozen=True)
+class SweptSetting:
+    """One setting.
+
+    Attributes:
+        number: From 0.
+        values: ``section.key`` to its value.
+    """
+
+    number: int
+    values: Mapping[str, Any]
+
+    @property
+    def overrides(self) -> list[str]:
+        """The same as arguments of ``hyfi train``."""
+        return [f"{key}={json.dumps(value)}" for key, value in self.values.items()]
+
+    def describe(self) -> str:
+        """Return the values as text."""
+        return ", ".join(f"{key}={text_of(value)}" for key, value in self.values.items())
+
+
+def read_settings(path: Path, trials: int | None, seed: int) -> list[SweptSetting]:
+    """Return the settings of a YAML such as ``{optimizer.lr: [1e-3, 1e-4], data.batch_size: [4, 8]}``.
+
+    Args:
+        path: The file: keys with lists of values or, for random ones, ``{low: 1e-5, high: 1e-2, log: true}``.
+        trials: How many random settings, each different; None: every combination.
+        seed: Of random settings.
+
+    Raises:
+        RequestError: It cannot be read, or has something else; the message names the key.
+    """
+    grid = {key: _with_numbers(values) for key, values in _read(path).items()}
+    for key, values in grid.items():
+        _check(path, key, values, trials)
+    if trials is None:
+        count = math.prod(len(values) for values in grid.values())
+        if count > _MOST:
+            raise RequestError(f"{path}: {count} combinations; up to {_MOST} are run; use --trials N for random ones")
+        combinations = itertools.product(*grid.values())
+        return [SweptSetting(number, dict(zip(grid, one, strict=True))) for number, one in enumerate(combinations)]
+    found: list[dict[str, Any]] = []
+    for draw in range(trials * 20):
+        uniforms = keyed_uniforms(len(grid), "sweep", seed, draw)
+        values = {key: _drawn(one, float(u)) for (key, one), u in zip(grid.items(), uniforms, strict=True)}
+        found += [values] if values not in found else []
+        if len(found) == trials:
+            break
+    return [SweptSetting(number, values) for number, values in enumerate(found)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RequestError(f"{path}: not YAML: {error}") from None
+    if not isinstance(tree, dict) or not tree:
+        raise RequestError(f"{path}: has no settings; write keys with lists, as in optimizer.lr: [1e-3, 1e-4]")
+    return {str(key): value for key, value in _flat(tree)}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return (section.key, value); a section may be a mapping of its keys."""
+    found = []
+    for key, value in tree.items():
+        nested = isinstance(value, Mapping) and not (prefix or "." in str(key))
+        found += _flat(value, f"{key}.") if nested else [(f"{prefix}{key}", value)]
+    return found
+
+
+def _check(path: Path, key: str, values: Any, trials: int | None) -> None:
+    if key in _REFUSED:
+        raise RequestError(f"{path}: {key} may not differ between settings: {_REFUSED[key]}")
+    if isinstance(values, Mapping):
+        numbers = [values.get(name) for name in ("low", "high")]
+        right = set(values) <= _RANGE and all(isinstance(one, (int, float)) for one in map(_number, numbers))
+        low, high = map(_number, numbers)
+        if not right or low is None or high is None or not low < high or (values.get("log") and low <= 0):
+            raise RequestError(f"{path}: {key}: given {values}; allowed: {{low: 1e-5, high: 1e-2, log: true}}")
+        if trials is None:
+            raise RequestError(f"{path}: {key} is a range, which is for random settings: give --trials N, or a list")
+    elif not isinstance(values, list) or not values:
+        raise RequestError(f"{path}: {key}: given {values!r}; allowed: a list of values, or {{low: …, high: …}}")
+
+
+def _drawn(values: Any, uniform: float) -> Any:
+    if isinstance(values, list):
+        return values[int(uniform * len(values))]
+    low, high = _number(values["low"]), _number(values["high"])
+    assert low is not None and high is not None
+    if values.get("log"):
+        return float(f"{low * (high / low) ** uniform:.4g}")
+    return float(f"{low + uniform * (high - low):.4g}")
+
+
+def text_of(value: Any) -> str:
+    """Return a value as text."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _with_numbers(values: Any) -> Any:
+    """Return values with numbers for texts such as 1e-3, which YAML reads as text."""
+    if not isinstance(values, list):
+        return values
+    return [value if not isinstance(value, str) or (number := _number(value)) is None else number for value in values]
+
+
+def _number(value: Any) -> float | None:
+    """Return a number; YAML reads 1e-3 without a point as text."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def same_keys(settings: Sequence[SweptSetting]) -> list[str]:
+    """Return the keys of all settings, in order."""
+    return list(settings[0].values)

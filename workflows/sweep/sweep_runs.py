@@ -1,0 +1,148 @@
+"""The runs of a sweep, each setting in a folder of its own, and how validation chooses one.
+
+::
+
+    hyfi sweep                                        hyfi sweep --folds all
+    RUN/setting-000/  best validation metric          RUN/setting-000/fold-0/ … fold-4/
+    RUN/setting-001/  ◄── the best is chosen          RUN/setting-001/fold-0/ …
+    RUN/sweep.csv     test is read by nobody          fold k: the setting with the best metric on its
+                                                      validation fold; only that one is evaluated on k
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from hyfi_core.errors import RequestError
+from workflows.config.load import Config, load_config
+from workflows.cross_validation.fold_runs import FoldRuns
+from workflows.launch.request import check_ranks, check_run, check_unused
+from workflows.launch.resumption import Resumption
+from workflows.paths import require_writable
+from workflows.sweep.settings import SweptSetting
+from workflows.training.best import best_step, merit
+from workflows.training.metrics_log import read_metrics
+
+TABLE_FILE = "sweep.csv"
+
+
+@dataclass(frozen=True)
+class SweepRuns:
+    """What ``hyfi sweep`` was asked for.
+
+    Attributes:
+        path: The YAML of every run.
+        overrides: ``section.key=value``, applied to it.
+        settings: The settings, applied after them.
+        ranks: Number of ranks of each run; None: as many as it needs.
+        resumption: Whether runs are continued.
+        folds: The text of ``--folds``; None: one run for each setting.
+        column: The column of the folds; None: ``fold``.
+    """
+
+    path: Path
+    overrides: tuple[str, ...]
+    settings: tuple[SweptSetting, ...]
+    ranks: int | None
+    resumption: Resumption
+    folds: str | None = None
+    column: str | None = None
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration without settings, whose ``run.dir`` is the folder of the sweep."""
+        return load_config(self.path, self.overrides, ignore_plan=True)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the sweep."""
+        return self.config.run.dir
+
+    @property
+    def metric(self) -> str:
+        """The metric of validation that chooses."""
+        return self.config.validation.metric
+
+    def folder_of(self, setting: SweptSetting) -> Path:
+        """Return the folder of a setting."""
+        return self.folder / f"setting-{setting.number:03d}"
+
+    def overrides_of(self, setting: SweptSetting) -> list[str]:
+        """Return the overrides of a setting's run."""
+        own = f"run.dir={json.dumps(str(self.folder_of(setting)))}"
+        return [*self.overrides, *setting.overrides, own]
+
+    def config_of(self, setting: SweptSetting) -> Config:
+        """Return the configuration of a setting's run."""
+        try:
+            return load_config(self.path, self.overrides_of(setting), ignore_plan=True)
+        except RequestError as error:
+            raise RequestError(f"setting {setting.describe()}: {error}") from error
+
+    def fold_runs_of(self, setting: SweptSetting) -> FoldRuns:
+        """Return the runs of a setting on all folds."""
+        assert self.folds is not None
+        overrides = tuple(self.overrides_of(setting))
+        return FoldRuns(self.path, overrides, self.ranks, self.resumption, self.folds, self.column)
+
+    def check(self) -> None:
+        """Check all that can be known before the first run; writes nothing.
+
+        Raises:
+            RequestError: A setting, a run or its slides are not as they must be.
+        """
+        from workflows.training.job import prepare
+
+        require_writable(self.folder / TABLE_FILE)
+        if (self.folder / "config.yaml").exists():
+            raise RequestError(f"run.dir {self.folder}: is a run of its own, not a sweep; use another run.dir")
+        for setting in self.settings:
+            config = self.config_of(setting)
+            if self.folds is not None:
+                self.fold_runs_of(setting).check()
+                continue
+            check_ranks(config, self.ranks if self.ranks is not None else config.ranks)
+            check_unused(config)
+            check_run(config, self.resumption)
+            if not len(prepare(config).val):
+                raise RequestError(f"a sweep chooses by {self.metric} of validation, and no slide is in its split")
+
+    def train_words(self, setting: SweptSetting) -> list[str]:
+        """Return the command that trains a setting."""
+        goes_on = (self.folder_of(setting) / "config.yaml").exists()
+        words = ["train", str(self.path), *self.overrides_of(setting)]
+        words += [] if self.ranks is None else ["--ranks", str(self.ranks)]
+        return [*words, *(self.resumption.words() if goes_on else [])]
+
+    def score(self, run: Path) -> SettingScore:
+        """Return what validation says of a run, at its best step."""
+        records = {one["step"]: one for one in read_metrics(run / "metrics.jsonl") if one["kind"] == "validation"}
+        step = best_step(records, self.metric, records)
+        if step is None:
+            return SettingScore(run, None, None, (float("-inf"), float("-inf")))
+        return SettingScore(run, step, records[step].get(self.metric), merit(records[step], self.metric))
+
+
+@dataclass(frozen=True)
+class SettingScore:
+    """What validation says of a run.
+
+    Attributes:
+        run: Its folder.
+        step: Of its best checkpoint; None: it has none.
+        value: The metric there; None: undefined.
+        merit: Higher is better.
+    """
+
+    run: Path
+    step: int | None
+    value: float | None
+    merit: tuple[float, float]
+
+
+def chosen_of(scores: list[SettingScore]) -> int:
+    """Return the index of the best score, the first of equals."""
+    return max(range(len(scores)), key=lambda k: (scores[k].merit, -k))
