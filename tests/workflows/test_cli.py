@@ -26,6 +26,7 @@ COMMANDS = [
     "inspect",
     "split",
     "train",
+    "sweep",
     "validate",
     "predict",
     "export_model",
