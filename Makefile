@@ -8,6 +8,8 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+# Extras for the tests beside those of pyproject.toml's test: `make test MORE=,ci`.
+MORE ?=
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet $(PIP_FLAGS)
 
@@ -56,13 +58,13 @@ INSTALL_TIMM = $(INSTALL) --no-deps "timm>=1.0.15"
 
 .venv/.installed-test: pyproject.toml | .venv/bin/python
 	@echo "installing into .venv (a minute or two) …"
-	@$(INSTALL) -e ".[local,test,bench]"
+	@$(INSTALL) -e ".[local,test,bench$(MORE)]"
 	@$(INSTALL_TIMM)
 	@touch $@ .venv/.installed
 
 .venv/.installed-dev: pyproject.toml | .venv/bin/python
 	@echo "installing into .venv (a minute or two) …"
-	@$(INSTALL) -e ".[local,test,bench,dev]"
+	@$(INSTALL) -e ".[local,test,bench,dev$(MORE)]"
 	@$(INSTALL_TIMM)
 	@touch $@ .venv/.installed .venv/.installed-test
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from html import escape
 from pathlib import Path
 
-from hyfi_core.errors import RequestError
-
 TEMPLATES = Path(__file__).parent / "templates"
+LEAFLET = Path(__file__).parent / "leaflet"
+"""Leaflet 1.9.4 as it is distributed, with its licence; its images are not used."""
 HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -25,30 +24,13 @@ PAGE_HEADERS = {
     ),
 }
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
-_LEAFLET = ("leaflet.js", "leaflet.css")
 
 
 def static_file(name: str) -> tuple[bytes, str] | None:
-    """Return content and media type of a static file; None if there is none with this name.
-
-    Raises:
-        RequestError: Leaflet is not installed.
-    """
-    own = {path.name: path for path in TEMPLATES.iterdir() if path.suffix in _TYPES}
-    path = leaflet_folder() / name if name in _LEAFLET else own.get(name)
+    """Return content and media type of a static file; None if there is none with this name."""
+    files = {path.name: path for folder in (TEMPLATES, LEAFLET) for path in folder.iterdir() if path.suffix in _TYPES}
+    path = files.get(name)
     return None if path is None else (path.read_bytes(), _TYPES[path.suffix])
-
-
-def leaflet_folder() -> Path:
-    """Return the folder with Leaflet's files. Its package is made for Django, but the files do not need it.
-
-    Raises:
-        RequestError: Leaflet is not installed.
-    """
-    spec = importlib.util.find_spec("js_lib_leaflet")
-    if spec is None or spec.origin is None:
-        raise RequestError("the viewer needs Leaflet: pip install django-js-lib-leaflet")
-    return Path(spec.origin).parent / "static" / "js_lib_leaflet"
 
 
 def with_viewer(page: str, address: str) -> str:

@@ -163,7 +163,6 @@ def _packages() -> str:
         "imagecodecs",
         "PIL",
         "safetensors",
-        "tensorboard",
         "pydantic",
         "yaml",
         "jinja2",
@@ -177,6 +176,14 @@ def _packages() -> str:
     if missing:
         raise RuntimeError(f"cannot be imported: {', '.join(missing)}")
     return "all importable"
+
+
+def _viewer() -> Finding | str:
+    missing = [name for name in ("starlette", "uvicorn", "anyio") if importlib.util.find_spec(name) is None]
+    if missing:
+        detail = f"not installed: {', '.join(missing)}"
+        return Finding("viewer", False, detail, "for hyfi view: pip install 'hyfi[view]'", essential=False)
+    return "starlette, uvicorn"
 
 
 def _threads() -> Finding | str:
@@ -235,6 +242,7 @@ CHECKS: dict[str, tuple[Callable[[], Finding | str], str]] = {
     "slides": (_slides, "pip install --upgrade openslide-python openslide-bin tifffile imagecodecs"),
     "zarr": (_zarr, "pip install --upgrade 'zarr>=3.0.8'"),
     "packages": (_packages, REINSTALL),
+    "viewer": (_viewer, ""),
     "memory": (_memory, ""),
     "shared memory": (_shared_memory, ""),
     "threads": (_threads, ""),

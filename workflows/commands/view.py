@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import socket
 import sys
@@ -24,6 +25,13 @@ CACHE_BYTES = 384 * 2**20
 """Size of the cache of decoded pixels, for all slides together."""
 GRACE_S = 2
 """Time for requests in progress to finish when the server ends."""
+
+
+def _require_server() -> None:
+    """Refuse to go on without the packages of the web server."""
+    missing = [name for name in ("starlette", "uvicorn", "anyio") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RequestError(f"hyfi view needs {', '.join(missing)}: pip install 'hyfi[view]'")
 
 
 def run(
@@ -50,14 +58,13 @@ def run(
         RequestError: A path cannot be shown, or the port cannot be used.
         KeyboardInterrupt: Stopped on request.
     """
+    _require_server()
     from data.location import is_remote, location
     from pathology.view.gallery import Gallery
     from pathology.view.scene import Scene
     from pathology.view.server import make_app, new_token
-    from pathology.view.web_files import leaflet_folder
 
     paths = [location(path) for path in paths]
-    leaflet_folder()
     for path in paths:
         if not is_remote(path):
             require_readable(path, "give stores, slides of stores, slide files, or folders of slides or predictions")

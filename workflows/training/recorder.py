@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from data.samples.coverage import write_coverage
@@ -15,6 +16,7 @@ from workflows.evaluation.evaluate import EvaluatedMetrics
 from workflows.training.best import last_step
 from workflows.training.checks.data_record import SlideTables
 from workflows.training.curves import write_curves
+from workflows.training.event_file import EventFile
 from workflows.training.job import TrainingJob
 from workflows.training.metrics_log import MetricsLog, describe_nonfinite, nonfinite_steps
 from workflows.training.saving.run_folder import RunFolder
@@ -207,17 +209,15 @@ class Recorder:
 class _TensorBoard:
     """TensorBoard events."""
 
-    def __init__(self, folder: Any, start: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+    def __init__(self, folder: Path, start: int) -> None:
+        self._file = EventFile(folder, start)
 
     def show(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             if isinstance(value, Mapping) and name != "intervals":
                 self.show(f"{kind}/{name}", step, value)
             elif isinstance(value, (int, float)) and name not in ("epoch", "slides", "cases"):
-                self._writer.add_scalar(f"{kind}/{name}", value, step)
+                self._file.add(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()

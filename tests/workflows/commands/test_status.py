@@ -76,7 +76,7 @@ def test_a_folder_that_may_not_be_read_is_a_wrong_request(tmp_path: Path, comman
     folder = tmp_path / "private"
     folder.mkdir()
     (folder / "config.yaml").write_text("")
-    web_files.leaflet_folder(), gallery.Gallery, scene.Scene, server.make_app  # imported while root can
+    web_files.static_file, gallery.Gallery, scene.Scene, server.make_app  # imported while root can
     tried = {"status": lambda: status.run(folder, False), "view": lambda: view.run([folder], 0, False, None, None)}
     parents = {parent: parent.stat().st_mode for parent in (tmp_path, *tmp_path.parents[:-2])}
     for parent in parents:

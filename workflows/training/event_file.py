@@ -1,0 +1,86 @@
+"""Scalars as TensorBoard reads them: an event file, written without TensorBoard's seven packages.
+
+A file is a sequence of records; a record is a message of Protocol Buffers between two checksums::
+
+    length of the message, uint64 │ its CRC-32C, masked │ message │ its CRC-32C, masked
+
+Format: TensorFlow, ``lib/io/record_writer`` and ``util/event.proto``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+
+import google_crc32c
+
+_VERSION = b"brain.Event:2"
+_WALL_TIME, _STEP, _FILE_VERSION, _SUMMARY, _SESSION_LOG = 1, 2, 3, 5, 7  # fields of Event
+_VALUE, _TAG, _SIMPLE_VALUE, _STATUS, _START = 1, 1, 2, 1, 1
+_VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5  # types on the wire
+_MASK = 0xA282EAD8
+
+
+class EventFile:
+    """A new event file in a folder, which is created if it does not exist.
+
+    Args:
+        folder: In which TensorBoard looks for files.
+        start: Steps after this one that earlier files have are hidden; 0: there are none.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, folder: Path, start: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._file = (folder / name).open("xb")
+        self._write(0, _field(_FILE_VERSION, _VERSION))
+        if start:
+            self._write(start + 1, _field(_SESSION_LOG, _number(_STATUS, _START)))
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        """Append the value of a step."""
+        scalar = _field(_TAG, tag.encode()) + _key(_SIMPLE_VALUE, _FLOAT) + struct.pack("<f", value)
+        self._write(step, _field(_SUMMARY, _field(_VALUE, scalar)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, step: int, content: bytes) -> None:
+        time_s = _key(_WALL_TIME, _DOUBLE) + struct.pack("<d", time.time())
+        event = time_s + _number(_STEP, step) + content
+        length = struct.pack("<Q", len(event))
+        self._file.write(length + _checksum(length) + event + _checksum(event))
+        self._file.flush()
+
+
+def _key(number: int, kind: int) -> bytes:
+    return _varint(number << 3 | kind)
+
+
+def _number(number: int, value: int) -> bytes:
+    return _key(number, _VARINT) + _varint(value)
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return _key(number, _BYTES) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    """Return seven bits in each byte, the lowest first; the highest bit says that another byte follows."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
+
+
+def _checksum(content: bytes) -> bytes:
+    crc: int = google_crc32c.value(content)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
