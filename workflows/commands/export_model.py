@@ -28,7 +28,10 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
         RequestError: The checkpoint or the request cannot be used; nothing is written.
     """
     if to not in FORMATS:
-        raise RequestError(f"--to {to}: expected {' or '.join(FORMATS)}")
+        why = ""
+        if to == "torchscript":
+            why = "; torch has deprecated TorchScript: torch's own torch.export reads what --to torch writes"
+        raise RequestError(f"--to {to}: expected {' or '.join(FORMATS)}{why}")
     if size_px is not None and to != "onnx":
         raise RequestError(f"--size-px is of --to onnx; a folder of --to {to} takes images of any size")
     require_local(checkpoint, "checkpoint")

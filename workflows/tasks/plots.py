@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIDE_INCHES = 4.3
+_INSIDE = 4
+"""Most curves whose legend is in the plot: of more it would lie over them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,10 @@ def rate_plots(classes: Sequence[ScoredClass]) -> list[Plot]:
         if title == "ROC":
             axes.plot([0, 1], [0, 1], color="#b9bec7", linewidth=0.8, linestyle="--")
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="lower right" if title == "ROC" else "lower left", frameon=False, fontsize=9)
+            inside = len(axes.get_legend_handles_labels()[0]) <= _INSIDE
+            corner = "lower right" if title == "ROC" else "lower left"
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
+            axes.legend(**({"loc": corner} if inside else below), frameon=False, fontsize=9)
         caption = f"In brackets: {area_name}. Bands: 95 % intervals, bootstrap over cases."
         plots.append(Plot(title, _svg(figure), caption))
     return plots

@@ -116,6 +116,7 @@ class RunSetup:
         spare_train: Whether spare ranks train, so that none is left to load or validate.
         planes: Of each replica.
         tiles: Whether slides are bags of tiles, which trainers read and validate themselves.
+        free_cores: Whether this node has cores beside those of the trainers.
     """
 
     ranks: int
@@ -125,6 +126,7 @@ class RunSetup:
     spare_train: bool = False
     planes: int = 1
     tiles: bool = False
+    free_cores: bool = True
 
 
 def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -247,6 +249,8 @@ def _stages(setup: RunSetup) -> tuple[str, str]:
 def _loaders(share: float, setup: RunSetup) -> str:
     if setup.spare_train:
         return "let spare ranks load (roles.design=offload_data) or simpler data.augment"
+    if not setup.free_cores:
+        return "use simpler data.augment; a loader would take the core of a trainer"
     if setup.loaders == 0:
         return "add a loader (roles.loaders=1) or simpler data.augment"
     # The loaders are always busy, but keep the trainers busy only (1 - share) of the time: scale their number.
@@ -257,6 +261,8 @@ def _loaders(share: float, setup: RunSetup) -> str:
 def _validators(setup: RunSetup) -> str:
     if setup.spare_train:
         return "let spare ranks validate (roles.design=offload_validation) or validate less often"
+    if not setup.free_cores:
+        return "validate less often (validation.every_steps); a validator would take the core of a trainer"
     if setup.validators == 0:
         return "add a validator (roles.validators=1) or validate less often (validation.every_steps)"
     if setup.policy == "all":

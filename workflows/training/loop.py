@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from data.cores import usable_cores
 from hyfi_core.comm.activity import ACTIVITY
 from workflows.console import say, warn
 from workflows.finetuning.freezing import Freezing
@@ -105,6 +107,7 @@ class TrainingLoop:
             spare_train,
             job.plan.branches,
             job.plan.tiles is not None,
+            free_cores=usable_cores() > sum(place.host == socket.gethostname() for place in self._places),
         )
 
     def run(self, progress: Callable[[], None]) -> bool:

@@ -119,6 +119,10 @@ class Recorder:
         self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {speed}"
         self._show("train", step, values)
 
+    def metrics_of_best(self) -> Mapping[str, Any] | None:
+        """Return the metrics of the best checkpoint, as ``metrics.jsonl`` has them; None: nothing was validated."""
+        return None if self.best is None else self._log.validations().get(self.best)
+
     def validated(self, step: int, metrics: EvaluatedMetrics, spare: Iterable[int] = ()) -> None:
         """Record the metrics of the weights of ``step``, update ``best`` and ``last``, and remove old checkpoints.
 

@@ -71,6 +71,7 @@ def report(job: TrainingJob, recorder: Recorder, stopped: bool, failure: str | N
                 "best_step": recorder.best,
                 "early_stop_step": recorder.last,
                 "latest": folder / "checkpoints" / "latest",
+                "metrics": recorder.metrics_of_best(),
                 "best": folder / "checkpoints" / "best" if (folder / "checkpoints" / "best").exists() else None,
             }
         )

@@ -157,7 +157,7 @@ function listLayers() {
   const pane = active, rows = [];
   let kind = "";
   for (const layer of pane.about ? pane.known() : []) {
-    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Class score of each position", contribution: "Contribution to the class", attention: "Weight of each tile in the answer"}[layer.kind]}));
+    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Score of each position", contribution: "Contribution to the output", attention: "Weight of each tile in the answer"}[layer.kind]}));
     kind = layer.kind;
     rows.push(layerRow(pane, layer));
   }

@@ -74,6 +74,8 @@ def test_validators_that_are_behind() -> None:
     spare = RunSetup(2, 0, 0, "all", spare_train=True)
     assert "roles.design=offload_validation" in bound_by(late, spare)
     assert "roles.design=offload_data" in bound_by([rank(compute=5, wait=5)], spare)
+    full = RunSetup(2, 0, 0, "all", free_cores=False)
+    assert "roles" not in bound_by([rank(compute=5, wait=5)], full)
     assert "add a loader (roles.loaders=1)" in bound_by([rank(compute=5, wait=5)], RunSetup(1, 0, 0, "all"))
 
 

@@ -18,7 +18,7 @@ from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
 from workflows.config.targets import TargetKeys
 from workflows.config.tasks import TASKS, TaskFacts
-from workflows.tasks.bootstrap import measured
+from workflows.tasks.bootstrap import FEW, Intervals, measured, rank_interval
 from workflows.tasks.cases import members_of
 from workflows.tasks.multilabel.metrics import CALLED_MEANS, MEANS, best_thresholds, label_metrics, macro
 from workflows.tasks.multilabel.page import labels_section
@@ -125,6 +125,21 @@ class Multilabel(Task):
         each = {f"auroc_{name}": metrics["auroc"][:, k] for k, name in enumerate(self.labels)}
         loss = counts @ self._losses(outputs.double(), targets) / counts.sum(1)
         return {"loss": loss, **{name: macro(metrics[name]) for name in MEANS}, **each}
+
+    def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
+        """Return intervals by bootstrap; of the AUROC of each label, if slides are few, by `area_interval`."""
+        found = super().intervals(outputs, targets, counts)
+        if not len(targets) or not bool(outputs.isfinite().all()):
+            return found
+        areas = self.metrics(outputs, targets)
+        for k, name in enumerate(self.labels):
+            known = targets[:, k] != UNKNOWN
+            area = areas[f"auroc_{name}"]
+            if area is None or int(known.sum()) > FEW:
+                continue
+            own = rank_interval({"auroc": None}, area, targets[known, k] == YES, counts[:, known])
+            found[f"auroc_{name}"] = own["auroc"]
+        return found
 
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation

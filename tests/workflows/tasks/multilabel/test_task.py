@@ -160,3 +160,11 @@ def test_a_case_has_the_labels_of_any_of_its_slides() -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path, store: Path, override: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         prepare(load_config(config_of(tmp_path, store, 1), [override]))
+
+
+def test_the_auroc_of_each_label_of_few_slides_has_an_interval_where_nothing_is_wrong() -> None:
+    outputs = torch.tensor([[2.0, -1.0], [1.0, 1.0], [-1.0, -2.0], [-2.0, 2.0]], dtype=torch.float64)
+    targets = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, -1.0], [0.0, 1.0]], dtype=torch.float64)
+    counts = torch.from_numpy(np.random.default_rng(0).multinomial(4, [0.25] * 4, size=50)).double()
+    found = TASK.intervals(outputs, targets, counts)["auroc_dots"]
+    assert found is not None and found[0] < 0.9 and found[1] == pytest.approx(1)
