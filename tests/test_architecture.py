@@ -60,7 +60,7 @@ ARROWS = {
     },
 }
 # Each of these may import all of those before it.
-_TOP = ("training", "cross_validation", "commands", "benchmarks", "gpu_check", "sweep")
+_TOP = ("training", "tile_plans", "cross_validation", "commands", "benchmarks", "gpu_check", "sweep")
 for _folder in _TOP:
     ARROWS["workflows"][_folder] = set(ARROWS["workflows"])
 ARROWS["workflows"]["training"].discard("export_model")

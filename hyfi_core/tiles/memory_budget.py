@@ -19,7 +19,7 @@ from hyfi_core.tiles.encoding.encoder_facts import EncoderFacts
 LARGEST_CHUNK = 32
 """Tiles: more are no faster on any device tried."""
 _CHUNK_BYTES = 2**31
-_SLACK = 1.15
+SLACK = 1.15
 """Workspaces of operators, and the allocator's own."""
 _HEAP_BYTES = 8 << 20
 """Small blocks that glibc keeps, see `return_what_is_freed`."""
@@ -58,7 +58,7 @@ class KeepingRoom:
         """Whether what is in use leaves memory for a chunk and the rest of the step."""
         if self.memory_bytes is None:
             return True
-        rest = self.needs.lasting + int(max(self.needs.working, self.needs.kept) * _SLACK) + _HEAP_BYTES
+        rest = self.needs.lasting + int(max(self.needs.working, self.needs.kept) * SLACK) + _HEAP_BYTES
         return _used_bytes(self.device) + rest <= self.memory_bytes
 
 
@@ -91,7 +91,7 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
     Raises:
         RequestError: not even one chunk at a time fits.
     """
-    each, rest = max(1, int(needs.kept * _SLACK)), needs.lasting + int(needs.working * _SLACK)
+    each, rest = max(1, int(needs.kept * SLACK)), needs.lasting + int(needs.working * SLACK)
     used = _used_bytes(device)
     if memory_bytes is not None and device.type == "cpu" and memory_bytes - used - rest < chunks * each:
         return_freed_now()  # what earlier steps have freed is not in use
@@ -103,7 +103,7 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
             return 0  # nothing was promised
         raise RequestError(
             f"plan.memory_bytes is {memory_bytes:,}, but a step needs {limit - free:,} bytes: {used:,} are in use, "
-            f"{needs.lasting:,} for features, aggregator and gradients, {int(needs.working * _SLACK):,} for one chunk; "
+            f"{needs.lasting:,} for features, aggregator and gradients, {int(needs.working * SLACK):,} for one chunk; "
             f"set it to at least {limit - free:,}, or use smaller chunks (chunk=)"
         )
     return min(chunks, free // each)

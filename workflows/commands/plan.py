@@ -65,7 +65,6 @@ def run(
     if config.is_dir():
         raise RequestError(f"{config} is a folder; give the YAML of a run, or --for predict with a checkpoint")
     settings = load_config(config, overrides, ignore_plan=True)
-    refuse_tiles(settings, "hyfi plan")
     model = machine_of(settings, machine)
     images = settings.data.batch_size if batch is None else batch
     if write and images != settings.data.batch_size:
@@ -75,17 +74,28 @@ def run(
         )
     model = model if memory is None else replace(model, memory_bytes=bytes_of(memory))
     ranks = ranks or model.devices_per_node
+    if settings.data.kind != "images":
+        from workflows.tile_plans.report import plan_bags
+
+        best = plan_bags(settings, model, ranks, images, top, as_json)
+        return _written(config, best.plan) if write else DONE
     search = _search(settings, model, ranks, images, top)
     _print_plans(search, settings, images, model)
     if write:
-        write_plan(config, search.plans[0].plan)
-        say(f"{config}: plan written")
+        _written(config, search.plans[0].plan)
     if as_json:
         plans = [
             {**forecast_json(forecast, images), "input_bytes_per_s": input_bytes_per_s(forecast, images, settings)}
             for forecast in search.plans
         ]
         emit_json({"machine": model.name, "ranks": ranks, "plans": plans, "alternatives": _alternatives(search)})
+    return DONE
+
+
+def _written(config: Path, plan: ParallelPlan) -> int:
+    """Write a plan into the YAML of a run; return the exit code."""
+    write_plan(config, plan)
+    say(f"{config}: plan written")
     return DONE
 
 
@@ -223,7 +233,8 @@ def _as_overrides(plan: ParallelPlan) -> list[str]:
 def _plan_section(plan: ParallelPlan) -> dict[str, Any]:
     """Return the section ``plan`` of a configuration with this plan: the fields that are not at their defaults."""
     defaults = type(plan)(grids=((1, 1),)).to_json()
-    return {k: v for k, v in plan.to_json().items() if k == "grids" or v != defaults[k]}
+    needed = "grids" if plan.tiles is None else "tiles"
+    return {k: v for k, v in plan.to_json().items() if k == needed or (v != defaults[k] and k != "grids")}
 
 
 def bytes_of(text: str) -> int:

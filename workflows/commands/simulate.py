@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows.config.load import Config, load_config
-from workflows.config.run import refuse_tiles
 from workflows.console import counted, emit_json, say
 from workflows.exit_codes import DONE
 from workflows.run_machine import machine_of
@@ -45,8 +44,14 @@ def run(
     from workflows.training.memory import PROCESS_BYTES
 
     settings = load_config(config, overrides)
-    refuse_tiles(settings, "hyfi simulate")
     model = machine_of(settings, machine)
+    if settings.data.kind != "images":
+        from workflows.tile_plans.report import simulate_bags
+
+        if trace is not None:
+            raise RequestError(f"--trace {trace}: steps of tiles and features have no trace; leave it out")
+        simulate_bags(settings, *with_replicas(settings, ranks), model, as_json)
+        return DONE
     if trace is not None:
         require_writable(trace)
     plan, batch = with_replicas(settings, ranks)

@@ -69,6 +69,10 @@ class BagInputs(RunInputs):
     chunk: int | Literal["auto"] = "auto"
     """Tiles that are read and encoded at once."""
 
+    @abstractmethod
+    def tile_shape(self) -> tuple[tuple[int, int, int], torch.dtype]:
+        """Return shape and dtype of a tile as it is read."""
+
     @property
     @abstractmethod
     def batch_norm(self) -> BatchNormMode:

@@ -63,6 +63,10 @@ class FeatureInputs(BagInputs):
             tell(str(freezing))
         return convert_model(model, run.precision, run.memory_format).to(made_current(device)), freezing
 
+    def tile_shape(self) -> tuple[tuple[int, int, int], torch.dtype]:
+        """Return those of a vector."""
+        return (self._features.features, 1, 1), torch.float32
+
     @property
     def batch_norm(self) -> BatchNormMode:
         """There is no encoder."""

@@ -81,6 +81,10 @@ class TileInputs(BagInputs):
             engine.vectors = KeptVectors(encoder.keep_bytes, self.job.plan.memory_bytes)
         return engine
 
+    def tile_shape(self) -> tuple[tuple[int, int, int], torch.dtype]:
+        """Return those of an RGB tile."""
+        return (3, self._tiles.size_px, self._tiles.size_px), torch.uint8
+
     @property
     def batch_norm(self) -> BatchNormMode:
         """As ``model.encoder.batch_norm``."""

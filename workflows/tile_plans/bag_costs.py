@@ -1,0 +1,114 @@
+"""What a run of bags needs for a tile and for a slide: measured on one and on three tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hyfi_core.process_memory import resident_bytes
+from hyfi_core.runtime.executor import evaluating
+from hyfi_core.tiles.aggregator_call import aggregator_call
+from hyfi_core.tiles.encoding.encoder_call import EncoderCall
+from hyfi_core.tiles.encoding.encoder_facts import EncoderFacts, tried
+from hyfi_core.tiles.keyed_draws import DrawKey
+from hyfi_core.tiles.model import TileModel
+from workflows.config.run import Config
+from workflows.evaluation.models import DTYPES
+from workflows.training.inputs.bags import BagInputs
+from workflows.training.inputs.flops import bag_flops
+from workflows.training.inputs.of_job import inputs_of
+from workflows.training.job import prepare
+from workflows.training.memory import PROCESS_BYTES
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class BagCosts:
+    """What a run of bags needs, whatever its plan.
+
+    Attributes:
+        tiles: Tiles of each training slide in an epoch.
+        forward_flops: Operations of the encoder for a tile, by kind of the machine model.
+        backward_flops: Those of its backward.
+        bag_flops: Operations of the aggregator for a mean slide, forward and backward.
+        facts: Bytes of the encoder for a chunk.
+        tile_bytes: Bytes of a tile as it is read and as the encoder takes it.
+        file_bytes: Bytes of a stored vector, whose reading no encoder hides; 0 with pixels, which are read ahead.
+        lasting_bytes: Tiles of each slide of a batch -> bytes of their vectors and of the aggregator.
+        process_bytes: Of a process with the libraries that the run imports, measured on this one, without weights.
+        weight_bytes: Bytes of all weights.
+        trained_bytes: Bytes of those that are trained.
+        tensors: Number of these.
+        dtype: Of the computation, as machine models name it.
+    """
+
+    tiles: tuple[int, ...]
+    forward_flops: Mapping[str, float]
+    backward_flops: Mapping[str, float]
+    bag_flops: float
+    facts: EncoderFacts
+    tile_bytes: int
+    file_bytes: int
+    lasting_bytes: Callable[[Sequence[int]], int]
+    process_bytes: int
+    weight_bytes: int
+    trained_bytes: int
+    tensors: int
+    dtype: str
+
+    @classmethod
+    def of(cls, config: Config) -> BagCosts:
+        """Build the model of a run and measure it; reads the store's tissue masks, no pixels.
+
+        Raises:
+            RequestError: The run's slides, features or model cannot be used.
+        """
+        inputs = inputs_of(prepare(config))
+        assert isinstance(inputs, BagInputs)
+        model, _ = inputs.make_model("cpu", loads=False, tell=lambda line: None)
+        assert isinstance(model, TileModel)
+        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        process_bytes = max(PROCESS_BYTES, resident_bytes() - weight_bytes)
+        shape, read = inputs.tile_shape()
+        dtype = DTYPES[config.run.precision]
+        autocast = torch.bfloat16 if config.run.precision == "bfloat16" else None
+        call = EncoderCall(model.encoder, None, autocast, _CPU, dtype, inputs.batch_norm == "exact")
+        facts = tried(call, shape, DrawKey(0, 0, 0), backward=True)
+        head = aggregator_call(model.aggregator, autocast, _CPU, facts.features, facts.dtype)
+        bag_bytes, each = head.bytes_of(facts.features, facts.dtype), facts.features * facts.dtype.itemsize
+        forward, both = (_flops(model.encoder, shape, dtype, backward) for backward in (False, True))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        mean = round(sum(inputs.counts) / len(inputs.counts))
+        return cls(
+            tiles=tuple(inputs.counts),
+            forward_flops=forward,
+            backward_flops={kind: both[kind] - forward[kind] for kind in both},
+            bag_flops=bag_flops(model.aggregator, mean, facts.features),
+            facts=facts,
+            tile_bytes=torch.Size(shape).numel() * (read.itemsize + dtype.itemsize),
+            file_bytes=facts.features * read.itemsize if config.data.kind == "features" else 0,
+            lasting_bytes=lambda tiles: sum(2 * n * each + bag_bytes(n) for n in tiles),
+            process_bytes=process_bytes,
+            weight_bytes=weight_bytes,
+            trained_bytes=sum(p.numel() * p.element_size() for p in trained),
+            tensors=len(trained),
+            dtype=config.run.precision,
+        )
+
+
+def _flops(encoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, backward: bool) -> dict[str, float]:
+    """Return the operations for one tile, by kind: forward, or both."""
+    trained = [p for p in encoder.parameters() if p.requires_grad]
+    with evaluating(encoder, _CPU), torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        vectors = encoder(torch.zeros((1, *shape), dtype=dtype))
+        if backward and vectors.requires_grad:
+            torch.autograd.grad(vectors.sum(), trained, allow_unused=True)
+    flops = {"convolution": 0.0, "product": 0.0}
+    for operator, count in counter.get_flop_counts().get("Global", {}).items():
+        flops["convolution" if "convolution" in str(operator) else "product"] += count
+    return flops

@@ -1,0 +1,152 @@
+"""Seconds and memory of a step of bags by a plan.
+
+::
+
+    rank 0    ├ encode its tiles ┤├gather┤├ aggregator ┤├ encode what was not kept ┤├ backward ┤├reduce┤├update┤
+    rank 1    ├ encode its tiles ┤├gather┤├ aggregator ┤├ encode what was not kept ┤├ backward ┤├reduce┤├update┤
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from math import ceil
+
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.tiles.memory_budget import SLACK, chunk_size
+from workflows.tile_plans.bag_costs import BagCosts
+
+_DRAWS = 64
+"""Batches that are drawn for the length of the longest replica's."""
+
+
+@dataclass(frozen=True)
+class BagForecast:
+    """A step by a plan.
+
+    Attributes:
+        plan: With ``memory_bytes``.
+        step_s: Seconds of a step.
+        parts_s: What they are spent on, by name.
+        memory_bytes: Of the rank that needs most, for the slides with most tiles.
+        least_bytes: What it needs at least: if no chunk keeps its activations.
+        chunk: Tiles that are encoded at once.
+        kept: Share of the tiles whose activations are kept, 0 to 1; 1 if nothing is driven backward.
+        slides: Of a step.
+    """
+
+    plan: ParallelPlan
+    step_s: float
+    parts_s: dict[str, float]
+    memory_bytes: int
+    least_bytes: int
+    chunk: int
+    kept: float
+    slides: int
+
+
+def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineModel) -> BagForecast:
+    """Return the forecast of a step.
+
+    Args:
+        costs: Of the run.
+        plan: With ``tiles`` and ``replicas``; without ``memory_bytes`` the machine's memory is the limit.
+        slides: Of a step, over all replicas.
+        machine: The machine model.
+
+    Raises:
+        RequestError: The slides with most tiles do not fit into memory; the message has both amounts.
+    """
+    ranks_of_slide, each = plan.tiles or 1, slides // plan.replicas
+    limit = machine.memory_bytes if plan.memory_bytes is None else plan.memory_bytes
+    chunk = chunk_size(costs.facts, limit, None)
+    longest = sorted(costs.tiles, reverse=True)[:each]
+    chunks = sum(ceil(ceil(n / ranks_of_slide) / chunk) for n in longest)
+    tiles = sum(ceil(n / ranks_of_slide) for n in longest)
+    least, one = _least_bytes(costs, plan, longest, chunk, machine), int(costs.facts.kept.of(chunk) * SLACK)
+    trains = bool(costs.facts.trained)
+    if least > limit:
+        raise RequestError(
+            f"memory: a step of slides with {max(longest):,} tiles needs at least {least / 1e9:.3g} GB for each rank, "
+            f"but {limit / 1e9:.3g} GB are allowed; use more ranks for a slide (plan.tiles), or freeze parts of the "
+            f"encoder (model.encoder.train)"
+        )
+    kept_chunks = min(chunks, (limit - least) // max(1, one)) if trains else 0
+    kept = kept_chunks / max(1, chunks) if trains else 1.0
+    parts = _parts_s(costs, plan, slides, machine, kept)
+    return BagForecast(
+        plan=replace(plan, memory_bytes=limit),
+        step_s=sum(parts.values()),
+        parts_s=parts,
+        memory_bytes=least + max(0, kept_chunks - 1) * costs.facts.kept.of(-(-tiles // max(1, chunks))),
+        least_bytes=least,
+        chunk=chunk,
+        kept=kept,
+        slides=slides,
+    )
+
+
+def bag_plans(costs: BagCosts, ranks: int, slides: int, machine: MachineModel) -> tuple[list[BagForecast], list[str]]:
+    """Return the forecasts of all plans of so many ranks, the fastest first, and why others do not work."""
+    fitting, refused = [], []
+    for of_slide in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        plan = ParallelPlan(tiles=of_slide, replicas=ranks // of_slide)
+        if slides % plan.replicas:
+            refused.append(f"replicas {plan.replicas}: {slides} slides of a step are no multiple")
+            continue
+        try:
+            fitting.append(forecast_bags(costs, plan, slides, machine))
+        except RequestError as error:
+            refused.append(f"tiles {of_slide}, replicas {plan.replicas}: {error}")
+    return sorted(fitting, key=lambda one: one.step_s), refused
+
+
+def _least_bytes(costs: BagCosts, plan: ParallelPlan, longest: list[int], chunk: int, machine: MachineModel) -> int:
+    """Return what a rank needs if it keeps no activations: as `hyfi_core.tiles.memory_budget` counts it."""
+    reduces = 2 if plan.ranks > 1 else 1
+    state = costs.weight_bytes + costs.trained_bytes * (reduces + 2)  # gradients, and two moments
+    work = costs.facts.peak if costs.facts.trained else costs.facts.forward
+    working = work.of(chunk) + 2 * costs.tile_bytes * chunk
+    process = costs.process_bytes if machine.device == "cpu" else 0
+    return process + state + costs.lasting_bytes(longest) + int(working * SLACK)
+
+
+def _parts_s(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineModel, kept: float) -> dict[str, float]:
+    """Return the seconds of each part of a step."""
+    ranks_of_slide, each = plan.tiles or 1, slides // plan.replicas
+    tiles = _mean_longest(costs.tiles, plan.replicas, each)
+    own = tiles / ranks_of_slide
+    crowded = plan.ranks > 1
+    forward_s, backward_s = (_tile_s(costs, machine, back, crowded) for back in (False, True))
+    trains = bool(costs.facts.trained)
+    link = machine.link(plan.ranks)
+    gathered = tiles * costs.facts.features * costs.facts.dtype.itemsize * (ranks_of_slide - 1) / ranks_of_slide
+    head_s = machine.operator_s(costs.bag_flops * each, 0.0, "product", costs.dtype, crowded=crowded)
+    read_s = own * costs.file_bytes / machine.disk_bytes_per_s
+    return {
+        "reading": read_s,
+        "encoding": own * forward_s,
+        "encoding again": own * forward_s * (1 - kept) if trains else 0.0,
+        "backward": own * backward_s if trains else 0.0,
+        "aggregator": head_s,
+        "gathering": machine.messages_s(each * (ranks_of_slide - 1), gathered, machine.link(ranks_of_slide)),
+        "reducing": machine.all_reduce_s(plan.ranks, costs.trained_bytes, link) if plan.ranks > 1 else 0.0,
+        "update": machine.update_s(costs.tensors, costs.trained_bytes, crowded),
+    }
+
+
+def _tile_s(costs: BagCosts, machine: MachineModel, backward: bool, crowded: bool) -> float:
+    """Return the seconds of a tile: products, and activations that are written and read."""
+    flops = costs.backward_flops if backward else costs.forward_flops
+    products = sum(machine.operator_s(n, 0.0, kind, costs.dtype, backward, crowded) for kind, n in flops.items())
+    moved = costs.facts.kept.each * (3 if backward else 2)
+    return products + machine.operator_s(0.0, moved, "elementwise", costs.dtype, backward, crowded)
+
+
+def _mean_longest(tiles: tuple[int, ...], replicas: int, each: int) -> float:
+    """Return the tiles of the replica with most of them, the mean over drawn batches: the others wait for it."""
+    rng = random.Random(0)
+    drawn = [[sum(rng.choices(tiles, k=each)) for _ in range(replicas)] for _ in range(_DRAWS)]
+    return sum(map(max, drawn)) / _DRAWS

@@ -1,0 +1,91 @@
+"""``hyfi plan`` and ``hyfi simulate`` of runs of bags: as text and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from workflows.config.run import Config
+from workflows.console import counted, emit_json, say
+from workflows.tile_plans.bag_costs import BagCosts
+from workflows.tile_plans.bag_forecast import BagForecast, bag_plans, forecast_bags
+
+
+def plan_bags(config: Config, machine: MachineModel, ranks: int, slides: int, top: int, as_json: bool) -> BagForecast:
+    """Print the best plans of a run of bags and return the best.
+
+    Raises:
+        RequestError: The run cannot be used, or no plan fits.
+    """
+    costs = BagCosts.of(config)
+    plans, refused = bag_plans(costs, ranks, slides, machine)
+    if not plans:
+        raise RequestError("no plan fits:\n" + "\n".join(f"  {line}" for line in refused))
+    say(f"machine: {machine.name}; {_slides_text(costs)}")
+    for number, one in enumerate(plans[:top], 1):
+        slower = f" ({one.step_s / plans[0].step_s:.2f}× as long as the first)" if number > 1 else ""
+        say(f"\n{number}. {_plan_text(one)}{slower}")
+        for line in describe_bags(one, machine):
+            say(f"   {line}")
+    for line in refused:
+        say(line)
+    if as_json:
+        emit_json({"machine": machine.name, "ranks": ranks, "plans": list(map(bags_json, plans[:top]))})
+    return plans[0]
+
+
+def simulate_bags(config: Config, plan: ParallelPlan, slides: int, machine: MachineModel, as_json: bool) -> None:
+    """Print the forecast of a plan.
+
+    Args:
+        config: Of the run.
+        plan: Its plan, perhaps with other replicas.
+        slides: Of a step, over all replicas.
+        machine: The machine model.
+        as_json: Print it as one JSON object, too.
+
+    Raises:
+        RequestError: The run cannot be used, or its plan does not fit.
+    """
+    costs = BagCosts.of(config)
+    one = forecast_bags(costs, plan, slides, machine)
+    say(f"machine: {machine.name}; {_slides_text(costs)}")
+    for line in (_plan_text(one), *describe_bags(one, machine)):
+        say(line)
+    if as_json:
+        emit_json({"machine": machine.name, "ranks": plan.ranks, **bags_json(one)})
+
+
+def describe_bags(one: BagForecast, machine: MachineModel) -> list[str]:
+    """Return a forecast as lines of text."""
+    parts = ", ".join(f"{name} {s / one.step_s:.0%}" for name, s in one.parts_s.items() if s / one.step_s >= 0.005)
+    kept = f"activations of {one.kept:.0%} of the tiles are kept, the others computed again" if one.kept < 1 else ""
+    kept = kept or "no tile is encoded twice"
+    return [
+        f"{one.step_s:.3g} s per step, {one.slides / one.step_s:.3g} slides/s ({parts})",
+        f"memory: {one.memory_bytes / 1e9:.2g} GB for each rank of {machine.memory_bytes / 1e9:.2g} GB, at least "
+        f"{one.least_bytes / 1e9:.2g} GB; chunks of {one.chunk} tiles; {kept}",
+    ]
+
+
+def bags_json(one: BagForecast) -> dict[str, Any]:
+    """Return a forecast as one JSON object."""
+    fields = asdict(one)
+    fields["plan"] = {"tiles": one.plan.tiles, "replicas": one.plan.replicas, "memory_bytes": one.plan.memory_bytes}
+    return fields
+
+
+def _plan_text(one: BagForecast) -> str:
+    plan = one.plan
+    return (
+        f"plan.tiles={plan.tiles} plan.replicas={plan.replicas}: {counted(plan.tiles or 1, 'rank')} for a slide, "
+        f"{counted(plan.replicas, 'slide')} at a time"
+    )
+
+
+def _slides_text(costs: BagCosts) -> str:
+    mean = sum(costs.tiles) / len(costs.tiles)
+    return f"{counted(len(costs.tiles), 'slide')} of {mean:,.0f} tiles in the mean, {max(costs.tiles):,} at most"
