@@ -22,8 +22,9 @@ from hyfi_core.own_packages import check_not_hidden
 if TYPE_CHECKING:
     from pathology.readers.slide_source import SlideSource
     from pathology.scripts import StrPath, ingest_slides, predict_slides
+    from pathology.view.show import show
 
-__all__ = ["ingest_slides", "open_slide", "predict_slides"]
+__all__ = ["ingest_slides", "open_slide", "predict_slides", "show"]
 
 check_not_hidden("data")
 
@@ -44,7 +45,9 @@ def open_slide(path: StrPath) -> SlideSource:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `ingest_slides` and `predict_slides` when they are first asked for."""
+    """Import `ingest_slides`, `predict_slides` and `show` when they are first asked for."""
+    if name == "show":
+        return importlib.import_module("pathology.view.show").show
     if name in ("ingest_slides", "predict_slides"):
         return getattr(importlib.import_module("pathology.scripts"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

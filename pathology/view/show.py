@@ -1,0 +1,131 @@
+"""A picture of a region of a stored slide for notebooks, with the outline of its tissue and a heatmap."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from data.store.slide_store import SlideStore
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.box import Box
+from pathology.view.layers import HeatmapChannel, HeatmapFile, painted
+
+_OUTLINE_RGB = (28, 36, 48)
+
+
+def show(
+    slide: SlideStore,
+    box: Box | None = None,
+    *,
+    heatmap: str | os.PathLike[str] | None = None,
+    channel: str | None = None,
+    tissue: bool = True,
+    size_px: int = 800,
+) -> Image.Image:
+    """Return a picture of a stored slide, which a notebook shows.
+
+    Args:
+        slide: From `data.open_store`.
+        box: Rectangle in pixels of the finest level; None: the whole slide.
+        heatmap: Folder of the predictions of slides of this store; its heatmap is drawn over the picture.
+        channel: Which of its channels, as in ``score tumour``; None: the first.
+        tissue: Whether the outline of the tissue is drawn.
+        size_px: Pixels of the picture's longer side, at most.
+
+    Raises:
+        RequestError: There is no heatmap of the slide, or no such channel; or the box has no pixel of the slide.
+    """
+    finest = slide.levels[0]
+    whole = Box.of_size(finest.height_px, finest.width_px)
+    box = whole if box is None else box.intersect(whole)
+    if box.empty or size_px < 1:
+        raise RequestError(f"show: {box} has no pixel of {slide.slide_id}, {whole.height} × {whole.width} px")
+    downsample = max(1.0, max(box.height, box.width) / size_px)
+    level = max(k for k, one in enumerate(slide.levels) if finest.height_px / one.height_px <= downsample * 1.001)
+    factors = [finest.height_px / slide.levels[level].height_px, finest.width_px / slide.levels[level].width_px]
+    part = Box(
+        math.floor(box.y0 / factors[0]),
+        math.ceil(box.y1 / factors[0]),
+        math.floor(box.x0 / factors[1]),
+        math.ceil(box.x1 / factors[1]),
+    )
+    image = Image.fromarray(np.ascontiguousarray(slide.read(part, level).transpose(1, 2, 0)))
+    size = (max(1, round(box.width / downsample)), max(1, round(box.height / downsample)))
+    image = image.resize(size, Image.Resampling.LANCZOS)
+    rows, columns = _places(box, size)
+    if heatmap is not None:
+        file = _heatmap_of(slide, Path(heatmap))
+        shown = _channel_of(file, channel)
+        cells = _cells_of(slide, file, rows, columns)
+        colours = painted(_sampled(file.values(shown.index), *cells), shown)
+        image = Image.alpha_composite(image.convert("RGBA"), Image.fromarray(colours)).convert("RGB")
+    if tissue:
+        mask, mpp = slide.tissue()
+        y, x = np.meshgrid(rows * finest.mpp[0] / mpp[0], columns * finest.mpp[1] / mpp[1], indexing="ij")
+        inside = _sampled(mask, y, x)
+        pixels = np.array(image)
+        pixels[_edge(inside)] = _OUTLINE_RGB
+        image = Image.fromarray(pixels)
+    return image
+
+
+def _places(box: Box, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the rows (h,) and columns (w,) of the picture's pixel centres in pixels of the slide's finest level."""
+    rows = box.y0 + (np.arange(size[1]) + 0.5) * (box.height / size[1])
+    columns = box.x0 + (np.arange(size[0]) + 0.5) * (box.width / size[0])
+    return np.asarray(rows, np.float64), np.asarray(columns, np.float64)
+
+
+def _cells_of(
+    slide: SlideStore, file: HeatmapFile, rows: NDArray[np.float64], columns: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return row and column of the heatmap's cells, each (h, w), at pixels of the slide's finest level.
+
+    Both know where they are on level 0 of the file: so the heatmap may be that of another resolution or part of it.
+    """
+    to_level0 = np.array(slide.attributes["affine"], np.float64)
+    bounds, cells = slide.attributes["source"]["bounds"], file.cells.affine
+    places = np.stack(np.meshgrid(rows, columns, indexing="ij"))
+    origin = to_level0[:, 2] - (bounds["y0"], bounds["x0"]) - cells[:, 2]
+    level0 = np.einsum("ij,jhw->ihw", to_level0[:, :2], places) + origin[:, None, None]
+    found = np.einsum("ij,jhw->ihw", np.linalg.inv(cells[:, :2]), level0)
+    return found[0], found[1]
+
+
+def _sampled(grid: NDArray[Any], rows: NDArray[np.float64], columns: NDArray[np.float64]) -> NDArray[Any]:
+    """Return the cells of a grid in which points (h, w) lie; beyond it the nearest."""
+    y = np.clip(np.floor(rows), 0, grid.shape[0] - 1).astype(np.int64)
+    x = np.clip(np.floor(columns), 0, grid.shape[1] - 1).astype(np.int64)
+    return np.asarray(grid[y, x])
+
+
+def _edge(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return the pixels of a mask that have a neighbour outside of it."""
+    inner = mask.copy()
+    inner[1:] &= mask[:-1]
+    inner[:-1] &= mask[1:]
+    inner[:, 1:] &= mask[:, :-1]
+    inner[:, :-1] &= mask[:, 1:]
+    return mask & ~inner
+
+
+def _heatmap_of(slide: SlideStore, folder: Path) -> HeatmapFile:
+    path = folder / slide.slide_id / "heatmap.tiff"
+    if not path.is_file():
+        raise RequestError(f"show: {folder} has no heatmap of {slide.slide_id}; give the --out of hyfi predict")
+    return HeatmapFile(path)
+
+
+def _channel_of(file: HeatmapFile, name: str | None) -> HeatmapChannel:
+    found = {one.name: one for one in file.channels}
+    if name is None:
+        return file.channels[0]
+    if name not in found:
+        raise RequestError(f"show: the heatmap has no channel {name!r}; it has: {', '.join(found)}")
+    return found[name]
