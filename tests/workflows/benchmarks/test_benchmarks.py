@@ -18,6 +18,7 @@ from workflows.benchmarks import networks
 SMALL = {
     "cells": ["--size", "256", "--cells", "2"],
     "checkpoints": ["--model", "resnet18", "--size", "64", "--every", "1", "--saves", "1"],
+    "components": ["--size", "256", "--rounds", "1"],
     "decode": ["--size", "1024", "--region", "512", "--rounds", "1"],
     "demo_task": ["--help"],  # trains for a quarter of an hour, however little is asked
     "dimensions": ["--steps", "1"],

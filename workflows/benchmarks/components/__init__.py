@@ -1,0 +1,1 @@
+"""Connected components of masks, by several libraries."""
