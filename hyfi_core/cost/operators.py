@@ -32,6 +32,7 @@ class OperatorCost:
         weight_bytes: bytes of its weights, which are not divided with the map.
         forks: cotangents of its results that are added to others, because several operators use them.
         channels: of a convolution, the fewest on either side, if they are few enough to matter; else 0.
+        of_weights: the part of its backward that a backward in two parts does last; see ``lowering.weights_apart``.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class OperatorCost:
     weight_bytes: int = 0
     forks: int = 0
     channels: int = 0
+    of_weights: float = 0.0
 
     def forward_s(self, machine: MachineModel, fraction: float, crowded: bool, kind: str | None = None) -> float:
         """Return the seconds of the forward on a part of the map.
@@ -129,7 +131,10 @@ def _cost(
     seconds = 0.0 if kind == "view" else machine.operator_s(flops, touched, kind, computed, channels=channels)
     forks = sum(max(0, users.get(name, 0) - 1) for name in outputs if name in active)
     weight_bytes = sum(value_bytes(program, name) for name in inputs if name in program.parameters)
-    return OperatorCost(kind, computed, flops, touched, made_bytes, gradients, seconds, weight_bytes, forks, channels)
+    apart = gradients and kind in PRODUCTS and any(len(program.values[name].shape) > 1 for name in weights)
+    of_weights = 1.0 / gradients if apart else 0.0
+    cost = kind, computed, flops, touched, made_bytes, gradients, seconds, weight_bytes, forks, channels, of_weights
+    return OperatorCost(*cost)
 
 
 def _kind(program: Program, op: Operator) -> str:

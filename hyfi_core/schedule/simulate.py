@@ -196,6 +196,5 @@ def _drawn_lists(schedule: Schedule, blames: Sequence[Blame]) -> str:
 def _drawn(run: DryRun, blames: Sequence[Blame]) -> str:
     current = ["" if rank.current is None else str(rank.current) for rank in run.ranks]
     for blame in blames:
-        row = run.ranks[blame.rank].row
-        current[blame.rank] = str(row[blame.index]) if blame.index < len(row) else ""
+        current[blame.rank] = str(run.ranks[blame.rank].row[blame.index])
     return error_grid(run.events, current, {blame.rank for blame in blames}, len(run.ranks))

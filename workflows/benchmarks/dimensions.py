@@ -2,6 +2,7 @@
 
     python -m workflows.benchmarks.dimensions [--out DIR] [--steps 3]       eight ranks that sleep instead of computing
     python -m workflows.benchmarks.dimensions --branches                    four ranks with two images, likewise
+    python -m workflows.benchmarks.dimensions --zero-bubble                 four ranks; weights' gradients sleep apart
     python -m workflows.benchmarks.dimensions --real [--size 1024]          two ranks that train ResNet-18
 
 Prints a table. With ``--out``, the first also writes, for each plan, ``NAME.json`` (a trace for Perfetto) and
@@ -33,12 +34,13 @@ from hyfi_core.runtime.engine import Engine
 from hyfi_core.schedule.picture import draw
 from hyfi_core.schedule.simulate import simulate
 from hyfi_core.schedule.trace import TraceEvent, bubble, to_json
-from workflows.benchmarks.reduction import Sleep, SleepingNetwork
+from workflows.benchmarks.reduction import Sleep, SleepingNetwork, SleepingProduct
 from workflows.evaluation.models import convert_model
 from workflows.launch.launch import own_rank
 from workflows.launch.mpiexec import find
 
 BLOCKS, BLOCK_S, SIZE_PX, BATCH = 16, 0.02, 32, 8
+LONG_BLOCK_S = 0.06
 ONE = (1, 1)
 
 
@@ -67,6 +69,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--branches", action="store_true")
+    parser.add_argument("--zero-bubble", action="store_true")
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -75,9 +78,11 @@ def main() -> None:
     elif args.real:
         _real(args.size, args.steps)
     elif own_rank() is None or "HYFI_BENCHMARK" not in os.environ:
-        _start(4 if args.branches else 8, sys.argv[1:])
+        _start(4 if args.branches or args.zero_bubble else 8, sys.argv[1:])
     elif args.branches:
         _branching_rank(args.steps)
+    elif args.zero_bubble:
+        _dividing_rank(args.out, args.steps)
     else:
         _sleeping_rank(args.out, args.steps)
 
@@ -104,6 +109,30 @@ def _sleeping_rank(out: Path | None, steps: int) -> None:
         if events is not None and traffic is not None:
             _print_row(name, plan, engine, events, traffic, (seconds, layer_s))
             _write_timeline(out, name, events)
+
+
+def _dividing_rank(out: Path | None, steps: int) -> None:
+    """Run four stages and eight micro-batches, backwards whole and in two parts, in turn."""
+    comm = hyfi_core.init()
+    torch.manual_seed(0)
+    cuts = tuple(f"blocks.{n}" for n in range(1, 7, 2))
+    model = SleepingNetwork(8, LONG_BLOCK_S, SIZE_PX, sleep=SleepingProduct)
+    if comm.rank == 0:
+        print(f"4 ranks, batch {BATCH}; a block sleeps {LONG_BLOCK_S * 1e3:.0f} ms in forward, and for each gradient")
+        print("| schedule | step (s) | bubble | simulated | waits of a rank (s) | by the formula | in flight |")
+        print("|---|---|---|---|---|---|---|")
+    for schedule in ("1f1b", "zb_h1"):
+        plan = ParallelPlan((ONE,) * 4, cuts, BATCH, schedule)
+        seconds, engine = _timed(comm, plan, model, steps)
+        events = _gathered(comm, engine)
+        if events is not None:
+            dry = simulate(engine.schedule(), Placement.of(plan), [(s, s + 1) for s in range(3)])
+            stage_s, measured = 2 * LONG_BLOCK_S, bubble(events)
+            span_s = max(e.end_s for e in events) - min(e.start_s for e in events)
+            formula_s = 3 * stage_s * (1 if plan.divides_backwards else 3)  # (D - 1)(F + I - W), (D - 1)(F + I + W)
+            times = f"{seconds:.2f} | {measured:.3f} | {dry.bubble:.3f} | {measured * span_s:.3f} | {formula_s:.3f}"
+            print(f"| {schedule} | {times} | {max(dry.peak_live)} |", flush=True)
+            _write_timeline(out, schedule, events)
 
 
 def _timed(

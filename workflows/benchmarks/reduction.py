@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -75,6 +75,64 @@ def _rule(builder: Builder, op: Operator) -> None:
 OPERATORS["hyfi_benchmarks.sleep.default"] = OperatorFacts(_rule)
 
 
+@torch.library.custom_op("hyfi_benchmarks::sleeping_product", mutates_args=())
+def sleeping_product(x: torch.Tensor, weight: torch.Tensor, seconds_per_px: float) -> torch.Tensor:
+    """Sleep as `sleep` does; a product of nothing, but with a weight."""
+    result: torch.Tensor = sleep(x, seconds_per_px)
+    return result
+
+
+@sleeping_product.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, seconds_per_px: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class _OnceBack(torch.autograd.Function):
+    """Zeros like ``x`` whose backward sleeps as long as `sleep` does for ``x``, whatever it differentiates by."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, x: torch.Tensor, seconds_per_px: float) -> torch.Tensor:
+        ctx.seconds_per_px, ctx.source = seconds_per_px, source.shape
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        result: torch.Tensor = sleep(cotangents[0], ctx.seconds_per_px)
+        return result if result.shape == ctx.source else result.new_zeros(ctx.source), None, None
+
+
+def _product_rule(builder: Builder, op: Operator) -> None:
+    """Each rank sleeps for its part: once in forward, and in backward once for the map and once for the weight."""
+    x, weight, seconds_per_px = op.args
+    split = builder.splits[x.name]
+    part = builder.part(x.name, split)
+
+    def call(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        slept = sleep(tensor.detach(), seconds_per_px)
+        backs = (_OnceBack.apply(source, slept, seconds_per_px) for source in (tensor, factor))  # type: ignore[no-untyped-call]
+        result: torch.Tensor = sum(backs, slept)
+        return result
+
+    builder.compute(call, (part, weight.name), op.outputs, split, op)
+
+
+OPERATORS["hyfi_benchmarks.sleeping_product.default"] = OperatorFacts(_product_rule, kind="linear")
+
+
+class SleepingProduct(nn.Module):
+    """A module with a weight that sleeps for every pixel: once in forward, and once for each gradient in backward."""
+
+    def __init__(self, seconds_per_px: float) -> None:
+        super().__init__()
+        self.seconds_per_px = seconds_per_px
+        self.weight = nn.Parameter(torch.zeros(1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``x`` after sleeping."""
+        result: torch.Tensor = sleeping_product(x, self.weight, self.seconds_per_px)
+        return result
+
+
 class Sleep(nn.Module):
     """A module that sleeps for every pixel and returns its input."""
 
@@ -96,15 +154,18 @@ class SleepingNetwork(nn.Module):
         block_s: Seconds of one block's forward for one whole image.
         size_px: Height and width of the image.
         channels: Channels of every feature map.
+        sleep: The module that sleeps.
     """
 
-    def __init__(self, blocks: int, block_s: float, size_px: int, channels: int = 4) -> None:
+    def __init__(
+        self, blocks: int, block_s: float, size_px: int, channels: int = 4, sleep: Callable[[float], nn.Module] = Sleep
+    ) -> None:
         super().__init__()
         self.enter = nn.Conv2d(3, channels, 1)
         pixels = size_px * size_px
         self.blocks = nn.Sequential(
             *(
-                nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), Sleep(block_s / pixels))
+                nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), sleep(block_s / pixels))
                 for _ in range(blocks)
             )
         )

@@ -96,7 +96,8 @@ class PlanBounds:
     A micro-batch takes W seconds on one rank; K of them start operators, which every rank of a stage does. With
     m micro-batches and stages of r₀, r₁ … ranks that take t₀, t₁ … seconds for each::
 
-        m tₛ + Σ(j < s) tⱼ ≤ step        for every stage s, in one direction: it begins after those before it
+        m tₛ + Σ(j < s) tⱼ ≤ step        for every stage s, in one direction: it begins after those before it and ends
+                                         before them; with backwards in two parts, m tₛ ≤ step
         Σ rₛ tₛ ≥ W + min(r) K           the stages do all the work
 
     The step is at least (W + min(r) K) / Σ yₛ for any yₛ ≥ 0 with m yₛ + Σ(j > s) yⱼ ≥ rₛ. In the sequential schedule
@@ -139,7 +140,7 @@ class PlanBounds:
         total_s = work_s + min(sizes) * kernels_s
         if plan.schedule in ONE_IN_FLIGHT:
             return plan.microbatches / plan.directions * (work_s / max(sizes) + kernels_s)
-        if plan.directions == 2:
+        if plan.directions == 2 or plan.divides_backwards:
             return plan.microbatches * total_s / sum(sizes)
         weights = 0.0
         for size in reversed(sizes):

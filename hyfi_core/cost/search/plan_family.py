@@ -12,10 +12,11 @@ from itertools import product
 
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.step.spilling import SpillRule
-from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
+from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, ParallelPlan, Schedule
 from hyfi_core.plan.strategy import squarest
 
-_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "chimera", "gems_master")
+_ONE_WAY: tuple[Schedule, ...] = ("1f1b", "zb_h1")
+_BOTH_WAYS: tuple[Schedule, ...] = ("chimera", "gems_master")
 _ALL_COMPOSITIONS = 5
 """Up to this number of ranks of a replica, every division into stages is tried; beyond it, only regular ones."""
 _MOST_UNEQUAL = 16
@@ -63,7 +64,7 @@ def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
                 if rounds > _MOST_ROUNDS * len(grids) > _MOST_ROUNDS:
                     continue  # the bubble is small already
                 for schedule in _schedules(grids):
-                    if schedule == "1f1b" or rounds % 2 == 0:
+                    if schedule not in BIDIRECTIONAL or rounds % 2 == 0:
                         yield plan_of(request, grids, rounds, replicas, schedule)
                 if rounds > 1 and len(grids) > 1:  # slow, but with one micro-batch in memory
                     yield plan_of(request, grids, rounds, replicas, "sequential")
@@ -71,11 +72,11 @@ def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
 
 def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[Schedule, ...]:
     """Return the schedules to try; in two directions, large stages of unequal sizes would wait for each other."""
+    if len(grids) == 1:
+        return _ONE_WAY[:1]
     sizes = {rows * columns for rows, columns in grids}
-    is_bidirectional = len(grids) > 1 and (
-        len(sizes) == 1 or sum(rows * columns for rows, columns in grids) <= _MOST_UNEQUAL
-    )
-    return _SCHEDULES if is_bidirectional else _SCHEDULES[:1]
+    few = sum(rows * columns for rows, columns in grids) <= _MOST_UNEQUAL
+    return (*_ONE_WAY, *_BOTH_WAYS) if len(sizes) == 1 or few else _ONE_WAY
 
 
 def plan_of(

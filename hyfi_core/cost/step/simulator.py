@@ -147,8 +147,8 @@ def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -
     """Return a lower bound of ``step_s`` without a dry run.
 
     A rank computes all micro-batches of all stages that it holds. In one direction, all stages before one must have
-    passed a micro-batch on before it begins, and get a cotangent after it has ended. With GEMS schedules, each
-    direction has one micro-batch at a time.
+    passed a micro-batch on before it begins, and get a cotangent after it has ended, unless gradients of weights come
+    later. With GEMS schedules, each direction has one micro-batch at a time.
 
     Args:
         plan: of the step.
@@ -157,7 +157,7 @@ def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -
     """
     rounds = plan.microbatches // plan.directions
     busy_s = max(sum(rounds * each_s[stage] for stage, _ in hosted) for hosted in fullest_moments(plan))
-    if plan.directions == 1 and plan.interleave == 1:
+    if plan.directions == 1 and plan.interleave == 1 and not plan.divides_backwards:
         before = accumulate(each_s, initial=0.0)
         busy_s = max(first_s + rounds * own_s for first_s, own_s in zip(before, each_s, strict=False))
     if plan.schedule in ONE_IN_FLIGHT:
@@ -199,6 +199,7 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
         forward_s=lambda stage: costs.stages[stage].forward_s + at_ends_s[stage],
         backward_s=lambda stage: costs.stages[stage].backward_s + at_ends_s[stage],
         reduce_s=lambda stage: costs.stages[stage].reduce_s,
+        weight_s=lambda stage: costs.stages[stage].weight_s,
         edge_s={edge: 0.0 if free_messages else costs.edges[edge] - copied_s[edge] for edge in edges},
     )
     rounds, placement = small.microbatches, Placement.of(small)

@@ -49,6 +49,7 @@ class StageCost:
         reduce_s: time of the gradient reduction after the last backward.
         update_s: time of the optimizer step.
         spilled: times of maps that leave memory.
+        weight_s: the part of ``backward_s`` that a backward in two parts does last.
     """
 
     forward_s: float
@@ -60,6 +61,7 @@ class StageCost:
     reduce_s: float
     update_s: float
     spilled: SpillTimes = NOTHING_SPILLED
+    weight_s: float = 0.0
 
     @property
     def computing_s(self) -> float:
@@ -93,12 +95,14 @@ class _Clock:
         backward_s: all operators, backward.
         each_s: value -> time of the operator that computes it.
         gradients: (seconds since the backward began, bytes of the gradients that are then complete).
+        weight_s: the part of ``backward_s`` that a backward in two parts does last.
     """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     each_s: dict[str, float] = field(default_factory=dict)
     gradients: list[tuple[float, int]] = field(default_factory=list)
+    weight_s: float = 0.0
 
 
 class _LoweredStage(NamedTuple):
@@ -170,7 +174,9 @@ class StageCosts:
         waits.branch_s = self._branch_s(divided)
         recompute_s = clock.forward_s if recomputes(self._plan, index) else 0.0
         scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
-        gradients = [(ready_s, scale * length) for ready_s, length in clock.gradients]
+        weight_s = clock.weight_s if self._plan.divides_backwards else clock.backward_s  # in which gradients are made
+        quicker = weight_s / (clock.backward_s or 1.0)
+        gradients = [(quicker * ready_s, scale * length) for ready_s, length in clock.gradients]
         group = GradientHolders.of(self._plan, index, self.machine.devices_per_node)
         forward_s, backward_s = clock.forward_s + waits.total_s, clock.backward_s + recompute_s + waits.total_s
         spilled = NOTHING_SPILLED
@@ -184,9 +190,10 @@ class StageCosts:
             sums_s=2 * waits.sums_s,
             branch_s=2 * waits.branch_s,
             halo_bytes=waits.halo_bytes,
-            reduce_s=group.exposed_s(gradients, clock.backward_s, self.machine),
+            reduce_s=group.exposed_s(gradients, weight_s, self.machine),
             update_s=update_s(stage.piece.program, self.machine),
             spilled=spilled,
+            weight_s=clock.weight_s,
         )
 
     def _clock(self, stage: _LoweredStage) -> _Clock:
@@ -234,6 +241,8 @@ class StageCosts:
                     clock.gradients.append((max(loads[plane] for plane in planes), gradients[name]))
             clock.backward_s = max(loads)
         clock.gradients.sort(key=lambda gradient: gradient[0])
+        of_weights_s = sum(costs[name].of_weights * seconds for name, seconds in backward.items())
+        clock.weight_s = clock.backward_s * of_weights_s / (sum(backward.values()) or 1.0)
         return clock
 
     def _of_cells(self, cost: OperatorCost, seconds: Callable[..., float], fraction: float, kind: str | None) -> float:

@@ -182,6 +182,15 @@ def test_low_coverage_is_refused_with_what_would_fit():
     check_coverage(dataset([slide(0)]), 0.9)
 
 
+@pytest.mark.parametrize(("listed", "more"), [(3, None), (2, "… and 1 more")])
+def test_so_many_slides_are_named_and_the_others_counted(monkeypatch, listed, more):
+    monkeypatch.setattr("data.samples.coverage.MAX_LISTED", listed)
+    with pytest.raises(RequestError) as caught:
+        check_coverage(dataset([slide(number, pieces=()) for number in range(3)]), 0.9)
+    assert str(caught.value).count("(no tissue") == listed
+    assert ("more" in str(caught.value)) == (more is not None) and (more or "") in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", ["pack", "crop"])
 def test_a_proposed_mpp_holds_all_of_the_tissue(kind):
     tall = slide(1, 1600, 800, ((3, 2, 190, 60),))

@@ -121,6 +121,17 @@ def test_sharpness_is_the_variance_of_the_laplacian_by_that_of_the_pixels() -> N
     assert blur.values.shape == (1, 1) and blur.values[0, 0] == pytest.approx(laplacian.var() / v.var(), rel=1e-4)
 
 
+def test_patches_that_are_mostly_tissue_and_without_ink_are_kept() -> None:
+    """Four patches of 10 x 10 mask pixels: 40 and 60 of tissue, all, and all with 4 of ink; 2 of ink are no reason."""
+    blur = BlurMap(256, 256)
+    blur.values[:] = 1.0
+    tissue, pen = np.ones((20, 20), bool), np.zeros((20, 20), bool)
+    tissue[:10, :6], tissue[:10, 14:18] = False, False
+    pen[12, 12:16] = pen[12, :2] = True
+    blur.restrict_to(tissue, pen)
+    assert np.array_equal(np.isfinite(blur.values), [[False, True], [True, False]])
+
+
 def test_a_sample_picks_the_same_pixels_from_any_blocks() -> None:
     rng = np.random.default_rng(0)
     image = rng.integers(0, 255, (3, 1100, 1300), dtype=np.uint8)

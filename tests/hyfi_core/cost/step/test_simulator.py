@@ -223,6 +223,18 @@ def test_a_value_that_two_operators_use_has_its_cotangents_added() -> None:
     assert longer_s == pytest.approx(fork.forks * added_s)
 
 
+def test_backwards_in_two_parts_wait_less_and_compute_the_same() -> None:
+    plan: dict[str, Any] = {"grids": ((1, 1), (1, 1)), "cuts": ("first",), "microbatches": 4}
+    whole, parts = forecast(**plan), forecast(**plan, schedule="zb_h1")
+    assert parts.compute_s == whole.compute_s and parts.busy > whole.busy
+    assert parts.step_s < whole.step_s and parts.bubble < whole.bubble
+    costs = StageCosts(program(), ParallelPlan(**plan, schedule="zb_h1"), reference_machine()).stages
+    assert all(0 < stage.weight_s < stage.backward_s for stage in costs)
+    last = parts.simulation.schedule.actions[1][-2]
+    (wait,) = (e for e in parts.events() if e.name == str(last))
+    assert last.verb == "W" and wait.end_s - wait.start_s == pytest.approx(costs[1].weight_s)
+
+
 def test_a_grid_that_leaves_its_node_waits_longer() -> None:
     slow = replace(reference_machine(), network=DeviceLink(1e-3, 1e6))
     near, far = (replace(slow, devices_per_node=n) for n in (4, 2))

@@ -1,0 +1,163 @@
+"""Mutants of a module: all small faults that are planted in its syntax tree.
+
+    a < b       a <= b          x + y     x - y         not x       x             f(y)    (nothing)
+    a and b     a or b          min(x)    max(x)        3           4             True    False
+
+Docstrings, annotations and messages of errors are left as they are: no test needs to notice them.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_OTHER: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault.
+
+    Attributes:
+        path: of the module, from the root of the project.
+        number: of the fault in the module, in the order of ``mutants``.
+        line: where it is.
+        before: the statement's first line.
+        after: the same with the fault.
+    """
+
+    path: str
+    number: int
+    line: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        """Return the place and the fault."""
+        return f"{self.path}:{self.line}: {self.before}  ->  {self.after}"
+
+
+def mutants(root: Path, path: str) -> list[Mutant]:
+    """Return all mutants of a module.
+
+    Args:
+        root: of the project.
+        path: of the module, from the root.
+    """
+    tree = ast.parse((root / path).read_text("utf-8"))
+    found = []
+    for number, (statement, node, kind) in enumerate(_places(tree)):
+        before = ast.unparse(statement)
+        changed = copy.deepcopy((statement, node))
+        after = ast.unparse(_changed(*changed, kind))
+        line = getattr(node, "lineno", statement.lineno)
+        found.append(Mutant(path, number, line, *_first_difference(before, after)))
+    return found
+
+
+def mutated(source: str, number: int) -> ast.Module:
+    """Return the tree of a module with one fault."""
+    tree = ast.parse(source)
+    for at, (statement, node, kind) in enumerate(_places(tree)):
+        if at == number:
+            _replace(tree, statement, _changed(statement, node, kind))
+            return ast.fix_missing_locations(tree)
+    raise ValueError(f"the module has no mutant {number}")
+
+
+def _first_difference(before: str, after: str) -> tuple[str, str]:
+    pairs = zip((*before.splitlines(), ""), (*after.splitlines(), ""), strict=False)
+    return next(((a.strip(), b.strip()) for a, b in pairs if a != b), (before, after))
+
+
+def _places(tree: ast.Module) -> Iterator[tuple[ast.stmt, ast.AST, str]]:
+    """Yield (statement, node, kind of fault) of every mutant of a module."""
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            yield statement, statement, "drop"
+        if isinstance(statement, ast.stmt):
+            for node in _of_statement(statement):
+                yield from ((statement, node, kind) for kind in _kinds(node))
+
+
+def _of_statement(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement, without those of statements in it, annotations and what it raises."""
+    if isinstance(statement, (ast.Raise, ast.Import, ast.ImportFrom, ast.ClassDef, ast.Assert)):
+        return
+    left: list[ast.AST] = [statement]
+    while left:
+        node = left.pop()
+        yield node
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list", "type_params"):
+                continue
+            if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: a check, as an assertion is
+                continue
+            children = value if isinstance(value, list) else [value]
+            left += [c for c in children if isinstance(c, ast.AST) and not isinstance(c, (ast.stmt, ast.JoinedStr))]
+
+
+def _kinds(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, (ast.BinOp, ast.AugAssign, ast.BoolOp)) and type(node.op) in _OTHER:
+        yield "operator"
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _OTHER:
+        yield "comparison"
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "not"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLS:
+        yield "call"
+    if isinstance(node, ast.Constant) and type(node.value) in (bool, int):
+        yield "constant"
+
+
+def _changed(statement: ast.stmt, node: ast.AST, kind: str) -> ast.stmt:
+    """Return the statement with the fault; it and the node are changed."""
+    if kind == "drop":
+        return ast.copy_location(ast.Pass(), statement)
+    if isinstance(node, (ast.BinOp, ast.AugAssign, ast.BoolOp)):
+        node.op = _OTHER[type(node.op)]()  # type: ignore[assignment]
+    elif isinstance(node, ast.Compare):
+        node.ops[0] = _OTHER[type(node.ops[0])]()  # type: ignore[assignment]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        node.func.id = _CALLS[node.func.id]
+    elif isinstance(node, ast.Constant):
+        node.value = (not node.value) if isinstance(node.value, bool) else node.value + 1  # type: ignore[operator]
+    else:
+        _replace(statement, node, node.operand)  # type: ignore[attr-defined]
+    return statement
+
+
+def _replace(within: ast.AST, old: ast.AST, new: ast.AST) -> None:
+    for parent in ast.walk(within):
+        for name, value in ast.iter_fields(parent):
+            if value is old:
+                setattr(parent, name, new)
+                return
+            if isinstance(value, list):
+                for at, child in enumerate(value):
+                    if child is old:
+                        value[at] = new
+                        return

@@ -1,0 +1,147 @@
+"""Runs the nearest tests against each mutant of a seeded sample.
+
+Torch and the libraries of tests are imported once; each mutant is a child process that replaces its module when it is
+imported, so that no file is changed and others may work in the same folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.mutation.mutants import Mutant, mutants, mutated
+from tests.mutation.nearest import PACKAGES, nearest
+
+_NEAREST_S, _FURTHER_S = 60, 150
+"""Processor time of a group of tests. If the nearest ones take longer, the fault has made a loop endless: noticed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said of one mutant.
+
+    Attributes:
+        mutant: the fault.
+        killed: whether a test failed.
+        by: the group of tests that noticed it, or the last that did not.
+    """
+
+    mutant: Mutant
+    killed: bool
+    by: str
+
+
+def sample(root: Path, seed: int, each: int) -> list[Mutant]:
+    """Return ``each`` mutants of every package, drawn with a seed; packages alternate."""
+    drawn = []
+    for package in PACKAGES:
+        paths = sorted(str(path.relative_to(root)) for path in (root / package).rglob("*.py"))
+        every = [mutant for path in paths for mutant in mutants(root, path)]
+        drawn.append(random.Random(f"{seed} {package}").sample(every, each))
+    return [mutant for turn in zip(*drawn, strict=True) for mutant in turn]
+
+
+def outcomes(root: Path, drawn: Sequence[Mutant], seconds: float) -> Iterator[Outcome]:
+    """Yield what the tests say of each mutant, until they have taken so much processor time."""
+    _import_libraries()
+    for mutant in drawn:
+        if used_s() > seconds:
+            return
+        group = ["no tests"]
+        for number, group in enumerate(nearest(root, mutant.path)):
+            code = _exit_code(root, mutant, group, _FURTHER_S if number else _NEAREST_S)
+            if code > 0 or (code < 0 and number == 0):
+                yield Outcome(mutant, True, " ".join(group))
+                break
+        else:
+            yield Outcome(mutant, False, " ".join(group))
+
+
+def used_s() -> float:
+    """Return the processor time of all tests so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _import_libraries() -> None:
+    """Import what most tests import and no mutant changes."""
+    for name in ("hypothesis", "numpy", "pytest", "scipy.ndimage", "skimage", "torch.export"):
+        importlib.import_module(name)
+    assert not any(name.split(".")[0] in ("hyfi_core", "data", "pathology") for name in sys.modules)
+
+
+def _exit_code(root: Path, mutant: Mutant, tests: Sequence[str], limit_s: int) -> int:
+    """Return pytest's exit code in a child process; negative if the tests take too long."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setsid()
+            code = _run(root, mutant, tests, limit_s)
+        finally:
+            os._exit(code)
+    deadline_s = time.monotonic() + 6 * limit_s
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline_s:  # it waits for something
+            os.killpg(child, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _run(root: Path, mutant: Mutant, tests: Sequence[str], limit_s: int) -> int:
+    import pytest
+
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+    os.nice(10)
+    os.chdir(root)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(quiet, stream)
+    sys.meta_path.insert(0, _Finder(root, mutant))
+    options = ["-x", "-q", "-m", "not soak", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    return int(pytest.main([*options, *tests]))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the mutated module, and no other."""
+
+    def __init__(self, root: Path, mutant: Mutant) -> None:
+        self._path, self._number = root / mutant.path, mutant.number
+        self._name = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Return the module's place and its changed code."""
+        if name != self._name:
+            return None
+        loader = _Loader(name, str(self._path), self._number)
+        places = [str(self._path.parent)] if self._path.name == "__init__.py" else None
+        spec = importlib.machinery.ModuleSpec(name, loader, origin=str(self._path), is_package=places is not None)
+        spec.submodule_search_locations = places
+        spec.has_location = True
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles a module with one fault."""
+
+    def __init__(self, name: str, path: str, number: int) -> None:
+        super().__init__(name, path)
+        self._number = number
+
+    def get_code(self, fullname: str) -> Any:
+        """Return the changed code; nothing is stored."""
+        source = Path(self.path).read_text("utf-8")
+        return compile(mutated(source, self._number), self.path, "exec", dont_inherit=True)
