@@ -9,9 +9,9 @@ Docstrings, annotations and messages of errors are left as they are: no test nee
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 _OTHER: dict[type[ast.AST], type[ast.AST]] = {
@@ -43,7 +43,7 @@ class Mutant:
 
     Attributes:
         path: of the module, from the root of the project.
-        number: of the fault in the module, in the order of ``mutants``.
+        number: of the fault in the module, from 0 to ``count``.
         line: where it is.
         before: the statement's first line.
         after: the same with the fault.
@@ -60,22 +60,23 @@ class Mutant:
         return f"{self.path}:{self.line}: {self.before}  ->  {self.after}"
 
 
-def mutants(root: Path, path: str) -> list[Mutant]:
-    """Return all mutants of a module.
+def count(root: Path, path: str) -> int:
+    """Return the number of mutants of a module.
 
     Args:
         root: of the project.
         path: of the module, from the root.
     """
+    return sum(1 for _ in _places(ast.parse((root / path).read_text("utf-8"))))
+
+
+def mutant(root: Path, path: str, number: int) -> Mutant:
+    """Return one of them; see ``count``."""
     tree = ast.parse((root / path).read_text("utf-8"))
-    found = []
-    for number, (statement, node, kind) in enumerate(_places(tree)):
-        before = ast.unparse(statement)
-        changed = copy.deepcopy((statement, node))
-        after = ast.unparse(_changed(*changed, kind))
-        line = getattr(node, "lineno", statement.lineno)
-        found.append(Mutant(path, number, line, *_first_difference(before, after)))
-    return found
+    statement, node, kind = next(islice(_places(tree), number, None))
+    before, line = ast.unparse(statement), getattr(node, "lineno", statement.lineno)
+    after = ast.unparse(_changed(statement, node, kind))
+    return Mutant(path, number, line, *_first_difference(before, after))
 
 
 def mutated(source: str, number: int) -> ast.Module:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.mutation.mutants import Mutant, mutants, mutated
+from tests.mutation.mutants import Mutant, count, mutant, mutated
 from tests.mutation.nearest import PACKAGES, nearest
 
 _NEAREST_S, _FURTHER_S = 60, 150
@@ -47,25 +47,26 @@ def sample(root: Path, seed: int, each: int) -> list[Mutant]:
     drawn = []
     for package in PACKAGES:
         paths = sorted(str(path.relative_to(root)) for path in (root / package).rglob("*.py"))
-        every = [mutant for path in paths for mutant in mutants(root, path)]
-        drawn.append(random.Random(f"{seed} {package}").sample(every, each))
-    return [mutant for turn in zip(*drawn, strict=True) for mutant in turn]
+        every = [(path, number) for path in paths for number in range(count(root, path))]
+        places = random.Random(f"{seed} {package}").sample(every, each)
+        drawn.append([mutant(root, path, number) for path, number in places])
+    return [one for turn in zip(*drawn, strict=True) for one in turn]
 
 
 def outcomes(root: Path, drawn: Sequence[Mutant], seconds: float) -> Iterator[Outcome]:
     """Yield what the tests say of each mutant, until they have taken so much processor time."""
     _import_libraries()
-    for mutant in drawn:
+    for fault in drawn:
         if used_s() > seconds:
             return
         group = ["no tests"]
-        for number, group in enumerate(nearest(root, mutant.path)):
-            code = _exit_code(root, mutant, group, _FURTHER_S if number else _NEAREST_S)
+        for number, group in enumerate(nearest(root, fault.path)):
+            code = _exit_code(root, fault, group, _FURTHER_S if number else _NEAREST_S)
             if code > 0 or (code < 0 and number == 0):
-                yield Outcome(mutant, True, " ".join(group))
+                yield Outcome(fault, True, " ".join(group))
                 break
         else:
-            yield Outcome(mutant, False, " ".join(group))
+            yield Outcome(fault, False, " ".join(group))
 
 
 def used_s() -> float:
@@ -81,14 +82,14 @@ def _import_libraries() -> None:
     assert not any(name.split(".")[0] in ("hyfi_core", "data", "pathology") for name in sys.modules)
 
 
-def _exit_code(root: Path, mutant: Mutant, tests: Sequence[str], limit_s: int) -> int:
+def _exit_code(root: Path, fault: Mutant, tests: Sequence[str], limit_s: int) -> int:
     """Return pytest's exit code in a child process; negative if the tests take too long."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
             os.setsid()
-            code = _run(root, mutant, tests, limit_s)
+            code = _run(root, fault, tests, limit_s)
         finally:
             os._exit(code)
     deadline_s = time.monotonic() + 6 * limit_s
@@ -101,7 +102,7 @@ def _exit_code(root: Path, mutant: Mutant, tests: Sequence[str], limit_s: int) -
         time.sleep(0.05)
 
 
-def _run(root: Path, mutant: Mutant, tests: Sequence[str], limit_s: int) -> int:
+def _run(root: Path, fault: Mutant, tests: Sequence[str], limit_s: int) -> int:
     import pytest
 
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
@@ -110,7 +111,7 @@ def _run(root: Path, mutant: Mutant, tests: Sequence[str], limit_s: int) -> int:
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(quiet, stream)
-    sys.meta_path.insert(0, _Finder(root, mutant))
+    sys.meta_path.insert(0, _Finder(root, fault))
     options = ["-x", "-q", "-m", "not soak", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly"]
     return int(pytest.main([*options, *tests]))
 
@@ -118,9 +119,9 @@ def _run(root: Path, mutant: Mutant, tests: Sequence[str], limit_s: int) -> int:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds the mutated module, and no other."""
 
-    def __init__(self, root: Path, mutant: Mutant) -> None:
-        self._path, self._number = root / mutant.path, mutant.number
-        self._name = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    def __init__(self, root: Path, fault: Mutant) -> None:
+        self._path, self._number = root / fault.path, fault.number
+        self._name = fault.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Return the module's place and its changed code."""

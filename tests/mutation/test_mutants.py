@@ -1,0 +1,63 @@
+"""Faults are those that were meant, and tests notice nearly all of a sample."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.mutation.mutants import count, mutant, mutated
+from tests.mutation.nearest import nearest
+from tests.mutation.survivors import outcomes, sample
+
+SOURCE = '''
+"""Text 1."""
+
+def f(x: int = 3) -> bool:
+    """Text 2."""
+    if not x < 2 and any(x):
+        log(x)
+    if x is None:
+        raise ValueError(f"{x + 1}")
+    return min(x // 2, x) in zip(x, strict=True)
+'''
+
+
+def test_every_fault_changes_one_place(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(SOURCE)
+    found = [mutant(tmp_path, "module.py", number) for number in range(count(tmp_path, "module.py"))]
+    assert {fault.after for fault in found} == {
+        "def f(x: int=4) -> bool:",
+        "if x < 2 and any(x):",
+        "if not x < 2 or any(x):",
+        "if not x <= 2 and any(x):",
+        "if not x < 3 and any(x):",
+        "if not x < 2 and all(x):",
+        "pass",
+        "if x is not None:",
+        "return max(x // 2, x) in zip(x, strict=True)",
+        "return min(x * 2, x) in zip(x, strict=True)",
+        "return min(x // 3, x) in zip(x, strict=True)",
+        "return min(x // 2, x) not in zip(x, strict=True)",
+    }
+    plain = ast.unparse(ast.parse(SOURCE)).splitlines()
+    for fault in found:
+        changed = ast.unparse(mutated(SOURCE, fault.number)).splitlines()
+        ((before, after),) = [pair for pair in zip(plain, changed, strict=True) if pair[0] != pair[1]]
+        assert (before.strip(), after.strip()) == (fault.before, fault.after)
+
+
+def test_samples_are_the_same_for_a_seed_and_tests_exist() -> None:
+    drawn = sample(ROOT, seed=1, each=2)
+    assert drawn == sample(ROOT, seed=1, each=2) != sample(ROOT, seed=2, each=2)
+    assert all((ROOT / test).exists() for fault in drawn for group in nearest(ROOT, fault.path) for test in group)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_nearly_all_faults_are_noticed() -> None:
+    found = list(outcomes(ROOT, sample(ROOT, seed=1, each=10), seconds=1200))
+    left = [str(outcome.mutant) for outcome in found if not outcome.killed]
+    assert len(left) <= 0.05 * len(found), left
