@@ -158,7 +158,7 @@ def load_records(store: Path) -> dict[str, SlideRecord]:
     return {r.slide_id: r for r in records}
 
 
-def compile_manifest(store: Path) -> Path:
+def merge_manifest(store: Path) -> Path:
     """Write ``manifest.csv`` from the records, atomically, and return its path.
 
     Many processes may call this at the same time: each writes again until no record changed while it wrote, so the

@@ -1,7 +1,7 @@
 """Cells as ranks: the communicator of a group whose ranks are the cells of all processes.
 
 Messages between cells of one process are copies; messages to cells of other processes, and the last step of every
-reduction, use the process's communicator. For the order of execution see ``cells.turns``.
+reduction, use the process's communicator. For the order of execution see ``cells.baton``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.cells.turns import Turns
+from hyfi_core.cells.baton import Turns
 from hyfi_core.comm.base import Communicator, Completed, Message, Pending, ReduceOp, version_of
 from hyfi_core.comm.wire import reduced
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hyfi_core.cells.recipe import Recipe
+from hyfi_core.cells.recomputation import Recomputation
 from hyfi_core.cells.spill_store import SpillPlace
 
 NEVER = 1 << 40
@@ -39,7 +39,7 @@ class Page:
         reading: whether ``work`` reads.
         copying: whether ``work`` copies it on another stream of its GPU: a step that may overwrite it must wait.
         work: pending read or write.
-        recipe: how it is recomputed; None: it is not.
+        recomputation: how it is recomputed; None: it is not.
         stays: whether it must stay in memory until the pager is reset.
     """
 
@@ -56,7 +56,7 @@ class Page:
     reading: bool = False
     copying: bool = False
     work: Future[None] | None = None
-    recipe: Recipe | None = None
+    recomputation: Recomputation | None = None
     stays: bool = False
 
     @property
@@ -67,7 +67,7 @@ class Page:
     @property
     def can_be_dropped(self) -> bool:
         """Whether it can be dropped without being written."""
-        return self.recipe is not None or self.written
+        return self.recomputation is not None or self.written
 
     def check(self) -> None:
         """Update ``written`` after a step that may have changed the memory."""

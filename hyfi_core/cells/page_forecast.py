@@ -1,6 +1,6 @@
 """Forecast of what the maps of a cell take: its largest step, and what is kept for backward, in memory or spilled.
 
-It follows the rules of ``cells.recipe`` and ``cells.paged_steps``: what is recomputed is not kept.
+It follows the rules of ``cells.recomputation`` and ``cells.paged_steps``: what is recomputed is not kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from hyfi_core.cells.recipe import DEEPEST, cheap_calls, is_cheap
+from hyfi_core.cells.recomputation import DEEPEST, cheap_calls, is_cheap
 from hyfi_core.cells.spill_store import blocks_bytes
 from hyfi_core.cost.memory.forecast import STEP_BYTES
 from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
@@ -188,7 +188,7 @@ def _peak(tape: Tape, sizes: _Sizes, kept_pages: _Kept, trains: bool) -> int:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a cell keeps for backward, and does not recompute; see ``cells.recipe``.
+    """What a cell keeps for backward, and does not recompute; see ``cells.recomputation``.
 
     Attributes:
         names: of values.
@@ -205,7 +205,7 @@ class _Kept:
         """Return it for a tape.
 
         A cheap value is recomputed from others, some of them recomputed, too. Its depth is the length of this chain of
-        recipes, 0 for a kept value and for the image; a value that would be deeper than ``DEEPEST`` is kept.
+        recomputations, 0 for a kept value and for the image; a value that would be deeper than ``DEEPEST`` is kept.
         """
         image = sizes.ranked.program.image
         names = {image} if image in sizes.ranked.splits else set()

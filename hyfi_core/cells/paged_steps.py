@@ -17,7 +17,7 @@ import torch
 
 from hyfi_core.cells.page import PLACES, Page
 from hyfi_core.cells.pager import Pager
-from hyfi_core.cells.recipe import DEEPEST, Made, Recipe, call_of, convolved_by, form_of, tensors_in
+from hyfi_core.cells.recomputation import DEEPEST, Made, Recomputation, call_of, convolved_by, form_of, tensors_in
 from hyfi_core.lowering.segments import OperatorStep, Segment, Step, Tape, made_by, taken_by
 from hyfi_core.ops.base import RemakesSaved
 from hyfi_core.rules.instructions import CollectiveCall
@@ -175,11 +175,11 @@ class PagedSteps:
             # circle.
             saved = tensor.detach()
             page = self._pager.track(saved, uses)
-            if page is not None and page.recipe is None and self._recomputes:
+            if page is not None and page.recomputation is None and self._recomputes:
                 name = convolved_by(segment, saved, {**self._taken, **outputs})
                 if name is not None:
-                    recipe = self._recipe(page, Made(segment, self._taken, name, saved, None))
-                    self._pager.note_recipe(page, recipe)
+                    recomputation = self._recomputation(page, Made(segment, self._taken, name, saved, None))
+                    self._pager.note_recomputation(page, recomputation)
             return saved
 
         def unpack(saved: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ class PagedSteps:
             self._pager.track(tensor, [self._order.at(step, back=True)])
         self._pager.allocated[self._room_key(step, back=False)] = made_bytes
         if self._recomputes:
-            self._note_recipe(step, values, saved)
+            self._note_recomputation(step, values, saved)
         # A reference from here would keep the inputs in memory until the next step begins.
         self._taken = {}
         self._pager.end(self._order.at(step))
@@ -235,46 +235,52 @@ class PagedSteps:
         return len(self._order.steps), self._order.steps[id(step)], back
 
     def _compacted(self, step: Step, saved: Any) -> Any:
-        """Return what an operator has saved, with a recipe for what its input gives again, or else in fewer bytes."""
+        """Return what an operator has saved: what its input gives again is recomputed, or else takes fewer bytes."""
         if not isinstance(step, OperatorStep) or not isinstance(step.call.operator, RemakesSaved) or saved is None:
             return saved
         operator, own = step.call.operator, self._taken[str(step.call.inputs[0])]
         remade, source = operator.remade(saved), self._pager.page_of(own)
         # If the input is not recomputed, nothing else may need it: then it would be kept instead.
-        if remade is None or source is None or source.recipe is None or source.recipe.depth >= DEEPEST:
+        if remade is None or source is None or source.recomputation is None or source.recomputation.depth >= DEEPEST:
             return operator.compact(saved)
         page = self._pager.track(remade)
         if page is None or not self._recomputes:
             return operator.compact(saved)
-        depth, form = source.recipe.depth + 1, form_of(remade)
-        again = Recipe((lambda so_far: operator.remake(own),), (own,), form, remade.dtype, depth, self._context)
-        self._pager.note_recipe(page, again)
+        depth, form = source.recomputation.depth + 1, form_of(remade)
+        again = Recomputation((lambda so_far: operator.remake(own),), (own,), form, remade.dtype, depth, self._context)
+        self._pager.note_recomputation(page, again)
         return saved
 
-    def _note_recipe(self, step: Step, values: NamedTensors, saved: Any) -> None:
-        """Attach a recipe to the output of a cheap step."""
+    def _note_recomputation(self, step: Step, values: NamedTensors, saved: Any) -> None:
+        """Attach a recomputation to the output of a cheap step."""
         for name in made_by(step):
             page = self._pager.page_of(values[name]) if name in values else None
             if page is not None:
                 # other outputs of an operator are not maps
                 is_map = isinstance(step, Segment) or name == made_by(step)[0]
                 source = Made(step, self._taken, name, values[name], saved)
-                self._pager.note_recipe(page, self._recipe(page, source) if is_map else None)
+                self._pager.note_recomputation(page, self._recomputation(page, source) if is_map else None)
 
-    def _recipe(self, page: Page, source: Made) -> Recipe | None:
-        """Return the recipe of a step's result, None if it is not cheap; an in-place step extends that of its input."""
-        recomputation = call_of(source)
-        if recomputation is None:
+    def _recomputation(self, page: Page, source: Made) -> Recomputation | None:
+        """Return how a step's result is recomputed; None: not cheaply. An in-place step adds to that of its input."""
+        cheap_call = call_of(source)
+        if cheap_call is None:
             return None
-        call, inputs, in_place = recomputation
-        if in_place and page.recipe is None:
+        call, inputs, in_place = cheap_call
+        if in_place and page.recomputation is None:
             return None
         calls, earlier = (
-            ((*page.recipe.calls, call), page.recipe.sources) if in_place and page.recipe else ((call,), ())
+            ((*page.recomputation.calls, call), page.recomputation.sources)
+            if in_place and page.recomputation
+            else ((call,), ())
         )
         sources = tuple(dict.fromkeys((*earlier, *(t for t in inputs if self._pager.page_of(t) is not None))))
-        depths = (p.recipe.depth for p in map(self._pager.page_of, sources) if p is not None and p.recipe is not None)
+        depths = (
+            p.recomputation.depth
+            for p in map(self._pager.page_of, sources)
+            if p is not None and p.recomputation is not None
+        )
         depth = 1 + max(depths, default=0)
         if depth > DEEPEST or not sources:
             return None
-        return Recipe(calls, sources, form_of(source.result), source.result.dtype, depth, self._context)
+        return Recomputation(calls, sources, form_of(source.result), source.result.dtype, depth, self._context)

@@ -6,8 +6,8 @@
     backward   … │ n0 n1 │ c0 ──▶ read ahead, in the order of use
 
 A page is the storage of a map, which the tape, live values or a running operator may reference. Only the storage is
-freed, so results do not change. A page with a *recipe* is dropped instead of written, and recomputed from other pages.
-The next use of each page is known from the tape: see ``cells.paged_steps``.
+freed, so results do not change. A page with a *recomputation* is dropped instead of written, and
+computed again from other pages. The next use of each page is known from the tape: see ``cells.paged_steps``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyfi_core.cells.budget import EARLY
 from hyfi_core.cells.page import NEVER, PLACES, Page, PagerCounts, When
 from hyfi_core.cells.page_forecast import SMALLEST_BYTES
 from hyfi_core.cells.page_order import PageOrder, pop_latest
-from hyfi_core.cells.recipe import Recipe, image_of, same_memory, tensors_in
+from hyfi_core.cells.recomputation import Recomputation, image_of, same_memory, tensors_in
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import SpillStore, queued
 from hyfi_core.current_device import make_current
@@ -138,17 +138,17 @@ class Pager:
         image = prepare(pixels)
         page = self.track(image)
         if page is not None and not same_memory(pixels, image):
-            self.note_recipe(page, image_of(pixels, image, prepare))
+            self.note_recomputation(page, image_of(pixels, image, prepare))
         return image
 
-    def note_recipe(self, page: Page, recipe: Recipe | None) -> None:
+    def note_recomputation(self, page: Page, recomputation: Recomputation | None) -> None:
         """Set how a page is recomputed; None: it is not."""
-        page.recipe = recipe
+        page.recomputation = recomputation
         self._enqueue(page)
 
     def note_new(self, page: Page) -> None:
         """Mark the contents of a page as new."""
-        page.recipe, page.written = None, False
+        page.recomputation, page.written = None, False
         self._enqueue(page)
 
     def page_of(self, tensor: torch.Tensor) -> Page | None:
@@ -206,7 +206,7 @@ class Pager:
         return [page for page in candidates if page is not None and not page.memory.expired()]
 
     def _forget_freed(self) -> None:
-        """Remove pages whose storage has been freed; their recipes may have kept others alive."""
+        """Remove pages whose storage has been freed; their recomputations may have kept others alive."""
         while True:
             ended = [key for key, page in self._pages.items() if page.memory.expired()]
             if not ended:
@@ -220,7 +220,7 @@ class Pager:
             page.work.result()
         if page.in_memory:
             self._memory_bytes -= page.size
-        page.in_memory, page.recipe = False, None
+        page.in_memory, page.recomputation = False, None
         self._update_ready(page)
         self._release(page)
         self._ahead.pop(id(page), None)
@@ -234,7 +234,7 @@ class Pager:
             page = left.pop()
             if not page.in_memory and id(page) not in away:
                 away[id(page)] = page
-                left += self._pages_of(page.recipe.sources) if page.recipe is not None else []
+                left += self._pages_of(page.recomputation.sources) if page.recomputation is not None else []
         return sum(page.size for page in away.values())
 
     def _update_ready(self, page: Page) -> None:
@@ -248,7 +248,7 @@ class Pager:
         absent = list(pages)
         for page in absent:
             self._ahead.pop(id(page), None)
-            if not page.in_memory and page.recipe is None:
+            if not page.in_memory and page.recomputation is None:
                 self._read(page)
         for page in absent:
             if not page.in_memory:
@@ -258,17 +258,17 @@ class Pager:
 
     def _compute(self, page: Page) -> None:
         """Recompute a page, after loading the pages that it needs; drop those that were recomputed for it if full."""
-        storage, recipe = page.storage(), page.recipe
-        if storage is None or recipe is None:
+        storage, recomputation = page.storage(), page.recomputation
+        if storage is None or recomputation is None:
             return
-        sources = self._pages_of(recipe.sources)
-        made_for_it = [source for source in sources if not source.in_memory and source.recipe is not None]
+        sources = self._pages_of(recomputation.sources)
+        made_for_it = [source for source in sources if not source.in_memory and source.recomputation is not None]
         self._load(sources)
         storage.resize_(page.size)
         page.in_memory = True
         self._memory_bytes += page.size
         self.counts.recomputed_bytes += page.size
-        recipe.fill(storage)
+        recomputation.fill(storage)
         self._enqueue(page)
         if made_for_it and self._memory_bytes > self._limit_now():
             pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
@@ -301,8 +301,10 @@ class Pager:
             if (when, cell) != page.next or page.in_memory or page.memory.expired():
                 heappop(self._order.nearest)
                 continue
-            upcoming = [page] if page.recipe is None else self._pages_of(page.recipe.sources)
-            upcoming = [candidate for candidate in upcoming if not candidate.in_memory and candidate.recipe is None]
+            upcoming = [page] if page.recomputation is None else self._pages_of(page.recomputation.sources)
+            upcoming = [
+                candidate for candidate in upcoming if not candidate.in_memory and candidate.recomputation is None
+            ]
             size = sum(candidate.size for candidate in upcoming)
             # A page that is never used again is last on the heap: nothing behind it is needed, either.
             if when >= NEVER >> PLACES or not self._drop_later_pages(room_bytes + size, (when, cell)):

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.placement import Placement
 
-Schedule = Literal["sequential", "gpipe", "1f1b", "zb_h1", "gems_mast", "gems_master", "chimera"]
+ScheduleName = Literal["sequential", "gpipe", "1f1b", "zb_h1", "gems_mast", "gems_master", "chimera"]
 Mirror = Literal["all_reduce", "point_to_point"]
 GATHER_BYTES = 32 * 2**20
 """Default of the largest map that every rank gathers: about 20 ms over shared memory."""
@@ -70,7 +70,7 @@ class ParallelPlan:
     grids: tuple[tuple[int, int], ...] = ()
     cuts: tuple[str, ...] | Literal["auto"] = "auto"
     microbatches: int = 1
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = "1f1b"
     replicas: int = 1
     fused_halo: int | Literal["auto"] = "auto"
     interleave: int = 1
@@ -96,7 +96,7 @@ class ParallelPlan:
             object.__setattr__(self, "cuts", _parse_cuts(self.cuts, self.stages))
         for name in ("microbatches", "replicas", "interleave", "branches"):
             _check_count(name, getattr(self, name))
-        for name, kind in (("schedule", Schedule), ("mirror", Mirror)):
+        for name, kind in (("schedule", ScheduleName), ("mirror", Mirror)):
             if getattr(self, name) not in get_args(kind):
                 raise RequestError(f"plan.{name} is {getattr(self, name)!r}; use one of {', '.join(get_args(kind))}")
         if self.fused_halo != "auto":

@@ -23,8 +23,8 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.rules.table import facts_of
-from hyfi_core.runtime.compiled import Compiled, Key
 from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.lowered_model import Key, LoweredModel
 
 
 @runtime_checkable
@@ -272,20 +272,20 @@ class Reader:
         self._dtype = dtype
         self._order = torch.channels_last if channels_last else torch.preserve_format
 
-    def training_parts(self, compiled: Compiled, batch: int) -> dict[Key, InputPart]:
+    def training_parts(self, lowered: LoweredModel, batch: int) -> dict[Key, InputPart]:
         """Return the box of each stage that reads the image in training, for its direction's samples."""
         count = batch // self._plan.directions
         return {
             key: InputPart(stage.ranked.read_box, key[1] * count, (key[1] + 1) * count)
-            for key, stage in sorted(compiled.hosted.items(), key=lambda item: item[0])
+            for key, stage in sorted(lowered.hosted.items(), key=lambda item: item[0])
             if stage.reads_image
         }
 
-    def prediction_parts(self, compiled: Compiled, batch: int) -> dict[Key, InputPart]:
+    def prediction_parts(self, lowered: LoweredModel, batch: int) -> dict[Key, InputPart]:
         """Return the boxes for prediction: all samples, in direction 0."""
         return {
             key: InputPart(stage.ranked.read_box, 0, batch)
-            for key, stage in compiled.hosted.items()
+            for key, stage in lowered.hosted.items()
             if stage.reads_image and key[1] == 0
         }
 

@@ -40,11 +40,11 @@ from hyfi_core.runtime.calls.paged_call import PagedCall, pixels_of
 from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
 from hyfi_core.runtime.calls.runners import Runners
 from hyfi_core.runtime.calls.same_pixels import SamePixels
-from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.gradients import GradientsOfCells, StepGradients
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.training_loss import TrainingLoss
+from hyfi_core.runtime.lowered_model import LoweredModel
 from hyfi_core.runtime.mirror import Mirrors
 from hyfi_core.runtime.ownership import (
     ParameterOwnership,
@@ -92,20 +92,20 @@ class Engine(EngineState):
         self._groups = Groups(comm, plan, Placement.of(plan))
         self._pixels = SamePixels(comm, self._groups.index)
         self._loss = TrainingLoss(self._subject, plan, self._groups)
-        self._shared: list[tuple[Compiled, StepGradients, ReplicaBuffers]] = []
+        self._shared: list[tuple[LoweredModel, StepGradients, ReplicaBuffers]] = []
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, plan.share_of(self._groups.index)
         self.events: list[tuple[Action, float, float]] = []
         self._trained = PagedCall(shapes.micro, trains=True)
         self._runners = Runners(self._subject, plan, comm, self._groups)
         self._paging = self._runners.paging
-        compiled = self._compiled()  # captures the model, or refuses it
+        lowered = self._lowered()  # captures the model, or refuses it
         if settings.verify:
             agree(comm, lambda: self._subject.verify() if comm.rank == 0 else None)
-        bindings.share(used_stages(model, compiled), self._groups, settings.release, settings.weights, self.device)
-        self._ownership = ParameterOwnership(model, compiled, self._groups, self.device)
+        bindings.share(used_stages(model, lowered), self._groups, settings.release, settings.weights, self.device)
+        self._ownership = ParameterOwnership(model, lowered, self._groups, self.device)
         self._stage_buffers = StageBuffers(model, self._groups, self._ownership.owner)
-        self.unsaved = unsaved_buffers(model, compiled)
+        self.unsaved = unsaved_buffers(model, lowered)
         self._missing = self._ownership.missing() if plan.stages > 1 else None
         self._mirrors = Mirrors(model, self._groups, plan.mirror == "point_to_point")
         self._watch = WeightWatch(model, self._mirrors.arriving, plan.stages > 1)
@@ -115,7 +115,7 @@ class Engine(EngineState):
             model, comm, replica, changes, weights, settings.loss, bool(plan.shares), plan.stages
         )
         self._scale = GradientScale(self._ownership.optimized() if plan.stages > 1 else ())
-        self._mirrors.choose(compiled, self.settle)
+        self._mirrors.choose(lowered, self.settle)
         self._optimizer = made_optimizer(settings.optimizer, self._ownership.optimized(), plan.stages > 1)
         self._input_parts = self._runners.training_parts(shapes)
 
@@ -197,13 +197,13 @@ class Engine(EngineState):
         ACTIVITY.begin_step()
         ACTIVITY.action = "comparing this call"
         self._consensus.check_training(batch.shape, self._runners[0].known(batch.micro), labels, self._optimizer)
-        compiled = self._compiled(batch.micro)
-        self._bring_buffers(compiled)
-        over_batch = self._loss.over_batch(compiled, labels, self._runners[0].forwards_first(compiled))
+        lowered = self._lowered(batch.micro)
+        self._bring_buffers(lowered)
+        over_batch = self._loss.over_batch(lowered, labels, self._runners[0].forwards_first(lowered))
         inputs = dict(self._runners.each(lambda runner: (runner, runner.training_input(batch))))
         self._pixels.check(inputs[self._runners[0]])
-        self._mirrors.choose(compiled, self.settle)
-        gradients, buffers = self._shared_by(compiled)
+        self._mirrors.choose(lowered, self.settle)
+        gradients, buffers = self._shared_by(lowered)
         sink = gradients if self._runners.cells == 1 else GradientsOfCells(gradients, self._runners.cells)
         hooks = ParameterHooks(self._subject.bindings.parameters_once, self.plan.microbatches * self.plan.replicas)
         mark_stale(self._model, self._missing)
@@ -218,7 +218,7 @@ class Engine(EngineState):
             gradients.finish(hooks)
             buffers.take_over()
             if self.plan.stages > 1:
-                self._stage_buffers.changed(compiled)
+                self._stage_buffers.changed(lowered)
         self._scale.note()
         ACTIVITY.action = None
         self.events = steps[0].events
@@ -250,18 +250,18 @@ class Engine(EngineState):
 
     def flops_per_image(self) -> float:
         """Return the operations of an image's forward and backward; see ``training_flops``."""
-        compiled = self._compiled()
-        return training_flops(compiled.program, compiled.trained) / self._shapes.micro[0]
+        lowered = self._lowered()
+        return training_flops(lowered.program, lowered.trained) / self._shapes.micro[0]
 
     @property
     def normalises_batches(self) -> bool:
         """Whether the model has batch norm in training mode, which normalises the images of a micro-batch together."""
-        return any(has_live_statistics(op) for op in self._compiled().program.operators)
+        return any(has_live_statistics(op) for op in self._lowered().program.operators)
 
     @property
     def pools_a_map(self) -> bool | None:
         """Whether the model reduces a feature map to its logits, which `explain` needs; None if the plan has stages."""
-        return has_last_map(self._compiled().only.ranked) if self.plan.stages == 1 else None
+        return has_last_map(self._lowered().only.ranked) if self.plan.stages == 1 else None
 
     def spilled(self) -> PagerCounts | None:
         """Return the bytes that the last call wrote, read and recomputed; None if ``plan.spill`` is not set."""
@@ -269,10 +269,8 @@ class Engine(EngineState):
 
     def describe(self, machine: MachineModel | None = None) -> str:
         """Return the plan as text, with forwards that run twice, maps that ranks gather, and what is spilled."""
-        lines = self._loss.describe(self._runners[0].forwards_first(self._compiled()))
-        lines += [
-            f"gathered on every rank: {line}" for line in self._compiled().gathered
-        ]  # in the model's current mode
+        lines = self._loss.describe(self._runners[0].forwards_first(self._lowered()))
+        lines += [f"gathered on every rank: {line}" for line in self._lowered().gathered]  # in the model's current mode
         if self._paging is not None:
             call = self._trained
             lines += call.described(self._paging, self._forecasts(call), self._subject, self.plan, machine)
@@ -280,7 +278,7 @@ class Engine(EngineState):
 
     def schedule(self) -> Schedule:
         """Return the lowered schedule of a training step: all actions of the ranks of a replica, or of their cells."""
-        return self._runners[0].schedule(self._compiled())
+        return self._runners[0].schedule(self._lowered())
 
     def reserve(self, micro: Shape | None = None, trains: bool = True, pixels: torch.dtype | None = None) -> int | None:
         """Reserve memory and disk for the maps of a call, a training step by default; refuse too little of either.
@@ -299,7 +297,7 @@ class Engine(EngineState):
 
     def _forecasts(self, call: PagedCall) -> list[PagedForecast]:
         """Return what every stage needs in every cell."""
-        of_cells = self._runners.each(lambda runner: runner.compiled(call.micro))
+        of_cells = self._runners.each(lambda runner: runner.lowered(call.micro))
         return call.forecasts(self._subject, self.plan, of_cells)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -309,22 +307,22 @@ class Engine(EngineState):
             "state with engine.save(folder) and load it into another engine with engine.load(folder)"
         )
 
-    def _compiled(self, micro: Shape | None = None) -> Compiled:
-        """Return the compiled model for micro-batches of a shape in this call; without one, outside of a call."""
+    def _lowered(self, micro: Shape | None = None) -> LoweredModel:
+        """Return the lowered model for micro-batches of a shape in this call; without one, outside of a call."""
         if micro is None:
             self._runners[0].observe()
-        return self._runners.each(lambda runner: runner.compiled(micro or self._shapes.micro))[0]
+        return self._runners.each(lambda runner: runner.lowered(micro or self._shapes.micro))[0]
 
     def _evaluation_batch(self, call: str, images: Images) -> ImageBatch:
         """Return a batch to predict, on whose shape all ranks agree."""
         batch = self._runners[0].reader.evaluation_batch(images)
         self._consensus.check_evaluation(call, batch.shape, self._runners[0].known(batch.micro))
-        self._bring_buffers(self._compiled(batch.micro))
+        self._bring_buffers(self._lowered(batch.micro))
         return batch
 
-    def _bring_buffers(self, compiled: Compiled) -> None:
+    def _bring_buffers(self, lowered: LoweredModel) -> None:
         """Bring the buffers that other stages have changed to those that read them."""
-        missing = self._stage_buffers.missing(compiled) if self.plan.stages > 1 else []
+        missing = self._stage_buffers.missing(lowered) if self.plan.stages > 1 else []
         if missing:
             with self._watch.changing():
                 self._stage_buffers.send(missing)
@@ -335,15 +333,15 @@ class Engine(EngineState):
             self._mirrors.send_weights()
             self._mirrors.settle()
 
-    def _shared_by(self, compiled: Compiled) -> tuple[StepGradients, ReplicaBuffers]:
+    def _shared_by(self, lowered: LoweredModel) -> tuple[StepGradients, ReplicaBuffers]:
         """Return what reduces gradients, and what takes over buffers."""
-        shared = next(((gradients, buffers) for owner, gradients, buffers in self._shared if owner is compiled), None)
+        shared = next(((gradients, buffers) for owner, gradients, buffers in self._shared if owner is lowered), None)
         if shared is None:
             model, groups = self._model, self._groups
-            gradients = StepGradients(model, compiled, groups, self.plan, self._mirrors.current)
-            shared = gradients, ReplicaBuffers(model, compiled, groups, self.plan.replicas)
-            self.unsaved |= unsaved_buffers(model, compiled)
-            self._shared = [*self._shared[1 - CAPTURES_KEPT :], (compiled, *shared)]
+            gradients = StepGradients(model, lowered, groups, self.plan, self._mirrors.current)
+            shared = gradients, ReplicaBuffers(model, lowered, groups, self.plan.replicas)
+            self.unsaved |= unsaved_buffers(model, lowered)
+            self._shared = [*self._shared[1 - CAPTURES_KEPT :], (lowered, *shared)]
         return shared
 
 

@@ -23,17 +23,17 @@ from hyfi_core.comm.base import Pending
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.plan.parallel_plan import BUCKET_BYTES, ParallelPlan
 from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
-from hyfi_core.runtime.compiled import Compiled, HostedStage, Key
 from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.lowered_model import HostedStage, Key, LoweredModel
 from hyfi_core.runtime.mirror import Mirror
 
 
 class StepGradients:
-    """The gradients of one compiled model. Creation is collective over all trainers.
+    """The gradients of one lowered model. Creation is collective over all trainers.
 
     Args:
         model: the user's module.
-        compiled: its stages.
+        lowered: its stages.
         groups: the plan's groups.
         plan: replicas and their shares, mirror, dtype of messages.
         mirror: transfers gradients of direction 1; None if they are reduced with the others.
@@ -42,21 +42,19 @@ class StepGradients:
     def __init__(
         self,
         model: nn.Module,
-        compiled: Compiled,
+        lowered: LoweredModel,
         groups: Groups,
         plan: ParallelPlan,
         mirror: Mirror | None,
     ) -> None:
         self._named = dict(model.named_parameters(remove_duplicate=False))
-        self._compiled = compiled
+        self._lowered = lowered
         self._mirror = mirror
         self._earlier = EarlierGradients(self._named.values())
         dtype = torch.bfloat16 if plan.reduce_dtype == "bfloat16" else None
         self._group_of: dict[int, ReductionGroup] = {}
         self._groups: list[ReductionGroup] = []
-        for holders, members in sorted(
-            _by_holders(self._named, compiled, groups).items(), key=lambda kv: sorted(kv[0])
-        ):
+        for holders, members in sorted(_by_holders(self._named, lowered, groups).items(), key=lambda kv: sorted(kv[0])):
             comm = groups.reduction(holders)
             if comm is not None and comm.size > 1:
                 group = ReductionGroup(members, comm, plan.mean_over, dtype)
@@ -75,7 +73,7 @@ class StepGradients:
         for group in self._groups:
             group.begin()
         self._waiting = {}
-        for stage in self._compiled.hosted.values():
+        for stage in self._lowered.hosted.values():
             for name in _used(stage):
                 self._wait_for(self._named[name])
         if self._mirror is not None:
@@ -86,7 +84,7 @@ class StepGradients:
 
     def complete(self, key: Key, names: Sequence[str]) -> None:
         """Record that a stage's contribution to these gradients is complete; start complete reductions."""
-        program = self._compiled.hosted[key].ranked.program
+        program = self._lowered.hosted[key].ranked.program
         for name in names:
             self._one_less(self._named[program.parameters[name]])
         for group in self._groups:
@@ -208,14 +206,14 @@ def _used(stage: HostedStage) -> list[str]:
 
 
 def _by_holders(
-    named: Mapping[str, nn.Parameter], compiled: Compiled, groups: Groups
+    named: Mapping[str, nn.Parameter], lowered: LoweredModel, groups: Groups
 ) -> dict[frozenset[int], list[nn.Parameter]]:
     """Return holders -> trained parameters, in the order in which their gradients are completed."""
     stages: dict[int, set[int]] = {}
     order: dict[int, nn.Parameter] = {}
-    for stage, names in enumerate(compiled.parameters):
+    for stage, names in enumerate(lowered.parameters):
         for name in names:
-            if name in compiled.trained:
+            if name in lowered.trained:
                 order.setdefault(id(named[name]), named[name])
                 stages.setdefault(id(named[name]), set()).add(stage)
     parameters: dict[frozenset[int], list[nn.Parameter]] = {}

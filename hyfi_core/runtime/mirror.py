@@ -23,8 +23,8 @@ from hyfi_core.comm.base import Message, Pending
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.placement import Placement
-from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.lowered_model import LoweredModel
 
 _UNFINISHED: dict[int, _InTransit] = {}
 """Exchanges that have not been waited for. MPI accesses their memory even after their mirror has been freed."""
@@ -180,16 +180,16 @@ class Mirrors:
         self._known: dict[frozenset[str], Mirror] = {}
         self.current: Mirror | None = None
 
-    def choose(self, compiled: Compiled, settle: Callable[[], None]) -> None:
+    def choose(self, lowered: LoweredModel, settle: Callable[[], None]) -> None:
         """Choose the mirror for the currently trained parameters; first ``settle`` waits for weights in transit."""
         if not self._used:
             return
-        if compiled.trained not in self._known:
-            stages = _trained_by_stage(self._model, compiled)
-            self._known[compiled.trained] = Mirror(self._groups.placement, self._groups.plane, stages)
-        if self.current is not self._known[compiled.trained]:
+        if lowered.trained not in self._known:
+            stages = _trained_by_stage(self._model, lowered)
+            self._known[lowered.trained] = Mirror(self._groups.placement, self._groups.plane, stages)
+        if self.current is not self._known[lowered.trained]:
             settle()
-            self.current = self._known[compiled.trained]
+            self.current = self._known[lowered.trained]
 
     def arriving(self) -> list[nn.Parameter]:
         """Return the parameters whose new weights have not been copied to them yet."""
@@ -211,11 +211,11 @@ class Mirrors:
             self.settle()
 
 
-def _trained_by_stage(model: nn.Module, compiled: Compiled) -> list[list[nn.Parameter]]:
+def _trained_by_stage(model: nn.Module, lowered: LoweredModel) -> list[list[nn.Parameter]]:
     """Return the trained parameters of each stage, each once, in one order on all ranks."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return [
-        list({id(named[n]): named[n] for n in names if n in compiled.trained}.values()) for names in compiled.parameters
+        list({id(named[n]): named[n] for n in names if n in lowered.trained}.values()) for names in lowered.parameters
     ]
 
 

@@ -15,8 +15,8 @@ from hyfi_core.comm.agreement.same_weights import HeldWeights
 from hyfi_core.comm.base import Message
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.calls.local_use import local_state
-from hyfi_core.runtime.compiled import StageNames
 from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.lowered_model import StageNames
 from hyfi_core.runtime.saving.shares import deal
 from hyfi_core.stored_state import PreparedWeights, Weights, tensor_reader
 
@@ -26,16 +26,16 @@ class ParameterOwnership:
 
     Args:
         model: the user's module.
-        compiled: its stages.
+        lowered: its stages.
         groups: the plan's groups.
         device: of tensors that are gathered.
     """
 
-    def __init__(self, model: nn.Module, compiled: StageNames, groups: Groups, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, lowered: StageNames, groups: Groups, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._compiled = compiled
+        self._lowered = lowered
         self._groups = groups
-        self._stages = _stages_by_name(model, compiled)
+        self._stages = _stages_by_name(model, lowered)
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self._holders = {name: groups.holders(stages) for name, stages in self._stages.items()}
         rank = groups.plane.rank
@@ -96,7 +96,7 @@ class ParameterOwnership:
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
         """Return copies of all gradients on rank 0, None elsewhere."""
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        empty = {name: name not in self._compiled.trained for name in names}
+        empty = {name: name not in self._lowered.trained for name in names}
         gradients: dict[str, torch.Tensor] = {}
         for name in names:
             grad = self._named[name].grad
@@ -153,14 +153,14 @@ class ParameterOwnership:
         return nn.Parameter(torch.zeros(0, device=self._device))
 
 
-def used_stages(model: nn.Module, compiled: StageNames) -> dict[str, set[int]]:
+def used_stages(model: nn.Module, lowered: StageNames) -> dict[str, set[int]]:
     """Return name of a parameter or buffer -> stages that use it; without those that no operator uses.
 
     Names of one tensor (tied weights) have the same stages.
     """
     named = named_tensors(model)
     by_tensor: dict[int, set[int]] = {}
-    for stage, names in enumerate(compiled.names):
+    for stage, names in enumerate(lowered.names):
         for name in names:
             by_tensor.setdefault(id(named[name]), set()).add(stage)
     return {name: by_tensor[id(tensor)] for name, tensor in named.items() if id(tensor) in by_tensor}
@@ -235,15 +235,15 @@ def _read_into(value: torch.Tensor, read: Callable[[str], torch.Tensor], aliases
         return
 
 
-def _stages_by_name(model: nn.Module, compiled: StageNames) -> dict[str, set[int]]:
+def _stages_by_name(model: nn.Module, lowered: StageNames) -> dict[str, set[int]]:
     """Return name of a parameter or buffer -> stages to which it belongs.
 
     Tensors not used by any operator (a counter in evaluation mode) belong to the stage of their module, or to the first
     stage.
     """
-    used = used_stages(model, compiled)
+    used = used_stages(model, lowered)
     by_module: dict[str, set[int]] = {}
-    for stage, names in enumerate(compiled.names):
+    for stage, names in enumerate(lowered.names):
         for name in names:
             by_module.setdefault(name.rpartition(".")[0], set()).add(stage)
     return {name: used.get(name) or by_module.get(name.rpartition(".")[0]) or {0} for name in named_tensors(model)}

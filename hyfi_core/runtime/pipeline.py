@@ -15,9 +15,9 @@ from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.replay import Log, RecordingCommunicator, ReplayingCommunicator
 from hyfi_core.runtime.backward import BackwardPass, Complete, LocalValues, Record
-from hyfi_core.runtime.compiled import Compiled, HostedStage, Key
 from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.losses.step_loss import StepLoss
+from hyfi_core.runtime.lowered_model import HostedStage, Key, LoweredModel
 from hyfi_core.runtime.stage_exchange import StageExchange
 from hyfi_core.schedule.action import TO_INPUTS, TO_WEIGHTS, Action, Verb
 
@@ -94,7 +94,7 @@ class Pipeline:
     """Runs one step of a schedule.
 
     Args:
-        compiled: the stages that this rank holds.
+        lowered: the stages that this rank holds.
         groups: (stage, direction) -> its ranks.
         copies: (stage, direction) -> its ranks in all replicas, for synchronised norms.
         peers: the ranks with the same position in all planes.
@@ -108,7 +108,7 @@ class Pipeline:
 
     def __init__(
         self,
-        compiled: Compiled,
+        lowered: LoweredModel,
         groups: Mapping[Key, CountedCommunicator],
         copies: Mapping[Key, CountedCommunicator],
         peers: CountedCommunicator,
@@ -119,7 +119,7 @@ class Pipeline:
         recomputes: Callable[[Action], bool],
         memory: Callable[[HostedStage, LocalValues], StepMemory] | None = None,
     ) -> None:
-        self._compiled = compiled
+        self._lowered = lowered
         self._groups = groups
         self._copies = copies
         self._peers = peers
@@ -185,7 +185,7 @@ class Pipeline:
             loss.take({m: flight.leaves for m, flight in sorted(flights.items(), key=lambda item: item[0])})
 
     def _is_last(self, key: Key) -> bool:
-        return key[0] == len(self._compiled.parameters) - 1
+        return key[0] == len(self._lowered.parameters) - 1
 
     def _send(self, edge: tuple[int, int], key: Key, microbatch: int, back: bool) -> None:
         """Send along an edge, and drop values that no other edge needs."""
@@ -194,14 +194,14 @@ class Pipeline:
         flight.memory.need(leaving)
         self._exchange.send(edge, key[1], microbatch, leaving, back)
         flight.sends += 1
-        edges = sum(boundary[1 if back else 0] == key[0] for boundary in self._compiled.boundaries)
+        edges = sum(boundary[1 if back else 0] == key[0] for boundary in self._lowered.boundaries)
         if flight.sends == edges and back:
             del self._flights[key, microbatch]
         elif flight.sends == edges:
             flight.exits.clear()
 
     def _forward(self, key: Key, microbatch: int, step: Step, recomputes: bool) -> _MicroBatch:
-        stage, flight = self._compiled.hosted[key], _MicroBatch()
+        stage, flight = self._lowered.hosted[key], _MicroBatch()
         values = step.begin(key, microbatch)
         if self._statistics is not None:
             values.update(self._statistics.given(stage))
@@ -227,14 +227,14 @@ class Pipeline:
             flight.memory.need([values[name] for name in stage.ranked.program.mutations.values()])
             self._statistics.changed(key, microbatch, stage, values)
         flight.exits = {name: values[name] for name in stage.ranked.exits}
-        flight.leaves = self._compiled.leaves(stage, values)
+        flight.leaves = self._lowered.leaves(stage, values)
         if self._gradients is None and self._is_last(key):
             flight.memory.stay(flight.leaves)
             self.outputs[microbatch] = flight.leaves
         return flight
 
     def _backward(self, key: Key, microbatch: int, step: Step, in_two: bool) -> None:
-        stage, flight = self._compiled.hosted[key], self._flights[key, microbatch]
+        stage, flight = self._lowered.hosted[key], self._flights[key, microbatch]
         flight.sends = 0
         cotangents = self._exchange.cotangents(*key, microbatch)
         self._begin_s = time.perf_counter()
@@ -257,7 +257,7 @@ class Pipeline:
         else:
             complete = self._completes(key, microbatch)
             flight.cotangents = executor.backward(flight.records, cotangents, parameters, complete=complete)
-        if not any(edge[1] == key[0] for edge in self._compiled.boundaries):
+        if not any(edge[1] == key[0] for edge in self._lowered.boundaries):
             del self._flights[key, microbatch]
 
     def _completes(self, key: Key, microbatch: int) -> Complete | None:
@@ -284,7 +284,7 @@ class Pipeline:
         first = self._groups[key].rank == self._peers.rank == 0
         cotangents = step.loss.cotangents(microbatch, flight.leaves, first)
         flight.leaves = []
-        outputs = self._compiled.hosted[key].ranked.outputs
+        outputs = self._lowered.hosted[key].ranked.outputs
         return {
             item.name: cotangent for item, cotangent in zip(outputs, cotangents, strict=True) if cotangent is not None
         }

@@ -22,13 +22,13 @@ from hyfi_core.runtime.backward import LocalValues
 from hyfi_core.runtime.batch_reader import ImageBatch, LocalInput, PixelParts, Reader, uploaded
 from hyfi_core.runtime.calls.attribution import ExplainedPart, attribute, join_explanations
 from hyfi_core.runtime.calls.outputs import described, joined, undescribed
-from hyfi_core.runtime.compile_model import compile_model
-from hyfi_core.runtime.compiled import Compiled, HostedStage, Key
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.loss_function import LossFunction
 from hyfi_core.runtime.losses.of_step import Trained, loss_of_step
 from hyfi_core.runtime.losses.step_loss import NoLoss, StepLoss
+from hyfi_core.runtime.lower_model import lower_model
+from hyfi_core.runtime.lowered_model import HostedStage, Key, LoweredModel
 from hyfi_core.runtime.pipeline import Event, Gradients, Pipeline, Step
 from hyfi_core.runtime.stage_exchange import StageExchange
 from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
@@ -72,14 +72,14 @@ class StageRunner:
             self.groups.wait_at_once()
         whole = subject.shapes.whole
         self.reader = Reader(plan, whole, self.groups, subject.device, subject.dtype, subject.channels_last)
-        self._cache: dict[Any, Compiled] = {}
+        self._cache: dict[Any, LoweredModel] = {}
         self._used: Hashable = None
         self._unchecked = True  # whether its tensors may have been replaced since the last call
         self._schedules = PlanSchedules(plan, self._placement)
         self._trained: FollowingStatistics | FoldedStatistics | None = None
 
-    def compiled(self, shape: Shape) -> Compiled:
-        """Return the compiled model for micro-batches of a shape, in the state that was observed."""
+    def lowered(self, shape: Shape) -> LoweredModel:
+        """Return the lowered model for micro-batches of a shape, in the state that was observed."""
         subject = self._subject
         if self._unchecked:
             subject.bindings.refuse_replaced()
@@ -89,7 +89,7 @@ class StageRunner:
         if not is_known:
             while len(self._cache) >= CAPTURES_KEPT:
                 self._cache.pop(next(iter(self._cache)))
-            self._cache[key] = compile_model(
+            self._cache[key] = lower_model(
                 subject,
                 subject.program(shape),
                 self._plan,
@@ -118,16 +118,16 @@ class StageRunner:
         return "new"
 
     def _known_program(self, shape: Shape) -> bool:
-        """Whether the program for a shape, in the state that was observed, is compiled; captures it if necessary."""
+        """Whether the program for a shape, in the state that was observed, is lowered; captures it if necessary."""
         if (shape, self._subject.watch.taken) in self._cache:
             return True
         program = self._subject.program(shape)  # a capture takes the state again
         current = (shape, self._subject.watch.taken)
         former = next(
-            (key for key, compiled in self._cache.items() if key[0] == shape and compiled.program is program), current
+            (key for key, lowered in self._cache.items() if key[0] == shape and lowered.program is program), current
         )
         # In the same place: all ranks drop the same one first.
-        self._cache = {current if key == former else key: compiled for key, compiled in self._cache.items()}
+        self._cache = {current if key == former else key: lowered for key, lowered in self._cache.items()}
         return current in self._cache
 
     def changes(self) -> dict[tuple[str, str], str]:
@@ -135,17 +135,17 @@ class StageRunner:
         model, places = self._subject.model, changed_since(self._used, self._subject.watch.taken)
         return {path: describe_value(model, *path) for path in places}
 
-    def schedule(self, compiled: Compiled) -> Schedule:
+    def schedule(self, lowered: LoweredModel) -> Schedule:
         """Return the lowered schedule of a training step: every action of every rank of a replica."""
-        return self._schedules.training(compiled.boundaries)
+        return self._schedules.training(lowered.boundaries)
 
-    def forwards_first(self, compiled: Compiled) -> bool:
+    def forwards_first(self, lowered: LoweredModel) -> bool:
         """Whether a training step runs all forwards before all backwards, so that all outputs exist at once."""
-        return self._schedules.forwards_first(compiled.boundaries)
+        return self._schedules.forwards_first(lowered.boundaries)
 
     def training_parts(self, micro: Shape, samples: int) -> dict[Key, InputPart]:
         """Return (stage, direction) -> what this runner reads of a batch of so many samples in training."""
-        return self.reader.training_parts(self.compiled(micro), samples)
+        return self.reader.training_parts(self.lowered(micro), samples)
 
     def training_input(self, batch: ImageBatch) -> LocalInput:
         """Return what this runner reads of a batch in training."""
@@ -172,33 +172,33 @@ class StageRunner:
             over_batch: whether the loss is computed over the whole batch. Unless all forwards come before all
                 backwards, they then run twice: first without graph, only for the output.
         """
-        compiled = self.compiled(inputs.batch.micro)
-        statistics = self._statistics(compiled)
-        pipeline = self._pipeline(compiled, statistics, gradients)
-        actions = self.schedule(compiled).actions[self.groups.plane.rank]
-        loss = self._loss(compiled, labels, over_batch)
-        step = self._step(compiled, inputs, loss, arrived)
-        before = self._take_outputs(compiled, step) if over_batch and not self.forwards_first(compiled) else []
+        lowered = self.lowered(inputs.batch.micro)
+        statistics = self._statistics(lowered)
+        pipeline = self._pipeline(lowered, statistics, gradients)
+        actions = self.schedule(lowered).actions[self.groups.plane.rank]
+        loss = self._loss(lowered, labels, over_batch)
+        step = self._step(lowered, inputs, loss, arrived)
+        before = self._take_outputs(lowered, step) if over_batch and not self.forwards_first(lowered) else []
         pipeline.run(actions, step)
         statistics.finish()
         self._trained = statistics
         return Trained(loss, [*before, *pipeline.events])
 
-    def _loss(self, compiled: Compiled, labels: torch.Tensor, over_batch: bool) -> StepLoss:
+    def _loss(self, lowered: LoweredModel, labels: torch.Tensor, over_batch: bool) -> StepLoss:
         subject, plan = self._subject, self._plan
-        here = (name for stage, _ in compiled.hosted for name in compiled.names[stage])
+        here = (name for stage, _ in lowered.hosted for name in lowered.names[stage])
         trained, elsewhere = subject.bindings.divided(here, plan.stages > 1)
         function = LossFunction(subject.settings.loss, self._autocasting, self._alone, trained, elsewhere)
         targets = uploaded(labels, subject.device)
-        return loss_of_step(function, compiled.pick, targets, plan, self.groups, over_batch)
+        return loss_of_step(function, lowered.pick, targets, plan, self.groups, over_batch)
 
-    def _take_outputs(self, compiled: Compiled, step: Step) -> list[Event]:
+    def _take_outputs(self, lowered: LoweredModel, step: Step) -> list[Event]:
         """Run all forwards without graph, and give the loss the output; buffers and generators stay as they are."""
         devices = [self._subject.device] if self._subject.device.type == "cuda" else []
-        drawn = any(stage.ranked.drawn for stage in compiled.hosted.values())
+        drawn = any(stage.ranked.drawn for stage in lowered.hosted.values())
         with torch.no_grad(), torch.random.fork_rng(devices, enabled=drawn):
-            pipeline = self._pipeline(compiled, self._statistics(compiled, apart=True), None)
-            actions = self._schedules.outputs(compiled.boundaries).actions[self.groups.plane.rank]
+            pipeline = self._pipeline(lowered, self._statistics(lowered, apart=True), None)
+            actions = self._schedules.outputs(lowered.boundaries).actions[self.groups.plane.rank]
             pipeline.run(actions, Step(step.begin, NoLoss(self._subject.device), {}))
         if pipeline.outputs:
             step.loss.take(dict(sorted(pipeline.outputs.items())))
@@ -212,57 +212,57 @@ class StageRunner:
     def predict(self, batch: ImageBatch) -> Any:
         """Return the output for a batch, the same in every runner; the model is in evaluation mode."""
         with torch.no_grad(), self._autocasting():
-            compiled, inputs = self._begin_evaluation(batch)
-            pipeline = self._pipeline(compiled, None, None)
-            step = self._step(compiled, inputs, NoLoss(self._subject.device))
-            schedule = self._schedules.prediction(compiled.boundaries, batch.count)
+            lowered, inputs = self._begin_evaluation(batch)
+            pipeline = self._pipeline(lowered, None, None)
+            step = self._step(lowered, inputs, NoLoss(self._subject.device))
+            schedule = self._schedules.prediction(lowered.boundaries, batch.count)
             pipeline.run(schedule.actions[self.groups.plane.rank], step)
-            return self.reader.as_given(batch.images, self._joined_output(compiled, pipeline, batch.count))
+            return self.reader.as_given(batch.images, self._joined_output(lowered, pipeline, batch.count))
 
     def explain(self, batch: ImageBatch) -> ExplainedPart:
         """Return the logits, and this runner's part of their contributions; see ``Engine.explain``."""
         with self._autocasting():
-            compiled, inputs = self._begin_evaluation(batch)
+            lowered, inputs = self._begin_evaluation(batch)
             pieces = []
             for microbatch in range(batch.count):
-                pieces.append(self._explained(compiled, inputs, microbatch))
+                pieces.append(self._explained(lowered, inputs, microbatch))
         return join_explanations(pieces)
 
-    def _explained(self, compiled: Compiled, inputs: LocalInput, microbatch: int) -> ExplainedPart:
+    def _explained(self, lowered: LoweredModel, inputs: LocalInput, microbatch: int) -> ExplainedPart:
         """Return the explanation of a micro-batch; nothing here keeps its pixels once the first layer has used them."""
-        values = self._subject.bindings.begin(compiled.only, self._part(inputs, (0, 0), microbatch), microbatch)
-        return attribute(compiled, values, self.groups.stages[0, 0], self._memory_of(compiled.only, values))
+        values = self._subject.bindings.begin(lowered.only, self._part(inputs, (0, 0), microbatch), microbatch)
+        return attribute(lowered, values, self.groups.stages[0, 0], self._memory_of(lowered.only, values))
 
-    def _begin_evaluation(self, batch: ImageBatch) -> tuple[Compiled, LocalInput]:
+    def _begin_evaluation(self, batch: ImageBatch) -> tuple[LoweredModel, LocalInput]:
         """Return the model, and what this runner reads."""
-        compiled = self.compiled(batch.micro)
-        return compiled, self._read(batch, self.reader.prediction_parts(compiled, batch.shape[0]))
+        lowered = self.lowered(batch.micro)
+        return lowered, self._read(batch, self.reader.prediction_parts(lowered, batch.shape[0]))
 
     def _pipeline(
         self,
-        compiled: Compiled,
+        lowered: LoweredModel,
         statistics: FollowingStatistics | FoldedStatistics | None,
         gradients: Gradients | None,
     ) -> Pipeline:
         return Pipeline(
-            compiled,
+            lowered,
             self.groups.stages,
             self.groups.copies,
             self.groups.peers,
-            StageExchange(compiled.boundaries, self._placement, self.groups.plane, self._subject.device),
+            StageExchange(lowered.boundaries, self._placement, self.groups.plane, self._subject.device),
             statistics,
             gradients,
             self._autocasting,
-            (frozenset() if gradients is None else self._recomputed(compiled)).__contains__,
+            (frozenset() if gradients is None else self._recomputed(lowered)).__contains__,
             None if self._pager is None else lambda stage, stays: self._memory(stage, stays, gradients is not None),
         )
 
-    def _recomputed(self, compiled: Compiled) -> frozenset[Action]:
+    def _recomputed(self, lowered: LoweredModel) -> frozenset[Action]:
         """Return this rank's forwards of a training step that are computed again in backward."""
         if not self._plan.recompute:
             return frozenset()
         in_turn = self._cells > 1 or self._pager is not None  # then each forward waits while other cells run
-        return self._schedules.recomputed(compiled.boundaries, self.groups.plane.rank, in_turn)
+        return self._schedules.recomputed(lowered.boundaries, self.groups.plane.rank, in_turn)
 
     def _memory(self, stage: HostedStage, stays: LocalValues, recomputes: bool) -> StepMemory:
         """Return the paging callbacks of a micro-batch; existing tensors except the image stay in memory."""
@@ -284,7 +284,7 @@ class StageRunner:
 
     def _step(
         self,
-        compiled: Compiled,
+        lowered: LoweredModel,
         inputs: LocalInput,
         loss: StepLoss,
         arrived: Callable[[int], None] = lambda direction: None,
@@ -297,9 +297,9 @@ class StageRunner:
             if key in inputs.parts:
                 first = key[1] * plan.microbatches // plan.directions if trains else 0
                 part = self._part(inputs, key, microbatch - first, trains)
-            return subject.bindings.begin(compiled.hosted[key], part, microbatch)
+            return subject.bindings.begin(lowered.hosted[key], part, microbatch)
 
-        parameters = {key: subject.bindings.parameters(stage) for key, stage in compiled.hosted.items()}
+        parameters = {key: subject.bindings.parameters(stage) for key, stage in lowered.hosted.items()}
         return Step(begin, loss, parameters)
 
     def _part(self, inputs: LocalInput, key: Key, microbatch: int, trains: bool = False) -> torch.Tensor:
@@ -323,7 +323,7 @@ class StageRunner:
         # Memory owned by the caller cannot be spilled.
         return images_part if self._pager is None else images_part.clone()
 
-    def _statistics(self, compiled: Compiled, apart: bool = False) -> FollowingStatistics | FoldedStatistics:
+    def _statistics(self, lowered: LoweredModel, apart: bool = False) -> FollowingStatistics | FoldedStatistics:
         apart = apart or self._cell
         model, rank = self._subject.model, self.groups.plane.rank
         if self._plan.directions == 1:
@@ -332,16 +332,16 @@ class StageRunner:
             (stage, direction): self._placement.group(stage, 1 - direction)[
                 self._placement.group(stage, direction).index(rank)
             ]
-            for stage, direction in compiled.hosted
+            for stage, direction in lowered.hosted
         }
-        return FoldedStatistics(model, compiled.hosted, peers, self.groups.plane, self._plan.microbatches, apart)
+        return FoldedStatistics(model, lowered.hosted, peers, self.groups.plane, self._plan.microbatches, apart)
 
-    def _joined_output(self, compiled: Compiled, pipeline: Pipeline, microbatches: int) -> Any:
+    def _joined_output(self, lowered: LoweredModel, pipeline: Pipeline, microbatches: int) -> Any:
         """Return the concatenated outputs of all micro-batches, on every rank of the replica."""
         outputs = []
         for microbatch in range(microbatches):
             leaves = self._shared(pipeline.outputs.pop(microbatch, None))
-            outputs.append(compiled.pick(leaves))
+            outputs.append(lowered.pick(leaves))
         return joined(outputs)
 
     def _shared(self, leaves: list[Any] | None) -> list[Any]:

@@ -19,8 +19,8 @@ from torch import nn
 from hyfi_core.capture.released import device_of
 from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.errors import RequestError
-from hyfi_core.runtime.compiled import Compiled, HostedStage
 from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.lowered_model import HostedStage, LoweredModel
 
 HostedStages = Mapping[tuple[int, int], HostedStage]
 
@@ -188,36 +188,36 @@ class FoldedStatistics:
         return [self._buffers[name] for name in names], [self._added[name, microbatch] for name in names]
 
 
-def unsaved_buffers(model: nn.Module, compiled: Compiled) -> set[str]:
+def unsaved_buffers(model: nn.Module, lowered: LoweredModel) -> set[str]:
     """Return the buffers that forwards change and that are not in the ``state_dict`` (``persistent=False``)."""
     lost = {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-    return lost & set(compiled.program.mutations)
+    return lost & set(lowered.program.mutations)
 
 
 class ReplicaBuffers:
-    """The buffers that forwards of one compiled model change, which all replicas take over from replica 0.
+    """The buffers that forwards of one lowered model change, which all replicas take over from replica 0.
 
     Creation is collective over all trainers.
 
     Args:
         model: the user's module.
-        compiled: its stages.
+        lowered: its stages.
         groups: the plan's groups.
         replicas: number of replicas.
     """
 
-    def __init__(self, model: nn.Module, compiled: Compiled, groups: Groups, replicas: int) -> None:
+    def __init__(self, model: nn.Module, lowered: LoweredModel, groups: Groups, replicas: int) -> None:
         self._shared: list[tuple[Communicator, list[torch.Tensor]]] = []
         named = dict(model.named_buffers(remove_duplicate=False))
         stages: dict[int, set[int]] = {}
-        for stage, names in enumerate(compiled.buffers if replicas > 1 else ()):
+        for stage, names in enumerate(lowered.buffers if replicas > 1 else ()):
             for name in names:
                 stages.setdefault(id(named[name]), set()).add(stage)
-        changed = {id(named[name]): named[name] for name in sorted(compiled.program.mutations)}
+        changed = {id(named[name]): named[name] for name in sorted(lowered.program.mutations)}
         by_users: dict[frozenset[int], list[torch.Tensor]] = {}
         for key, buffer in changed.items():
             if key in stages:
@@ -254,15 +254,15 @@ class StageBuffers:
         self._model, self._groups, self._owner = model, groups, owner
         self._known_on: dict[str, frozenset[int]] = {}  # all others are known on every rank
 
-    def changed(self, compiled: Compiled) -> None:
+    def changed(self, lowered: LoweredModel) -> None:
         """Record a step's changes; send them to the ranks that save them (collective over planes)."""
-        for name, stages in _stages_of(compiled, compiled.program.mutations).items():
+        for name, stages in _stages_of(lowered, lowered.program.mutations).items():
             self._known_on[name] = self._groups.users(stages)
         self.send([name for name, ranks in self._known_on.items() if self._owner(name) not in ranks])
 
-    def missing(self, compiled: Compiled) -> list[str]:
-        """Return the buffers that stages of a compiled model read and do not have; the same on every rank."""
-        read = _stages_of(compiled, self._known_on)
+    def missing(self, lowered: LoweredModel) -> list[str]:
+        """Return the buffers that stages of a lowered model read and do not have; the same on every rank."""
+        read = _stages_of(lowered, self._known_on)
         return [name for name, stages in read.items() if not self._groups.users(stages) <= self._known_on[name]]
 
     @torch.no_grad()
@@ -275,10 +275,10 @@ class StageBuffers:
             self._groups.plane.broadcast(value, root=min(self._known_on.pop(name)))
 
 
-def _stages_of(compiled: Compiled, names: Collection[str]) -> dict[str, set[int]]:
+def _stages_of(lowered: LoweredModel, names: Collection[str]) -> dict[str, set[int]]:
     """Return name -> the stages that use it, of these buffers."""
     stages: dict[str, set[int]] = {}
-    for stage, used in enumerate(compiled.buffers):
+    for stage, used in enumerate(lowered.buffers):
         for name in used:
             if name in names:
                 stages.setdefault(name, set()).add(stage)

@@ -25,8 +25,8 @@ from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.runtime.backward import LocalValues
 from hyfi_core.runtime.batch_reader import lays_channels_last
 from hyfi_core.runtime.calls.local_use import own_use
-from hyfi_core.runtime.compiled import HostedStage
 from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.lowered_model import HostedStage
 from hyfi_core.runtime.ownership import read_values
 from hyfi_core.runtime.settings import EngineSettings
 from hyfi_core.stored_state import Weights

@@ -18,7 +18,7 @@ from itertools import pairwise
 from math import prod
 
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.plan.parallel_plan import Schedule as ScheduleName
+from hyfi_core.plan.parallel_plan import ScheduleName as ScheduleName
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import COMPUTE, TO_INPUTS, TO_WEIGHTS, Action, Verb
 from hyfi_core.schedule.generate import generate

@@ -27,7 +27,7 @@ class TileModel(nn.Module):
 
 
 class OneStage:
-    """All parameters and buffers of a model as one stage (``runtime.compiled.StageNames``)."""
+    """All parameters and buffers of a model as one stage (``runtime.lowered_model.StageNames``)."""
 
     def __init__(self, model: TileModel) -> None:
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

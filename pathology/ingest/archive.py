@@ -12,7 +12,7 @@ from typing import Any
 
 from data.location import each, is_remote
 from data.object_path import ObjectPath
-from data.store.manifest import DONE, SlideRecord, compile_manifest, load_records, record_path, record_states
+from data.store.manifest import DONE, SlideRecord, load_records, merge_manifest, record_path, record_states
 from data.store.slide_store import SlideStore, StoreError, slide_path
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
@@ -36,7 +36,7 @@ from pathology.readers.file_check import UNREADABLE_FOLDER, folder_error
 from pathology.readers.mpp import AGREE_TOLERANCE, parse_mpp
 from pathology.tissue.given import GivenTissue
 
-__all__ = ["IngestOptions", "IngestReport", "Plan", "Request", "ingest", "ingest_slide", "make_plan"]
+__all__ = ["IngestOptions", "IngestReport", "IngestWork", "Request", "compare_with_store", "ingest", "ingest_slide"]
 
 
 @dataclass(slots=True)
@@ -68,8 +68,8 @@ class IngestReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The plan of an ingest.
+class IngestWork:
+    """What an ingest has to do.
 
     Attributes:
         jobs: Slides to ingest.
@@ -115,7 +115,7 @@ def ingest(
     memory_bytes: int | None = None,
     finished: Callable[[Outcome], None] = lambda outcome: None,
     progress: Callable[[Sequence[float]], None] = lambda fractions: None,
-    plan: Plan | None = None,
+    work: IngestWork | None = None,
 ) -> IngestReport:
     """Ingest slides into the store and compile its ``manifest.csv`` and contact sheet.
 
@@ -125,15 +125,15 @@ def ingest(
         memory_bytes: Memory of all processes together; default: the free memory.
         finished: Called with the result of each slide.
         progress: Called periodically with the completed fraction of each job.
-        plan: From `make_plan`, if it exists already.
+        work: From `compare_with_store`, if it exists already.
 
     Raises:
         RequestError: A path is wrong, or the store cannot be written or has slides with other parameters.
     """
     store = request.store
-    plan = begin(request, plan or make_plan(request))
-    processes = min(worker_count(workers, memory_bytes), len(plan.jobs))
-    report = IngestReport(skipped=list(plan.finished))
+    work = begin(request, work or compare_with_store(request))
+    processes = min(worker_count(workers, memory_bytes), len(work.jobs))
+    report = IngestReport(skipped=list(work.finished))
 
     def take(outcome: Outcome) -> None:
         report.add(outcome)
@@ -141,23 +141,23 @@ def ingest(
 
     try:
         with store_errors(report, store):
-            refresh(plan.finished, store)
-            SlidePool(store, request.options, processes, take, progress).run(plan.jobs)
+            refresh(work.finished, store)
+            SlidePool(store, request.options, processes, take, progress).run(work.jobs)
     finally:
         end(store)
     return report
 
 
-def begin(request: Request, plan: Plan) -> Plan:
-    """Create the store and save the plan's pseudonyms; return the plan, or another one if its key is out of date.
+def begin(request: Request, work: IngestWork) -> IngestWork:
+    """Create the store and save its pseudonyms; return the work, or what it is now if its key is out of date.
 
     Raises:
         RequestError: The store cannot be written.
     """
     _make_store(request.store)
-    while plan.key is not None and not plan.key.commit():
-        plan = make_plan(request)  # another run has created the key in the meantime
-    return plan
+    while work.key is not None and not work.key.commit():
+        work = compare_with_store(request)  # another run has created the key in the meantime
+    return work
 
 
 @contextmanager
@@ -171,12 +171,12 @@ def store_errors(report: IngestReport, store: Path) -> Iterator[None]:
 
 def end(store: Path) -> None:
     """Compile the store's manifest and contact sheet, and remove what killed runs left."""
-    for step in (compile_manifest, write_contact, sweep_unfinished, sweep_claims):
+    for step in (merge_manifest, write_contact, sweep_unfinished, sweep_claims):
         with suppress(OSError):  # a full disk; the next run writes it
             step(store)
 
 
-def make_plan(request: Request) -> Plan:
+def compare_with_store(request: Request) -> IngestWork:
     """Compare the request with the store, without writing.
 
     Raises:
@@ -210,11 +210,11 @@ def make_plan(request: Request) -> Plan:
         else:
             finished[job.slide_id] = updated
     _refuse_changed(changed, store)
-    return Plan(tuple(to_do), finished, key, note)
+    return IngestWork(tuple(to_do), finished, key, note)
 
 
 def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[SlideJob], KeyFile | None, str]:
-    """Return the slides of this part with their names in the store, the key of pseudonyms, and the plan's note."""
+    """Return the slides of this part with their names in the store, the key of pseudonyms, and a note."""
     _refuse_mixed_names(request, records)
     key, store = None if request.pseudonyms is None else KeyFile(request.pseudonyms, request.store), request.store
     cases_by_name = (

@@ -11,7 +11,7 @@ from data.cores import ranks_with_these_cores, usable_cores
 from data.store.manifest import SlideRecord
 from hyfi_core.comm.base import Communicator
 from pathology.dealing import SlideQueue, gathered, on_first_rank, own_group, shared_folder
-from pathology.ingest.archive import IngestReport, Plan, Request, begin, end, refresh, store_errors
+from pathology.ingest.archive import IngestReport, IngestWork, Request, begin, end, refresh, store_errors
 from pathology.ingest.discover import SlideJob
 from pathology.ingest.pool import SlidePool
 from pathology.ingest.work import Outcome
@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 2.0
 
 def ingest_together(
     request: Request,
-    plan: Plan | None,
+    work: IngestWork | None,
     comm: Communicator,
     *,
     workers: int = 0,
@@ -39,7 +39,7 @@ def ingest_together(
 
     Args:
         request: What to ingest; the same on every rank.
-        plan: From `make_plan`, on rank 0; ignored on others.
+        work: From `compare_with_store`, on rank 0; ignored on others.
         comm: The ranks; they share the file system of slides and store.
         workers: Processes of each rank; 0: as many as its share of its node's cores and memory allows.
         memory_bytes: Memory of all processes of a rank together; default: its share of its node's free memory.
@@ -54,7 +54,7 @@ def ingest_together(
         RequestError: On every rank: the store cannot be written, or the memory is too small.
     """
     store = request.store
-    jobs, done_before = _shared_jobs(request, plan, comm)
+    jobs, done_before = _shared_jobs(request, work, comm)
     mates = ranks_with_these_cores(comm)
     cores, processes = max(1, usable_cores() // mates), worker_count(workers, memory_bytes, mates)
     set_decode_threads(cores)
@@ -65,8 +65,8 @@ def ingest_together(
         pool = SlidePool(store, request.options, processes, share.finished, share.progress, share.take, cores)
         try:
             with store_errors(report, store):
-                if plan is not None and comm.rank == 0:
-                    refresh(plan.finished, store)
+                if work is not None and comm.rank == 0:
+                    refresh(work.finished, store)
                 pool.run(jobs)
         except KeyboardInterrupt:
             report.interrupted = True
@@ -78,12 +78,12 @@ def ingest_together(
     return _report(every, done_before, ends, len(jobs))
 
 
-def _shared_jobs(request: Request, plan: Plan | None, comm: Communicator) -> tuple[list[SlideJob], list[str]]:
-    """Return the jobs of rank 0's plan and the names of finished slides, on every rank."""
+def _shared_jobs(request: Request, work: IngestWork | None, comm: Communicator) -> tuple[list[SlideJob], list[str]]:
+    """Return the jobs that rank 0 has, and the names of finished slides, on every rank."""
 
     def planned() -> list[Any]:
-        assert plan is not None, "rank 0 has a plan"
-        begun = begin(request, plan)
+        assert work is not None, "rank 0 has compared"
+        begun = begin(request, work)
         return [[job.to_json() for job in begun.jobs], list(begun.finished)]
 
     jobs, done_before = on_first_rank(comm, planned)

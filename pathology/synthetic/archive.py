@@ -61,7 +61,7 @@ class ArchiveSlide:
         }
 
 
-def plan_archive(
+def lay_out_archive(
     slides: int, size_px: int, seed: int = 0, *, mpp_um: float = 0.5, pen: bool = False, blur: bool = False
 ) -> list[ArchiveSlide]:
     """Return the slides of an archive; the same arguments give the same archive.
@@ -180,7 +180,7 @@ def make_archive(
     """Render all slides, then write the manifest; return the manifest's path.
 
     Args:
-        slides: From `plan_archive`.
+        slides: From `lay_out_archive`.
         folder: Created if it does not exist.
         workers: Number of processes; 1 renders in this process.
         truth: See `write_archive_slide`.

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import hyfi_core
 from hyfi_core.cells.pager import Pager
 from hyfi_core.cells.spill_store import SpillMemory
-from hyfi_core.cells.turns import Turns
+from hyfi_core.cells.baton import Turns
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.current_device import current_device, make_current
 from hyfi_core.models.resnet import resnet6

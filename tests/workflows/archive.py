@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from data.store.layout import LevelSize, pyramid_levels
-from data.store.manifest import SlideRecord, compile_manifest
+from data.store.manifest import SlideRecord, merge_manifest
 from data.store.writer import SlideWriter
 
 SIZE_PX = 250  # odd parts: 125 columns for each of two ranks
@@ -42,7 +42,7 @@ def make_store(
             bad_tiles=0,
             extra=extra,
         ).save(store)
-    compile_manifest(store)
+    merge_manifest(store)
     return store
 
 

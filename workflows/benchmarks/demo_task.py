@@ -31,7 +31,7 @@ from hyfi_core.models import resnet
 from hyfi_core.plan.box import Box
 from pathology.readers.sources import open_source
 from pathology.synthetic.anatomy import tissue_truth
-from pathology.synthetic.archive import ArchiveSlide, make_archive, plan_archive
+from pathology.synthetic.archive import ArchiveSlide, lay_out_archive, make_archive
 from pathology.synthetic.placing import make_anatomy
 from workflows.commands.demo import RECIPE, Archive
 
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--mean-head", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--drawn", type=Path, metavar="SLIDES", help="the archive's slides, for --mean-head")
     args = parser.parse_args()
-    planned = plan_archive(args.slides, args.size, args.archive_seed)
+    planned = lay_out_archive(args.slides, args.size, args.archive_seed)
     if args.maps is not None:
         print(json.dumps(auroc_by_position(planned, args.maps)))
         return

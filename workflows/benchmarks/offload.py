@@ -165,7 +165,7 @@ def make_store(folder: Path, size_px: int, slides: int) -> Path:
     import numpy as np
 
     from data.store.layout import LevelSize, pyramid_levels
-    from data.store.manifest import SlideRecord, compile_manifest
+    from data.store.manifest import SlideRecord, merge_manifest
     from data.store.slide_store import slide_path
     from data.store.writer import SlideWriter
 
@@ -193,7 +193,7 @@ def make_store(folder: Path, size_px: int, slides: int) -> Path:
             bad_tiles=0,
             extra={"label": "ab"[number % 2], "case_id": name, "split": "train" if number < slides else "val"},
         ).save(store)
-    compile_manifest(store)
+    merge_manifest(store)
     return store
 
 

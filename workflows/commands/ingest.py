@@ -21,7 +21,7 @@ from workflows.paths import require_folder, require_writable
 
 if TYPE_CHECKING:
     from data.store.manifest import SameContent, SlideRecord
-    from pathology.ingest.archive import IngestReport, Plan, Request
+    from pathology.ingest.archive import IngestReport, IngestWork, Request
     from pathology.ingest.discover import SlideJob
     from pathology.ingest.work import Outcome
 
@@ -118,11 +118,11 @@ def run(arguments: IngestArguments) -> int:
     if inside_launcher():
         return run_as_rank(partial(_ingest_as_rank, arguments))
     request, memory_bytes = arguments.request(), arguments.memory_bytes
-    processes, plan = worker_count(arguments.workers, memory_bytes), _planned(request, arguments)
+    processes, work = worker_count(arguments.workers, memory_bytes), _planned(request, arguments)
     if arguments.dry_run:
-        return _dry_run(plan, request, processes, arguments.as_json)
-    run_ingest = partial(ingest, request, workers=processes, memory_bytes=memory_bytes, plan=plan)
-    with _progress(plan.jobs) as shown:
+        return _dry_run(work, request, processes, arguments.as_json)
+    run_ingest = partial(ingest, request, workers=processes, memory_bytes=memory_bytes, work=work)
+    with _progress(work.jobs) as shown:
         report = run_ingest(finished=shown.finished, progress=shown.progress)
     return _report(report, request, arguments.as_json)
 
@@ -136,41 +136,41 @@ def _ingest_as_rank(arguments: IngestArguments) -> int:
     request, memory_bytes = arguments.request(), arguments.memory_bytes
     workers = worker_count(arguments.workers, memory_bytes)
     comm = join()
-    plan = agree(comm, lambda: _planned(request, arguments) if comm.rank == 0 else None)
+    work = agree(comm, lambda: _planned(request, arguments) if comm.rank == 0 else None)
     if arguments.dry_run:
-        exit_code = None if plan is None else _dry_run(plan, request, workers * comm.size, arguments.as_json)
+        exit_code = None if work is None else _dry_run(work, request, workers * comm.size, arguments.as_json)
         return int(comm.broadcast_object(exit_code))
     run_ingest = partial(
         ingest_together,
         request,
-        plan,
+        work,
         comm,
         workers=arguments.workers,
         memory_bytes=memory_bytes,
         stop_wanted=signals.requested,
     )
-    if plan is None:
+    if work is None:
         run_ingest()
         return int(comm.broadcast_object(None))
-    with _progress(plan.jobs) as shown:
+    with _progress(work.jobs) as shown:
         report = run_ingest(finished=shown.finished, progress=shown.progress)
     return int(comm.broadcast_object(_report(report, request, arguments.as_json)))
 
 
-def _planned(request: Request, arguments: IngestArguments) -> Plan:
+def _planned(request: Request, arguments: IngestArguments) -> IngestWork:
     """Compare the request with the store, and check the disk.
 
     Raises:
-        RequestError: See `make_plan`; or the disk is too small.
+        RequestError: See `compare_with_store`; or the disk is too small.
     """
-    from pathology.ingest.archive import make_plan
+    from pathology.ingest.archive import compare_with_store
 
-    plan = make_plan(request)
-    if plan.note:
-        console.warn(f"note: {plan.note}")
+    work = compare_with_store(request)
+    if work.note:
+        console.warn(f"note: {work.note}")
     if not arguments.dry_run:
-        _refuse_too_little_room(plan, request)
-    return plan
+        _refuse_too_little_room(work, request)
+    return work
 
 
 @contextmanager
@@ -257,7 +257,7 @@ def _size(job: SlideJob) -> int:
         return 1
 
 
-def _refuse_too_little_room(plan: Plan, request: Request) -> None:
+def _refuse_too_little_room(work: IngestWork, request: Request) -> None:
     """Estimate from some slides whether the disk is large enough, before anything is written.
 
     Raises:
@@ -266,7 +266,7 @@ def _refuse_too_little_room(plan: Plan, request: Request) -> None:
     from pathology.ingest.forecast import free_bytes, lower_bound_bytes
 
     free = free_bytes(request.store)
-    if free is not None and (needed_bytes := lower_bound_bytes(plan.jobs, request.options)) > free:
+    if free is not None and (needed_bytes := lower_bound_bytes(work.jobs, request.options)) > free:
         raise RequestError(
             f"{request.store}: its disk has {free / 1e9:.1f} GB free, but the slides need at least "
             f"{needed_bytes / 1e9:.1f} GB; choose another --out, or ingest a part of them with --part"
@@ -331,18 +331,18 @@ def _name(record: SlideRecord) -> str:
     return record.source_path or record.slide_id
 
 
-def _dry_run(plan: Plan, request: Request, workers: int, as_json: bool) -> int:
+def _dry_run(work: IngestWork, request: Request, workers: int, as_json: bool) -> int:
     from pathology.ingest.forecast import forecast, free_bytes
 
-    with console.progress(len(plan.jobs), "reading headers") as bar:
-        total = forecast(plan.jobs, request.options, lambda name: bar.advance(1, name))
+    with console.progress(len(work.jobs), "reading headers") as bar:
+        total = forecast(work.jobs, request.options, lambda name: bar.advance(1, name))
     refused = [(job.slide_id if job.secret else str(job.source), reason) for job, reason in total.refused]
     for name, reason in refused[:_MAX_SHOWN]:
         console.warn(f"would fail: {name}: {reason}")
     free, hours = free_bytes(request.store), total.core_hours / workers
     room = "" if free is None else f" ({free / 1e9:.1f} GB are free)"
     console.say(
-        f"{total.slides} slides to do, {len(refused)} would fail, {len(plan.finished)} finished before; "
+        f"{total.slides} slides to do, {len(refused)} would fail, {len(work.finished)} finished before; "
         f"{total.source_px / 1e6:.0f} megapixels to decode, about {total.store_bytes / 1e9:.1f} GB to write{room}, "
         f"about {duration(hours * 3600)} with {workers} workers"
     )
@@ -356,6 +356,6 @@ def _dry_run(plan: Plan, request: Request, workers: int, as_json: bool) -> int:
         }
         listed = [{"source_path": name, "reason": reason} for name, reason in refused]
         console.emit_json(
-            {"dry_run": True, "slides": total.slides, "refused": listed, "skipped": list(plan.finished), **numbers}
+            {"dry_run": True, "slides": total.slides, "refused": listed, "skipped": list(work.finished), **numbers}
         )
     return 1 if refused else 0

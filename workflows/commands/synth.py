@@ -15,9 +15,9 @@ def run(out: Path, slides: int, size_px: int, seed: int, pen: bool, blur: bool, 
         RequestError: The number or size of slides is not possible, or ``out`` is a file.
     """
     from data.cores import usable_cores
-    from pathology.synthetic.archive import make_archive, plan_archive
+    from pathology.synthetic.archive import lay_out_archive, make_archive
 
-    planned = plan_archive(slides, size_px, seed, pen=pen, blur=blur)
+    planned = lay_out_archive(slides, size_px, seed, pen=pen, blur=blur)
     require_folder(out, "the slides")
     with console.progress(len(planned), "drawing slides") as progress:
         manifest = make_archive(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, DIVIDING, Mirror, ParallelPlan, Schedule
+from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, DIVIDING, Mirror, ParallelPlan, ScheduleName
 from workflows.config.section import Count, Positive, Section
 
 _DEFAULT = ParallelPlan(grids=((1, 1),))
@@ -39,9 +39,9 @@ class PlanConfig(Section):
         _DEFAULT.microbatches,
         description="a whole number ≥ 1: micro-batches of each replica's batch; more need less memory",
     )
-    schedule: Schedule = Field(
+    schedule: ScheduleName = Field(
         _DEFAULT.schedule,
-        description=f"{_either(get_args(Schedule))}: the pipeline schedule; {', '.join(BIDIRECTIONAL)}: two "
+        description=f"{_either(get_args(ScheduleName))}: the pipeline schedule; {', '.join(BIDIRECTIONAL)}: two "
         f"pipelines in opposite directions; {', '.join(DIVIDING)}: gradients of weights where ranks would wait",
     )
     replicas: Positive = Field(

@@ -12,11 +12,11 @@ from itertools import product
 
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.step.spilling import SpillRule
-from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, ParallelPlan, Schedule
+from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, ParallelPlan, ScheduleName
 from hyfi_core.plan.strategy import squarest
 
-_ONE_WAY: tuple[Schedule, ...] = ("1f1b", "zb_h1")
-_BOTH_WAYS: tuple[Schedule, ...] = ("chimera", "gems_master")
+_ONE_WAY: tuple[ScheduleName, ...] = ("1f1b", "zb_h1")
+_BOTH_WAYS: tuple[ScheduleName, ...] = ("chimera", "gems_master")
 _ALL_COMPOSITIONS = 5
 """Up to this number of ranks of a replica, every division into stages is tried; beyond it, only regular ones."""
 _MOST_UNEQUAL = 16
@@ -70,7 +70,7 @@ def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
                     yield plan_of(request, grids, rounds, replicas, "sequential")
 
 
-def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[Schedule, ...]:
+def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[ScheduleName, ...]:
     """Return the schedules to try; in two directions, large stages of unequal sizes would wait for each other."""
     if len(grids) == 1:
         return _ONE_WAY[:1]
@@ -80,7 +80,7 @@ def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[Schedule, ...]:
 
 
 def plan_of(
-    request: PlanRequest, grids: tuple[tuple[int, int], ...], rounds: int, replicas: int, schedule: Schedule
+    request: PlanRequest, grids: tuple[tuple[int, int], ...], rounds: int, replicas: int, schedule: ScheduleName
 ) -> ParallelPlan:
     """Return a plan of the family; all that the search does not choose is that of ``request.base``."""
     return replace(

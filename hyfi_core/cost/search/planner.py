@@ -30,7 +30,7 @@ from hyfi_core.cost.step.lowered_stages import LoweredPlans
 from hyfi_core.cost.step.simulator import StepForecast, forecast_step, least_step_s, step_s
 from hyfi_core.cost.step.stage_cost import StageCosts
 from hyfi_core.errors import MemoryLimitError, RequestError
-from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
+from hyfi_core.plan.parallel_plan import ParallelPlan, ScheduleName
 from hyfi_core.plan.strategy import Strategy, plan_for
 
 
@@ -263,7 +263,7 @@ class _PlanTrials:
         """Return the forecasts of simple strategies, or the reasons why they do not work."""
         request, batch = self._request, self._request.batch
         forecasts: dict[str, StepForecast | str] = {}
-        words: dict[str, tuple[Strategy, Schedule, int]] = {
+        words: dict[str, tuple[Strategy, ScheduleName, int]] = {
             "data parallel": ("data", "1f1b", batch),
             "spatial only": ("spatial", "1f1b", batch),
             "layer parallel": ("model", "sequential", batch),

@@ -38,7 +38,7 @@ from hyfi_core.rules.windows.overlap import (
 
 
 @dataclass(frozen=True)
-class _WindowPlan:
+class _WindowParts:
     """A window operator on a grid.
 
     Attributes:
@@ -52,7 +52,7 @@ class _WindowPlan:
     native: tuple[int, int]
 
 
-def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowPlan:
+def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
     """Choose the layout of a window operator's output and the input boxes that ranks need.
 
     Args:
@@ -73,7 +73,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowPlan:
         need = replace(need, rows=((0, have.height),))
     if native_x:
         need = replace(need, columns=((0, have.width),))
-    return _WindowPlan(split, need, (window.y.padding if native_y else 0, window.x.padding if native_x else 0))
+    return _WindowParts(split, need, (window.y.padding if native_y else 0, window.x.padding if native_x else 0))
 
 
 def _native(builder: Builder, op: Operator) -> bool:

@@ -28,8 +28,8 @@ from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.transfer import plan_transfer
 from hyfi_core.rules.instructions import RankProgram
 from hyfi_core.runtime.backward import LocalValues
-from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import Executor
+from hyfi_core.runtime.lowered_model import LoweredModel
 
 POSITIONS_AT_ONCE = 16384
 
@@ -69,7 +69,7 @@ class ExplainedPart(NamedTuple):
 
 
 def attribute(
-    compiled: Compiled,
+    lowered: LoweredModel,
     values: LocalValues,
     stage: CountedCommunicator,
     memory_of: Callable[[Tape], StepMemory] = lambda tape: AllStays(),
@@ -77,7 +77,7 @@ def attribute(
     """Return logits and this rank's part of the maps for a batch.
 
     Args:
-        compiled: the model in evaluation mode.
+        lowered: the model in evaluation mode.
         values: values before the first instruction; changed.
         stage: the ranks of the stage.
         memory_of: returns the callbacks around each step of a tape.
@@ -85,7 +85,7 @@ def attribute(
     Raises:
         RequestError: the output is not one tensor of logits reduced from a map, or branches are divided.
     """
-    ranked_model = compiled.only.ranked
+    ranked_model = lowered.only.ranked
     if ranked_model.undivided:
         raise RequestError("contributions need a plan whose planes have the whole model; use plan.branches=1")
     # The last map may be inside of joined calls.

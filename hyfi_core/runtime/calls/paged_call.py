@@ -18,7 +18,7 @@ from hyfi_core.cost.step.simulator import forecast_step
 from hyfi_core.plan.batch_shapes import Shape
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.batch_reader import Images, PixelParts
-from hyfi_core.runtime.compiled import Compiled
+from hyfi_core.runtime.lowered_model import LoweredModel
 from hyfi_core.runtime.subject import Subject
 from hyfi_core.schedule.in_flight import microbatches_in_flight
 
@@ -37,7 +37,7 @@ class PagedCall:
     trains: bool
     pixels: torch.dtype | None = None
 
-    def forecasts(self, subject: Subject, plan: ParallelPlan, of_cells: Iterable[Compiled]) -> list[PagedForecast]:
+    def forecasts(self, subject: Subject, plan: ParallelPlan, of_cells: Iterable[LoweredModel]) -> list[PagedForecast]:
         """Return what stages need, with all micro-batches in flight.
 
         Args:
@@ -52,8 +52,8 @@ class PagedCall:
             dtypes.update(dtypes_under_autocast(program, subject.settings.autocast, subject.device.type))
         return [
             forecast_pages(stage.ranked, stage.tape, stage.position, dtypes, self.trains, self.pixels).times(flights)
-            for compiled in of_cells
-            for stage in compiled.hosted.values()
+            for lowered in of_cells
+            for stage in lowered.hosted.values()
         ]
 
     def new_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -7,7 +7,7 @@ from typing import TypeVar, overload
 
 from hyfi_core.cells.communicator import cell_communicators
 from hyfi_core.cells.paging import Paging
-from hyfi_core.cells.turns import Turns
+from hyfi_core.cells.baton import Turns
 from hyfi_core.comm.base import Communicator
 from hyfi_core.current_device import make_current
 from hyfi_core.errors import RequestError

@@ -13,12 +13,12 @@ from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.comm.agreement.described import describe_function
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.additivity import why_not_mean
 from hyfi_core.runtime.losses.gathered import gather_tensors
 from hyfi_core.runtime.losses.known_means import KnownMean, known_mean
 from hyfi_core.runtime.losses.step_loss import StepLoss
+from hyfi_core.runtime.lowered_model import LoweredModel
 from hyfi_core.runtime.subject import Subject
 
 FLOAT16 = (
@@ -43,7 +43,7 @@ class TrainingLoss:
 
     def __init__(self, subject: Subject, plan: ParallelPlan, groups: Groups) -> None:
         self._subject, self._settings, self._plan, self._groups = subject, subject.settings, plan, groups
-        self._shapes: list[tuple[Compiled, tuple[int, ...] | None]] = []
+        self._shapes: list[tuple[LoweredModel, tuple[int, ...] | None]] = []
         self._computed = False
         self._checked: set[bytes] = set()
         self._tried: dict[KnownMean, bool] = {}
@@ -59,11 +59,11 @@ class TrainingLoss:
             f'all micro-batches; for a mean of terms of single samples, loss_over="microbatch" does, too'
         ]
 
-    def over_batch(self, compiled: Compiled, labels: torch.Tensor, together: bool) -> bool:
+    def over_batch(self, lowered: LoweredModel, labels: torch.Tensor, together: bool) -> bool:
         """Return whether this step's loss is computed over the whole batch; the same on every rank.
 
         Args:
-            compiled: the model for this step's micro-batches.
+            lowered: the model for this step's micro-batches.
             labels: of the replica's batch.
             together: whether all forwards are before all backwards, so that this takes no second forward.
 
@@ -75,9 +75,9 @@ class TrainingLoss:
         if self._plan.microbatches * self._plan.replicas == 1:
             return False  # one micro-batch is the whole batch
         if self._settings.loss_over == "microbatch":
-            self._check(compiled, labels)
+            self._check(lowered, labels)
             return False
-        mean, output = self._known(), self._output_shape(compiled)
+        mean, output = self._known(), self._output_shape(lowered)
         if mean is None or output is None or not mean.fits(output, labels):
             return True
         if not mean.by_index(output, labels):
@@ -116,20 +116,20 @@ class TrainingLoss:
             self._tried[mean] = reason is None
         return mean if mean is not None and self._tried[mean] else None
 
-    def _output_shape(self, compiled: Compiled) -> tuple[int, ...] | None:
+    def _output_shape(self, lowered: LoweredModel) -> tuple[int, ...] | None:
         """Return the shape of the loss's first argument for a micro-batch; None if it is no tensor."""
-        known_shape = next((shape for model, shape in self._shapes if model is compiled), ())
+        known_shape = next((shape for model, shape in self._shapes if model is lowered), ())
         if known_shape != ():
             return known_shape
         try:
-            picked = compiled.pick(output_leaves(compiled))
+            picked = lowered.pick(output_leaves(lowered))
         except Exception:  # the user's function cannot compute without values
             picked = None
         shape = tuple(picked.shape) if isinstance(picked, torch.Tensor) else None
-        self._shapes = [*self._shapes[-15:], (compiled, shape)]
+        self._shapes = [*self._shapes[-15:], (lowered, shape)]
         return shape
 
-    def _check(self, compiled: Compiled, labels: torch.Tensor) -> None:
+    def _check(self, lowered: LoweredModel, labels: torch.Tensor) -> None:
         """Refuse a loss that is no mean over samples, for the labels of all replicas."""
         subject = self._subject
         all_labels, samples = labels.detach().cpu(), len(labels) // self._plan.microbatches
@@ -139,7 +139,7 @@ class TrainingLoss:
         digest.update(describe_function(self._settings.loss, frozenset(subject.model.modules())).encode())
         if digest.digest() in self._checked:
             return
-        leaves, plan, first = output_leaves(compiled), self._plan, not self._checked
+        leaves, plan, first = output_leaves(lowered), self._plan, not self._checked
         # Micro-batches of replicas with shares differ in size; if single samples add up, so do they.
         parts = [
             len(all_labels) if plan.shares else plan.microbatches * plan.replicas,
@@ -147,7 +147,7 @@ class TrainingLoss:
         ]
         device = subject.device
         reason = why_not_mean(
-            self._settings.loss, compiled.pick, leaves, all_labels, samples, device, parts, quick=not first
+            self._settings.loss, lowered.pick, leaves, all_labels, samples, device, parts, quick=not first
         )
         if reason is not None:
             raise RequestError(
@@ -165,14 +165,14 @@ class TrainingLoss:
         return torch.cat(gather_tensors(self._groups.all.of("reduce"), like, own, torch.device("cpu")))
 
 
-def output_leaves(compiled: Compiled) -> list[Any]:
+def output_leaves(lowered: LoweredModel) -> list[Any]:
     """Return the leaves of the output for a micro-batch, tensors without values."""
-    values = compiled.program.values
+    values = lowered.program.values
     return [
         torch.empty(values[leaf.name].shape, dtype=values[leaf.name].dtype, device="meta")
         if isinstance(leaf, Ref)
         else leaf
-        for leaf in compiled.outputs
+        for leaf in lowered.outputs
     ]
 
 

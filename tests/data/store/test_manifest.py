@@ -11,9 +11,9 @@ from data.store.manifest import (
     DONE,
     FAILED,
     SlideRecord,
-    compile_manifest,
     load_manifest,
     load_records,
+    merge_manifest,
     read_user_manifest,
     record_path,
 )
@@ -25,7 +25,7 @@ def test_records_are_the_truth_and_the_table_is_compiled_from_them(tmp_path: Pat
     failed = SlideRecord("ä, 1", "/x/a.svs", FAILED, reason='it says "no",\nreally', extra={"label": "benign"})
     done.save(tmp_path)
     failed.save(tmp_path)
-    with compile_manifest(tmp_path).open(newline="", encoding="utf-8") as file:
+    with merge_manifest(tmp_path).open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0])[: len(COLUMNS)] == list(COLUMNS)
     assert [row["slide_id"] for row in rows] == ["b", "ä, 1"]
@@ -100,7 +100,7 @@ def test_empty_cells_and_lines_of_a_spreadsheet_say_nothing(tmp_path: Path) -> N
 
 def test_the_table_of_another_store_is_a_manifest(tmp_path: Path) -> None:
     SlideRecord("a", "/x/a.svs", DONE, source_mpp=0.25, extra={"label": "benign"}).save(tmp_path)
-    rows = read_user_manifest(compile_manifest(tmp_path))
+    rows = read_user_manifest(merge_manifest(tmp_path))
     assert rows == [{"slide_id": "a", "source_path": "/x/a.svs", "source_mpp": "0.25", "label": "benign"}]
 
 

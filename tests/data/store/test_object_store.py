@@ -17,7 +17,7 @@ import data
 from data.errors import StoreError
 from data.location import location
 from data.store.layout import LevelSize
-from data.store.manifest import SlideRecord, compile_manifest, load_manifest
+from data.store.manifest import SlideRecord, load_manifest, merge_manifest
 from data.store.slide_store import SlideStore
 from data.store.verify import verify_store
 from hyfi_core.plan.box import Box
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_slide(store, pixels_of(SIZES))
     (name,) = [path.name.removesuffix(".zarr") for path in store.glob("*.zarr")]
     SlideRecord(name, "/x.svs", "done", store_mpp=1.0, height_px=600, width_px=4700).save(store)
-    compile_manifest(store)
+    merge_manifest(store)
     return store
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hyfi_core.cells.communicator import CellCommunicator, cell_communicators
-from hyfi_core.cells.turns import Turns
+from hyfi_core.cells.baton import Turns
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.comm.threads import run_ranks

@@ -42,7 +42,7 @@ def test_buckets_start_while_backward_runs(grid: tuple[int, int], replicas: int,
     def body(comm: Any, module: nn.Module) -> Any:
         plan = ParallelPlan((grid,), microbatches=microbatches, replicas=replicas)
         engine = hyfi_core.parallelize(module, (2, 3, 16, 16), plan, comm)
-        gradients = engine._shared_by(engine._compiled(engine._runners[0].reader.micro_shape((2, 3, 16, 16))))[0]
+        gradients = engine._shared_by(engine._lowered(engine._runners[0].reader.micro_shape((2, 3, 16, 16))))[0]
         if comm.rank == 0:
             (group,) = gradients._groups
             original = group._comm.start_all_reduce

@@ -23,8 +23,8 @@ from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet10, resnet18
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.instructions import CollectiveCall
-from hyfi_core.runtime.compiled import HostedStage
 from hyfi_core.runtime.engine import Engine
+from hyfi_core.runtime.lowered_model import HostedStage
 from hyfi_core.runtime.runner import StageRunner
 from tests.harness import captured_once
 

@@ -23,7 +23,7 @@ from hyfi_core.errors import RequestError
 from pathology.claims import Claim, ClaimLostError
 from pathology.ingest import archive, discover, forecast
 from pathology.ingest import pool as slide_pool
-from pathology.ingest.archive import IngestOptions, IngestReport, Request, ingest, ingest_slide, make_plan
+from pathology.ingest.archive import IngestOptions, IngestReport, Request, compare_with_store, ingest, ingest_slide
 from pathology.ingest.discover import SlideJob, part_of_names
 from pathology.ingest.work import CLAIMS, do_job
 from pathology.memory import WORKER_BYTES, parse_bytes, worker_count
@@ -80,7 +80,7 @@ def test_a_slide_that_another_run_has_is_waited_for(
 ) -> None:
     monkeypatch.setattr(slide_pool, "_POLL_S", 0.01)
     sources, store = [make_slide(f"{k}.tiff", seed=k) for k in range(2)], tmp_path / "store"
-    plan = make_plan(Request(sources, store, AT_HALF))
+    plan = compare_with_store(Request(sources, store, AT_HALF))
     other = Claim.take(store / CLAIMS, "0")
     assert other is not None
     told: list[str] = []
@@ -91,7 +91,7 @@ def test_a_slide_that_another_run_has_is_waited_for(
             assert ingest_slide(sources[0], store, AT_HALF, slide_id="0").status == DONE
             other.release()
 
-    report = ingest(Request(sources, store, AT_HALF), workers=1, finished=finished, plan=plan)  # type: ignore[arg-type]
+    report = ingest(Request(sources, store, AT_HALF), workers=1, finished=finished, work=plan)  # type: ignore[arg-type]
     assert told == ["1", "0"] and [r.slide_id for r in report.done] == ["1"] and report.skipped == ["0"]
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_lost_its_claim_publishes_nothing(tmp_path: Path, make_slide:
 
 def test_what_another_run_made_with_other_parameters_is_told(tmp_path: Path, make_slide: MakeSlide) -> None:
     source, store = make_slide(), tmp_path / "store"
-    (job,) = make_plan(Request([source], store, AT_HALF)).jobs
+    (job,) = compare_with_store(Request([source], store, AT_HALF)).jobs
     ingest_slide(source, store, IngestOptions(mpp=1.0))
     outcome = do_job(job, store, AT_HALF, 1, lambda share: None)
     assert outcome is not None and not outcome.ours and outcome.record.status == FAILED
@@ -116,7 +116,7 @@ def test_what_another_run_made_with_other_parameters_is_told(tmp_path: Path, mak
 
 def test_the_same_name_given_meanwhile_to_a_slide_elsewhere(tmp_path: Path, make_slide: MakeSlide) -> None:
     first, second, store = make_slide("one/x.tiff"), make_slide("two/x.tiff", seed=1), tmp_path / "store"
-    (job,) = make_plan(Request([second], store, AT_HALF)).jobs
+    (job,) = compare_with_store(Request([second], store, AT_HALF)).jobs
     assert job.slide_id == "x"
     assert ingest_slide(first, store, AT_HALF, slide_id="x").status == DONE
     outcome = do_job(job, store, AT_HALF, 1, lambda share: None)
@@ -136,7 +136,7 @@ def test_parts_are_disjoint_and_make_the_whole(tmp_path: Path, make_slide: MakeS
     assert [len(part_of_names(names[:12], part, 4)) for part in (1, 2, 3, 4)] == [3, 3, 3, 3]
     assert part_of_names(names, 1, 3) == part_of_names(reversed(names), 1, 3)
     assert part_of_names(["anything"], 1, 1) == {"anything"}
-    jobs = [make_plan(Request(sources, tmp_path / "store", AT_HALF, part=(k, 3))).jobs for k in (1, 2, 3)]
+    jobs = [compare_with_store(Request(sources, tmp_path / "store", AT_HALF, part=(k, 3))).jobs for k in (1, 2, 3)]
     assert sorted(job.slide_id for part in jobs for job in part) == ["0", "1", "2", "3", "4"]
     for k in (3, 1, 2):
         run(sources, tmp_path / "store", part=(k, 3))
@@ -287,7 +287,7 @@ def test_the_digest_is_compared_only_when_the_time_differs(
     monkeypatch.setattr("pathology.ingest.archive.source_digest", lambda path: read.append(path) or "other")
     assert run([source], store).skipped == ["a"] and not read
     os.utime(source)
-    assert len(make_plan(Request([source], store, AT_HALF)).jobs) == 1 and read == [source]
+    assert len(compare_with_store(Request([source], store, AT_HALF)).jobs) == 1 and read == [source]
 
 
 def test_a_shard_that_is_finished_is_not_written_again(tmp_path: Path, make_slide: MakeSlide) -> None:

@@ -12,7 +12,7 @@ from data.files import as_on_disk
 from data.store.manifest import DONE, FAILED, load_records
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
-from pathology.ingest.archive import IngestOptions, Request, ingest, make_plan
+from pathology.ingest.archive import IngestOptions, Request, compare_with_store, ingest
 from pathology.ingest.discover import find_jobs
 from pathology.ingest.slide import ingest_slide
 from pathology.readers.sources import open_source
@@ -115,11 +115,11 @@ def test_a_store_is_not_made_among_its_slides(tmp_path: Path) -> None:
         ([slide], tmp_path, "slides are in this folder"),
     ):
         with pytest.raises(RequestError, match=f"{words}.*; choose an --out outside of the slides' folders"):
-            make_plan(Request(paths, store, IngestOptions()))
+            compare_with_store(Request(paths, store, IngestOptions()))
     assert manifest.read_text().startswith("path") and sorted(path.name for path in dcm.iterdir()) == ["a.tiff", "deep"]
-    assert len(make_plan(Request([dcm, manifest], tmp_path / "store", IngestOptions())).jobs) == 1
+    assert len(compare_with_store(Request([dcm, manifest], tmp_path / "store", IngestOptions())).jobs) == 1
     (dcm / "earlier" / ".records").mkdir(parents=True)  # of an earlier version: it may be continued
-    assert len(make_plan(Request([dcm], dcm / "earlier", IngestOptions())).jobs) == 1
+    assert len(compare_with_store(Request([dcm], dcm / "earlier", IngestOptions())).jobs) == 1
 
 
 def test_names_of_a_manifest_that_differ_in_spelling(tmp_path: Path, make_slide: MakeSlide) -> None:
@@ -133,17 +133,17 @@ def test_names_of_a_manifest_that_differ_in_spelling(tmp_path: Path, make_slide:
         return Request([manifest], store, AT_HALF, **options)
 
     with pytest.raises(RequestError, match=r"slide_id: .*\n  '07' and '7' differ only in zeros.*\n.*change slide_id"):
-        make_plan(request("path,slide_id\na.tiff,7\nb.tiff,07\n", merge_alike=True))
+        compare_with_store(request("path,slide_id\na.tiff,7\nb.tiff,07\n", merge_alike=True))
     with pytest.raises(RequestError, match=r"case_id: .*\n  'p1' and 'P1' differ only in case"):
-        make_plan(request("path,case_id\na.tiff,P1\nb.tiff,p1\n"))
+        compare_with_store(request("path,case_id\na.tiff,P1\nb.tiff,p1\n"))
     assert not store.exists()
-    joined = make_plan(request("path,case_id\na.tiff,P1\nb.tiff,p1\nc.tiff,\n", merge_alike=True))
+    joined = compare_with_store(request("path,case_id\na.tiff,P1\nb.tiff,p1\nc.tiff,\n", merge_alike=True))
     assert [job.row["case_id"] for job in joined.jobs] == ["P1", "P1", ""]
     assert "read 'p1' as 'P1'" in joined.note and "1 of 3 slides have no case_id" in joined.note
     assert len(ingest(request("path,case_id\na.tiff,P1\n"), workers=1).done) == 1
     with pytest.raises(RequestError, match=r"'p1': the store has 'P1', another case"):
-        make_plan(request("path,case_id\nb.tiff,p1\n"))
-    named = make_plan(request("path,case_id\nb.tiff,p1\n", merge_alike=True))
+        compare_with_store(request("path,case_id\nb.tiff,p1\n"))
+    named = compare_with_store(request("path,case_id\nb.tiff,p1\n", merge_alike=True))
     assert [job.row["case_id"] for job in named.jobs] == ["P1"]
 
 
@@ -166,7 +166,7 @@ def test_slides_of_one_name_in_one_folder_are_named_by_their_paths_alone(tmp_pat
         ([folder / "y.tif"], []),
     ):
         assert [record.slide_id for record in ingest(Request(paths, store, AT_HALF), workers=1).done] == new
-    plan = make_plan(Request([folder], store, AT_HALF))
+    plan = compare_with_store(Request([folder], store, AT_HALF))
     assert sorted(plan.finished) == ["x.tif", "x.tiff", "y"]
     other, third = sorted((job.slide_id for job in plan.jobs), reverse=True)
     assert other.startswith("y-") and third == "x.ome.tif"

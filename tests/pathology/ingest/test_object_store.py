@@ -14,7 +14,7 @@ from data.store.manifest import DONE, load_records
 from data.store.verify import verify_store
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
-from pathology.ingest.archive import IngestOptions, IngestReport, Request, ingest, make_plan
+from pathology.ingest.archive import IngestOptions, IngestReport, Request, compare_with_store, ingest
 from pathology.ingest.together import ingest_together
 from tests.google_server import any_bucket, google, google_bucket
 from tests.object_server import ObjectServer, bucket, server
@@ -52,7 +52,7 @@ def test_a_bucket_becomes_a_store_and_a_second_run_has_nothing_to_do(slides: Pat
     (store / "1.zarr/0/c/0/0/0").unlink()
     assert [record.slide_id for record in run(slides, store).done] == ["1"] and verify_store(store, 2).faults == []
     with pytest.raises(RequestError, match="other parameters"):
-        make_plan(Request([slides], store, IngestOptions(mpp=1.0)))
+        compare_with_store(Request([slides], store, IngestOptions(mpp=1.0)))
 
 
 def test_an_ingest_that_ends_in_the_middle_leaves_no_half_slide_and_is_continued(
@@ -101,7 +101,7 @@ def test_two_runs_at_once_do_each_slide_once(slides: Path, any_bucket: str) -> N
 def test_ranks_deal_slides_through_the_bucket(slides: Path, any_bucket: str) -> None:
     store = location(f"{any_bucket}/store")
     request = Request([slides], store, IngestOptions(mpp=0.5, cache=slides.parent / "cache"))
-    plan = make_plan(request)
+    plan = compare_with_store(request)
     reports = run_ranks(2, lambda comm: ingest_together(request, plan if comm.rank == 0 else None, comm, workers=1))
     assert [sorted(record.slide_id for record in report.done) for report in reports] == [["0", "1", "2"]] * 2
     assert sorted(load_records(store)) == ["0", "1", "2"]

@@ -13,7 +13,7 @@ import tifffile
 
 from data.store.manifest import DONE, FAILED, load_records
 from hyfi_core.errors import RequestError
-from pathology.ingest.archive import IngestOptions, Request, ingest, make_plan
+from pathology.ingest.archive import IngestOptions, Request, compare_with_store, ingest
 from pathology.ingest.discover import SlideJob
 from pathology.ingest.pseudonyms import KeyFile, scrubbed
 from tests.pathology.tiffs import MakeSlide, stained
@@ -110,10 +110,10 @@ def test_a_second_run_gives_the_same_names_and_does_nothing(personal_store: tupl
     report = ingest(Request([manifest], store, AT_HALF, pseudonyms=key), workers=1)
     assert len(report.skipped) == 2 and not report.done and len(report.failed) == 1 and key.read_bytes() == before
     with pytest.raises(RequestError, match="--pseudonyms KEY"):
-        make_plan(Request([manifest], store, AT_HALF))
+        compare_with_store(Request([manifest], store, AT_HALF))
     with pytest.raises(RequestError, match="inside the store"):
-        make_plan(Request([manifest], store, AT_HALF, pseudonyms=store / "sub" / "key.csv"))
-    other = make_plan(Request([manifest], store, AT_HALF, pseudonyms=key.with_name("other.csv")))
+        compare_with_store(Request([manifest], store, AT_HALF, pseudonyms=store / "sub" / "key.csv"))
+    other = compare_with_store(Request([manifest], store, AT_HALF, pseudonyms=key.with_name("other.csv")))
     assert {job.slide_id for job in other.jobs}.isdisjoint(load_records(store)) and not other.finished
 
 
@@ -121,7 +121,7 @@ def test_a_store_of_real_names_takes_no_pseudonyms(tmp_path: Path, make_slide: M
     source = make_slide()
     ingest(Request([source], tmp_path / "store", AT_HALF), workers=1)
     with pytest.raises(RequestError, match="own names"):
-        make_plan(Request([source], tmp_path / "store", AT_HALF, pseudonyms=tmp_path / "key.csv"))
+        compare_with_store(Request([source], tmp_path / "store", AT_HALF, pseudonyms=tmp_path / "key.csv"))
 
 
 def test_a_key_that_cannot_be_written_is_refused_before_anything_is(
@@ -153,7 +153,7 @@ def test_what_is_no_key_is_left_alone(tmp_path: Path, make_slide: MakeSlide) -> 
     key = tmp_path / "key.csv"
     key.write_text("a,b\n1,2\n")
     with pytest.raises(RequestError, match="not a key of an earlier ingest"):
-        make_plan(Request([make_slide()], tmp_path / "store", AT_HALF, pseudonyms=key))
+        compare_with_store(Request([make_slide()], tmp_path / "store", AT_HALF, pseudonyms=key))
     assert key.read_text() == "a,b\n1,2\n"
 
 

@@ -14,7 +14,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 from pathology.ingest import together
-from pathology.ingest.archive import IngestOptions, IngestReport, Request, ingest, make_plan
+from pathology.ingest.archive import IngestOptions, IngestReport, Request, compare_with_store, ingest
 from pathology.ingest.together import ingest_together
 from tests.pathology.tiffs import stained, write_slide
 
@@ -43,7 +43,7 @@ def dealt(monkeypatch: pytest.MonkeyPatch) -> object:
     def run(request: Request, ranks: int, stop_after: int | None = None) -> list[tuple[IngestReport, list[str]]]:
         def body(comm: Communicator) -> tuple[IngestReport, list[str]]:
             mine: list[str] = []
-            plan = make_plan(request) if comm.rank == 0 else None
+            plan = compare_with_store(request) if comm.rank == 0 else None
             comm.barrier()
             report = ingest_together(
                 request,

@@ -17,7 +17,7 @@ from hyfi_core.plan.box import Box
 from pathology.readers.sources import open_source
 from pathology.synthetic import sprites
 from pathology.synthetic.anatomy import SlideSpec, focus_boxes, tissue_truth
-from pathology.synthetic.archive import make_archive, plan_archive, write_archive_slide
+from pathology.synthetic.archive import lay_out_archive, make_archive, write_archive_slide
 from pathology.synthetic.fields import Noise, enlarge
 from pathology.synthetic.placing import make_anatomy
 from pathology.synthetic.render import Renderer
@@ -73,7 +73,7 @@ def test_same_seed_same_bytes_and_another_seed_other_bytes(tmp_path: Path) -> No
     digests = []
     for run, seed in enumerate((5, 5, 6)):
         folder = tmp_path / str(run)
-        make_archive(plan_archive(2, 512, seed), folder)
+        make_archive(lay_out_archive(2, 512, seed), folder)
         digests.append([hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())])
     assert digests[0] == digests[1]
     assert not set(digests[0][1:]) & set(digests[2][1:])
@@ -184,7 +184,7 @@ def test_pen_and_blur_only_on_request() -> None:
 
 
 def test_archive_balances_labels_and_keeps_cases_whole() -> None:
-    planned = plan_archive(110, 2048, seed=7)
+    planned = lay_out_archive(110, 2048, seed=7)
     assert len(planned) == 110
     cases: dict[int, list[int]] = {}
     for number, slide in enumerate(planned):
@@ -200,7 +200,7 @@ def test_archive_balances_labels_and_keeps_cases_whole() -> None:
 
 
 def test_manifest_and_truth(tmp_path: Path) -> None:
-    planned = plan_archive(3, 512, seed=1)
+    planned = lay_out_archive(3, 512, seed=1)
     seen: list[str] = []
     manifest = make_archive(planned, tmp_path, truth=True, finished=lambda path: seen.append(path.name))
     rows = list(csv.DictReader(manifest.open()))
@@ -213,7 +213,7 @@ def test_manifest_and_truth(tmp_path: Path) -> None:
 
 
 def test_two_workers_draw_the_same_archive(tmp_path: Path) -> None:
-    planned = plan_archive(2, 512, seed=1)
+    planned = lay_out_archive(2, 512, seed=1)
     make_archive(planned, tmp_path / "one")
     make_archive(planned, tmp_path / "two", workers=2)
     names = sorted(p.name for p in (tmp_path / "one").iterdir())
@@ -227,7 +227,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Renderer, "read", broken)
     with pytest.raises(OSError, match="disk full"):
-        write_archive_slide(plan_archive(1, 512)[0], tmp_path)
+        write_archive_slide(lay_out_archive(1, 512)[0], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -237,7 +237,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_wrong_requests_are_named(arguments: tuple[int, int, int], words: list[str]) -> None:
     with pytest.raises(RequestError) as caught:
-        plan_archive(*arguments)
+        lay_out_archive(*arguments)
     assert all(word in str(caught.value) for word in words)
 
 

@@ -11,7 +11,7 @@ import pytest
 from data.store.manifest import load_manifest
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.errors import RequestError
-from pathology.ingest.archive import IngestOptions, IngestReport, Request, ingest, make_plan
+from pathology.ingest.archive import IngestOptions, IngestReport, Request, compare_with_store, ingest
 from pathology.predict.options import PredictOptions
 from pathology.tissue.given import GivenTissue
 from tests.pathology.tiffs import stained, write_slide
@@ -86,7 +86,7 @@ def test_off_makes_the_whole_slide_tissue_but_measures_only_tissue(slides: Path,
 def test_a_folder_has_outlines_for_some_slides(slides: Path, tmp_path: Path) -> None:
     drawn = save_square(tmp_path / "drawn" / "a.geojson").parent
     save_square(drawn / "c.geojson")
-    plan = make_plan(Request([slides], tmp_path / "store", IngestOptions(given_tissue=str(drawn))))
+    plan = compare_with_store(Request([slides], tmp_path / "store", IngestOptions(given_tissue=str(drawn))))
     assert "no outlines for b, whose tissue is detected; no slide for c.geojson" in plan.note
     report = ingested(slides, tmp_path / "store", given_tissue=str(drawn))
     assert [record.flags for record in report.done] == [("tissue_given",), ()]

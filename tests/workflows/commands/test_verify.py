@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.store.manifest import compile_manifest
+from data.store.manifest import merge_manifest
 from tests.conftest import Hyfi
 from tests.data.store.test_verify import make_slide
 
@@ -46,5 +46,5 @@ def test_what_is_no_store_is_a_wrong_request(hyfi_here: Hyfi, tmp_path: Path) ->
 
 
 def test_a_store_of_failed_slides_alone_is_a_store(hyfi_here: Hyfi, tmp_path: Path) -> None:
-    compile_manifest(tmp_path)
+    merge_manifest(tmp_path)
     assert hyfi_here("verify", tmp_path).returncode == 0

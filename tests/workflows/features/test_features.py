@@ -19,7 +19,7 @@ import zarr
 from torch import nn
 
 from data.csv_table import read_table
-from data.store.manifest import SlideRecord, compile_manifest
+from data.store.manifest import SlideRecord, merge_manifest
 from data.store.slide_store import SlideStore, slide_path
 from data.tiles.reader import StoreTiles
 from data.tiles.tiling import Tiling
@@ -57,7 +57,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, slide_id in enumerate(("a", "b", "glass")):
         write_slide(store, slide_id, mask if slide_id != "glass" else np.zeros_like(mask), seed=number)
         SlideRecord(slide_id=slide_id, source_path="", status="done").save(store)
-    compile_manifest(store)
+    merge_manifest(store)
     return store
 
 
@@ -164,7 +164,7 @@ def test_a_slide_that_was_ingested_again_is_named(tmp_path: Path, hyfi_here: Hyf
     for seed in (1, 2):
         write_slide(store, "a", mask, seed)
         SlideRecord(slide_id="a", source_path="", status="done").save(store)
-        compile_manifest(store)
+        merge_manifest(store)
         done = hyfi_here(*command)
         assert done.returncode == 0 and said(done)["done"] == ["a"]
         assert ("a: out of date: the slide was ingested again" in done.stderr) == (seed == 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data.samples.exclusion import SLIDE_FLAGS
-from data.store.manifest import SlideRecord, compile_manifest, record_path
+from data.store.manifest import SlideRecord, merge_manifest, record_path
 from hyfi_core.errors import RequestError
 from pathology.pages import FLAG_MEANINGS
 from tests.workflows.archive import make_config
@@ -30,7 +30,7 @@ def flagged(tmp_path: Path, store: Path) -> Path:
     for number, flags in {1: ("pen", "blur"), 6: ("blur",), 7: ("truncated",), 9: ("truncated",)}.items():
         record = SlideRecord.load(record_path(copy, f"slide-{number:02d}"))
         replace(record, flags=flags).save(copy)
-    compile_manifest(copy)
+    merge_manifest(copy)
     return copy
 
 
@@ -57,7 +57,7 @@ def test_what_would_be_empty_is_refused(tmp_path: Path, flagged: Path) -> None:
     for number in (6, 8):
         record = SlideRecord.load(record_path(flagged, f"slide-{number:02d}"))
         replace(record, flags=("truncated",)).save(flagged)
-    compile_manifest(flagged)
+    merge_manifest(flagged)
     with pytest.raises(RequestError, match="no slide is left in 'val'"):
         prepare(load_config(config, []))
 

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
-from data.store.manifest import compile_manifest
+from data.store.manifest import merge_manifest
 from data.tiles.tiling import Tiling
 from hyfi_core.errors import RequestError
 from pathology.ingest.options import IngestOptions
@@ -180,7 +180,7 @@ def test_predictions_of_features(
     for name, seed in (("one", 0), ("two", 1)):
         slide = write_slide(slides / f"{name}.tiff", draw_slide(seed=seed))
         assert ingest_slide(slide, own, IngestOptions(mpp=1.0), {}, name).status == "done"
-    compile_manifest(own)
+    merge_manifest(own)
     stored = write_features(own, tmp_path / "stored")
     (stored / "two.h5").unlink()
     assert run_predict(checkpoint, own, tmp_path / "out", stored) == 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
+from hyfi_core.plan.parallel_plan import ParallelPlan, ScheduleName
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.lower import lower
@@ -59,7 +59,7 @@ def _formulas() -> list[Point]:
     return points
 
 
-def _bubble(_: Forecasts, schedule: Schedule, stages: int, rounds: int, backward_s: float) -> float:
+def _bubble(_: Forecasts, schedule: ScheduleName, stages: int, rounds: int, backward_s: float) -> float:
     """Return the bubble of a schedule with balanced stages, a forward of 1 s and free messages."""
     plan = ParallelPlan(grids=((1, 1),) * stages, microbatches=rounds, schedule=schedule)
     placement, edges = Placement.of(plan), tuple((stage, stage + 1) for stage in range(stages - 1))

@@ -26,7 +26,7 @@ from data.samples.dataset import SlideDataset, SlideRef
 from data.store.slide_store import slide_path
 from pathology.ingest.archive import Request, ingest
 from pathology.ingest.options import IngestOptions
-from pathology.synthetic.archive import plan_archive, write_archive_slide
+from pathology.synthetic.archive import lay_out_archive, write_archive_slide
 from workflows.benchmarks.one_core import on_cores, preparing
 from workflows.benchmarks.remote.slow_disk import SlowOpener
 
@@ -82,7 +82,7 @@ def report(rates: dict[str, list[tuple[float, float]]], latency_ms: float) -> No
 def make_store(folder: Path, slides: int, size_px: int) -> tuple[SlideRef, ...]:
     """Write synthetic slides and ingest them; return those of the store, most of them links to the first ones."""
     (folder / "slides").mkdir()
-    for slide in plan_archive(min(slides, DRAWN), size_px):
+    for slide in lay_out_archive(min(slides, DRAWN), size_px):
         write_archive_slide(slide, folder / "slides")
     ingested = ingest(Request([folder / "slides"], folder / "store", IngestOptions(mpp=MPP))).done
     names = [record.slide_id for record in ingested]

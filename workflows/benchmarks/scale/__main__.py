@@ -37,7 +37,7 @@ from hyfi_core.plan.batch_shapes import BatchShapes
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes
-from hyfi_core.runtime.compile_model import compile_model
+from hyfi_core.runtime.lower_model import lower_model
 from hyfi_core.runtime.settings import EngineSettings
 from hyfi_core.runtime.subject import RandomKey, Subject
 from hyfi_core.schedule.generate import generate
@@ -154,20 +154,20 @@ def planned(model: nn.Module, program: Program, plan: ParallelPlan, rank: int) -
     batch, channels, height, width = program.values[program.image].shape
     shapes = BatchShapes.of(plan, (batch * plan.microbatches, channels, height, width))
     subject = Subject.of(model, EngineSettings(), shapes, RandomKey(0))
-    compiled = compile_model(subject, program, plan, placement, _OneOfMany(rank))
-    for (source, target), boundary in compiled.boundaries.items():
-        for (stage, _), hosted in compiled.hosted.items():
+    lowered_model = lower_model(subject, program, plan, placement, _OneOfMany(rank))
+    for (source, target), boundary in lowered_model.boundaries.items():
+        for (stage, _), hosted in lowered_model.hosted.items():
             for back in (False, True):
                 if stage == source:
                     boundary.outgoing(hosted.position, back)
                 if stage == target:
                     boundary.incoming(hosted.position, back)
     lowered = time.process_time()
-    edges = tuple(compiled.boundaries)
+    edges = tuple(lowered_model.boundaries)
     schedule = lower(generate(plan, placement), placement, edges, mirror=plan.mirror)
     validate(schedule, placement, edges, mirror=plan.mirror)
     ended = time.process_time()
-    calls = sum(len(hosted.ranked.instructions) for hosted in compiled.hosted.values())
+    calls = sum(len(hosted.ranked.instructions) for hosted in lowered_model.hosted.values())
     return Planned(lowered - begun, ended - lowered, (peak_bytes() - before) / 1e6, calls)
 
 

@@ -111,12 +111,12 @@ def found_share(path: Path, ink: NDArray[np.bool_]) -> float:
 
 def _drawn(sizes: list[int], slides: int, folder: Path) -> Iterator[tuple[str, Path, NDArray[np.bool_] | None]]:
     """Draw slides with and without pen; yield name, path and the mask of the ink at 8 µm."""
-    from pathology.synthetic.archive import plan_archive, write_archive_slide
+    from pathology.synthetic.archive import lay_out_archive, write_archive_slide
     from pathology.synthetic.artefacts import Artefacts
 
     for size in sizes:
         for pen in (True, False):
-            for planned in plan_archive(slides, size, 0, pen=pen):
+            for planned in lay_out_archive(slides, size, 0, pen=pen):
                 path = write_archive_slide(planned, folder)
                 ink = Artefacts(planned.spec).inked(MASK_UM, planned.spec.mpp_um, size // 16) if pen else None
                 yield f"drawn, {size} px, {'pen' if pen else 'no pen'} ({planned.spec.index})", path, ink

@@ -21,7 +21,7 @@ from hyfi_core.cost.memory.forecast import (
     held_bytes,
     rank_peaks,
 )
-from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
+from hyfi_core.plan.parallel_plan import ParallelPlan, ScheduleName
 from hyfi_core.schedule.in_flight import Moment
 from tests.harness import captured_once
 from workflows.launch.launch import RANK_SETTINGS
@@ -87,7 +87,7 @@ def test_a_rank_has_what_waits_and_what_runs() -> None:
     one, two = stage(1, 10, 100), stage(2, 20, 7)
     grids = ((1, 1), (1, 1))
 
-    def peaks(schedule: Schedule, microbatches: int = 4) -> tuple[int, ...]:
+    def peaks(schedule: ScheduleName, microbatches: int = 4) -> tuple[int, ...]:
         return rank_peaks(ParallelPlan(grids, "auto", microbatches, schedule), (one, two))
 
     assert peaks("gpipe") == (3 + 3 * 10 + 110, 6 + 3 * 20 + 27)  # the first backward, when there are no gradients

@@ -19,7 +19,7 @@ from hyfi_core.cost.search.plan_bounds import PlanBounds
 from hyfi_core.cost.search.plan_family import PlanRequest
 from hyfi_core.cost.search.plan_memory import PlanMemory
 from hyfi_core.models.resnet import resnet6
-from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, ParallelPlan, Schedule
+from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, ParallelPlan, ScheduleName
 from tests.harness import captured_once
 
 GRIDS = ([(1, 1)] * 2, [(1, 1)] * 3, [(1, 2), (1, 1)], [(2, 2), (1, 1), (1, 1)], [(1, 2)] * 3)
@@ -45,7 +45,7 @@ def every(stages: StagesAnywhere) -> CutRows:
 
 def plans() -> list[ParallelPlan]:
     rng = random.Random(0)
-    schedules: tuple[Schedule, ...] = ("1f1b", "sequential", "gpipe", "chimera", "gems_master")
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "sequential", "gpipe", "chimera", "gems_master")
     each = [(grids, schedule) for grids in GRIDS for schedule in schedules]
     return [ParallelPlan(tuple(g), "auto", 4, s, recompute=rng.random() < 0.3) for g, s in each]
 

@@ -20,7 +20,7 @@ from hyfi_core.cost.search.planner import best_plans
 from hyfi_core.cost.step.lowered_stages import LoweredPlans
 from hyfi_core.cost.step.simulator import forecast_step
 from hyfi_core.errors import RequestError
-from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, ParallelPlan, Schedule
+from hyfi_core.plan.parallel_plan import BIDIRECTIONAL, ParallelPlan, ScheduleName
 from tests.harness import captured_once
 
 WITHIN = 1.02
@@ -90,7 +90,7 @@ def every_plan(case: Case, ends: tuple[str, ...]) -> Iterator[ParallelPlan]:
         for sizes in compositions(case.ranks // replicas):
             shapes = product(*([(n, size // n) for n in divisors(size)] for size in sizes))
             for grids, cuts in product(shapes, combinations(names, len(sizes) - 1)):
-                for rounds, schedule in product(divisors(case.batch // replicas), get_args(Schedule)):
+                for rounds, schedule in product(divisors(case.batch // replicas), get_args(ScheduleName)):
                     if schedule in BIDIRECTIONAL and rounds % 2:
                         continue
                     plan = ParallelPlan(

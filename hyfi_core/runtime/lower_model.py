@@ -34,11 +34,11 @@ from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.rules.instructions import RankProgram, Split
-from hyfi_core.runtime.compiled import Compiled, HostedStage
+from hyfi_core.runtime.lowered_model import HostedStage, LoweredModel
 from hyfi_core.runtime.subject import Subject
 
 
-def compile_model(
+def lower_model(
     subject: Subject,
     program: Program,
     plan: ParallelPlan,
@@ -48,7 +48,7 @@ def compile_model(
     cells: int = 1,
     in_turn: bool = False,
     spills: bool = False,
-) -> Compiled:
+) -> LoweredModel:
     """Cut and lower a captured model (collective over the replica; ranks compare their programs first).
 
     Args:
@@ -85,7 +85,7 @@ def compile_model(
         compiler=None if spills else subject.compiler,
     )
     lowered = _StagesOfRank(stages, how)
-    return Compiled(
+    return LoweredModel(
         program,
         hosted=lowered.hosted,
         boundaries={edge: lowered.boundary(edge) for edge in edges(stages)},

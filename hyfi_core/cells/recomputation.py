@@ -1,4 +1,4 @@
-"""Recipes: cheap steps that recompute a map from maps that are kept anyway.
+"""Recomputations: cheap steps that recompute a map from maps that are kept anyway.
 
     kept      x ──norm──▶ · ──add──▶ · ──relu──▶ y      y is computed from x and z in three cheap steps;
                            ▲                             x and z are kept for backward anyway
@@ -33,20 +33,20 @@ Form = tuple[tuple[int, ...], tuple[int, ...], int]
 Call = Callable[[torch.Tensor | None], torch.Tensor]
 """Computes a map; an in-place call takes the result of the previous call."""
 DEEPEST = 3
-"""Largest depth of recipes that depend on each other."""
+"""Largest depth of recomputations that depend on each other."""
 _VALUE_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Recipe:
+class Recomputation:
     """How a map is recomputed.
 
     Attributes:
         calls: in order.
-        sources: their input maps; kept, possibly spilled, as long as the recipe.
+        sources: their input maps; kept, possibly spilled, as long as the recomputation.
         form: (size, stride, offset) in its storage.
         dtype: of the map.
-        depth: number of recipes that depend on each other, including this one.
+        depth: number of recomputations that depend on each other, including this one.
         context: creates the context (autocast) in which the map was computed.
     """
 
@@ -111,7 +111,7 @@ def _operator_call(source: Made, over: Sequence[str]) -> Call | None:
     assert isinstance(operator, Recomputable)
     inputs = {name: tensor for name, tensor in source.inputs.items() if name not in over}
     if isinstance(saved, torch.Tensor):
-        saved = None  # it is the map itself: the recipe must not keep it alive
+        saved = None  # it is the map itself: the recomputation must not keep it alive
 
     def call(so_far: torch.Tensor | None) -> torch.Tensor:
         arguments: Any = tuple(None if name is None else so_far if name in over else inputs[name] for name in names)
@@ -204,8 +204,10 @@ def form_of(tensor: torch.Tensor) -> Form:
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
-def image_of(pixels: torch.Tensor, image: torch.Tensor, prepare: Callable[[torch.Tensor], torch.Tensor]) -> Recipe:
-    """Return the recipe of an image.
+def image_of(
+    pixels: torch.Tensor, image: torch.Tensor, prepare: Callable[[torch.Tensor], torch.Tensor]
+) -> Recomputation:
+    """Return the recomputation of an image.
 
     Its depth is 0: it is computed faster than it could be read.
 
@@ -214,7 +216,7 @@ def image_of(pixels: torch.Tensor, image: torch.Tensor, prepare: Callable[[torch
         image: computed from them.
         prepare: computes it, always the same.
     """
-    return Recipe((lambda so_far: prepare(pixels),), (pixels,), form_of(image), image.dtype, 0, nullcontext)
+    return Recomputation((lambda so_far: prepare(pixels),), (pixels,), form_of(image), image.dtype, 0, nullcontext)
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Compiled models: created once for an image shape and a set of flags, and used in every step."""
+"""Lowered models: created once for an image shape and a set of flags, and used in every step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HostedStage:
 
 
 class StageNames(Protocol):
-    """Which stages use which parameters and buffers; a ``Compiled`` model is one."""
+    """Which stages use which parameters and buffers; a ``LoweredModel`` is one."""
 
     @property
     def names(self) -> Sequence[Iterable[str]]:
@@ -50,7 +50,7 @@ class StageNames(Protocol):
 
 
 @dataclass(frozen=True)
-class Compiled:
+class LoweredModel:
     """A model ready to run on this rank for one image shape and one set of flags.
 
     Attributes:
