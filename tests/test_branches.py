@@ -19,7 +19,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import lowered_operators
-from hyfi_core.models.amoebanet import Cell
+from hyfi_core.models.amoebanet import AmoebaCell
 from hyfi_core.plan.branches import Branches
 from tests.conftest import MPIEXEC, ROOT
 from tests.harness import Result, compare, identity, one_process, parallel, run_copies
@@ -105,8 +105,8 @@ class SmallCells(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = _unit(3, 8, 3)
-        self.normal = Cell(8, 8, 8, reduction=False, halved=False)
-        self.reducing = Cell(8, self.normal.outputs, 8, reduction=True, halved=False)
+        self.normal = AmoebaCell(8, 8, 8, reduction=False, halved=False)
+        self.reducing = AmoebaCell(8, self.normal.outputs, 8, reduction=True, halved=False)
         self.fc = nn.Linear(self.reducing.outputs, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.models import amoebanet, resnet
-from hyfi_core.models.amoebanet import Cell
+from hyfi_core.models.amoebanet import AmoebaCell
 from hyfi_core.rules.instructions import CollectiveCall
 from tests.harness import OffsetImages, Result, assert_equal_to_one_process, compare, identity, one_process, parallel
 
@@ -127,7 +127,7 @@ class NormalCell(nn.Module):
         super().__init__()
         self.begin = Inner()
         self.newer, self.older = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
-        self.cell = Cell(8, 8, 8, reduction=False, halved=False)
+        self.cell = AmoebaCell(8, 8, 8, reduction=False, halved=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.begin(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,3 +136,42 @@ def test_a_repeated_alias_is_seen(tmp_path: Path) -> None:
         (tmp_path / name).write_text("Mask = NDArray[np.bool_]\n_Pair = tuple[int, int] | None\nSIZE = data[0]\n")
     found = repeated_aliases([tmp_path / "a.py", tmp_path / "b.py"])
     assert found == {"Mask": ["a.py:1", "b.py:1"], "Pair": ["a.py:2", "b.py:2"]}
+
+
+# Terms of the glossary that other things are easily called by, and where files, classes and functions have them in names.
+_TERMS = {
+    "recipes?": ("workflows/benchmarks",),
+    "compil(e|es|ed|er|ing)": (
+        *("hyfi_core/lowering/segment_compiler.py", "hyfi_core/runtime/parallelize.py"),
+        *("workflows/gpu_check", "workflows/launch/compile_cache.py", "workflows/training"),
+    ),
+    "schedules?": ("hyfi_core/schedule", "hyfi_core/cost", "hyfi_core/runtime", "workflows/config"),
+    "plan(s|ned|ner|ning)?": ("hyfi_core", "workflows"),
+    # Of batches; ``turn_s`` is a key of a machine's YAML.
+    "turns?": ("data", "workflows/training", "workflows/benchmarks", "workflows/commands/bench", "hyfi_core/cost"),
+    # Of memory in the core, of TIFF in readers, of HTML elsewhere.
+    "pages?|paged|pager|paging": ("hyfi_core/cells", "hyfi_core/runtime/calls", "pathology", "workflows"),
+}
+_WORD_OF_A_NAME = re.compile(r"[a-z]+|[A-Z][a-z]*|[A-Z]+(?![a-z])")
+
+
+def named_with(term: str, path: Path) -> list[str]:
+    """Return the names of a file, and of its classes and functions, that have a term as one of their words."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    names = [path.stem, *(node.name for node in ast.walk(parsed(path)) if isinstance(node, kinds))]
+    words = {name: [word.lower() for word in _WORD_OF_A_NAME.findall(name)] for name in names}
+    return [name for name, parts in words.items() if any(re.fullmatch(term, part) for part in parts)]
+
+
+@pytest.mark.parametrize("term", _TERMS)
+def test_a_term_of_the_glossary_has_one_meaning(term: str) -> None:
+    paths = [path for package in PACKAGES for path in sources(package)]
+    homes = [ROOT / place for place in _TERMS[term]]
+    outside = [path for path in paths if not any(path == home or home in path.parents for home in homes)]
+    assert {str(path.relative_to(ROOT)): names for path in outside if (names := named_with(term, path))} == {}
+
+
+def test_a_term_in_another_meaning_is_seen(tmp_path: Path) -> None:
+    wrong = tmp_path / "meal_plan.py"
+    wrong.write_text("class PlanOfMeals:\n    def replan(self): ...\n    def _plans(self): ...\n")
+    assert named_with("plans?", wrong) == ["meal_plan", "PlanOfMeals", "_plans"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.cells.baton import Turns
+from hyfi_core.cells.baton import Baton
 from hyfi_core.comm.base import Communicator, Completed, Message, Pending, ReduceOp, version_of
 from hyfi_core.comm.wire import reduced
 
@@ -33,19 +33,19 @@ class _Group:
 
     Args:
         comm: the processes of the group.
-        turns: of this process's cells.
+        baton: of this process's cells.
         members: (process, cell) of every rank of the group, in order.
     """
 
-    def __init__(self, comm: Communicator, turns: Turns, members: Sequence[tuple[int, int]]) -> None:
-        self.comm, self.turns, self.members = comm, turns, tuple(members)
+    def __init__(self, comm: Communicator, baton: Baton, members: Sequence[tuple[int, int]]) -> None:
+        self.comm, self.baton, self.members = comm, baton, tuple(members)
         self.here = [rank for rank, (process, _) in enumerate(self.members) if process == comm.rank]
         self.lanes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
         self.shown: dict[tuple[int, int], deque[tuple[torch.Tensor, int | None]]] = {}
         self._calls: dict[int, _Call] = {}
         # Cells reach a call at different times. Its number, not who is there, says to which call a value belongs.
         self._entered = dict.fromkeys(self.here, 0)
-        turns.after_failure.append(self._clear)
+        baton.after_failure.append(self._clear)
 
     def _clear(self) -> None:
         """Remove unfinished messages and calls: the next run would take them for its own."""
@@ -98,7 +98,7 @@ class _Exchange:
         return self._outside.test() and not left
 
     def wait(self) -> None:
-        self._group.turns.wait(self.test, outside=self._group.comm.size > 1)
+        self._group.baton.wait(self.test, outside=self._group.comm.size > 1)
 
 
 class _Reduction:
@@ -121,7 +121,7 @@ class _Reduction:
         return True
 
     def wait(self) -> None:
-        self._group.turns.wait(self.test, outside=self._group.comm.size > 1)
+        self._group.baton.wait(self.test, outside=self._group.comm.size > 1)
 
 
 class CellCommunicator:
@@ -202,7 +202,7 @@ class CellCommunicator:
             shown = (message.tensor, version_of(message.tensor))
             group.shown.setdefault((self._rank, message.peer), deque()).append(shown)
         lanes = [(peer, self._rank) for peer in peers]
-        group.turns.wait(lambda: all(group.shown.get(lane) for lane in lanes))
+        group.baton.wait(lambda: all(group.shown.get(lane) for lane in lanes))
         tensors = []
         for lane in lanes:
             tensor, version = group.shown[lane].popleft()
@@ -264,7 +264,7 @@ class CellCommunicator:
             new_process = {process: at for at, process in enumerate(processes)}
             chosen = sorted((k, rank) for c, k, rank in votes if c == color)
             members = [(new_process[self.group.members[rank][0]], self.group.members[rank][1]) for _, rank in chosen]
-            call.result = _Group(comm, self.group.turns, members)
+            call.result = _Group(comm, self.group.baton, members)
 
         comm_key = min(k for _, k, rank in votes if rank in self.group.here)
         if len({c for c, _, rank in votes if rank in self.group.here}) > 1:
@@ -285,7 +285,7 @@ class CellCommunicator:
 
     def _together(self, value: Any, last: Callable[[_Call], None]) -> Any:
         number, call = self.joined(value, last)
-        self.group.turns.wait(lambda: self.group.finished(call), outside=self.group.comm.size > 1)
+        self.group.baton.wait(lambda: self.group.finished(call), outside=self.group.comm.size > 1)
         return self.group.leave(number, call)
 
     def _all_objects(self, value: Any) -> list[Any]:
@@ -299,7 +299,7 @@ class CellCommunicator:
 
     def _tag(self, source: int, target: int, tag: int) -> int:
         """Return a tag that distinguishes messages of different cells of two processes."""
-        cells = self.group.turns.size
+        cells = self.group.baton.size
         return (tag * cells + source) * cells + target
 
     def __getattr__(self, name: str) -> Any:
@@ -307,16 +307,16 @@ class CellCommunicator:
         raise AttributeError(f"cells have no {name}: no step calls it")
 
 
-def cell_communicators(comm: Communicator, turns: Turns, members: Sequence[tuple[int, int]]) -> list[CellCommunicator]:
+def cell_communicators(comm: Communicator, baton: Baton, members: Sequence[tuple[int, int]]) -> list[CellCommunicator]:
     """Return the communicator of each cell of this process in the group of all cells.
 
     Args:
         comm: the processes.
-        turns: of this process's cells.
+        baton: of this process's cells.
         members: (process, cell) of every rank of the group, in order.
     """
-    group = _Group(comm, turns, members)
-    return [CellCommunicator(group, cell) for cell in range(turns.size)]
+    group = _Group(comm, baton, members)
+    return [CellCommunicator(group, cell) for cell in range(baton.size)]
 
 
 def _reduce(group: _Group, call: _Call, op: ReduceOp) -> None:

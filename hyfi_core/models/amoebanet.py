@@ -124,7 +124,7 @@ _REDUCTION: Wiring = (
 _REDUCTION_CONCAT = (4, 5, 6)
 
 
-class Cell(nn.Module):
+class AmoebaCell(nn.Module):
     """One cell: takes the maps of the two cells before it.
 
     Args:
@@ -189,7 +189,7 @@ class AmoebaNetD(nn.Module):
         halved = False
         for reduction in (True, True, *normal, True, *normal, True, *normal):
             channels = channels * 2 if reduction else channels
-            cell = Cell(before, previous, channels, reduction, halved)
+            cell = AmoebaCell(before, previous, channels, reduction, halved)
             self.cells.append(cell)
             before, previous, halved = previous, cell.outputs, reduction
         self.fc = nn.Linear(previous, classes)

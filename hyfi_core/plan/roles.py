@@ -55,7 +55,7 @@ def assign_roles(hosts: Sequence[str], trainers: int, loaders: HostChoice, valid
     """
     load = _matching(hosts, loaders, "roles.loaders")
     validate = _matching(hosts, validators, "roles.validators")
-    load, validate = _taking_turns(hosts, load, validate)
+    load, validate = _alternating(hosts, load, validate)
     if isinstance(validators, int):
         validate = _without(hosts, load)[len(_without(hosts, load)) - validators :]
     if isinstance(loaders, int):
@@ -124,7 +124,7 @@ def _matching(hosts: Sequence[str], ranks_wanted: HostChoice, key: str) -> list[
     return ranks
 
 
-def _taking_turns(hosts: Sequence[str], load: list[int], validate: list[int]) -> tuple[list[int], list[int]]:
+def _alternating(hosts: Sequence[str], load: list[int], validate: list[int]) -> tuple[list[int], list[int]]:
     """Divide the ranks that match both patterns, host by host."""
     common = [rank for rank in load if rank in validate]
     turns: dict[str, int] = {}

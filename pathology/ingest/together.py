@@ -81,12 +81,12 @@ def ingest_together(
 def _shared_jobs(request: Request, work: IngestWork | None, comm: Communicator) -> tuple[list[SlideJob], list[str]]:
     """Return the jobs that rank 0 has, and the names of finished slides, on every rank."""
 
-    def planned() -> list[Any]:
+    def begun_jobs() -> list[Any]:
         assert work is not None, "rank 0 has compared"
         begun = begin(request, work)
         return [[job.to_json() for job in begun.jobs], list(begun.finished)]
 
-    jobs, done_before = on_first_rank(comm, planned)
+    jobs, done_before = on_first_rank(comm, begun_jobs)
     return [SlideJob.of_json(values) for values in jobs], done_before
 
 

@@ -193,14 +193,14 @@ def _rings(cells: set[tuple[int, int]]) -> Iterator[Ring]:
             unused.remove(edge)
             start, step = edge
             end = (start[0] + step[0], start[1] + step[1])
-            next_step = _turn(step, steps_from[end])
+            next_step = _leftmost_step(step, steps_from[end])
             if next_step != step:
                 ring.append((float(end[0]), float(end[1])))
             edge = (end, next_step)
         yield [*ring, ring[0]]
 
 
-def _turn(step: tuple[int, int], choices: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def _leftmost_step(step: tuple[int, int], choices: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Choose left of ``step``, else straight on, else right (y points down)."""
     left = (step[1], -step[0])
     return next(choice for choice in (left, step, (-left[0], -left[1])) if choice in choices)

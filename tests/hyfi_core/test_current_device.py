@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import hyfi_core
+from hyfi_core.cells.baton import Baton
 from hyfi_core.cells.pager import Pager
 from hyfi_core.cells.spill_store import SpillMemory
-from hyfi_core.cells.baton import Turns
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.current_device import current_device, make_current
 from hyfi_core.models.resnet import resnet6
@@ -30,7 +30,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 def test_cells_and_writers_begin_with_the_device(seen: list[tuple[str, str]]) -> None:
     device = torch.device("cuda", 1)
-    turns = Turns(2, begun=lambda: make_current(device))
+    turns = Baton(2, begun=lambda: make_current(device))
     turns.run(lambda cell: seen.append((f"cell-{cell}", "runs")))
     for cell in ("cell-0", "cell-1"):
         assert [what for thread, what in seen if thread == cell] == ["cuda:1", "runs"]

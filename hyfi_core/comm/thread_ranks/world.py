@@ -96,7 +96,7 @@ class ThreadWorld:
             self._running.pop(rank, None)
             self._ended.add(rank)
             self._still_since_s = time.monotonic()
-            self._give_turns()
+            self._wake_next()
             if len(self._ended) == self.size:
                 self._all_ended.set()
 
@@ -133,7 +133,7 @@ class ThreadWorld:
                 self._waiting[rank] = left
                 if not left:
                     del self._waiting[rank]
-        self._give_turns()
+        self._wake_next()
 
     def wait_for(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Wait, under ``lock``, until ``ready``.
@@ -166,17 +166,17 @@ class ThreadWorld:
         while not self._all_ended.wait(_TICK_S) and now_s < end_s:
             with self.lock:
                 before_s, now_s = now_s, time.monotonic()
-                self._choose_turns((now_s - before_s) / _TICK_S)
+                self._choose_how_many((now_s - before_s) / _TICK_S)
                 if self.strict:
                     self._detect_deadlock()
         return self._all_ended.is_set()
 
-    def _choose_turns(self, ticks: float) -> None:
+    def _choose_how_many(self, ticks: float) -> None:
         """Choose how many ranks run at once, after so many ticks in which the number was the same."""
         handed, self._handed = self._handed, 0
         if self._ready and not handed:
             self._turns = min(self.size, self._turns + 1)
-            self._give_turns()
+            self._wake_next()
         elif handed > _SHORT_TURNS * ticks and not self.failed:
             self._turns = max(1, self._turns - 1)
 
@@ -199,14 +199,14 @@ class ThreadWorld:
     def _sleep(self, waiter: _Waiter) -> None:
         """Hand on the turn of this rank, and return when it has one again."""
         self._running.pop(waiter.rank, None)
-        self._give_turns()
+        self._wake_next()
         # The turn was handed on under the lock, so a wake-up between these two lines is not lost: ``woken`` remembers
         # it.
         self.lock.release()
         waiter.woken.acquire()
         self.lock.acquire()
 
-    def _give_turns(self) -> None:
+    def _wake_next(self) -> None:
         while self._ready and len(self._running) < self._turns:
             waiter = self._ready.popleft()
             self._running[waiter.rank] = time.monotonic()

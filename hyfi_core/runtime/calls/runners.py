@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar, overload
 
+from hyfi_core.cells.baton import Baton
 from hyfi_core.cells.communicator import cell_communicators
 from hyfi_core.cells.paging import Paging
-from hyfi_core.cells.baton import Turns
 from hyfi_core.comm.base import Communicator
 from hyfi_core.current_device import make_current
 from hyfi_core.errors import RequestError
@@ -43,7 +43,7 @@ class Runners(Sequence[StageRunner]):
         self.cells = 1
         self.paging: Paging | None = None
         self.groups: list[Groups] = []
-        self._turns: Turns | None = None
+        self._baton: Baton | None = None
         if plan.cell_grid is None:
             self._runners = [StageRunner(subject, plan, comm, groups)]
             return
@@ -54,20 +54,20 @@ class Runners(Sequence[StageRunner]):
             )
         self.cells = plan.cell_grid[0] * plan.cell_grid[1]
         if plan.spill is not None:
-            self.paging = Paging(plan.spill, plan.memory_bytes, subject.device, lambda: turns.cell)
+            self.paging = Paging(plan.spill, plan.memory_bytes, subject.device, lambda: baton.cell)
         pager = None if self.paging is None else self.paging.pager
         resumed = pager.resume if pager is not None else lambda cell: None
-        turns = self._turns = Turns(self.cells, resumed, lambda: make_current(subject.device))
+        baton = self._baton = Baton(self.cells, resumed, lambda: make_current(subject.device))
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(self.cells)]
-        comms = cell_communicators(comm, turns, members)
-        self._runners = turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=pager))
+        comms = cell_communicators(comm, baton, members)
+        self._runners = baton.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=pager))
         self.groups = [runner.groups for runner in self._runners]
 
     def each(self, call: Callable[[StageRunner], T]) -> list[T]:
         """Call each runner, cells in turn, and return the results."""
-        if self._turns is None:
+        if self._baton is None:
             return [call(self._runners[0])]
-        return self._turns.run(lambda cell: call(self._runners[cell]))
+        return self._baton.run(lambda cell: call(self._runners[cell]))
 
     def training_parts(self, shapes: BatchShapes) -> tuple[InputPart, ...]:
         """Return the boxes and samples that this process reads of a batch, each once."""

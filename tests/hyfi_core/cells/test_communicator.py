@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from hyfi_core.cells.baton import Baton
 from hyfi_core.cells.communicator import CellCommunicator, cell_communicators
-from hyfi_core.cells.baton import Turns
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.comm.threads import run_ranks
@@ -18,16 +18,16 @@ MEMBERS = ((0, 0), (1, 0), (0, 1), (1, 1))  # ranks go across two processes of t
 
 
 def on_cells(cells: int, body: Any) -> list[Any]:
-    turns = Turns(cells)
-    comms = cell_communicators(AloneCommunicator(), turns, [(0, cell) for cell in range(cells)])
-    return turns.run(lambda cell: body(comms[cell]))
+    baton = Baton(cells)
+    comms = cell_communicators(AloneCommunicator(), baton, [(0, cell) for cell in range(cells)])
+    return baton.run(lambda cell: body(comms[cell]))
 
 
 def on_two_processes(body: Any) -> list[Any]:
     def process(comm: Communicator) -> list[Any]:
-        turns = Turns(2)
-        comms = cell_communicators(comm, turns, MEMBERS)
-        return turns.run(lambda cell: body(comms[cell]))
+        baton = Baton(2)
+        comms = cell_communicators(comm, baton, MEMBERS)
+        return baton.run(lambda cell: body(comms[cell]))
 
     found = run_ranks(2, process, timeout_s=60)
     return [found[process][cell] for process, cell in MEMBERS]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyfi_core.models.amoebanet import Cell, FactorizedReduction, amoebanet_d
+from hyfi_core.models.amoebanet import AmoebaCell, FactorizedReduction, amoebanet_d
 from tests.harness import assert_equal_to_one_process
 
 
@@ -22,9 +22,9 @@ def test_it_has_as_many_parameters_as_published(filters: int, millions: float) -
 
 
 def test_three_by_three_maximum_pools_take_maxima() -> None:
-    cell = Cell(8, 8, 8, reduction=False, halved=False)
+    cell = AmoebaCell(8, 8, 8, reduction=False, halved=False)
     assert sum(isinstance(module, nn.MaxPool2d) for module in cell.modules()) == 2
-    reduction = Cell(8, 8, 8, reduction=True, halved=False)
+    reduction = AmoebaCell(8, 8, 8, reduction=True, halved=False)
     assert sum(isinstance(module, nn.MaxPool2d) for module in reduction.modules()) == 4
     assert all(sum(isinstance(module, nn.AvgPool2d) for module in cells.modules()) == 1 for cells in (cell, reduction))
 

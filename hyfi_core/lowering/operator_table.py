@@ -1,6 +1,6 @@
 """Generator of ``docs/operators.md``: every operator with a rule, from the table of operators.
 
-Written by ``python -m hyfi_core.lowering.operators_page > docs/operators.md``.
+Written by ``python -m hyfi_core.lowering.operator_table > docs/operators.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ the records are in `hyfi_core/rules`.
 
 Names are those of PyTorch's ATen operators without `aten.` and `.default`: `conv2d`, `max_pool2d`, `mean.dim`.
 
-<!-- Written by `python -m hyfi_core.lowering.operators_page > docs/operators.md`; the texts are in hyfi_core/rules. -->
+<!-- Written by `python -m hyfi_core.lowering.operator_table > docs/operators.md`; the texts are in hyfi_core/rules. -->
 """
 
 
@@ -37,7 +37,7 @@ _KEPT = {
 }
 
 
-def page() -> str:
+def document() -> str:
     """Return the whole page as Markdown."""
     ruled = {text: op for text, op in OPERATORS.items() if op.rule is not None and text.startswith("aten.")}
     instead = {_short(text): op.instead for text, op in OPERATORS.items() if op.instead is not None}
@@ -75,4 +75,4 @@ def _code(names: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(document(), end="")

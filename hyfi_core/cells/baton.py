@@ -1,10 +1,10 @@
-"""Turns: the cells of a process are threads, and only one runs at a time.
+"""The baton: the cells of a process are threads, and only the one that has it runs.
 
     cell 0   ── run ── needs a halo │                             │ ── run ── …
     cell 1                          │ ── run ── needs a halo │    │
     cell 2                                                   │ ── run
 
-A cell keeps its turn until it has to wait; the next cell that can continue follows, in cyclic order, so that runs are
+A cell keeps the baton until it has to wait; the next cell that can continue follows, in cyclic order, so that runs are
 reproducible.
 """
 
@@ -23,12 +23,12 @@ class OtherCellFailedError(RuntimeError):
     """Another cell has failed, so this one ends. Never the first error."""
 
 
-class Turns:
-    """Runs the cells of one process in turns.
+class Baton:
+    """Runs the cells of one process, one at a time.
 
     Args:
         size: number of cells.
-        switched: called with a cell whenever its turn begins again after turns of others.
+        switched: called with a cell whenever it has the baton again after others had it.
         begun: called in the thread of each cell before anything else.
 
     Attributes:
@@ -46,11 +46,11 @@ class Turns:
         self.after_failure: list[Callable[[], None]] = []
         self._switched, self._begun = switched, begun
         self._lock = threading.Lock()
-        # One for each cell: waking all of them for every turn would take time in the square of their number.
-        self._turns = [threading.Condition(self._lock) for _ in range(size)]
+        # One for each cell: waking all of them for every hand-over would take time in the square of their number.
+        self._wake = [threading.Condition(self._lock) for _ in range(size)]
         self._running: set[int] = set()
         self._failed = False
-        self._idle_turns = 0
+        self._idle = 0
         self._outside: set[int] = set()
 
     def run(self, body: Callable[[int], T]) -> list[T]:
@@ -61,7 +61,7 @@ class Turns:
         """
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
-        self.cell, self._failed, self._idle_turns = 0, False, 0
+        self.cell, self._failed, self._idle = 0, False, 0
         self._running = set(range(self.size))
 
         def target(cell: int) -> None:
@@ -93,22 +93,22 @@ class Turns:
         """Return when ``ready()``; until then other cells run.
 
         Args:
-            ready: called by this cell only, in its turn.
+            ready: called by this cell only, while it has the baton.
             outside: whether another process may make it true.
 
         Raises:
             RuntimeError: all cells wait for each other.
         """
-        self._idle_turns = 0  # this cell has run since its last wait, and others may be able to continue
+        self._idle = 0  # this cell has run since its last wait, and others may be able to continue
         if ready():
             return
         cell = self.cell
         while True:
-            self._idle_turns += 1
+            self._idle += 1
             if outside:
                 self._outside.add(cell)
             # Every running cell has asked once since any of them ran: only another process can still change an answer.
-            if self._idle_turns > len(self._running):
+            if self._idle > len(self._running):
                 if not self._outside:
                     raise RuntimeError(f"cells {sorted(self._running)} wait for each other (deadlock)")
                 time.sleep(_NAP_S)
@@ -116,7 +116,7 @@ class Turns:
             self._take(cell)
             if ready():
                 break
-        self._idle_turns = 0
+        self._idle = 0
         self._outside.discard(cell)
         self._switched(cell)
 
@@ -125,22 +125,22 @@ class Turns:
             if self._running:
                 following = range(self.cell + 1, self.cell + 1 + self.size)
                 self.cell = next(cell % self.size for cell in following if cell % self.size in self._running)
-            self._turns[self.cell].notify()
+            self._wake[self.cell].notify()
 
     def _take(self, cell: int) -> None:
         with self._lock:
-            self._turns[cell].wait_for(lambda: self._failed or self.cell == cell)
+            self._wake[cell].wait_for(lambda: self._failed or self.cell == cell)
         if self._failed:
             raise OtherCellFailedError("another cell has failed")
 
     def _end(self, cell: int) -> None:
         self._running.discard(cell)
-        self._idle_turns = 0
+        self._idle = 0
         if not self._failed:
             self._pass()
 
     def _fail(self) -> None:
         with self._lock:
             self._failed = True
-            for turn in self._turns:
-                turn.notify()
+            for wake in self._wake:
+                wake.notify()
