@@ -138,7 +138,7 @@ def test_a_repeated_alias_is_seen(tmp_path: Path) -> None:
     assert found == {"Mask": ["a.py:1", "b.py:1"], "Pair": ["a.py:2", "b.py:2"]}
 
 
-# Terms of the glossary that other things are easily called by, and where names of files, classes and functions have one.
+# Terms of the glossary that other things are easily called by, and where files, classes and functions have them.
 _TERMS = {
     "recipes?": ("workflows/benchmarks",),
     "compil(e|es|ed|er|ing)": (
