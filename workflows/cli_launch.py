@@ -93,7 +93,7 @@ def slurm_array(
     submit: Submit = False,
     as_json: Json = False,
 ) -> None:
-    """An ingest or a prediction as an array of jobs: ``hyfi launch slurm-array --parts 8 ingest PATH… --out STORE``."""
+    """An ingest, a prediction or folds as an array: ``hyfi launch slurm-array --parts 8 ingest PATH… --out STORE``."""
 
     def body() -> int:
         from workflows.commands.launch import ScriptOptions, run_array

@@ -117,36 +117,78 @@ def run_array(words: list[str], parts: int, options: ScriptOptions) -> int:
     """Write the script of an array of jobs, each with its part of an ingest or a prediction.
 
     Args:
-        words: The command: ``ingest PATH… --out STORE …`` or ``predict CHECKPOINT SLIDE… --out DIR …``.
-        parts: Number of jobs in the array.
+        words: The command: ``ingest PATH… --out STORE …``, ``predict CHECKPOINT SLIDE… --out DIR …``, or ``train CONFIG
+            --folds all``: each job runs a fold.
+        parts: Number of jobs in the array, except of folds.
         options: Options of the script; its resources are those of each job.
 
     Raises:
         RequestError: The command has no ``--part``, or Slurm refuses the job.
     """
+    if words and words[0] == "train":
+        return _run_folds(words, options)
     if not words or words[0] not in ("ingest", "predict"):
         command = words[0] if words else "nothing"
         raise RequestError(
             f"slurm-array: given {command!r}; allowed: ingest PATH… --out STORE, predict CHECKPOINT SLIDE… --out DIR "
-            "(the commands that have --part)"
+            "(the commands that have --part), train CONFIG --folds all"
         )
     if "--part" in words or any(word.startswith("--part=") for word in words):
         raise RequestError("slurm-array: --part is added by the script; leave it out and give --parts")
+    about = f"{parts} jobs, each with a part of the slides. Finished slides are skipped"
+    return _write_array(words, f"1-{parts}", f'--part "$SLURM_ARRAY_TASK_ID/{parts}"', about, options)
+
+
+def _run_folds(words: list[str], options: ScriptOptions) -> int:
+    """Write the script of an array with a job for each fold of ``train CONFIG --folds …``, and the splits.
+
+    Raises:
+        RequestError: There are no folds, or the runs are not as they must be.
+    """
+    from workflows.cross_validation.fold_runs import FoldRuns
+    from workflows.launch.resumption import Resumption
+
+    rest, given = _without_options(words[1:], ("--folds", "--fold-column"))
+    if "--folds" not in given or not rest or any(word.startswith("-") for word in rest if word != "--resume"):
+        raise RequestError(
+            f"slurm-array: given {' '.join(words)!r}; allowed: train CONFIG.yaml [section.key=value] --folds all"
+        )
+    config, *overrides = [word for word in rest if word != "--resume"]
+    resumption = Resumption.of("--resume" in rest, None, False)
+    runs = FoldRuns(Path(config), tuple(overrides), None, resumption, given["--folds"], given.get("--fold-column"))
+    runs.check()
+    runs.write_splits()  # now: jobs that start at the same time would each find the folder half made
+    column = [] if runs.column is None else ["--fold-column", runs.column]
+    about = f"A job for each of {len(runs.chosen)} folds; the last one pools all. Finished folds are skipped"
+    command = ["train", config, *overrides, *column, "--resume"]
+    array = ",".join(map(str, runs.chosen))
+    return _write_array(command, array, '--folds "$SLURM_ARRAY_TASK_ID"', about, options)
+
+
+def _without_options(words: list[str], names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+    """Return the words without some options that take a value, and these by name."""
+    rest: list[str] = []
+    given: dict[str, str] = {}
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    while words:
+        word = words.pop(0)
+        if word in names and words:
+            given[word] = words.pop(0)
+        else:
+            rest.append(word)
+    return rest, given
+
+
+def _write_array(words: list[str], array: str, part: str, about: str, options: ScriptOptions) -> int:
+    """Write the script of an array; ``part``: what each job adds to the command."""
     if options.resources.nodes != 1:
         raise RequestError(
             f"slurm-array: each job of the array runs on one node; given --nodes {options.resources.nodes}"
         )
     path = options.path or Path(f"{words[0]}.sbatch")
-    text = script_of(
-        "slurm_array",
-        path,
-        words,
-        1,
-        options.resources,
-        Site.load(options.site),
-        parts=parts,
-        log=f"{path.stem}-%A_%a.log",
-    )
+    log = f"{path.stem}-%A_%a.log"
+    more = {"array": array, "part": part, "about": about, "log": log}
+    text = script_of("slurm_array", path, words, 1, options.resources, Site.load(options.site), **more)
     return _write(path, text, options, f"start it with sbatch {path}")
 
 

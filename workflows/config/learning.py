@@ -39,10 +39,34 @@ class GroupConfig(Section):
         return self
 
 
+_CLASSES = {
+    "lamb": "pytorch_optimizer:Lamb or timm.optim:Lamb",
+    "lion": "pytorch_optimizer:Lion or timm.optim:Lion",
+    "radam": "torch.optim:RAdam",
+    "nadam": "torch.optim:NAdam",
+    "adamax": "torch.optim:Adamax",
+    "rmsprop": "torch.optim:RMSprop",
+    "adafactor": "torch.optim:Adafactor",
+}
+"""Optimizers that users know by name, with the classes that are them."""
+
+
+def _known_optimizer(name: Any) -> Any:
+    plain = name.lower().replace("_", "").replace("-", "") if isinstance(name, str) else ""
+    if plain in _CLASSES:
+        raise ValueError(f"given {name!r}; name its class: {_CLASSES[plain]}, of a package that is installed")
+    if plain.startswith("schedulefree"):
+        raise ValueError(
+            f"given {name!r}; schedule-free optimizers keep other weights for evaluation than for training, which "
+            "checkpoints and validation would not use; use adamw with run.ema, an average of the weights"
+        )
+    return name
+
+
 class OptimizerConfig(Section):
     """The optimizer: how gradients update the weights."""
 
-    name: str = Field(
+    name: Annotated[str, BeforeValidator(_known_optimizer)] = Field(
         "adamw",
         pattern=r"^(sgd|adam|adamw|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
         description="sgd, adam, adamw, or package.module:Class: the optimizer; a class of your own is called with the "

@@ -173,3 +173,11 @@ def test_a_run_goes_on_only_with_what_may_change(path: Path) -> None:
 def test_keys_that_may_change_exist(path: Path) -> None:
     every = load_config(path).model_dump()
     assert {key for key in MAY_CHANGE_ON_RESUME if key.split(".")[1] not in every[key.split(".")[0]]} == set()
+
+
+@pytest.mark.parametrize(("name", "said"), [("lion", "pytorch_optimizer:Lion"), ("schedule-free", "run.ema")])
+def test_an_optimizer_that_users_know_is_answered_with_its_class(tmp_path: Path, name: str, said: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"data: {{store: s, size_px: 64}}\nrun: {{dir: r, steps: 1}}\noptimizer: {{name: {name}}}\n")
+    with pytest.raises(RequestError, match=said):
+        load_config(path)
