@@ -56,7 +56,7 @@ ARROWS = {
         "features": {"encoders", "finetuning", "config"},
         "tasks": {"config"},
         "evaluation": {"features", "encoders", "finetuning", "tasks", "launch", "config"},
-        "export_model": {"tasks", "config"},
+        "export_model": {"evaluation", "features", "encoders", "finetuning", "tasks", "launch", "config"},
     },
 }
 # Each of these may import all of those before it.

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hyfi_core.errors import RequestError
 from workflows.console import emit_json, say
 from workflows.exit_codes import DONE
 from workflows.paths import require_local
+
+if TYPE_CHECKING:
+    from workflows.export_model.exported import ExportSource
 
 FORMATS = ("torch", "onnx")
 
@@ -39,9 +43,6 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
         raise RequestError(f"{out} exists; choose another --out, or remove it")
     from workflows.export_model.exported import ExportSource
     from workflows.export_model.model_card import FILE_NAME, write_card
-    from workflows.export_model.onnx_file import FILE_NAME as ONNX
-    from workflows.export_model.onnx_file import write_onnx
-    from workflows.export_model.torch_folder import MODEL_JSON, SCRIPT, WEIGHTS, write_torch
 
     checkpoint = checkpoint.resolve()  # of best or latest, the step
     source = ExportSource.load(checkpoint)
@@ -49,16 +50,12 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
         raise RequestError(
             f"--size-px {size_px[0]},{size_px[1]}: expected multiples of {source.align_px} (data.align_px)"
         )
+    if size_px is not None and source.of_bags:
+        raise RequestError("--size-px is of whole images; tiles have the size of their training")
     beside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     beside.mkdir(parents=True)
     try:
-        if to == "onnx":
-            difference = write_onnx(source, beside / ONNX, size_px)
-            shape = "any multiples" if size_px is None else f"{size_px[0]} × {size_px[1]}"
-            files = [(ONNX, f"pixels: uint8 RGB (1, 3, H, W), H and W {shape} of {source.align_px}; outputs and more")]
-        else:
-            write_torch(source, beside)
-            files = [(WEIGHTS, "weights"), (MODEL_JSON, "what the model is"), (SCRIPT, f"`python {SCRIPT} IMAGE`")]
+        files, difference = _write(source, to, beside, size_px)
         write_card(source, checkpoint, beside, [*files, (FILE_NAME, "this card")])
         if out.exists():
             out.rmdir()
@@ -68,8 +65,31 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     names = [name for name, _ in files] + [FILE_NAME]
-    checked = f"; outputs differ from PyTorch's by {difference:.1g} at most" if to == "onnx" else ""
+    checked = f"; outputs differ from PyTorch's by {difference:.1g} at most" if difference is not None else ""
     say(f"{out}: {', '.join(names)}{checked}")
     if as_json:
         emit_json({"out": str(out), "files": [str(out / name) for name in names]})
     return DONE
+
+
+def _write(
+    source: ExportSource, to: str, folder: Path, size_px: tuple[int, int] | None
+) -> tuple[list[tuple[str, str]], float | None]:
+    """Write a model's files.
+
+    Returns:
+        (name, what it is) of each file, and the largest difference of ONNX's outputs from PyTorch's; None without ONNX.
+    """
+    from workflows.export_model.bag_folder import write_bag_onnx, write_bag_torch
+    from workflows.export_model.onnx_file import FILE_NAME, write_onnx
+    from workflows.export_model.torch_folder import MODEL_JSON, SCRIPT, WEIGHTS, write_torch
+
+    if source.of_bags:
+        return write_bag_onnx(source, folder) if to == "onnx" else (write_bag_torch(source, folder), None)
+    if to == "torch":
+        write_torch(source, folder)
+        return [(WEIGHTS, "weights"), (MODEL_JSON, "what the model is"), (SCRIPT, f"`python {SCRIPT} IMAGE`")], None
+    difference = write_onnx(source, folder / FILE_NAME, size_px)
+    shape = "any multiples" if size_px is None else f"{size_px[0]} × {size_px[1]}"
+    what = f"pixels: uint8 RGB (1, 3, H, W), H and W {shape} of {source.align_px}; outputs and more"
+    return [(FILE_NAME, what)], difference

@@ -15,7 +15,7 @@ import re
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from hyfi_core.errors import RequestError
 
@@ -72,6 +72,20 @@ def add_lora(encoder: nn.Module, rank: int) -> int:
     for _, module, name in places:
         register_parametrization(module, name, LowRankUpdate(getattr(module, name), rank))
     return len(places)
+
+
+def merge_lora(model: nn.Module) -> int:
+    """Put updates into the weights that they belong to, in place; return their number.
+
+    Names of weights are then those of the model without updates.
+    """
+    merged = 0
+    for module in model.modules():
+        for name in [*getattr(module, "parametrizations", {})]:
+            if any(isinstance(part, LowRankUpdate) for part in module.parametrizations[name]):  # type: ignore[index]
+                remove_parametrizations(module, name, leave_parametrized=True)
+                merged += 1
+    return merged
 
 
 def is_lora(name: str) -> bool:

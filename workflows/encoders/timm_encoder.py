@@ -58,6 +58,11 @@ def timm_module(
         stored = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
         source, loaded = f"local-dir:{folder}", bool(stored) and with_weights
         weights = str(folder) if loaded else ""
+    elif ":" not in name and ("/" in name or "\\" in name):  # names of timm's have none
+        raise RequestError(
+            f"encoder timm:{name}: there is no such folder; timm builds the network from its config.json, also for a "
+            f"checkpoint that was trained with it: put the folder there again, or use timm's name of the network"
+        )
     elif ":" in name and not allow_download:
         raise RequestError(
             f"encoder timm:{name}: nothing is downloaded; use the folder that you downloaded, timm:FOLDER, or a name "

@@ -11,7 +11,9 @@ from torch import nn
 
 from data.loading.normalise import Normalisation
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.checkpoint import read_model_json
 from pathology.predict.members import Member, temperature_of
+from workflows.evaluation.tile_evaluator import bag_module_of, is_bag_model
 from workflows.tasks.by_name import readout_of
 
 
@@ -34,9 +36,11 @@ class ExportSource:
         """Load a checkpoint, with the moving average of its weights if it has one.
 
         Raises:
-            RequestError: It is damaged, or does not say how to build its model; it is an encoder of tiles.
+            RequestError: It is damaged, or does not say how to build its model.
         """
-        member = Member.load(checkpoint, readout_of=readout_of)
+        config = read_model_json(checkpoint)
+        module = bag_module_of(config) if is_bag_model(config) else None
+        member = Member.load(checkpoint, module, readout_of=readout_of)
         classes = member.config.get("task", "multiclass") == "multiclass"
         normalisation = Normalisation.from_json(member.config["normalisation"])
         return cls(member, normalisation, temperature_of(member.config) if classes else None)
@@ -45,6 +49,11 @@ class ExportSource:
     def config(self) -> dict[str, Any]:
         """Its ``model.json``."""
         return dict(self.member.config)
+
+    @property
+    def of_bags(self) -> bool:
+        """Whether the model takes tiles or their features."""
+        return is_bag_model(self.config)
 
     @property
     def align_px(self) -> int:

@@ -70,6 +70,22 @@ def _model(source: ExportSource, checkpoint: Path) -> list[tuple[str, str]]:
 
 def _images(source: ExportSource) -> list[tuple[str, str]]:
     config, numbers = source.config, source.normalisation
+    if config.get("features"):
+        stated = config["features"]
+        return [
+            ("features", f"{stated['length']} numbers of {stated['encoder'] or 'an encoder that was not stated'}"),
+            ("size of a tile", "unknown" if stated["tile_um"] is None else f"{stated['tile_um']:.4g} µm"),
+        ]
+    if config.get("tiles"):
+        tiles = config["tiles"]
+        return [
+            ("micrometres per pixel", f"{config['mpp']:g}"),
+            (
+                "tiles",
+                f"{tiles['size_px']} px, {tiles['stride_px']} px apart, of at least {tiles['min_tissue']:.0%} tissue",
+            ),
+            ("normalisation", f"(pixel / 255 − {list(numbers.mean)}) / {list(numbers.std)}"),
+        ]
     return [
         ("micrometres per pixel", f"{config['mpp']:g}"),
         ("size in training", " × ".join(map(str, config["size_px"])) + f" px, multiples of {source.align_px}"),

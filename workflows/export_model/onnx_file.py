@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hyfi_core.errors import RequestError
 from workflows.export_model.exported import ExportSource, PixelModel
@@ -61,6 +62,58 @@ def write_onnx(source: ExportSource, path: Path, size_px: tuple[int, int] | None
     assert program is not None
     program.save(str(path))
     return max(_difference(model, path, image) for image in images)
+
+
+def checked_export(
+    module: nn.Module, path: Path, samples: list[torch.Tensor], names: tuple[str, str], dynamic: dict[int, Any]
+) -> float:
+    """Write a module of one input and one output to an ONNX file; return the largest relative difference on samples.
+
+    Args:
+        module: The module.
+        path: The file.
+        samples: Inputs; the first is traced, all are checked.
+        names: Of the input and the output.
+        dynamic: Dims of the input that may vary.
+
+    Raises:
+        RequestError: Packages are missing, PyTorch cannot export the module, or the file computes something else.
+    """
+    _require_packages()
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.onnx.export(
+                module.eval(),
+                (samples[0],),
+                dynamo=True,
+                input_names=[names[0]],
+                output_names=[names[1]],
+                dynamic_shapes=(dynamic,),
+                verbose=False,
+            )
+        except Exception as error:  # whatever the exporter meets in a user's forward
+            raise RequestError(f"PyTorch cannot export {path.name}: {_first_line(error)}; use --to torch") from error
+    assert program is not None
+    program.save(str(path))
+    return max(_difference_of(module, path, sample, names) for sample in samples)
+
+
+def _difference_of(module: nn.Module, path: Path, sample: torch.Tensor, names: tuple[str, str]) -> float:
+    import onnxruntime
+
+    session: Any = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    computed = torch.from_numpy(session.run([names[1]], {names[0]: sample.numpy()})[0])
+    with torch.no_grad():
+        outputs = module(sample)
+    difference = float((computed - outputs).abs().max() / outputs.abs().max().clamp_min(1e-6))
+    if not difference <= _TOLERANCE:
+        raise RequestError(
+            f"{path.name} computes other {names[1]} than PyTorch (relative difference {difference:.2g}); no file is "
+            f"kept"
+        )
+    return difference
 
 
 def _require_packages() -> None:

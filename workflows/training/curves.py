@@ -17,6 +17,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 200, 64, 24, 8
 _MAX_POINTS = 1000
 _COLOURS = ("#1f6feb", "#d1662b", "#2f8f4e", "#8957e5", "#b3366b", "#6e7781")
 _LOSS, _SPEED = "loss", "images_per_second"
+_ATTENTION = ("attention_peak", "effective_tiles")
 _SHARES = ("auroc", "balanced accuracy", "accuracy", "f1", "quadratic kappa", "calibration error")
 _AT_MOST_1 = {*_SHARES, "concordance", "uno concordance", "time auroc", "brier"}
 _NO_METRIC = {"kind", "step", "epoch", "slides", "cases", "loss"}
@@ -44,23 +45,30 @@ class RunCurve:
     points: tuple[Point, ...]
 
 
-def write_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]]) -> None:
+def write_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], unit: str = "images") -> None:
     """Write the page of a run from the records of its ``metrics.jsonl``, atomically.
+
+    Args:
+        path: The page.
+        title: Of the run.
+        records: Of its metrics.
+        unit: What is counted in a second: images, or slides that are bags of tiles.
 
     Raises:
         OSError: The file cannot be written.
     """
-    write_atomically(path, curves_page(title, records).encode())
+    write_atomically(path, curves_page(title, records, unit).encode())
 
 
-def curves_page(title: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page as HTML: loss, learning rate and speed of training, and each validation metric."""
+def curves_page(title: str, records: Sequence[Mapping[str, Any]], unit: str = "images") -> str:
+    """Return the page as HTML: loss, learning rate, speed and attention of training, and each validation metric."""
     train = [record for record in records if record["kind"] == "train"]
     validation = [record for record in records if record["kind"] == "validation"]
     charts = {
         "loss": [RunCurve("training", _points(train, _LOSS)), RunCurve("validation", _points(validation, _LOSS))],
         "learning rate": [RunCurve("training", _points(train, "lr"))],
-        "images per second": [RunCurve("training", _points(train, _SPEED))],
+        f"{unit} per second": [RunCurve("training", _points(train, _SPEED))],
+        **{name.replace("_", " "): [RunCurve("training", _points(train, name))] for name in _ATTENTION},
     }
     for name in _metrics(validation):
         charts[name.replace("_", " ")] = [RunCurve("validation", _points(validation, name))]

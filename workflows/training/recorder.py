@@ -201,9 +201,9 @@ class Recorder:
 
     def _write_curves(self) -> None:
         """Replace ``curves.html``; errors are ignored."""
-        folder = self._job.config.run.dir
+        folder, unit = self._job.config.run.dir, "images" if self._job.config.data.kind == "images" else "slides"
         with contextlib.suppress(OSError):
-            write_curves(folder / "curves.html", str(folder), self._log.records)
+            write_curves(folder / "curves.html", str(folder), self._log.records, unit)
 
     def _show(self, kind: str, step: int, values: EvaluatedMetrics) -> None:
         if self._board is not None:

@@ -88,6 +88,9 @@ def test_what_a_run_writes(alone: Path) -> None:
     assert "size_px: 32" in (alone / "config.yaml").read_text()
     assert load_config(alone / "config.yaml").data.tiles is not None
     assert " slides/s, " in status.read_status(alone)["throughput"]
+    page = (alone / "curves.html").read_text()
+    assert all(f">{name}<" in page for name in ("slides per second", "attention peak", "effective tiles"))
+    assert "images per second" not in page
 
 
 def test_encoder_and_head_rates_and_parts(store: Path, tmp_path: Path) -> None:

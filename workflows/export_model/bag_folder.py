@@ -1,0 +1,191 @@
+"""Exports of models of bags: an encoder of tiles and its aggregator, or an aggregator of features alone.
+
+::
+
+    torch    model.safetensors, model.json, predict.py     updates of LoRA are merged into the weights
+    onnx     encoder.onnx      pixels uint8 (n, 3, T, T)  -> vectors (n, D)      any n
+             aggregator.onnx   vectors (N, D)             -> outputs (1, K)      any N
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from hyfi_core.errors import RequestError
+from hyfi_core.tiles.model import TileModel
+from workflows.encoders.lora import merge_lora
+from workflows.export_model.exported import ExportSource
+from workflows.export_model.onnx_file import checked_export
+from workflows.export_model.torch_folder import MODEL_JSON, SCRIPT, WEIGHTS
+
+ENCODER, AGGREGATOR = "encoder.onnx", "aggregator.onnx"
+_MERGED_TOLERANCE = 1e-4
+"""Largest difference of a vector with merged updates, relative to the largest: rounding of float32."""
+_TILES = 3
+_BAG = (5, 9)
+"""Vectors of the bags by which an aggregator's file is checked."""
+
+_TILES_SCRIPT = '''"""Predict one slide of its tissue tiles: python {script} FOLDER.
+
+Tiles are PNG, {size} x {size} px of {mpp:g} micrometres.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from data.loading.normalise import Normalisation
+from workflows.evaluation.tile_models import build_tile_model
+from workflows.tasks.by_name import readout_of
+
+HERE = Path(__file__).parent
+config = json.loads((HERE / "{model_json}").read_text(encoding="utf-8"))
+model, _ = build_tile_model(config["model"], {size}, None, Normalisation.from_json(config["normalisation"]))
+model.load_state_dict(load_file(HERE / "{weights}"))
+model.eval()
+
+pictures = [np.array(Image.open(path).convert("RGB")) for path in sorted(Path(sys.argv[1]).glob("*.png"))]
+with torch.no_grad():
+    tiles = [torch.from_numpy(picture).permute(2, 0, 1)[None] / 255 for picture in pictures]
+    vectors = torch.cat([model.encoder(tile) for tile in tiles])
+'''
+_FEATURES_SCRIPT = '''"""Predict one slide: python {script} FILE, features of hyfi features, TRIDENT, CLAM or STAMP."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from data.tiles.features.stored import StoredFeatures
+from workflows.evaluation.feature_models import build_feature_model
+from workflows.tasks.by_name import readout_of
+
+HERE = Path(__file__).parent
+config = json.loads((HERE / "{model_json}").read_text(encoding="utf-8"))
+model = build_feature_model(config["model"])
+model.load_state_dict(load_file(HERE / "{weights}"))
+model.eval()
+
+with torch.no_grad():
+    vectors = torch.from_numpy(StoredFeatures.of(Path(sys.argv[1])).vectors())
+'''
+_REST = """    returned = model.aggregator(vectors)
+outputs = (returned[0] if isinstance(returned, tuple) else returned).reshape(-1)
+readout = readout_of(config)
+for name, value in zip(readout.columns, readout.values(outputs.double().numpy()).tolist()):
+    print(f"{name}: {value:.6g}")
+"""
+
+
+def write_bag_torch(source: ExportSource, folder: Path) -> list[tuple[str, str]]:
+    """Write weights, ``model.json`` and a script that predicts a slide; return (name, what it is) of each file.
+
+    Raises:
+        RequestError: Merged updates change what the encoder computes.
+    """
+    model, config = _merged(source), source.config
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    (folder / WEIGHTS).write_bytes(save(weights))
+    kept = {name: value for name, value in config.items() if name not in ("files", "trained_on")}
+    if "encoder" in kept["model"]:
+        kept["model"] = kept["model"] | {"encoder": kept["model"]["encoder"] | {"lora": None}}
+    (folder / MODEL_JSON).write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    tiles = bool(config.get("tiles"))
+    size = int(config["tiles"]["size_px"]) if tiles else 0
+    head = (_TILES_SCRIPT if tiles else _FEATURES_SCRIPT).format(
+        script=SCRIPT, size=size, mpp=float(config["mpp"]), model_json=MODEL_JSON, weights=WEIGHTS
+    )
+    (folder / SCRIPT).write_text(head + _REST, encoding="utf-8")
+    what = "FOLDER` of a slide's tiles" if tiles else "FILE` of a slide's features"
+    return [(WEIGHTS, "weights"), (MODEL_JSON, "what the model is"), (SCRIPT, f"`python {SCRIPT} {what}")]
+
+
+def write_bag_onnx(source: ExportSource, folder: Path) -> tuple[list[tuple[str, str]], float]:
+    """Write the files of encoder and aggregator; return them, and the largest relative difference from PyTorch's.
+
+    Raises:
+        RequestError: PyTorch cannot export one of them, or a file computes something else.
+    """
+    model, config = _merged(source).float(), source.config
+    files, differences = [], []
+    many = {0: torch.export.Dim.DYNAMIC}
+    if config.get("tiles"):
+        size = int(config["tiles"]["size_px"])
+        samples = [_pixels(count, size) for count in (_TILES, _TILES + 1)]
+        differences.append(
+            checked_export(_OnPixels(model.encoder), folder / ENCODER, samples, ("pixels", "vectors"), many)
+        )
+        files.append((ENCODER, f"pixels: uint8 RGB (n, 3, {size}, {size}); vectors (n, D)"))
+    features = _features(source, model)
+    bags = [torch.randn(count, features, generator=torch.Generator().manual_seed(count)) for count in _BAG]
+    head = _Outputs(model.aggregator)
+    differences.append(checked_export(head, folder / AGGREGATOR, bags, ("vectors", "outputs"), many))
+    files.append((AGGREGATOR, f"vectors: float32 (N, {features}), of all tiles of a slide; outputs (1, K)"))
+    return files, max(differences)
+
+
+def _merged(source: ExportSource) -> TileModel:
+    """Put updates of LoRA into the weights of the source's model, checked on drawn tiles; return it."""
+    model = source.member.model
+    assert isinstance(model, TileModel)
+    if source.config.get("features") or source.config["model"]["encoder"].get("lora") is None:
+        return model
+    tiles = (_pixels(_TILES, int(source.config["tiles"]["size_px"])) / 255).to(next(model.parameters()).dtype)
+    with torch.no_grad():
+        before = model.encoder(tiles)
+        merge_lora(model)
+        after = model.encoder(tiles)
+    difference = float((before - after).abs().max() / before.abs().max().clamp_min(1e-6))
+    if not difference <= _MERGED_TOLERANCE:
+        raise RequestError(f"updates of LoRA cannot be merged: vectors differ by {difference:.2g}; nothing is written")
+    return model
+
+
+def _features(source: ExportSource, model: TileModel) -> int:
+    if source.config.get("features"):
+        return int(source.config["features"]["length"])
+    with torch.no_grad():
+        return int(_OnPixels(model.encoder)(_pixels(1, int(source.config["tiles"]["size_px"]))).shape[1])
+
+
+def _pixels(count: int, size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
+
+
+class _OnPixels(nn.Module):
+    """The encoder, its normalisation included, on uint8 pixels."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        vectors: torch.Tensor = self.encoder(pixels.to(torch.float32) / 255)
+        return vectors
+
+
+class _Outputs(nn.Module):
+    """The aggregator without its attention."""
+
+    def __init__(self, aggregator: nn.Module) -> None:
+        super().__init__()
+        self.aggregator = aggregator
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        returned: Any = self.aggregator(vectors)
+        outputs: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
+        return outputs.reshape(1, -1)
