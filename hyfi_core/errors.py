@@ -20,6 +20,10 @@ class RendezvousError(RequestError):
     """The ranks of a job did not come together; every rank may say so, because nothing has started."""
 
 
+class LostPeerError(RuntimeError):
+    """Another rank has closed its connection, because it has failed or was killed; that one says why."""
+
+
 class NoMapError(RequestError):
     """The model does not pool a feature map into its output, so that positions have no contributions."""
 

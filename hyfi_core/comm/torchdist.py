@@ -11,12 +11,13 @@ values are sent through the rendezvous store, which can be read without blocking
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -28,11 +29,24 @@ from hyfi_core.comm.activity import ACTIVITY, named_ranks
 from hyfi_core.comm.base import Completed, Message, ReduceOp
 from hyfi_core.comm.supervision.rendezvous import Expected, joined
 from hyfi_core.comm.wire import decoded, encoded, from_wire, to_wire
-from hyfi_core.errors import RendezvousError, RequestError
+from hyfi_core.errors import LostPeerError, RendezvousError, RequestError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _HEAD_BYTES = 4096  # of a small value in one message
 _WAITERS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="gloo-wait")
+
+
+@contextlib.contextmanager
+def _losing_peers() -> Iterator[None]:
+    """Context in which gloo sends and receives, whose only errors are connections that end and time that runs out.
+
+    Raises:
+        LostPeerError: instead of gloo's RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostPeerError(str(error)) from error
 
 
 class _Works:
@@ -81,8 +95,9 @@ class _Works:
             self._finish = None
 
     def _wait_for_all(self) -> None:
-        for work in self._works:
-            work.wait()
+        with contextlib.nullcontext() if self._on_gpu else _losing_peers():
+            for work in self._works:
+                work.wait()
 
 
 class TorchCommunicator:
@@ -124,8 +139,9 @@ class TorchCommunicator:
         """Start sends and receives, receives first."""
         if _on_gpu([*sends, *receives]):
             return self._exchange_on_gpu(sends, receives)
-        works = [dist.irecv(m.tensor, self._members[m.peer], self._group, m.tag) for m in receives]
-        works += [dist.isend(m.tensor, self._members[m.peer], self._group, m.tag) for m in sends]
+        with _losing_peers():
+            works = [dist.irecv(m.tensor, self._members[m.peer], self._group, m.tag) for m in receives]
+            works += [dist.isend(m.tensor, self._members[m.peer], self._group, m.tag) for m in sends]
         return _Works(works, self._with_peers(sends, receives), [message.tensor for message in (*sends, *receives)])
 
     def _exchange_on_gpu(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Works:
@@ -159,7 +175,7 @@ class TorchCommunicator:
         """Overwrite ``tensor`` with the root's."""
         dense = tensor.detach().contiguous()
         work = dist.broadcast(dense, self._members[root], self._group, async_op=True)
-        _Works([work], self._every("broadcast"), [dense]).wait()
+        _Works([work], self._every("broadcast"), [dense], on_gpu=dense.is_cuda).wait()
         if dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(dense)

@@ -110,7 +110,8 @@ class OpenSlideSource:
             raise UnsupportedFormatError("OpenSlide does not know the format") from error
         except openslide.OpenSlideError as error:
             reason = f"OpenSlide cannot open it: {_reason(error, self._path, 'Slidedat.ini or Index.dat')}"
-            # The scanner is supported, but not the file's compression, or a tag is left out that TIFF does not require.
+            # The scanner is supported, but not the file's compression, or a tag is left out that TIFF does not require:
+            # OpenSlide says so by its text alone, which has one class for all errors.
             is_unsupported = "compression" in str(error) or "required TIFF tag" in str(error)
             raise (UnsupportedFormatError if is_unsupported else SlideError)(reason) from error
 

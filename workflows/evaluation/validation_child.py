@@ -102,18 +102,17 @@ def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> Para
 
 def main() -> None:
     """Serve the parent until it ends or kills this process."""
-    from hyfi_core.errors import RequestError
+    from hyfi_core.errors import LostPeerError, RequestError
 
     parent = Parent.from_arguments()
     try:
         _serve(parent)
     except RequestError as error:
         parent.send("refused", reason=str(error))
-    except BaseException as error:
-        if "/gloo/" in str(error):  # a lost connection to another child, whose own parent reports it
-            parent.send("died", how=LOST_PEER)
-        else:
-            parent.send("raised", error=traceback.format_exc().rstrip())
+    except LostPeerError:  # another child, whose own parent reports it
+        parent.send("died", how=LOST_PEER)
+    except BaseException:
+        parent.send("raised", error=traceback.format_exc().rstrip())
     while True:
         parent.receive()  # wait to be killed: the other children would take an exit for a crash
 

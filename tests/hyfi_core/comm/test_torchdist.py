@@ -58,12 +58,43 @@ else:
 """
 
 
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
+LOST = """
+import os, sys, torch, torch.distributed as dist
+from hyfi_core.comm.base import Message
+from hyfi_core.comm.torchdist import TorchCommunicator
+from hyfi_core.errors import LostPeerError
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+comm = TorchCommunicator(dist.group.WORLD, [0, 1])
+comm.all_reduce(torch.zeros(1))
+for _ in range(2 - 2 * rank):  # the second exchange is started on a connection that has ended
+    try:
+        comm.exchange([], [Message(1, torch.empty(3))]).wait()
+    except LostPeerError as error:
+        print("lost:", type(error.__cause__).__name__, flush=True)
+os._exit(0)
+"""
+
+
+def run_two(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "program.py"
+    script.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_a_rank_that_is_gone_is_an_error_of_its_own(tmp_path: Path) -> None:
+    command, environment = [sys.executable, "-c", LOST], os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [[*command, str(rank), str(tmp_path / "store")] for rank in (1, 0)]
+    gone = subprocess.Popen(words[0], env=environment)
+    left = subprocess.run(words[1], env=environment, capture_output=True, text=True, timeout=100)
+    assert gone.wait() == 0
+    assert left.stdout.splitlines() == ["lost: RuntimeError"] * 2, left.stderr
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    done = run_two(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "equal [0, 1]" in done.stdout
     assert done.stdout.count("maxima") == 2
