@@ -223,14 +223,16 @@ def write_cohort_page(
     if section is None and labelled:
         section = section_of(labelled, task, readout)
     worst = sorted(section.errors, key=lambda index: -section.errors[index])[:MAX_WORST] if section else []
+    shown = _with_values(slides, len(readout.columns))
     content = {
         "columns": [
             {"name": column.name, "color": "" if column.channel is None else _css(column.channel)}
-            for column in readout.page_columns()
+            for k, column in enumerate(readout.page_columns())
+            if k in shown
         ],
         "predictions": list(task.names) if task.facts.samples_classes else [],
         "flags": {name: FLAG_MEANINGS.get(name, "") for slide in slides for name in slide.flags},
-        "slides": [_row(slide) for slide in slides],
+        "slides": [_row(slide, shown) for slide in slides],
     }
     page = render(
         "cohort.html",
@@ -274,14 +276,20 @@ def _draws(slides: int) -> int:
     return max(200, min(1000, 1_000_000 // max(1, slides)))
 
 
-def _row(slide: CohortSlide) -> list[Any]:
-    """Return a row in the compact form that the page's script reads."""
+def _with_values(slides: Sequence[CohortSlide], columns: int) -> list[int]:
+    """Return the columns in which a slide has a number; all columns, if no slide has one in any."""
+    found = [k for k in range(columns) if any(slide.values and not np.isnan(slide.values[k]) for slide in slides)]
+    return found or list(range(columns))
+
+
+def _row(slide: CohortSlide, shown: Sequence[int]) -> list[Any]:
+    """Return a row in the compact form that the page's script reads, with the values of some columns."""
     return [
         slide.slide_id,
         slide.case_id,
         slide.status,
         slide.prediction,
-        [None if np.isnan(value) else round(value, 4) for value in slide.values],
+        [None if np.isnan(slide.values[k]) else round(slide.values[k], 4) for k in shown] if slide.values else [],
         slide.label,
         slide.coverage,
         list(slide.flags),

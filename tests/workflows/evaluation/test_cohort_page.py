@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from workflows.evaluation.cohort_page import CohortSlide, predicted_slides, write_cohort_page
 from workflows.tasks.multiclass import Multiclass
+from workflows.tasks.regression import Regression
 
 NAMES = ("benign", "malignant")
 TASK = Multiclass(("label",), NAMES)
@@ -86,3 +88,13 @@ def test_slides_of_a_folder_carry_what_their_folders_say(tmp_path: Path) -> None
     assert first.values == (0.25, 0.75) and first.flags == ("cropped", "blur")
     assert (second.prediction, second.values, second.wrong) == ("", (), False)
     assert (third.link, third.coverage, third.reason) == ("", None, "0 bytes")
+
+
+def test_columns_without_any_number_are_left_out(tmp_path: Path) -> None:
+    task = Regression(("age",), 50.0, 10.0)
+    values = [(41.0, math.nan, math.nan), (52.0, math.nan, math.nan)]
+    slides = [slide_of(f"s{k}", 0.5, values=one, prediction="x") for k, one in enumerate(values)]
+    page = write_cohort_page(tmp_path, slides, task, task.readout(None), "Two slides").read_text()
+    content = content_of(page)
+    assert [column["name"] for column in content["columns"]] == ["value"]  # type: ignore[call-overload]
+    assert [row[4] for row in content["slides"]] == [[41.0], [52.0]]
