@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.workflows.predictions import rows_of, save
 from workflows.commands import predict
 from workflows.commands.predict import PredictArguments, PredictionRequest, run
 from workflows.launch import peer_watch
+from workflows.launch.status import RunStatus
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +234,24 @@ def test_a_model_without_a_map_predicts(
     assert left == {"overlay.png", "prediction.json", "regions.geojson", "report.html", "thumbnail.jpg"}
     report = (tmp_path / "out" / "one" / "report.html").read_text()
     assert "There is no heatmap" in report and "scores.tiff" not in report
+
+
+def test_ranks_get_the_request_as_it_is(checkpoint: Path, slides: Path, tmp_path: Path) -> None:
+    arguments = PredictArguments(
+        checkpoints=[checkpoint],
+        inputs=[slides, tmp_path / "größe \udc80"],
+        out=tmp_path / "out",
+        ranks=2,
+        part="2/3",
+        labels=tmp_path / "labels.csv",
+        options={"slide_mpp": 0.1 + 0.2, "image": "trained", "tissue": "off"},
+    )
+    status, request = RunStatus(tmp_path), arguments.request()
+    status.leave_body(partial(predict._predict, request))
+    body = status.body()
+    assert isinstance(body, partial) and body.func is predict._predict and body.args == (request,)
+
+
+def test_only_a_launcher_starts_a_rank(hyfi_here: Hyfi) -> None:
+    said = hyfi_here("rank", "predict")
+    assert said.returncode == 2 and "give it --ranks" in said.stderr

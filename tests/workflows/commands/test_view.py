@@ -82,3 +82,11 @@ def test_tiles_do_not_wait_for_receipts(tmp_path: Path) -> None:
             assert connection.getresponse().read()
             taken.append(time.perf_counter() - start)
     assert min(taken[2:]) < 0.03  # the first few are answered at once in any case
+
+
+def test_without_a_web_server_the_command_that_installs_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"needs starlette, uvicorn, anyio: pip install 'hyfi\[view\]'"):
+        view.run([tmp_path], 0, False, None, None)
