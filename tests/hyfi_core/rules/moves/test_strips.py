@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
+from hyfi_core.capture.export import capture
+from hyfi_core.errors import RequestError
+from hyfi_core.lowering.lower import Target, lower
 from tests.harness import assert_answers_equal_one_process
 
 Tensor = torch.Tensor
@@ -35,3 +39,16 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("grid", [(1, 2), (2, 2), (5, 1), (3, 2)])
 def test_rows_and_columns_equal_one_process(grid: tuple[int, int]) -> None:
     assert_answers_equal_one_process(FUNCTIONS, (2, 3, 8, 11), grid)
+
+
+class Flat(nn.Module):
+    """A product over all positions, which no rank has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(2).prod(2)
+
+
+def test_positions_in_one_dim_are_no_row_or_column() -> None:
+    program = capture(Flat(), (1, 3, 8, 11), torch.float64)
+    with pytest.raises(RequestError, match=r"works along dims \(2,\), which mix rows or columns"):
+        lower(program, Target((1, 2), 0, gather_bytes=0))
