@@ -51,11 +51,20 @@ def _table(title: str, columns: tuple[str, str], rows: Sequence[tuple[str, str]]
     return [f"## {title}", "", f"| {columns[0]} | {columns[1]} |", "|---|---|", *lines, ""]
 
 
+def _predicted(config: Mapping[str, Any]) -> str:
+    """Return the task and its columns; of several targets each."""
+    if "targets" in config:
+        return "; ".join(f"{one['name']}: {_predicted(one)}" for one in config["targets"])
+    target = config.get("target", "label")
+    columns = [target] if isinstance(target, str) else list(target)
+    named = ", ".join(map(repr, columns))
+    return f"{config.get('task', 'multiclass')} from the column{'s' * (len(columns) > 1)} {named}"
+
+
 def _model(source: ExportSource, checkpoint: Path) -> list[tuple[str, str]]:
     config = source.config
-    target = config.get("target", "label")
     rows = [
-        ("predicts", f"{config.get('task', 'multiclass')} from the column {target!r}"),
+        ("predicts", _predicted(config)),
         ("outputs, in order", ", ".join(map(str, config["class_names"]))),
         ("weights", f"{sum(parameter.numel() for parameter in source.member.model.parameters()):,}"),
         ("SHA-256 of the weights", source.member.digest),
