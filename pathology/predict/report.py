@@ -155,7 +155,7 @@ def area_text(area_um2: float) -> str:
     return f"{area_um2 / 1e6:.3g} mm²" if area_um2 >= 1e4 else f"{area_um2:.0f} µm²"
 
 
-def flags_of(names: Sequence[str], details: Mapping[str, str]) -> tuple[Flag, ...]:
+def flags_of(names: Sequence[str], details: Mapping[str, str] | None = None) -> tuple[Flag, ...]:
     """Return flags with their descriptions, which are empty for unknown flags, and with details of this slide."""
-    texts = {name: (FLAG_MEANINGS.get(name, ""), details.get(name, "")) for name in names}
+    texts = {name: (FLAG_MEANINGS.get(name, ""), (details or {}).get(name, "")) for name in names}
     return tuple(Flag(name, ". ".join(filter(None, texts[name]))) for name in names)
