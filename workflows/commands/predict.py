@@ -181,7 +181,7 @@ def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list
         config = read_model_json(checkpoint)
         refuse_features(config, request.options.features)
         if is_feature_model(config):
-            slides = with_reasons(slides, features_for(config, request.options.features), config["features"])
+            slides = with_reasons(slides, features_for(config, request.options.features))
     return slides
 
 

@@ -13,7 +13,6 @@ from data.errors import StoreError
 from data.samples.dataset import SlideDataset
 from data.store.slide_store import SlideStore
 from data.tiles.features.bags import FeatureBags
-from data.tiles.features.placed import tile_um
 from hyfi_core.errors import RequestError
 from hyfi_core.models.aggregators.by_name import build_aggregator
 from hyfi_core.tiles.model import TileModel
@@ -83,22 +82,21 @@ def feature_bags_of(model: Mapping[str, Any], dataset: SlideDataset, folder: Pat
     return bags
 
 
-def with_reasons(slides: Sequence[SlideInput], features: FeatureSet, stated: Mapping[str, Any]) -> list[SlideInput]:
+def with_reasons(slides: Sequence[SlideInput], features: FeatureSet) -> list[SlideInput]:
     """Return slides, with the reason why some cannot be predicted: missing, damaged or stale features.
 
     Args:
         slides: To predict.
         features: Their features.
-        stated: ``features`` of the ``model.json``.
     """
     result = []
     for one in slides:
-        reason = one.reason or _reason(one, features, stated)
+        reason = one.reason or _reason(one, features)
         result.append(replace(one, reason=reason) if reason else one)
     return result
 
 
-def _reason(one: SlideInput, features: FeatureSet, stated: Mapping[str, Any]) -> str:
+def _reason(one: SlideInput, features: FeatureSet) -> str:
     if one.slide_id not in features.stored:
         why = features.failures.get(one.slide_id)
         return f"no features of this slide in {features.folder}" + (f": {why}" if why else "")
@@ -106,16 +104,8 @@ def _reason(one: SlideInput, features: FeatureSet, stated: Mapping[str, Any]) ->
         slide = SlideStore.open(one.path, check_files=False) if one.stored else None
     except StoreError:
         slide = None  # named when it is its turn
-    stored = features.stored[one.slide_id]
-    lack = features.lack(stored, slide)
-    if lack is not None:
-        return f"its features in {features.folder} are {lack}"
-    side = None if slide is None else tile_um(stored, slide)
-    try:
-        features.check_like(stated, {} if side is None else {one.slide_id: side})
-    except RequestError as error:
-        return str(error)
-    return ""
+    lack = features.lack(features.stored[one.slide_id], slide)
+    return "" if lack is None else f"its features in {features.folder} are {lack}"
 
 
 def features_for(model: Mapping[str, Any], folder: Path | None) -> FeatureSet:

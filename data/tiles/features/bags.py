@@ -135,8 +135,11 @@ def check_sides(sides_um: Mapping[str, float], usual_um: float | None = None) ->
     off = {name: side for name, side in sides_um.items() if not 1 / SCALE_TOLERANCE <= side / usual <= SCALE_TOLERANCE}
     if off:
         faults = [f"slide {name}: tiles of {side:.4g} × {side:.4g} µm" for name, side in off.items()]
+        where = "elsewhere" if usual_um is None else "in training"
+        if len(off) == 1 and usual_um is not None:
+            raise RequestError(f"{faults[0]}, but {usual:.4g} × {usual:.4g} µm {where}")
         raise RequestError(
-            _listed(f"tiles are not of one resolution, which is {usual:.4g} × {usual:.4g} µm elsewhere", faults)
+            _listed(f"tiles are not of one resolution, which is {usual:.4g} × {usual:.4g} µm {where}", faults)
         )
 
 

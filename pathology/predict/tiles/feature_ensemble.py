@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from data.store.slide_store import SlideStore
+from data.tiles.features.bags import check_sides
 from data.tiles.features.folder import open_features
-from data.tiles.features.placed import check_slide, level0_corners, placed_tiles
+from data.tiles.features.placed import check_slide, level0_corners, placed_tiles, tile_um
 from data.tiles.features.source import FeatureTiles
 from data.tiles.features.stored import StoredFeatures
 from data.tiles.tissue_tiles import TissueTiles
@@ -32,15 +33,19 @@ class FeatureEnsemble(TileEnsemble):
         super().__init__(members, spec, comm, options)
         assert options.features is not None, "checked with the request"
         self._features = features_of(options.features)
+        self._tile_um = members[0].config["features"]["tile_um"]
 
     def tiles_of(self, slide: SlideStore) -> TissueTiles:
         """Return the tiles of a slide's features.
 
         Raises:
-            RequestError: It has none, they are not of this slide, or have no positions.
+            RequestError: It has none, they are of another slide or resolution, or have no positions.
         """
         stored = self._stored(slide)
         check_slide(stored, slide)
+        side_um = tile_um(stored, slide)
+        if side_um is not None and self._tile_um is not None:
+            check_sides({slide.slide_id: side_um}, float(self._tile_um))
         tiles = placed_tiles(stored, slide)
         if tiles is None:
             raise RequestError(

@@ -198,7 +198,9 @@ def test_predictions_of_features(
         run_predict(checkpoint, own, tmp_path / "none", None)
     other = write_features(own, tmp_path / "other", mpp=2.0)
     assert run_predict(checkpoint, own, tmp_path / "wrong", other) == 1
-    assert "tiles are not of one resolution, which is 32 × 32 µm elsewhere" in capsys.readouterr().err
+    assert "tiles of 64 × 64 µm, but 32 × 32 µm in training" in capsys.readouterr().err
+    assert run_predict(checkpoint, slides / "one.tiff", tmp_path / "wrong-file", other) == 1
+    assert "tiles of 64 × 64 µm, but 32 × 32 µm in training" in capsys.readouterr().err
 
 
 def run_predict(checkpoint: Path, slide: Path, out: Path, stored: Path | None) -> int:
