@@ -97,14 +97,14 @@ class Action:
         Raises:
             RequestError: the text is not an action.
         """
-        if found := _COUNTED.fullmatch(text):
-            action = cls(Verb(found[1]), int(found[3]), int(found[4]), int(found[2]))
-        elif found := _MESSAGE.fullmatch(text):
-            action = cls(Verb(found[1]), int(found[3]), int(found[4]), int(found[2]), int(found[6]))
-        elif found := _GRADIENT.fullmatch(text):
-            action = cls(Verb(found[1]), int(found[2]), int(found[3]), None, int(found[5]))
-        elif found := _REDUCE.fullmatch(text):
-            action = cls(Verb.REDUCE, int(found[1]), 0)
+        if match := _COUNTED.fullmatch(text):
+            action = cls(Verb(match[1]), int(match[3]), int(match[4]), int(match[2]))
+        elif match := _MESSAGE.fullmatch(text):
+            action = cls(Verb(match[1]), int(match[3]), int(match[4]), int(match[2]), int(match[6]))
+        elif match := _GRADIENT.fullmatch(text):
+            action = cls(Verb(match[1]), int(match[2]), int(match[3]), None, int(match[5]))
+        elif match := _REDUCE.fullmatch(text):
+            action = cls(Verb.REDUCE, int(match[1]), 0)
         else:
             action = None
         if action is None or str(action) != text:

@@ -113,6 +113,7 @@ def _class_of(feature: Mapping[str, Any]) -> str:
 
 
 def _checked(path: Path, rings: Any) -> Polygon:
+    """Return the rings of a polygon as numbers, without those that are empty."""
     try:
         polygon = [[[float(x), float(y)] for x, y, *_ in ring] for ring in rings if ring]
         if any(len(ring) < 3 for ring in polygon):

@@ -148,10 +148,10 @@ def _describe_missing(
 ) -> str:
     folder = next(iter(stored.values())).path.parent
     lines = [f"slide {name}{f': {why[name]}' if name in why else ''}" for name in lacking]
-    what = "1 slide has no features" if len(lacking) == 1 else f"{len(lacking)} slides have no features"
+    count = "1 slide has no features" if len(lacking) == 1 else f"{len(lacking)} slides have no features"
     example = next(iter(stored))
     named = f" (its files are named after slides, such as {example})" if len(lacking) == slides else ""
-    return _listed(f"{what} in {folder}{named}", lines) + (
+    return _listed(f"{count} in {folder}{named}", lines) + (
         "\nRun hyfi features for them, or leave them out of the splits: no slide is dropped silently"
     )
 

@@ -59,16 +59,18 @@ class OmeZarrSource:
         self.mpp: tuple[float, float] | None = None
         arrays = self._own(path) if is_own_slide(path) else self._of_others(path, pick)
         stated = [StatedLevel(array.size_px, array.tile_px) for array in arrays]
-        self._arrays, self._lost = arrays, [self._absent(array) for array in arrays]
+        # `believed_levels` reads pixels of all stated levels through these fields, `_shown_elsewhere` of the believed ones
+        # alone: so they are set again before each reads.
+        unstored = [self._absent(array) for array in arrays]
+        self._arrays, self._lost = arrays, unstored
         believed = believed_levels(stated, fitted_levels(stated), self._read_present)
-        self._arrays = [arrays[k] for k in believed.kept]
         self.facts = self.facts.noting(*believed.notes)
-        absent = [self._lost[k] for k in believed.kept]
+        absent = [unstored[k] for k in believed.kept]
+        self._arrays, self._lost = [arrays[k] for k in believed.kept], absent
         self.levels = tuple(
             replace(level, tile_px=array.tile_px, missing_tiles=len(boxes))
             for level, array, boxes in zip(believed.levels, self._arrays, absent, strict=True)
         )
-        self._lost = absent
         self._lost = [self._shown_elsewhere(k, boxes) for k, boxes in enumerate(absent)]
         self.facts = self.facts.noting(*(note for k, boxes in enumerate(absent) for note in self._note(k, boxes)))
         self.bounds = Box.of_size(*self._arrays[0].size_px)
