@@ -80,7 +80,7 @@ class StagesAnywhere:
                     if moment.running == at
                 }
                 needs = np.asarray(held_bytes([self.stages[stage]], own))
-                # In two directions two ranks hold the stage: with the least of both, no cuts are ruled out that may fit.
+                # In two directions two ranks hold the stage: with the least of both, no cuts that fit are ruled out.
                 tables[stage] = np.minimum(needs, tables.get(stage, needs))
         return tuple(self._most(tables[stage]) for stage in range(len(self.stages)))
 

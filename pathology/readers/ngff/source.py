@@ -59,8 +59,8 @@ class OmeZarrSource:
         self.mpp: tuple[float, float] | None = None
         arrays = self._own(path) if is_own_slide(path) else self._of_others(path, pick)
         stated = [StatedLevel(array.size_px, array.tile_px) for array in arrays]
-        # `believed_levels` reads pixels of all stated levels through these fields, `_shown_elsewhere` of the believed ones
-        # alone: so they are set again before each reads.
+        # `believed_levels` reads pixels of all stated levels through these fields, `_shown_elsewhere` of the believed
+        # ones alone: so they are set again before each reads.
         unstored = [self._absent(array) for array in arrays]
         self._arrays, self._lost = arrays, unstored
         believed = believed_levels(stated, fitted_levels(stated), self._read_present)
