@@ -122,7 +122,7 @@ class ParallelPlan:
                 f"plan.schedule {self.schedule!r} sends half of the micro-batches in each of two directions, but "
                 f"plan.microbatches is {self.microbatches}; use an even number, such as {self.microbatches + 1}"
             )
-        if self.interleave > 1 and (self.schedule != "1f1b" or len(self.grids) == 1):
+        if self.interleave > 1 and self.schedule != "1f1b":
             raise RequestError(
                 f"plan.interleave is {self.interleave} with schedule {self.schedule} and {len(self.grids)} grid(s); "
                 "stages interleave with schedule 1f1b on two grids or more; use 1"
