@@ -23,7 +23,7 @@ from hyfi_core.cost.operators import operator_costs
 from hyfi_core.cost.search.cuts import with_cuts
 from hyfi_core.errors import RequestError
 from hyfi_core.models.amoebanet import amoebanet_d
-from hyfi_core.models.resnet import resnet10, resnet18
+from hyfi_core.models.resnet import resnet6, resnet10, resnet18
 from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.gradients import ReductionGroup
 from tests.harness import identity, one_process, run_copies
@@ -37,6 +37,7 @@ from tests.steps import (
     parallel_steps,
     sgd,
 )
+from workflows.benchmarks.forecast.allocated import peak_of
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera")
 
@@ -178,6 +179,35 @@ def test_one_direction_may_own_the_optimiser(grids: str, schedule: str, factory:
     model, cuts = make("hourglass")
     plan = plan_of(grids, cuts, schedule, mirror="point_to_point")
     assert_plan_equals_one_process(model, (4, 3, 37, 45), plan, factory=factory)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(((1, 1),), microbatches=2, interleave=3, recompute=True),
+        ParallelPlan(((2, 1),), interleave=3, recompute=True),
+        ParallelPlan(((1, 1),), interleave=2, recompute=True, replicas=2),
+    ],
+    ids=["one rank", "grid", "replicas"],
+)
+def test_pieces_of_one_grid_are_recomputed_one_after_the_other(plan: ParallelPlan) -> None:
+    torch.manual_seed(8)
+    assert_plan_equals_one_process(resnet6(2, width=4), (2, 3, 50, 45), plan)
+
+
+def test_pieces_need_the_memory_of_one_piece_and_of_what_passes_between_them() -> None:
+    images, labels = torch.randn(2, 3, 64, 64), torch.tensor([0, 1])
+    cuts, peaks = tuple(map(str, range(1, 12))), []
+    for more in ({}, {"interleave": 12, "cuts": cuts, "recompute": True}):
+        blocks = [
+            nn.Sequential(nn.Conv2d(8, 32, 3, padding=1), nn.Tanh(), nn.Conv2d(32, 8, 3, padding=1)) for _ in range(12)
+        ]
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+        plan = ParallelPlan(((1, 1),), **more)  # type: ignore[arg-type]
+        engine = hyfi_core.parallelize(model, (2, 3, 64, 64), plan, AloneCommunicator(), verify=False)
+        engine.accumulate(images, labels)
+        peaks.append(peak_of(lambda engine=engine: engine.accumulate(images, labels)))  # type: ignore[misc]
+    assert peaks[1] < 0.4 * peaks[0]
 
 
 @pytest.mark.soak

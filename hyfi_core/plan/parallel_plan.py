@@ -35,7 +35,8 @@ class ParallelPlan:
         schedule: the order of forwards and backwards.
         replicas: data-parallel copies.
         fused_halo: largest number of window operators for one exchange; 1: an exchange before each; "auto": by cost.
-        interleave: virtual stages of each grid: stage s is on grid s mod the number of grids (schedule 1f1b).
+        interleave: virtual stages of each grid: stage s is on grid s mod the number of grids (schedule 1f1b). On one
+            grid they are pieces of the model: with ``recompute``, backward has the maps of one piece in memory.
         recompute: stages that recompute their activations in backward: all, none, or a list.
         mirror: how two directions share weights: gradients are summed over both, or sent to direction 0, which has the
             only optimizer state and sends new weights back.
@@ -124,8 +125,13 @@ class ParallelPlan:
             )
         if self.interleave > 1 and self.schedule != "1f1b":
             raise RequestError(
-                f"plan.interleave is {self.interleave} with schedule {self.schedule} and {len(self.grids)} grid(s); "
-                "stages interleave with schedule 1f1b on two grids or more; use 1"
+                f"plan.interleave is {self.interleave} with schedule {self.schedule}; stages interleave with schedule "
+                "1f1b; use 1"
+            )
+        if self.interleave > 1 and len(self.grids) == 1 and self.cells is not None:
+            raise RequestError(
+                f"plan.interleave is {self.interleave} on one grid with plan.cells {self.cells!r}, but cells have all "
+                f"maps of their parts in memory, so pieces would save nothing; use interleave=1 or cells=None"
             )
         if self.mirror == "point_to_point" and self.directions == 1:
             raise RequestError(

@@ -112,7 +112,8 @@ def _warned(comm: Communicator, engine: Engine) -> Engine:
     if comm.rank == 0 and plan.recompute and not any(recomputes(plan, stage) for stage in range(plan.stages)):
         warnings.warn(
             "plan.recompute saves no memory in this plan, so nothing is recomputed: backward follows forward at once; "
-            "plan.cells, plan.spill or larger plan.grids save memory",
+            "plan.interleave=8 makes pieces of which one is recomputed at a time; plan.cells, plan.spill or larger "
+            "plan.grids save memory, too",
             stacklevel=3,
         )
     names = sorted(engine.unsaved)

@@ -199,7 +199,18 @@ def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]
 
     Groups of D micro-batches pass through the first stage of every grid, then through the second, and so on. Grid g
     runs 2(D − 1 − g) + (v − 1)D forwards ahead, then alternates one forward and one backward.
+
+    On one grid nobody waits, and a micro-batch goes through all stages and back before the next one begins: stages that
+    recompute keep what passes between them, and the maps of one stage at a time (Chen et al., "Training Deep Nets with
+    Sublinear Memory Cost", 2016).
     """
+    if grids == 1:
+        return [
+            act(verb, stage, 0, microbatch)
+            for microbatch in range(microbatches)
+            for verb, stages in ((Verb.F, range(interleave)), (Verb.B, reversed(range(interleave))))
+            for stage in stages
+        ]
     if microbatches % grids:
         right = grids * max(1, round(microbatches / grids))
         raise RequestError(

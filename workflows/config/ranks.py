@@ -54,7 +54,8 @@ class PlanConfig(Section):
     )
     interleave: Positive = Field(
         _DEFAULT.interleave,
-        description="a whole number ≥ 1: virtual stages of each grid (interleaved 1f1b, on two grids or more)",
+        description="a whole number ≥ 1: virtual stages of each grid (interleaved 1f1b); on one grid, with recompute, "
+        "pieces of the model that are computed again one after the other",
     )
     recompute: bool | tuple[int, ...] = Field(
         _DEFAULT.recompute,

@@ -159,7 +159,7 @@ class StageCosts:
         lowered = lowered_stages(program, plan, self._fine, machine, lowered_plans)
         counted = spills if plan.spill is not None and only is None else None
         self._spilled: tuple[SpilledMaps, ...] = () if counted is None else counted(program, plan, lowered_plans)
-        numbers = range(plan.stages * plan.interleave) if only is None else (only,)
+        numbers = range(plan.stages) if only is None else (only,)
         self.stages = tuple(
             self._stage(_LoweredStage(number, *lowered.stage(number), dtype, lowered.active)) for number in numbers
         )

@@ -65,7 +65,7 @@ def draw_case(pick: Pick) -> Case:
     grids = tuple(GRIDS[pick(0, len(GRIDS) - 1)] for _ in range(pick(1, 3) + pick(0, 4) // 4))
     name = SCHEDULES[pick(0, len(SCHEDULES) - 1)]
     interleave, microbatches, mirror = 1, pick(1, 4), "all_reduce"
-    if name == "1f1b" and len(grids) > 1 and pick(0, 1):
+    if name == "1f1b" and pick(0, 1):
         interleave = pick(2, 3)
         microbatches = len(grids) * pick(1, 2)
     if name in ("gems_mast", "gems_master", "chimera"):

@@ -65,6 +65,12 @@ def test_chimera_is_the_picture_of_the_paper() -> None:
     ]
 
 
+def test_on_one_grid_a_micro_batch_goes_through_all_stages_and_back() -> None:
+    order = " ".join(rows("1f1b", 1, 2, interleave=3)).split()
+    assert [word[0] for word in order] == list("FFFBBBFFFBBB")
+    assert [word[-1] for word in order] == list("012210012210")
+
+
 def test_interleaved_1f1b() -> None:
     assert rows("1f1b", 2, 2, interleave=2) == [
         "F0/0 F1/0 F0/2 F1/2 B0/2 B1/2 B0/0 B1/0",
