@@ -50,7 +50,7 @@ clean:
 
 .venv/.installed: pyproject.toml | .venv/bin/python
 	@echo "installing into .venv (a minute or two) …"
-	@$(INSTALL) -e ".[local]"
+	@$(INSTALL) -e ".[local,view]"
 	@touch $@
 
 # timm without torchvision, whose wheels on PyPI do not fit a PyTorch for CPUs; the tests have a stand-in for it.

@@ -156,6 +156,14 @@ def test_recomputation_costs_a_forward_and_saves_memory() -> None:
     assert forecast(**plan, recompute=True).memory_bytes[0] < forecast(**plan).memory_bytes[0]
 
 
+def test_interleaved_stages_are_forecast_and_pieces_save_memory() -> None:
+    pipeline = forecast(grids=((1, 1), (1, 1)), interleave=2, microbatches=2, cuts=("first", "second.0", "second.2"))
+    assert len(pipeline.compute_s) == 4 and pipeline.step_s > 0
+    one = forecast(grids=((1, 1),))
+    pieces = forecast(grids=((1, 1),), interleave=3, cuts=("first", "second.0"), recompute=True)
+    assert pieces.memory_bytes[0] < one.memory_bytes[0] and one.step_s < pieces.step_s < 1.5 * one.step_s
+
+
 def test_cells_need_less_memory_and_a_little_more_time() -> None:
     one, cells = forecast(grids=((1, 1),)), forecast(grids=((1, 1),), cells=(2, 2))
     assert one.step_s < cells.step_s < 3 * one.step_s
