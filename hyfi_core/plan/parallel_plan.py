@@ -124,10 +124,7 @@ class ParallelPlan:
                 f"plan.microbatches is {self.microbatches}; use an even number, such as {self.microbatches + 1}"
             )
         if self.interleave > 1 and self.schedule != "1f1b":
-            raise RequestError(
-                f"plan.interleave is {self.interleave} with schedule {self.schedule}; stages interleave with schedule "
-                "1f1b; use 1"
-            )
+            raise RequestError(f"plan.interleave is {self.interleave} with schedule {self.schedule}; use schedule 1f1b")
         if self.interleave > 1 and len(self.grids) == 1 and self.cells is not None:
             raise RequestError(
                 f"plan.interleave is {self.interleave} on one grid with plan.cells {self.cells!r}, but cells have all "
