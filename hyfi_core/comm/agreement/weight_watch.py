@@ -50,7 +50,7 @@ class WeightWatch:
         self._flat: dict[str, tuple[int, torch.Tensor | None, torch.Tensor]] = {}
         self._changed: dict[Scope, set[str]] = {"training": set(), "evaluation": set()}
         self._lost: set[str] = set()
-        self._left = self._marks()
+        self._last = self._marks()
 
     def changed(self, scope: Scope) -> set[str]:
         """Return the names changed since ``agreed`` was last called for a scope."""
@@ -77,7 +77,7 @@ class WeightWatch:
         if not noticed:
             self._notice()
         yield
-        self._left = self._marks()
+        self._last = self._marks()
 
     def sample(self, names: Sequence[str], turn: int) -> int:
         """Return a digest of a few values of each tensor in the host's memory.
@@ -101,20 +101,21 @@ class WeightWatch:
 
     def _notice(self) -> None:
         """Add what was changed since the engine last changed something, or since the last notice."""
-        before, marks = self._left, self._marks()
-        changed = {name for name, a, b in zip(self._held, before[0], marks[0], strict=True) if a != b}
-        changed |= _changed_values(before[1], marks[1])
+        current = self._marks()
+        (marks_before, values_before), (marks, values) = self._last, current
+        changed = {name for name, before, after in zip(self._held, marks_before, marks, strict=True) if before != after}
+        changed |= _changed_values(values_before, values)
         if not changed:
             return
-        self._left = marks
-        for names in self._changed.values():
+        self._last = current
+        for names in self._changed.values():  # each scope compares them for itself
             names |= changed
+        # Values on their way to this rank will overwrite the change, so that no later comparison can show it.
         arriving = {id(tensor) for tensor in self._arriving()}
         self._lost |= {name for name in changed if id(self._tensors[name]) in arriving}
 
     def _marks(self) -> tuple[list[tuple[int, int]], list[_Selection]]:
-        versions = [(0 if t.is_inference() else t._version, t.data_ptr()) for t in self._held.values()]
-        return versions, self._selected(self._compared, 0)
+        return [change_mark(tensor) for tensor in self._held.values()], self._selected(self._compared, 0)
 
     def _selected(self, names: Sequence[str], turn: int) -> list[_Selection]:
         """Return a few values of each tensor, copied into one tensor for each dtype."""
@@ -136,6 +137,11 @@ class WeightWatch:
             first = torch.empty(0) if flat is None else flat[:: -(-len(flat) // SAMPLED_VALUES)]
             self._flat[name] = (address, flat, first)
         return self._flat[name][1:]
+
+
+def change_mark(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return (version counter, address) of a tensor: another pair after most changes; see the module."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def digest_of(state: Mapping[str, torch.Tensor]) -> int:

@@ -77,15 +77,18 @@ class EncoderPass:
         slides = range(len(self.slides))
         features = [SlideFeatures(self.parts, slide, self.comm, width, dtype, device) for slide in slides]
         graphs: list[torch.Tensor | None] = []
-        stored = self._stored()
+        kept_vectors = self._kept_vectors()
+        stored = [
+            None if kept_vectors is None else kept_vectors.get(self.slides[chunk.slide], chunk) for chunk in self.chunks
+        ]
         missing = [chunk for chunk, vectors in zip(self.chunks, stored, strict=True) if vectors is None]
         read = read_ahead(self.slides, missing, self.like, self._waited)
         for chunk, vectors in zip(self.chunks, stored, strict=True):
             keeps = len(graphs) >= len(self.chunks) - kept and (room is None or room.fits_another())
             if vectors is None:
                 encoded = self._encoded(*next(read), keeps)
-                if self.vectors is not None and self._keeps_vectors:
-                    self.vectors.put(self.slides[chunk.slide], chunk, encoded)
+                if kept_vectors is not None:
+                    kept_vectors.put(self.slides[chunk.slide], chunk, encoded)
             else:
                 encoded = vectors.to(device)
             features[chunk.slide].put(chunk.start, encoded)
@@ -123,18 +126,12 @@ class EncoderPass:
             gradients.poll()
         gradients.complete(trained)
 
-    @property
-    def _keeps_vectors(self) -> bool:
-        """Whether vectors depend on weights and tiles alone."""
-        facts = self.facts
-        return self.vectors is not None and not (facts.trained or facts.shapes or self.call.live_norms)
-
-    def _stored(self) -> list[torch.Tensor | None]:
-        """Return the vectors of each chunk that are kept; None for those that are not."""
-        if self.vectors is None or not self._keeps_vectors:
-            return [None] * len(self.chunks)
+    def _kept_vectors(self) -> KeptVectors | None:
+        """Return the vectors that are kept, of these weights; None if vectors depend on more than weights and tiles."""
+        if self.vectors is None or self.facts.trained or self.facts.shapes or self.call.live_norms:
+            return None
         self.vectors.begin(self.call.encoder)
-        return [self.vectors.get(self.slides[chunk.slide], chunk) for chunk in self.chunks]
+        return self.vectors
 
     def _waited(self, seconds: float) -> None:
         self.waited_s += seconds

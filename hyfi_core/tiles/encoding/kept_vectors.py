@@ -10,6 +10,7 @@ import hashlib
 import torch
 from torch import nn
 
+from hyfi_core.comm.agreement.weight_watch import change_mark
 from hyfi_core.process_memory import resident_bytes
 from hyfi_core.tiles.chunks import TileChunk
 from hyfi_core.tiles.source import TileSource
@@ -31,21 +32,21 @@ class KeptVectors:
     def __init__(self, limit_bytes: int, memory_bytes: int | None = None) -> None:
         self._limit_bytes, self._memory_bytes = limit_bytes, memory_bytes
         self._vectors: dict[tuple[str, int, int], torch.Tensor] = {}
-        self._versions: tuple[int, ...] | None = None
+        self._marks: list[tuple[int, int]] | None = None
         self._digest = ""
         self.step_bytes = self.used_bytes = self.encoded = 0
 
     def begin(self, encoder: nn.Module) -> None:
         """Forget all vectors if the encoder's weights have become others since the last call."""
         tensors = [*encoder.parameters(), *encoder.buffers()]
-        versions = tuple(tensor._version for tensor in tensors)
-        if versions == self._versions:
+        marks = [change_mark(tensor) for tensor in tensors]
+        if marks == self._marks:
             return
         digest = _digest_of(tensors)
         if digest != self._digest:
             self._vectors.clear()
             self.used_bytes = 0
-        self._versions, self._digest = versions, digest
+        self._marks, self._digest = marks, digest
 
     def get(self, slide: TileSource, chunk: TileChunk) -> torch.Tensor | None:
         """Return the vectors of a chunk ``(n, D)``, which the caller does not change; None if they are not kept."""
@@ -72,5 +73,5 @@ def _digest_of(tensors: list[torch.Tensor]) -> str:
     for tensor in tensors:
         plain = tensor.detach().cpu().contiguous().reshape(-1)
         summed.update(f"{plain.dtype} {tuple(tensor.shape)}\n".encode())
-        summed.update(plain.view(torch.uint8).numpy().tobytes())
+        summed.update(plain.view(torch.uint8).numpy().data)
     return summed.hexdigest()

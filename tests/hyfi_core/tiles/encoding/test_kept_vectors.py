@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -37,6 +38,16 @@ def test_other_weights_forget_vectors_and_the_same_written_again_do_not() -> Non
         encoder.bias[0] += 1
     vectors.begin(encoder)
     assert vectors.get(SLIDE, CHUNK) is None and vectors.used_bytes == 0
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_weights_in_other_memory_are_compared(inference: bool) -> None:
+    """Neither a replaced parameter nor a tensor of inference mode counts its changes."""
+    vectors, encoder = kept()
+    with torch.inference_mode(inference):
+        encoder.weight = nn.Linear(3, 4).weight
+    vectors.begin(encoder)
+    assert vectors.get(SLIDE, CHUNK) is None
 
 
 def test_limits_and_other_chunks() -> None:
