@@ -23,6 +23,8 @@ from typing import Any
 from tests.mutation.mutants import Mutant, count, mutant, mutated
 from tests.mutation.nearest import PACKAGES, nearest
 
+_NO_TESTS = 5
+"""Pytest's exit code if it has collected nothing, such as of a file with soak tests only: nothing noticed the fault."""
 _NEAREST_S, _FURTHER_S = 60, 150
 """Processor time of a group of tests. If the nearest ones take longer, the fault has made a loop endless: noticed."""
 
@@ -62,7 +64,7 @@ def outcomes(root: Path, drawn: Sequence[Mutant], seconds: float) -> Iterator[Ou
         group = ["no tests"]
         for number, group in enumerate(nearest(root, fault.path)):
             code = _exit_code(root, fault, group, _FURTHER_S if number else _NEAREST_S)
-            if code > 0 or (code < 0 and number == 0):
+            if (code > 0 and code != _NO_TESTS) or (code < 0 and number == 0):
                 yield Outcome(fault, True, " ".join(group))
                 break
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -53,6 +54,16 @@ def test_samples_are_the_same_for_a_seed_and_tests_exist() -> None:
     drawn = sample(ROOT, seed=1, each=2)
     assert drawn == sample(ROOT, seed=1, each=2) != sample(ROOT, seed=2, each=2)
     assert all((ROOT / test).exists() for fault in drawn for group in nearest(ROOT, fault.path) for test in group)
+
+
+@pytest.mark.parametrize(("code", "killed"), [(0, False), (1, True), (5, False)])
+def test_a_group_without_tests_notices_nothing(code: int, killed: bool) -> None:
+    drawn = sample(ROOT, seed=1, each=1)[:1]
+    with (
+        mock.patch("tests.mutation.survivors._import_libraries"),
+        mock.patch("tests.mutation.survivors._exit_code", return_value=code),
+    ):
+        assert [outcome.killed for outcome in outcomes(ROOT, drawn, seconds=1e9)] == [killed]
 
 
 @pytest.mark.soak
