@@ -195,6 +195,12 @@ def test_pieces_of_one_grid_are_recomputed_one_after_the_other(plan: ParallelPla
     assert_plan_equals_one_process(resnet6(2, width=4), (2, 3, 50, 45), plan)
 
 
+def test_pieces_that_are_not_recomputed_give_a_warning() -> None:
+    plan = ParallelPlan(((1, 1),), interleave=2)
+    with pytest.warns(UserWarning, match=r"plan\.interleave is 2 on one grid without plan\.recompute"):
+        hyfi_core.parallelize(resnet6(2, width=4), (1, 3, 32, 32), plan, AloneCommunicator(), verify=False)
+
+
 def test_pieces_need_the_memory_of_one_piece_and_of_what_passes_between_them() -> None:
     images, labels = torch.randn(2, 3, 64, 64), torch.tensor([0, 1])
     cuts, peaks = tuple(map(str, range(1, 12))), []

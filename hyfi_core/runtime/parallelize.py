@@ -116,6 +116,12 @@ def _warned(comm: Communicator, engine: Engine) -> Engine:
             "plan.grids save memory, too",
             stacklevel=3,
         )
+    if comm.rank == 0 and plan.interleave > 1 and len(plan.grids) == 1 and not plan.recompute:
+        warnings.warn(
+            f"plan.interleave is {plan.interleave} on one grid without plan.recompute, which saves no memory: pieces "
+            "of a model do if they are recomputed; add plan.recompute=True, or use plan.interleave=1",
+            stacklevel=3,
+        )
     names = sorted(engine.unsaved)
     if names and comm.rank == 0 and engine.trains:
         more = f" and {len(names) - 1} more change" if names[1:] else " changes"

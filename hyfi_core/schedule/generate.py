@@ -205,12 +205,7 @@ def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]
     Sublinear Memory Cost", 2016).
     """
     if grids == 1:
-        return [
-            act(verb, stage, 0, microbatch)
-            for microbatch in range(microbatches)
-            for verb, stages in ((Verb.F, range(interleave)), (Verb.B, reversed(range(interleave))))
-            for stage in stages
-        ]
+        return list(_sequential(interleave, microbatches))
     if microbatches % grids:
         right = grids * max(1, round(microbatches / grids))
         raise RequestError(

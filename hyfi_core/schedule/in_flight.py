@@ -17,10 +17,9 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
-from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.plan.parallel_plan import ScheduleName as ScheduleName
+from hyfi_core.plan.parallel_plan import ParallelPlan, ScheduleName
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import COMPUTE, TO_INPUTS, TO_WEIGHTS, Action, Verb
+from hyfi_core.schedule.action import COMPUTE, TO_INPUTS, Action, Verb
 from hyfi_core.schedule.generate import generate
 
 Hosted = tuple[tuple[int, int], ...]
@@ -154,7 +153,7 @@ def _all(hosted: Hosted, actions: Sequence[Action]) -> Iterator[Moment]:
             yield Moment(at, tuple(waiting), tuple(gradients), tuple(between) if halves else ())
         waiting[at] += forward
         between[at] += verb is Verb.I
-        gradients[at] |= verb in TO_INPUTS or verb in TO_WEIGHTS
+        gradients[at] |= not forward
 
 
 def _fullest(moments: Iterable[Moment]) -> list[Moment]:

@@ -62,14 +62,14 @@ def lower(
 
 def _row(lowering: _Lowering, rank: int, row: tuple[Action, ...], overlap_reduce: bool) -> tuple[Action, ...]:
     """Return a rank's list with its communication."""
-    slots = [_Slot() for _ in range(len(row) + 1)]
+    slots = [_Slot() for _ in range(len(row) + 1)]  # slot i is before computation i, the last one after all
     reduces = lowering.reduces(rank, overlap_reduce)
     for index, action in enumerate(row):
         slots[index + 1].sends += lowering.sends(action)
-    for stage, index in reduces:
-        slots[index].reduces.append(act(Verb.REDUCE, stage, 0))
-    for index, action in lowering.receives(rank, dict(reduces)):
-        slots[index].receives.append(action)
+    for stage, slot in reduces:
+        slots[slot].reduces.append(act(Verb.REDUCE, stage, 0))
+    for slot, action in lowering.receives(rank, dict(reduces)):
+        slots[slot].receives.append(action)
     return tuple(_joined(row, slots))
 
 

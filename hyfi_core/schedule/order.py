@@ -84,8 +84,11 @@ def _needs(action: Action, edges: Edges, backs: Backs) -> list[Action]:
         return [act(Verb.F, source, direction, microbatch) for source in edges.sources[stage]]
     if action.verb is Verb.W:
         return [act(Verb.I, stage, direction, microbatch)]
-    whole = (act(Verb.B, target, direction, microbatch) for target in edges.targets[stage])
-    later = [backs.get((back.stage, direction, microbatch), back) for back in whole]
+    # A target without backward in the schedule is named by its B in the error.
+    later = [
+        backs.get((target, direction, microbatch), act(Verb.B, target, direction, microbatch))
+        for target in edges.targets[stage]
+    ]
     return [act(Verb.F, stage, direction, microbatch), *later]
 
 

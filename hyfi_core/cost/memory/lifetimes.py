@@ -129,8 +129,10 @@ class Lifetimes:
         if not facts_of(op).product or not any(n in parameters and len(values[n].shape) > 1 for n in op.inputs):
             return {}
         maps = {name for name in op.inputs if name in values} - self._fixed
-        found = {name: value_bytes(self._program, name) for name in map(self._memory_of, maps)} if maps else {}
-        return found and found | {f"{op.name} cotangent": value_bytes(self._program, op.first_output)}
+        if not maps:  # a product of weights, whose gradient goes on
+            return {}
+        sizes = {name: value_bytes(self._program, name) for name in map(self._memory_of, maps)}
+        return sizes | {f"{op.name} cotangent": value_bytes(self._program, op.first_output)}
 
     def carried(self, names: Iterable[str | None]) -> set[str]:
         """Return those values that carry gradients and are not parameters."""
