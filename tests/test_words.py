@@ -101,6 +101,46 @@ def test_vague_names_are_seen(tmp_path: Path) -> None:
     assert vague == Counter(["found", "given", "known", "one"]) and share == 4 / 5
 
 
+def documented_arguments(text: str) -> list[str]:
+    """Return the names in the section ``Args`` of a docstring."""
+    _, _, section = text.partition("\nArgs:\n")
+    lines = re.split(r"\n\S", section)[0].splitlines()
+    matches = (re.match(r" {4}(\w+)(?: \(.*?\))?:", line) for line in lines)
+    return [match[1] for match in matches if match]
+
+
+def unknown_arguments(path: Path) -> list[str]:
+    """Return the arguments that docstrings of a module describe, but functions do not have."""
+    unknown = []
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            inits = [each for each in ast.iter_child_nodes(node) if getattr(each, "name", "") == "__init__"]
+            if isinstance(node, ast.ClassDef) and not inits:  # a dataclass, or a class that inherits it
+                continue
+            function = (inits or [node])[0]
+            names = {each.arg for each in ast.walk(function) if isinstance(each, ast.arg)}
+            unknown += [
+                f"{path.name}:{node.lineno}: {name}"
+                for name in documented_arguments(ast.get_docstring(node) or "")
+                if name not in names
+            ]
+    return unknown
+
+
+def test_docstrings_describe_arguments_that_exist() -> None:
+    assert [text for package in PACKAGES for path in sources(package) for text in unknown_arguments(path)] == []
+
+
+def test_the_argument_of_another_name_is_seen(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.py"
+    text = '"""Do.\n\n{0}Args:\n{0}    a: first.\n{0}    old (int): second,\n{0}        and: more.\n{0}"""'
+    wrong.write_text(
+        f"class C:\n    {text.format('    ')}\n    def __init__(self, a): ...\n"
+        f"def f(a, old):\n    {text.format('    ')}\ndef g(a, new):\n    {text.format('    ')}\n"
+    )
+    assert unknown_arguments(wrong) == ["wrong.py:1: old", "wrong.py:18: old"]
+
+
 def aliases(path: Path) -> Iterator[tuple[str, int]]:
     """Yield (name, line) of each alias of a type at the top of a module; options of commands are no types."""
     for node in parsed(path).body:

@@ -129,10 +129,10 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
         calls.begin()
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
-        calls.end()
+        calls.end()  # what follows is no part of the forward
         register_output(output)
         _refuse_counted(outside, outside_attributes(model))
-        constants = caches.undo(calls.of_image)
+        constants = caches.undo(calls.of_image)  # before attributes are compared: caches are allowed
         if assigned is not None:
             assigned.extend(constants)
         _refuse_changed(model, before, attributes(model), assigned)

@@ -51,7 +51,7 @@ class OperatorCost:
         """Return the seconds of the forward on a part of the map.
 
         Args:
-            machine: the machine model; None: the reference machine.
+            machine: the machine model.
             fraction: size of the part, relative to the map.
             crowded: whether all devices of a node compute.
             kind: kind to use instead of the operator's.

@@ -111,7 +111,7 @@ def margins_of(sketch: Sketch, depth: int) -> Margins:
     wide: dict[str, Boxes] = {}
     computed: dict[str, Boxes] = {}
     needed_boxes: dict[str, tuple[Boxes, ...]] = {}
-    for flow in reversed(sketch.flows):
+    for flow in reversed(sketch.flows):  # what an operator computes depends on what later ones need
         layout = sketch.layouts[flow.makes[0]]
         boxes = _joined([wide.get(value, layout.parts) for value in flow.makes])
         if boxes != layout.parts:
@@ -169,6 +169,7 @@ def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
             at = made_by.get(begin, -1) + 1  # counting restarts after it
             continue
         for value in flow.makes:
+            # A fixed value has no margin, so that the next window exchanges it at any depth.
             windows[value] = math.inf if value in sketch.fixed else max(counts.values())
         at += 1
     return exchanged

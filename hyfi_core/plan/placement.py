@@ -53,14 +53,14 @@ class Placement:
     def of(cls, plan: Stages) -> Placement:
         """Return the placement of a plan."""
         groups: list[tuple[int, ...]] = []
-        first = 0
+        size = 0
         for rows, columns in plan.grids:
-            groups.append(tuple(range(first, first + rows * columns)))
-            first += rows * columns
+            groups.append(tuple(range(size, size + rows * columns)))
+            size += rows * columns
         forward = tuple(groups) * plan.interleave
         directions = [forward]
         if plan.directions == 2:
-            directions.append(tuple(tuple(first - 1 - rank for rank in group) for group in forward))
+            directions.append(tuple(tuple(size - 1 - rank for rank in group) for group in forward))
         return cls(plan.grids * plan.interleave, tuple(directions))
 
     def by_cells(self, cells: tuple[int, int]) -> Placement:

@@ -87,6 +87,7 @@ class StageRunner:
         is_known, self._used = self._known_program(shape), subject.watch.taken
         key = (shape, self._used)
         if not is_known:
+            # The oldest on every rank: all must lower again for the same calls, because lowering is collective.
             while len(self._cache) >= CAPTURES_KEPT:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[key] = lower_model(
@@ -152,6 +153,7 @@ class StageRunner:
         return self._read(batch, self.training_parts(batch.micro, batch.shape[0]))
 
     def _read(self, batch: ImageBatch, parts: dict[Key, InputPart]) -> LocalInput:
+        # A cell reads its box when it computes: the boxes of all cells are as large as the image.
         return LocalInput(batch, parts, {} if self._cell else self.reader.read(batch.images, parts))
 
     def train(
@@ -295,6 +297,7 @@ class StageRunner:
             arrived(key[1])
             part = None
             if key in inputs.parts:
+                # Direction 1 has the second half of the micro-batches, and its part of the batch begins with them.
                 first = key[1] * plan.microbatches // plan.directions if trains else 0
                 part = self._part(inputs, key, microbatch - first, trains)
             return subject.bindings.begin(lowered.hosted[key], part, microbatch)

@@ -51,8 +51,8 @@ class TiffSource:
 
     Args:
         path: The file.
-        known: The same slide opened with OpenSlide. If given, the levels are the pages with the sizes of its levels,
-            and its metadata is used.
+        by_openslide: The same slide opened with OpenSlide. If given, the levels are the pages with the sizes of its
+            levels, and its metadata is used.
         fill_missing: Fills in tiles that the scanner left out; by default they are white.
         stored: Indices of the levels of ``by_openslide`` that are stored in the file; default: all.
         pick: Which picture of the file is the slide.

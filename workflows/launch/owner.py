@@ -29,7 +29,7 @@ class FolderOwner:
 
     Args:
         folder: The folder; created if missing.
-        other: What the user can do if it is locked, for the message.
+        remedy: What the user can do if it is locked, for the message.
         part: Name of a part of the work: owners of different parts may own the folder at the same time, but not
             together with an owner of the whole ("").
 

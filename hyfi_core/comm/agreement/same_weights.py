@@ -40,7 +40,7 @@ class SameWeights:
 
     Args:
         watch: of this rank's model.
-        held: what this rank computes with.
+        weights: what this rank computes with.
         settle: waits for weights that are being sent to this rank.
         resend: sends the owners' weights to ranks whose changes were overwritten, and waits; called on all ranks.
     """

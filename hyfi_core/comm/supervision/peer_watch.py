@@ -158,7 +158,7 @@ class PeerWatch:
             if rank not in self._full:
                 try:
                     sent = peer.send(_BEAT + struct.pack("!H", len(text)) + text, socket.MSG_DONTWAIT)
-                    if sent < len(text) + 3:
+                    if sent < len(text) + 3:  # the peer would read another beat as the rest of this one
                         self._full.add(rank)
                 except OSError:  # it reads no more, or has ended
                     self._full.add(rank)
@@ -170,6 +170,7 @@ class PeerWatch:
         if self._rank == 0:
             stall = self.rule.frozen(now_s) or self.rule.stuck(now_s)
         else:
+            # Rank 1 reports; the others, which end without a word, leave it the time.
             stall = self.rule.frozen(now_s - (0.0 if self._rank == 1 else 2 * _TELL_S))
         if stall is None:
             return

@@ -135,6 +135,7 @@ class StallRule:
 
     def _event_limit_s(self, beat: Beat) -> float:
         limit_s = self._limit_s(3 * STOPPING_S)
+        # The first step captures and compiles; no step has shown yet what is long.
         return max(limit_s, SLOW_S) if limit_s and (beat.slow or self._begun == 1) else limit_s
 
     def _why(self, limit_s: float) -> str:

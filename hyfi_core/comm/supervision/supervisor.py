@@ -199,9 +199,10 @@ class RankSupervisor:
         if wait.ended is None:
             self._note(board, wait)
         states = board.states()
+        # A rank that computes may take long; any report, such as of a wait that ended, shows that the job goes on.
         if states != self._unchanged[0] or any(status.state == "computes" for status in states):
             self._unchanged = states, now_s
-        if ACTIVITY.wait is not wait:
+        if ACTIVITY.wait is not wait:  # it ended while the board was read
             return
         if now_s - self._unchanged[1] > _patience_s(states):
             self._end_all(_stuck(states))

@@ -42,7 +42,7 @@ class PlanMemory:
         programs: captures the model.
         request: batch, machine and limits.
         bounds: of the same model and request.
-        known: what is known of the same programs; what is asked for is added.
+        memory: what other searches have counted for the same programs; what this one counts is added.
     """
 
     def __init__(

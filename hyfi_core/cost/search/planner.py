@@ -205,30 +205,30 @@ class _PlanTrials:
         heapq.heapify(queue)
         return queue
 
-    def _examined(self, plan: _Examined) -> list[_Examined]:
+    def _examined(self, examined: _Examined) -> list[_Examined]:
         """Return what is still to be considered of a plan, with the next bound: it, or each way in which it fits."""
         try:
-            if not plan.each_s:
-                return list(self._that_fit(plan))
-            if not plan.known and not self._memory.fits(plan.plan):
+            if not examined.each_s:
+                return list(self._that_fit(examined))
+            if not examined.known and not self._memory.fits(examined.plan):
                 return []
-            if plan.known + 1 < plan.plan.stages:
-                (stage,) = self._costs(plan.plan, plan.known).stages
-                plan.each_s[plan.known] = stage.forward_s + stage.backward_s
-                plan.update_s = max(plan.update_s, stage.update_s)
-                bound_s = self.least_s(plan.plan, plan.each_s, plan.update_s)
-                plan.known += 1
+            if examined.known + 1 < examined.plan.stages:
+                (stage,) = self._costs(examined.plan, examined.known).stages
+                examined.each_s[examined.known] = stage.forward_s + stage.backward_s
+                examined.update_s = max(examined.update_s, stage.update_s)
+                bound_s = self.least_s(examined.plan, examined.each_s, examined.update_s)
+                examined.known += 1
             else:
-                plan.costs = self._costs(plan.plan)
-                each_s = [stage.forward_s + stage.backward_s for stage in plan.costs.stages]
-                bound_s = self.least_s(plan.plan, each_s, max(stage.update_s for stage in plan.costs.stages))
+                examined.costs = self._costs(examined.plan)
+                each_s = [stage.forward_s + stage.backward_s for stage in examined.costs.stages]
+                bound_s = self.least_s(examined.plan, each_s, max(stage.update_s for stage in examined.costs.stages))
         except RequestError as error:
             self._refusal = str(error)
             if isinstance(error, MemoryLimitError):
                 self._memory.counted(error.least_bytes)
             return []
-        plan.bound_s = max(plan.bound_s, bound_s)
-        return [plan]
+        examined.bound_s = max(examined.bound_s, bound_s)
+        return [examined]
 
     def _that_fit(self, examined: _Examined) -> Iterator[_Examined]:
         """Yield each way in which a plan fits, with a bound from the operators of its stages."""

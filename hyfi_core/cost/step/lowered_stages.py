@@ -66,7 +66,7 @@ class PartlyLowered:
         program: the captured model, of one micro-batch.
         fine: the plan, with cells as ranks.
         machine: by which lengths of fused runs are chosen.
-        known: stages that other plans have lowered; those of this one are added.
+        lowered_plans: stages that other plans have lowered; those of this one are added.
 
     Attributes:
         active: values that carry gradients.

@@ -124,7 +124,7 @@ class StageCosts:
         plan: with named cuts, and with cells resolved.
         machine: the machine model.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
-        known: lowered plans of earlier calls, with the same programs and machine; this one is added.
+        lowered_plans: of earlier calls, with the same programs and machine; this one is added.
         only: the stage to compute, without lowering those after it; None: all stages, and what they exchange.
         spills: what leaves memory with ``plan.spill``; None: the time of moving is not counted, nor with ``only``.
 

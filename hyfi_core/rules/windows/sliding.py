@@ -60,19 +60,20 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
         op: the operator.
         sliding: its window.
     """
-    have = builder.splits[op.args[0].name].layout
+    layout = builder.splits[op.args[0].name].layout
     window, symmetric = sliding.window, sliding.symmetric
     output = op.outputs[0]
     assert output is not None
     height, width = builder.shape(output)[2:]
-    split = builder.computed(op, Split(have.through(window, height, width)))
-    native_y = len(have.rows) == 2 and symmetric[0]
-    native_x = len(have.columns) == 2 and symmetric[1]
+    split = builder.computed(op, Split(layout.through(window, height, width)))
+    # One rank along an axis has both ends of the map, which the native call can pad if the padding is the same at both.
+    native_y = len(layout.rows) == 2 and symmetric[0]
+    native_x = len(layout.columns) == 2 and symmetric[1]
     need = window.input_boxes(split.held)
     if native_y:
-        need = replace(need, rows=((0, have.height),))
+        need = replace(need, rows=((0, layout.height),))
     if native_x:
-        need = replace(need, columns=((0, have.width),))
+        need = replace(need, columns=((0, layout.width),))
     return _WindowParts(split, need, (window.y.padding if native_y else 0, window.x.padding if native_x else 0))
 
 

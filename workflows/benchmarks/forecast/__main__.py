@@ -164,7 +164,7 @@ class Study:
 
     Args:
         name: of the network.
-        given: the options of the command.
+        args: the options of the command.
         machine: the machine for which cuts and the planner's choice are found.
     """
 
