@@ -167,7 +167,8 @@ class Engine(EngineState):
         """
         if self.plan.stages > 1:
             raise RequestError(
-                f"contributions need a plan of one stage, not {self.plan.stages}; use grids=((rows, columns),)"
+                f"contributions need a plan of one stage, not {self.plan.stages}; use grids=((rows, columns),), "
+                f"interleave=1"
             )
         with evaluating(self._model, self.device):
             batch = self._evaluation_batch("attribute", images)

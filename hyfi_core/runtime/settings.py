@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -58,17 +58,11 @@ class EngineSettings:
             model: the user's module, whose parts a function may use.
         """
         own = frozenset(model.modules())
-        path = isinstance(self.weights, (str, os.PathLike))
-        return {
+        weights = self.weights
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}  # a new one is compared, too
+        return settings | {
             "loss": describe_function(self.loss, own),
-            "loss_over": self.loss_over,
             "optimizer": "given" if self.optimizer is not None else "none",
             "output": describe_function(self.output, own),
-            "autocast": self.autocast,
-            "image_dtype": self.image_dtype,
-            "memory_format": self.memory_format,
-            "verify": self.verify,
-            "release": self.release,
-            "weights": str(Path(self.weights)) if path else type(self.weights).__name__,  # type: ignore[arg-type]
-            "compile": self.compile,
+            "weights": str(Path(weights)) if isinstance(weights, (str, os.PathLike)) else type(weights).__name__,
         }
