@@ -142,6 +142,10 @@ OUTSIDE = "outside_training"
 """Flag of slides far from those of training; ``reason`` says in what."""
 
 
+_PROVENANCE = ("affine", "source", "sha256")
+"""Attributes of a stored slide that place results on its file, and name it."""
+
+
 class _Run:
     """A run on one rank; ``comm`` are the ranks of its group."""
 
@@ -271,7 +275,13 @@ class _Run:
             align_px=spec.align_px,
             opener=self._options.opened,
         )
-        dataset.slide(0)  # opened here, where a failure is this slide's
+        attributes = getattr(dataset.slide(0), "attributes", {})  # opened here, where a failure is this slide's
+        missing = [name for name in _PROVENANCE if name not in attributes]
+        if missing:
+            raise SlideError(
+                f"{slide.path}: it has no {', '.join(missing)} among its hyfi attributes, which hyfi ingest writes and "
+                "which place a heatmap on the slide; ingest the slide file, or predict the file itself"
+            )
         return dataset
 
     def _result(

@@ -89,6 +89,10 @@ def _cells_of(
 
     Both know where they are on level 0 of the file: so the heatmap may be that of another resolution or part of it.
     """
+    if "affine" not in slide.attributes or "source" not in slide.attributes:
+        raise RequestError(
+            f"show: {slide.path} does not state where it is on its file, as hyfi ingest does: no heatmap"
+        )
     to_level0 = np.array(slide.attributes["affine"], np.float64)
     bounds, cells = slide.attributes["source"]["bounds"], file.cells.affine
     places = np.stack(np.meshgrid(rows, columns, indexing="ij"))

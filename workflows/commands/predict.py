@@ -177,12 +177,12 @@ def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list
     from workflows.evaluation.feature_models import features_for, is_feature_model, with_reasons
     from workflows.evaluation.tile_evaluator import refuse_features
 
-    for checkpoint in request.checkpoints:
-        config = read_model_json(checkpoint)
+    features = None
+    for config in map(read_model_json, request.checkpoints):
         refuse_features(config, request.options.features)
         if is_feature_model(config):
-            slides = with_reasons(slides, features_for(config, request.options.features))
-    return slides
+            features = features_for(config, request.options.features)
+    return slides if features is None else with_reasons(slides, features)  # of all models: the same files
 
 
 def _predict(request: PredictionRequest) -> int:

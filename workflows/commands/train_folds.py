@@ -97,11 +97,13 @@ def _print(pooled: PooledFolds, summary: Mapping[str, Any]) -> None:
         f"{count} of {total} folds, {summary['slides']} slides of {summary['cases']} cases, each predicted by the "
         "model of its fold (in brackets: 95 % interval, cases resampled; ±: standard deviation over folds):"
     )
-    for name in dict.fromkeys((*summary["pooled"], *summary["spread"])):
+    names = dict.fromkeys((*summary["pooled"], *summary["spread"]))
+    width = max(18, *map(len, names))
+    for name in names:
         all_slides, folds = summary["pooled"].get(name), summary["spread"].get(name)
-        parts = [] if all_slides is None else [f"all slides {_number(all_slides['value'])}{_interval(all_slides)}"]
+        parts = [] if all_slides is None else [f"all slides {_pooled(all_slides)}"]
         parts += [] if folds is None else [_spread(folds, count)]
-        say(f"  {name:<18} {', '.join(parts)}")
+        say(f"  {name:<{width}} {', '.join(parts)}")
     say(f"all slides: {summary['page']}, {summary['predictions']}")
     if summary["ensemble"] and count > 1:
         first, *more = summary["ensemble"]
@@ -127,6 +129,9 @@ def _number(value: float | None) -> str:
     return "undefined" if value is None else f"{value:.4f}"
 
 
-def _interval(number: Mapping[str, Any]) -> str:
+def _pooled(number: Mapping[str, Any]) -> str:
+    if number["value"] is None:
+        return "undefined"
     bounds = number["interval"]
-    return " (interval undefined)" if bounds is None else f" ({bounds[0]:.4f} to {bounds[1]:.4f})"
+    interval = "interval undefined" if bounds is None else f"{bounds[0]:.4f} to {bounds[1]:.4f}"
+    return f"{_number(number['value'])} ({interval})"

@@ -19,16 +19,14 @@ from data.location import location
 from data.store.manifest import load_manifest
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
-from workflows.config.load import Config, changed_keys, load_config
+from workflows.config.load import Config, load_config
 from workflows.cross_validation.fold_table import COLUMN, FoldTable, column_of
-from workflows.launch.request import check_ranks, check_run, check_unused
+from workflows.launch.request import check_ranks, check_run, check_unused, is_finished
 from workflows.launch.resumption import Resumption
 from workflows.paths import require_writable
 
 SPLITS_FILE = "splits.csv"
 TEST_FOLDER = "test"
-LONGER = {"run.steps", "run.epochs", "run.early_stop"}
-"""Keys with which a finished run may go on."""
 
 
 @dataclass(frozen=True)
@@ -157,14 +155,7 @@ class FoldRuns:
 
     def is_trained(self, fold: int) -> bool:
         """Whether a fold's run is done, and not to be made longer."""
-        run = self.run_of(fold)
-        try:
-            state = json.loads((run / "status.json").read_text(encoding="utf-8"))["state"]
-        except (OSError, ValueError, KeyError):
-            return False
-        return (
-            state == "done" and not LONGER & changed_keys(load_config(run / "config.yaml"), self.config_of(fold)).keys()
-        )
+        return is_finished(self.config_of(fold))
 
     def checkpoint_of(self, fold: int) -> Path:
         """Return the checkpoint that is reported: the best one, or the latest of a run that chose none."""

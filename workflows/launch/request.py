@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from difflib import get_close_matches
 
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
-from workflows.config.load import Config, load_config, refuse_changes
+from workflows.config.load import Config, changed_keys, load_config, refuse_changes
 from workflows.launch.owner import NAME as OWNER
 from workflows.launch.owner import FolderOwner, check_free
 from workflows.launch.rank_log import FOLDER as LOGS
@@ -14,6 +15,8 @@ from workflows.launch.resumption import Resumption
 from workflows.paths import require_writable
 
 _OTHER = "use another run.dir"
+_LONGER = {"run.steps", "run.epochs", "run.early_stop"}
+"""Keys with which a finished run may go on."""
 
 
 def check_run(config: Config, resumption: Resumption) -> int:
@@ -35,6 +38,16 @@ def check_run(config: Config, resumption: Resumption) -> int:
         raise RequestError(f"run.dir {folder}: this run exists; continue it with --resume, or use another run.dir")
     refuse_changes(load_config(folder / "config.yaml"), config)
     return resumption.step(folder / "checkpoints")
+
+
+def is_finished(config: Config) -> bool:
+    """Whether a run is done, and not to be made longer by its configuration."""
+    folder = config.run.dir
+    try:
+        state = json.loads((folder / "status.json").read_text(encoding="utf-8"))["state"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return state == "done" and not _LONGER & changed_keys(load_config(folder / "config.yaml"), config).keys()
 
 
 def check_unused(config: Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from data.csv_table import write_table
@@ -13,6 +13,7 @@ from hyfi_core.errors import RequestError
 from workflows.commands.train_folds import pool_folds, run_fold
 from workflows.console import counted, emit_json, plain_json, say, warn
 from workflows.exit_codes import DONE
+from workflows.launch.request import is_finished
 from workflows.own_command import run_command
 from workflows.sweep.settings import same_keys, text_of
 from workflows.sweep.sweep_runs import TABLE_FILE, SettingScore, SweepRuns, chosen_of
@@ -43,13 +44,13 @@ def run(sweep: SweepRuns, as_json: bool) -> int:
 def _one_split(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
     scores: list[SettingScore] = []
     for setting in sweep.settings:
-        if not _is_done(sweep.score(sweep.folder_of(setting)).run):
+        if not is_finished(sweep.config_of(setting)):
             say(f"setting {setting.number}: {setting.describe()}")
             code = run_command(sweep.train_words(setting))
             if code != DONE:
                 return _stopped(setting.number, code), {}
         scores.append(sweep.score(sweep.folder_of(setting)))
-        _write_table(sweep, [scores])
+        _write_table(sweep, [(None, scores)])
     best = chosen_of(scores)
     setting = sweep.settings[best]
     say(f"chosen: setting {setting.number} ({setting.describe()}), {sweep.metric} {_number(scores[best].value)}")
@@ -74,31 +75,25 @@ def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
             code = run_command(one.train_words(fold))
             if code != DONE:
                 return _stopped(setting.number, code), {}
-    scores = [[sweep.score(one.run_of(fold)) for one in runs] for fold in folds]
-    _write_table(sweep, scores)
-    chosen = {fold: runs[chosen_of(of_fold)] for fold, of_fold in zip(folds, scores, strict=True)}
-    for fold, of_fold in zip(folds, scores, strict=True):
-        setting = sweep.settings[chosen_of(of_fold)]
-        best = of_fold[setting.number]
+    scores = {fold: [sweep.score(one.run_of(fold)) for one in runs] for fold in folds}
+    _write_table(sweep, scores.items())
+    chosen = {fold: chosen_of(of_fold) for fold, of_fold in scores.items()}
+    for fold, number in chosen.items():
+        setting, best = sweep.settings[number], scores[fold][number]
         validating = runs[0].table.validating(fold)
         say(
             f"fold {fold}: setting {setting.number} ({setting.describe()}), {sweep.metric} {_number(best.value)} on "
             f"fold {validating}; evaluated on fold {fold}"
         )
-        code = run_fold(chosen[fold], fold)
+        code = run_fold(runs[number], fold)
         if code != DONE:
             return _stopped(setting.number, code), {}
-    summary = pool_folds(sweep.folder, chosen, len(runs[0].table.folds))
+    summary = pool_folds(
+        sweep.folder, {fold: runs[number] for fold, number in chosen.items()}, len(runs[0].table.folds)
+    )
     say(f"all settings: {sweep.folder / TABLE_FILE}")
-    settings = {str(fold): sweep.settings[chosen_of(own)].values for fold, own in zip(folds, scores, strict=True)}
+    settings = {str(fold): sweep.settings[number].values for fold, number in chosen.items()}
     return DONE, _summary(sweep, {"chosen": settings, "metric": sweep.metric, **summary})
-
-
-def _is_done(run: Any) -> bool:
-    try:
-        return bool(json.loads((run / "status.json").read_text(encoding="utf-8"))["state"] == "done")
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 def _stopped(setting: int, code: int) -> int:
@@ -106,18 +101,19 @@ def _stopped(setting: int, code: int) -> int:
     return code
 
 
-def _write_table(sweep: SweepRuns, scores: Sequence[Sequence[SettingScore]]) -> None:
-    """Write a row for each setting and fold, as far as they are known."""
+def _write_table(sweep: SweepRuns, scores: Iterable[tuple[int | None, list[SettingScore]]]) -> None:
+    """Write a row for each setting and fold, as far as they are known; ``scores``: of each fold, None without."""
     keys = same_keys(sweep.settings)
     rows = []
-    for number, of_fold in enumerate(scores):
-        best = chosen_of(list(of_fold))
+    for fold, of_fold in scores:
+        best = chosen_of(of_fold)
         for setting, score in zip(sweep.settings, of_fold, strict=False):
             values = {key: text_of(setting.values[key]) for key in keys}
             value = "" if score.value is None else f"{score.value:.6f}"
             own = {"step": "" if score.step is None else score.step, "chosen": "yes" if setting.number == best else ""}
-            fold = {} if sweep.folds is None else {"fold": sweep.fold_runs_of(setting).chosen[number]}
-            rows.append({"setting": setting.number, **fold, **values, sweep.metric: value, **own, "run": score.run})
+            rows.append(
+                {"setting": setting.number, "fold": fold, **values, sweep.metric: value, **own, "run": score.run}
+            )
     columns = ["setting", *(["fold"] if sweep.folds else []), *keys, sweep.metric, "step", "chosen", "run"]
     try:
         sweep.folder.mkdir(parents=True, exist_ok=True)
@@ -129,14 +125,15 @@ def _write_table(sweep: SweepRuns, scores: Sequence[Sequence[SettingScore]]) -> 
 def _validate_words(sweep: SweepRuns, score: SettingScore) -> str:
     data = sweep.config.data
     words = ["hyfi", "validate", str(score.run / "checkpoints" / "best"), "--store", str(data.store)]
-    words += ["--labels", str(data.labels)] if data.labels else []
-    return shlex.join([*words, *(["--splits", str(data.splits)] if data.splits else [])])
+    for option, path in (("--labels", data.labels), ("--splits", data.splits), ("--features", data.features)):
+        words += [option, str(path)] if path else []
+    return shlex.join(words)
 
 
 def _summary(sweep: SweepRuns, summary: dict[str, Any]) -> dict[str, Any]:
-    found = {**summary, "table": sweep.folder / TABLE_FILE}
-    write_atomically(sweep.folder / SUMMARY_FILE, (json.dumps(plain_json(found), indent=1) + "\n").encode())
-    return found
+    summary = {**summary, "table": sweep.folder / TABLE_FILE}
+    write_atomically(sweep.folder / SUMMARY_FILE, (json.dumps(plain_json(summary), indent=1) + "\n").encode())
+    return summary
 
 
 def _number(value: float | None) -> str:

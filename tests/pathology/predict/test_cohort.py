@@ -15,6 +15,8 @@ from data.errors import StoreError
 from data.samples.dataset import SlideDataset, SlideRef
 from data.samples.trained.trained_slides import TrainedSlides
 from data.samples.view import View
+from data.store.layout import LevelSize, pyramid_levels
+from data.store.writer import SlideWriter
 from hyfi_core.arithmetic import set_arithmetic
 from hyfi_core.cells import pager, paging
 from hyfi_core.cells.spill_store import SpillFile
@@ -385,6 +387,15 @@ def test_a_damaged_store_fails_the_slide(store: Path, slide: Path, tmp_path: Pat
     report = predict(tmp_path / "out", [tmp_path / "store"])
     assert "bytes" in report.failed[0].reason
     assert report.failed[0].path.endswith("one.zarr")
+
+
+def test_a_stored_slide_without_its_place_on_a_file_fails_by_what_it_lacks(tmp_path: Path) -> None:
+    with SlideWriter(tmp_path, "bare", pyramid_levels([LevelSize(64, 64)], 1.0)) as writer:
+        writer.write(0, 0, 0, np.full((3, 64, 64), 99, np.uint8))
+        writer.write_tissue(np.ones((8, 8), bool), mpp_um=8.0)
+        writer.publish({"mpp": 1.0, "kind": "resampled"})
+    report = predict(tmp_path / "out", [tmp_path / "bare.zarr"])
+    assert "it has no affine, source, sha256 among" in report.failed[0].reason
 
 
 def test_another_resolution_is_flagged(slide: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from hyfi_core.errors import RequestError
 from tests.workflows.archive import SPLITS, make_config
+from workflows.config.load import dump_resolved, load_config
 from workflows.cross_validation.fold_runs import FoldRuns
 from workflows.launch.resumption import Resumption
 from workflows.sweep import command
@@ -83,7 +85,9 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
         started.append(words)
         given = dict(word.split("=", 1) for word in words[2:] if "=" in word)
         run, auroc = Path(json.loads(given["run.dir"])), VALUES[json.loads(given["optimizer.lr"])]
-        (run / "checkpoints").mkdir(parents=True)
+        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+        config = load_config(Path(words[1]), [word for word in words[2:] if "=" in word], ignore_plan=True)
+        (run / "config.yaml").write_text(dump_resolved(config))
         record = {"kind": "validation", "step": 3, "loss": 1.0, "auroc": auroc}
         (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
         (run / "status.json").write_text('{"state": "done"}')
@@ -104,6 +108,17 @@ def test_validation_chooses_and_all_settings_are_in_the_table(
     assert "too good" in said.out + said.err
     rows = list(csv.DictReader((tmp_path / "run/sweep.csv").open()))
     assert [row["chosen"] for row in rows] == ["", "yes", ""] and rows[2]["auroc"] == "0.700000"
+
+
+def test_finished_settings_are_kept_and_trained_on_if_more_steps_are_wanted(
+    tmp_path: Path, store: Path, commands: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SweepRuns, "check", lambda self: None)  # the commands write no checkpoints
+    sweep = replace(sweep_of(tmp_path, store), resumption=Resumption.of(True, None, False))
+    for overrides, trained in (((), 3), ((), 3), (("run.steps=9",), 6)):
+        assert command.run(replace(sweep, overrides=overrides), as_json=False) == 0
+        assert len(commands) == trained
+    assert commands[-1][-1] == "--resume"
 
 
 def test_a_fold_is_evaluated_by_the_setting_that_its_validation_fold_chose_only(

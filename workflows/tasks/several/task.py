@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -29,6 +31,9 @@ from workflows.tasks.several.readout import BETWEEN, SeveralReadout, calibration
 from workflows.tasks.single import single_task
 from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns
 
+_KEYS = re.compile(r"\b(?:data|model)\.(task|target|loss|time_bins|class_weights|classes)\b")
+"""Keys of a run with one target, which each of several has itself."""
+
 
 @dataclass(frozen=True)
 class Several(Task):
@@ -47,7 +52,8 @@ class Several(Task):
         found = []
         for one in source.targets:
             own = replace(source, columns=one.columns, classes=one.classes, targets=())
-            found.append(single_task(one.task).read_labels(own))
+            with _in_target(one.title):
+                found.append(single_task(one.task).read_labels(own))
         return side_by_side([one.title for one in source.targets], found, [_numbers_of(one) for one in found])
 
     def read_again(
@@ -81,7 +87,8 @@ class Several(Task):
                     f"data.targets: none of {len(train)} training slides has a label of {one.title!r} "
                     f"({', '.join(one.columns)}); check the splits, or leave the target out"
                 )
-            task = replace(single_task(one.task).fitted(one, own_labels, own), own_loss=one.own_loss)
+            with _in_target(one.title):
+                task = replace(single_task(one.task).fitted(one, own_labels, own), own_loss=one.own_loss)
             tasks.append((one.title, task, one.weight, len(own) / len(train)))
         return cls(data.columns, parts_of(tasks))
 
@@ -341,6 +348,16 @@ def _joined(sections: Mapping[str, tuple[Sequence[int], PageSection]]) -> PageSe
         for index, size in one.errors.items():
             errors[rows[index]] = errors.get(rows[index], 0.0) + size / largest
     return PageSection(metrics, plots, tables, errors, numbers)
+
+
+@contextmanager
+def _in_target(title: str) -> Iterator[None]:
+    """Context in which a refusal names the target, and the keys as they are called in it."""
+    try:
+        yield
+    except RequestError as error:
+        own = _KEYS.sub(r"\1", str(error))
+        raise RequestError(f"data.targets, {title}: {own}") from error
 
 
 def _labels_of_each(labels: Labels, targets: Sequence[Target]) -> list[list[Target]]:

@@ -162,6 +162,7 @@ def test_losses_are_those_of_one_process(tmp_path: Path, store: Path) -> None:
         ([{"target": "grade"}, {"target": "age", "weigth": 2}], "did you mean data.targets.1.weight"),
         ([{"target": "grade"}, {"target": "grade"}], "name 'grade'"),
         ([{"target": "grade"}], "two or more"),
+        ([{"target": "grade", "task": "ordinal"}, {"target": "age"}], "data.targets, grade: .* list them as classes, "),
     ],
 )
 def test_wrong_targets_are_answered_by_name(
