@@ -22,6 +22,13 @@ from workflows.tasks.by_name import task_of
 from workflows.tasks.page_section import MetricNumber
 from workflows.tasks.task import Task
 
+_FITTED = {"thresholds", "cutoff"}
+"""Keys of a calibration that decide on predictions."""
+_NOTE = (
+    "Predictions in the table above, and which of them are wrong, are by the thresholds that each fold's validation "
+    "chose. Here labels have a threshold of one half, and risk groups are divided at the median of these slides."
+)
+
 
 @dataclass(frozen=True)
 class FoldResult:
@@ -103,6 +110,13 @@ class PooledFolds:
             spread[name] = {"mean": mean, "sd": sd, "folds": len(values)}
         return spread
 
+    @property
+    def note(self) -> str:
+        """What a page says of predictions by thresholds that each fold has of its own; empty without any."""
+        calibrations = [result.model.get("calibration") or {} for result in self.results]
+        targets = [own for one in calibrations for own in (one.get("targets") or {}).values()]
+        return _NOTE if any(_FITTED & one.keys() for one in (*calibrations, *targets)) else ""
+
     def slides(self, store: Path) -> list[CohortSlide]:
         """Return all slides, with thumbnails from the store."""
         names, shared, task = self.results[0].readout.columns, self.columns, self.task
@@ -123,7 +137,7 @@ class PooledFolds:
         self._write_predictions(folder)
         section = section_of(slides, task, task.readout(None))  # thresholds of one model were chosen on others' slides
         title = f"Cross-validation: {len(self.results)} of {folds} folds of {store.name}"
-        page = write_cohort_page(folder, slides, task, readout, title, section)
+        page = write_cohort_page(folder, slides, task, readout, title, section, self.note)
         return {
             "folds": {
                 f"{result.fold}": {**result.metrics, "checkpoint": str(result.checkpoint)} for result in self.results

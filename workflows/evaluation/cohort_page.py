@@ -213,8 +213,18 @@ def write_cohort_page(
     readout: Readout,
     title: str,
     section: PageSection | None = None,
+    note: str = "",
 ) -> Path:
-    """Write ``folder/index.html`` and return its path; ``section``: what is known of labelled slides, else computed.
+    """Write ``folder/index.html`` and return its path.
+
+    Args:
+        folder: Where it is written.
+        slides: Its rows.
+        task: What is predicted.
+        readout: How values are read.
+        title: Of the page.
+        section: What is known of labelled slides; None: computed.
+        note: Text above the numbers of labelled slides; empty: none.
 
     Raises:
         OSError: The file cannot be written.
@@ -240,6 +250,7 @@ def write_cohort_page(
         content=json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         counts=_counts(slides),
         evaluation=section,
+        note=note,
         labelled=len(labelled),
         trained_on=sum("trained_on" in slide.flags for slide in labelled),
         cases=len({slide.case_id or slide.slide_id for slide in labelled}),

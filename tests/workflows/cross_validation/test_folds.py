@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from workflows import cli, signals
 from workflows.commands import train_folds
 from workflows.cross_validation.fold_runs import FoldRuns
 from workflows.cross_validation.fold_table import FoldTable
+from workflows.cross_validation.pooled import FoldResult, PooledFolds
 from workflows.launch.resumption import Resumption
 
 
@@ -124,6 +126,20 @@ def test_wrong_requests_are_refused_before_anything_is_written(
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
     refused("all", "was started by a launcher")
+
+
+@pytest.mark.parametrize(
+    ("calibration", "differ"),
+    [
+        (None, False),
+        ({"temperature": 2.0}, False),
+        ({"thresholds": {}}, True),
+        ({"targets": {"os": {"cutoff": 1}}}, True),
+    ],
+)
+def test_the_page_says_that_each_fold_has_its_own_thresholds(calibration: Any, differ: bool) -> None:
+    folds = PooledFolds([FoldResult(0, Path(), {"calibration": calibration}, {}, [])])
+    assert ("thresholds that each fold" in folds.note) == differ
 
 
 def test_rows_without_a_fold_are_not_used(tmp_path: Path) -> None:
