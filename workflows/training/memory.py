@@ -121,7 +121,8 @@ def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
         batch: Images in a replica's batch.
     """
     cheaper = {}
-    counts = [n for n in range(plan.microbatches + 1, batch + 1) if batch % n == 0]
+    group = len(plan.grids) if plan.interleave > 1 else 1  # interleaved stages of several grids need whole groups
+    counts = [n for n in range(plan.microbatches + 1, batch + 1) if batch % n == 0 and n % group == 0]
     for count in counts if plan.schedule in ("1f1b", "sequential") and plan.shares is None else []:
         cheaper[f"plan.microbatches={count}"] = replace(plan, microbatches=count)
     if plan.recompute is False and plan.stages > 1:

@@ -55,12 +55,12 @@ class KeptVectors:
     def put(self, slide: TileSource, chunk: TileChunk, vectors: torch.Tensor) -> None:
         """Keep the vectors of a chunk, if the slide's tiles are the same in each epoch and there is room."""
         self.encoded += len(chunk)
-        size = vectors.numel() * vectors.element_size()
-        if not _key(slide, chunk)[0] or self.used_bytes + size > self._limit_bytes:
-            return
+        size, key = vectors.numel() * vectors.element_size(), _key(slide, chunk)
+        if not key[0] or key in self._vectors or self.used_bytes + size > self._limit_bytes:
+            return  # a slide that is twice in a batch counts once
         if self._memory_bytes is not None and resident_bytes() + self.step_bytes + size > self._memory_bytes:
             return
-        self._vectors[_key(slide, chunk)] = vectors.detach().cpu()
+        self._vectors[key] = vectors.detach().cpu()
         self.used_bytes += size
 
 

@@ -55,6 +55,9 @@ def test_limits_and_other_chunks() -> None:
     assert kept()[0].get(SLIDE, TileChunk(0, 0, 2)) is None
     assert kept(limit_bytes=47)[0].get(SLIDE, CHUNK) is None
     assert kept(memory_bytes=1)[0].get(SLIDE, CHUNK) is None
+    twice, _ = kept(limit_bytes=2 * 48)
+    twice.put(SLIDE, CHUNK, VECTORS)
+    assert twice.used_bytes == 48
     plain = TensorTiles(torch.zeros(5, 3, 2, 2))
     vectors, _ = kept()
     vectors.put(plain, CHUNK, VECTORS)
