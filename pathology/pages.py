@@ -28,6 +28,8 @@ FLAG_MEANINGS = {
     "how it does on new slides",
     "outside_training": "size, resolution or stain of the slide are far from those of all training slides: the "
     "prediction may mean nothing",
+    "stain_as_scanned": "the model's stain normalisation left the slide as it is, because its two stains could not be "
+    "measured: too little tissue, or one stain only",
     "truncated": "the file is truncated, but the level that was read is complete",
     "tissue_given": "the tissue outline was given by the user, not detected",
     "upsampled": "the scan is slightly coarser than the model's resolution and was upsampled",

@@ -5,18 +5,23 @@ Measured by ``python -m workflows.benchmarks.loader`` on one slide, zstd, a loca
 
 from __future__ import annotations
 
+from typing import Literal
+
 from data.samples.augment import Augment
 
 _READ_BYTES_PER_S = 350e6
 _MOVE_BYTES_PER_S = 550e6
 """Of flips and turns; most images have one."""
 _RECOLOUR_BYTES_PER_S = 180e6
+_STAIN_BYTES_PER_S = {"macenko": 180e6, "reinhard": 85e6}
+"""In proportion to recolouring: both timed in one process."""
 
 
-def core_bytes_per_s(augment: Augment | None) -> float:
-    """Return the bytes of pixels that one core reads, decodes and augments in a second."""
+def core_bytes_per_s(augment: Augment | None, stain: Literal["none", "macenko", "reinhard"] = "none") -> float:
+    """Return the bytes of pixels that one core reads, decodes, normalises and augments in a second."""
     each_s = 1 / _READ_BYTES_PER_S
     if augment is not None:
         each_s += augment.flips / _MOVE_BYTES_PER_S
         each_s += bool(augment.stain or augment.colour) / _RECOLOUR_BYTES_PER_S
+    each_s += 0.0 if stain == "none" else 1 / _STAIN_BYTES_PER_S[stain]
     return 1 / each_s

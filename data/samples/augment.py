@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from data.samples.colours.density_mix import density_table, mixed_densities, value_table
 from data.samples.colours.own_colours import own_colours
 from data.samples.keyed import keyed_uniforms
 from data.samples.turn import turned
@@ -18,10 +19,6 @@ from hyfi_core.plan.box import Box
 
 HAEMATOXYLIN, EOSIN = (0.650, 0.704, 0.286), (0.072, 0.990, 0.105)
 """Optical density of (red, green, blue) of each stain: Ruifrok and Johnston, Anal Quant Cytol Histol 23:291 (2001)."""
-
-_STEPS = 8192
-_MAX_DENSITY = 8.0
-_STRIP_PX = 32_768
 
 
 @dataclass(frozen=True)
@@ -105,25 +102,11 @@ class Variation:
         """Return the pixels with changed stain, brightness and contrast; (3, h, w) uint8, a new array.
 
         White (255) stays exactly white. Stains add up in optical density −log((v + 1) / 256) (Beer–Lambert law), so
-        changing the amounts of stain is a 3 × 3 matrix. Logarithm and exponential are lookup tables. Between them are
-        only elementwise float32 products and sums in a fixed order: unlike with a matrix product, a pixel's result does
-        not depend on its position in the array.
+        changing the amounts of stain is a 3 × 3 matrix. A pixel's result does not depend on its position in the array.
         """
         if self._keeps_colours:
             return pixels.copy()
-        to_density, to_value, mix = _density_table(), self._value_table(), self._mix()
-        result = np.empty_like(pixels)
-        flat, out = pixels.reshape(3, -1), result.reshape(3, -1)
-        for start in range(0, flat.shape[1], _STRIP_PX):
-            strip = slice(start, start + _STRIP_PX)
-            density = np.take(to_density, flat[:, strip], mode="clip")
-            for channel in range(3):
-                mixed = density[0] * mix[0, channel]
-                mixed += density[1] * mix[1, channel]
-                mixed += density[2] * mix[2, channel]
-                np.clip(mixed, 0, _STEPS - 1, out=mixed)
-                np.take(to_value, mixed.astype(np.uint16), out=out[channel, strip], mode="clip")
-        return result
+        return mixed_densities(pixels, density_table(), self._mix(), value_table(self.contrast))
 
     @property
     def _keeps_colours(self) -> bool:
@@ -138,16 +121,3 @@ class Variation:
         unit = stains / np.linalg.norm(stains, axis=1, keepdims=True)
         mix: NDArray[np.float64] = np.linalg.inv(unit) @ np.diag([*self.stains, 1.0]) @ unit * self.density
         return mix.astype(np.float32)
-
-    def _value_table(self) -> NDArray[np.uint8]:
-        """Return the pixel value (uint8) at the middle of each density step, with contrast applied."""
-        density = (np.arange(_STEPS) + 0.5) * (_MAX_DENSITY / _STEPS)
-        values = 256.0 * np.exp(-density) - 1.0
-        table: NDArray[np.float64] = np.clip(np.rint(255.0 - (255.0 - values) * self.contrast), 0, 255)
-        return table.astype(np.uint8)
-
-
-def _density_table() -> NDArray[np.float32]:
-    """Return the density of each pixel value 0 … 255, in steps of the value table."""
-    density: NDArray[np.float64] = -np.log((np.arange(256) + 1.0) / 256.0)
-    return (density * (_STEPS / _MAX_DENSITY)).astype(np.float32)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from data.location import each, is_far, is_remote, location
 from data.samples.augment import Augment, Variation
+from data.samples.colours.slide_colours import stains_of
+from data.samples.colours.stain_normalisation import ColourMap, StainNormalisation
 from data.samples.coverage import COVERAGE_COLUMNS, Coverage, check_coverage, coverage_of, write_coverage
 from data.samples.labels import Labels, Target, with_cases
 from data.samples.names import refuse_content_in_two_splits
@@ -70,6 +72,7 @@ class SlideDataset:
     Attributes:
         samples: The slides, in the order given.
         size_px: (height, width) of every image.
+        stain: Normalisation of each slide's colours; None: none.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class SlideDataset:
         align_px: int = 64,
         seed: int = 0,
         augment: Augment | None = None,
+        stain: StainNormalisation | None = None,
         opener: Callable[[Path], SlideReader] | None = None,
     ) -> None:
         """Create the dataset; only checks that the slides exist.
@@ -96,6 +100,7 @@ class SlideDataset:
             align_px: Grid to which pieces of tissue are aligned.
             seed: Seed of the augmentation, together with epoch and slide.
             augment: Ranges of the augmentation; None: no augmentation.
+            stain: Normalisation of each slide's colours, before augmentation; None: none.
             opener: Opens ``STORE/<slide_id>.zarr``; default: as a stored slide, whose files `check_files` checks.
 
         Raises:
@@ -104,7 +109,8 @@ class SlideDataset:
         self.samples = tuple(slides)
         self.size_px = (size_px, size_px) if isinstance(size_px, int) else (int(size_px[0]), int(size_px[1]))
         self.mpp, self.kind, self.align_px, self.seed = mpp, view, align_px, seed
-        self._store, self._augment, self._opener = location(store), augment, opener
+        self._store, self._augment, self._opener, self.stain = location(store), augment, opener, stain
+        self._colour_maps: dict[int, ColourMap | None] = {}
         self._slides: dict[int, SlideReader] = {}
         self._views: dict[int, View] = {}
         self._check_slides()
@@ -195,6 +201,24 @@ class SlideDataset:
 
         each(check, range(len(self)), self._store)
 
+    def colour_map(self, index: int) -> ColourMap | None:
+        """Return the stain normalisation of a slide, measured once; None: its pixels are as scanned.
+
+        Raises:
+            StoreError: A file of the store is missing or damaged.
+            RequestError: See `StainNormalisation.of_slide`.
+        """
+        if self.stain is not None and index not in self._colour_maps:
+            measured = self.stain.of_slide(self.slide(index), self.samples[index].slide_id)
+            self._colour_maps[index] = measured
+        return self._colour_maps.get(index)
+
+    def as_scanned(self) -> list[str]:
+        """Return the slides whose stains cannot be measured, so that stain normalisation leaves them as they are."""
+        if self.stain is None:
+            return []
+        return [one.slide_id for index, one in enumerate(self.samples) if stains_of(self.slide(index)) is None]
+
     def variation(self, index: int, epoch: int | None) -> Variation | None:
         """Return the augmentation of an image in an epoch; None: no augmentation."""
         if epoch is None or self._augment is None:
@@ -256,12 +280,16 @@ class SlideDataset:
         return self.read_view(index, self.view(index), box)
 
     def read_view(self, index: int, view: View, box: Box) -> NDArray[np.uint8]:
-        """Return a box of the image that ``view`` describes, (3, h, w) uint8 that the caller owns."""
+        """Return a box of the image that ``view`` describes, (3, h, w) uint8 that the caller owns.
+
+        Colours are normalised, see :meth:`colour_map`.
+        """
         pixels = np.full((3, *box.shape), BACKGROUND, np.uint8)
         for piece in view.to_slide(box):
             rows, columns = piece.target.relative_to(box).slices()
             self.slide(index).read(piece.source, self.level(index), out=pixels[:, rows, columns])
-        return pixels
+        colours = self.colour_map(index)
+        return pixels if colours is None else colours(pixels)
 
     def _view_factory(self, index: int) -> Callable[[tuple[int, int], float], View]:
         """Return a function of (image size, factor of the mpp) that makes a view of the slide."""

@@ -131,11 +131,11 @@ class TileBags:
             index: Index of the slide.
             epoch: Of training: key of the augmentation and of the tiles that are drawn; None: all tiles, as they are.
         """
-        slide, grid = self.slide(index), self.grid(index)
+        slide, grid, colours = self.slide(index), self.grid(index), self.dataset.colour_map(index)
         if epoch is None:
-            return StoreTiles(slide, grid)
-        seed = self.dataset.seed
-        return StoreTiles(slide, grid.drawn(self._most, seed, epoch), augment=self._augment, seed=seed, epoch=epoch)
+            return StoreTiles(slide, grid, colours=colours)
+        seed, drawn = self.dataset.seed, grid.drawn(self._most, self.dataset.seed, epoch)
+        return StoreTiles(slide, drawn, colours=colours, augment=self._augment, seed=seed, epoch=epoch)
 
     def check(self) -> list[dict[str, Any]]:
         """Return a row for each slide (keys: ``COVERAGE_COLUMNS``): the tissue in its tiles, and their number.

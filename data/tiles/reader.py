@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from data.samples.augment import Augment
+from data.samples.colours.stain_normalisation import ColourMap
 from data.store.layout import BACKGROUND
 from data.store.sharded_array import thread_pool
 from data.store.slide_store import SlideStore
@@ -31,6 +32,7 @@ class StoreTiles:
     Args:
         slide: The open slide.
         tiles: Its tiles.
+        colours: Stain normalisation of the slide, before augmentation; None: none.
         augment: Ranges of the augmentation of each tile; None: none.
         seed, epoch: Keys of the augmentation, together with slide and corner of a tile.
         cache_bytes: Decoded chunks that stay in memory between calls.
@@ -42,6 +44,7 @@ class StoreTiles:
         slide: SlideStore,
         tiles: TissueTiles,
         *,
+        colours: ColourMap | None = None,
         augment: Augment | None = None,
         seed: int = 0,
         epoch: int = 0,
@@ -49,7 +52,7 @@ class StoreTiles:
         threads: int = 1,
     ) -> None:
         self.name, self.tiles = slide.slide_id, tiles
-        self._augment, self._key = augment, (seed, epoch)
+        self._colours, self._augment, self._key = colours, augment, (seed, epoch)
         self._threads = threads
         self._chunks = DecodedChunks(slide, tiles.plane.level, cache_bytes, threads)
 
@@ -60,7 +63,9 @@ class StoreTiles:
     @cached_property
     def identity(self) -> str:
         """Text that is another one whenever a tile is; empty if tiles are augmented, or the store has no digest."""
-        return self.tiles.digest() if self._augment is None and self.tiles.content else ""
+        if self._augment is not None or not self.tiles.content:
+            return ""
+        return self.tiles.digest() + ("" if self._colours is None else f" {self._colours.identity}")
 
     @property
     def coords(self) -> Corners:
@@ -86,7 +91,7 @@ class StoreTiles:
             y, x = corners[index].tolist()
             result[index] = self._finished(y, x, pixels[index])
 
-        plain = self.tiles.plane.is_level and self._augment is None
+        plain = self.tiles.plane.is_level and self._augment is None and self._colours is None
         if self._threads > 1 and not plain:
             list(thread_pool(self._threads).map(finish, range(len(corners))))
         else:
@@ -108,6 +113,8 @@ class StoreTiles:
         """Return a tile, given its corner in the plane and the level's pixels around it."""
         plane, size = self.tiles.plane, (self.tiles.size_px, self.tiles.size_px)
         tile = pixels if plane.is_level else reduced(pixels, (y, x), size, plane.step)
+        if self._colours is not None:
+            tile = self._colours(tile)
         if self._augment is None:
             return tile
         return self._augment.draw(*self._key, f"{self.name}@{y},{x}", size).apply(tile)

@@ -205,6 +205,8 @@ class _Run:
                 if outside:
                     flags = _merged(prediction.flags, (OUTSIDE,))
                     prediction = replace(prediction, flags=flags, reason=f"{OUTSIDE}: {'; '.join(outside)}")
+                if together(self._comm, lambda: dataset.stain is not None and dataset.colour_map(0) is None):
+                    prediction = replace(prediction, flags=_merged(prediction.flags, ("stain_as_scanned",)))
                 if self._trained.has(slide.slide_id, slide.case_id, source_sha256(dataset, 0)):
                     prediction = replace(prediction, flags=_merged(prediction.flags, ("trained_on",)))
                 sight = ensemble.look(dataset, all_tissue=self._options.image == "whole")
@@ -273,6 +275,7 @@ class _Run:
             mpp=spec.mpp,
             view=spec.view,
             align_px=spec.align_px,
+            stain=spec.stain,
             opener=self._options.opened,
         )
         attributes = getattr(dataset.slide(0), "attributes", {})  # opened here, where a failure is this slide's

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from data.loading.normalise import Normalisation
+from data.samples.colours.stain_normalisation import StainNormalisation
 from hyfi_core.errors import RequestError
 from hyfi_core.models.by_name import build_model, is_built_in
 from hyfi_core.runtime.checkpoint import load_checkpoint
@@ -162,6 +163,7 @@ class InputSpec:
         align_px: grid to which pieces of tissue are aligned.
         tiles: (size_px, stride_px, least share of tissue) of tiles, for models with an encoder of tiles; else None.
         features: length of a tile's vector, for models of stored features; else None.
+        stain: normalisation of each slide's colours; None: none.
     """
 
     task: str
@@ -172,6 +174,7 @@ class InputSpec:
     align_px: int
     tiles: tuple[int, int, float] | None = None
     features: int | None = None
+    stain: StainNormalisation | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> InputSpec:
@@ -191,6 +194,7 @@ class InputSpec:
                 align_px=int(config["align_px"]),
                 tiles=_tiles_of(config),
                 features=None if not config.get("features") else int(config["features"]["length"]),
+                stain=StainNormalisation.from_json(config.get("stain_normalisation")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(f"the checkpoint's model.json has no valid {error}; use another checkpoint") from error

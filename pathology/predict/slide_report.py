@@ -126,6 +126,8 @@ def _spread(result: SlideResult, bar: int) -> str:
 def _facts(result: SlideResult, spec: InputSpec) -> FactRows:
     height, width = spec.size_px
     mpp_y, mpp_x = result.heatmap.mpp
+    stains = [] if spec.stain is None else [("Stains", f"normalised: {spec.stain.method}")]
+    stains = [("Stains", "as scanned")] if "stain_as_scanned" in result.flags else stains
     if result.tiles is not None:
         tiles = result.tiles
         stride = "" if tiles.stride_px == tiles.size_px else f", {tiles.stride_px} px apart"
@@ -133,6 +135,7 @@ def _facts(result: SlideResult, spec: InputSpec) -> FactRows:
             ("Tissue", area_text(result.views[0].tissue_px * mpp_y * mpp_x)),
             ("Tissue in tiles", percent(result.coverage)),
             ("Tiles", f"{len(tiles):,} of {tiles.size_px} × {tiles.size_px} px at {mpp_x:.3g} µm per pixel{stride}"),
+            *stains,
         ]
     pieces = sum(len(view.pieces) for view in result.views)
     shown = result.views[0].size_px
@@ -142,6 +145,7 @@ def _facts(result: SlideResult, spec: InputSpec) -> FactRows:
         ("Tissue", area_text(result.views[0].tissue_px * mpp_y * mpp_x)),
         ("Tissue seen", percent(result.coverage)),
         ("Image", f"{times}{shown[1]} × {shown[0]} px at {mpp_x:.3g} µm per pixel{trained}"),
+        *stains,
         ("Pieces", f"{pieces} part{'' if pieces == 1 else 's'} of the slide, unscaled"),
         *([("Combined by", result.combined)] if result.combined else []),
     ]

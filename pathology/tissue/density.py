@@ -12,30 +12,7 @@ Indices = npt.NDArray[np.intp]
 
 _STRIP_PX = 2**19
 """Pixels of a strip, so that its floats stay in the processor's cache."""
-_DARKEST_GLASS = 200
-_HISTOGRAM_PX = 2**20
-"""The glass colour is estimated from a sample of about this many pixels or more."""
 _LOG10_E = np.float32(1 / np.log(10))
-
-
-def glass_colour(image: Planes) -> Float:
-    """Return the colour of a slide's glass, ``(3,)``: the mode of the bright pixels of each channel.
-
-    Values below 200 are not considered, because an image that is all tissue shows no glass; the limit is lower only if
-    the brightest pixels are darker than that (a grey scanner).
-
-    Args:
-        image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
-    """
-    modes = []
-    rows = slice(None, None, max(1, image[0].size // _HISTOGRAM_PX))
-    for channel in image[:, rows]:
-        counts = np.bincount(channel.reshape(-1), minlength=256).astype(np.float64)
-        smooth = np.convolve(counts, np.ones(5), mode="same")
-        brightest = int(np.searchsorted(counts.cumsum(), 0.98 * counts.sum()))
-        lowest = max(0, min(_DARKEST_GLASS, brightest - 20))
-        modes.append(lowest + int(np.argmax(smooth[lowest:])))
-    return np.array(modes, np.float32)
 
 
 def row_strips(height_px: int, width_px: int, multiple: int = 1) -> list[slice]:
@@ -55,7 +32,7 @@ def density_of(image: Planes, glass: Float, rows: slice, sigma_px: float = 0.0) 
 
     Args:
         image: ``(3, h, w)`` uint8.
-        glass: From `glass_colour`.
+        glass: From `data.samples.colours.slide_colours.glass_colour`.
         rows: Rows to compute; smoothing also reads rows around them, so that strips have no seams.
         sigma_px: Standard deviation by which intensities are smoothed; 0 for none.
     """

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from data.arrays import Mask
+from data.samples.colours.slide_colours import glass_colour
 from data.store.layout import LevelSize
 from pathology.arrays import Planes
 from pathology.tissue.blur import MEASURED_MPP_UM, BlurMap
-from pathology.tissue.density import glass_colour
 from pathology.tissue.quality_maps import blur_to_json, pen_to_json
 from pathology.tissue.stain import StainSample, StainVectors
 from pathology.tissue.tissue import TissueMasks, TissueParameters, find_tissue

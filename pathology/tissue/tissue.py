@@ -21,10 +21,11 @@ from skimage.filters import threshold_otsu
 
 from data.arrays import Mask
 from data.components import fill_small_holes, label, without_small
+from data.samples.colours.slide_colours import glass_colour
 from hyfi_core.errors import RequestError
 from pathology.arrays import Float, Planes
 from pathology.readers.threads import run_in_pool
-from pathology.tissue.density import density_of, glass_colour, row_strips
+from pathology.tissue.density import density_of, row_strips
 from pathology.tissue.fat import find_fat, wall_contrast
 from pathology.tissue.morphology import closed, dilated
 from pathology.tissue.pen import MIN_INK_DENSITY, classify_ink, pen_marks, without_texture

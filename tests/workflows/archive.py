@@ -14,21 +14,29 @@ from data.store.manifest import SlideRecord, merge_manifest
 from data.store.writer import SlideWriter
 
 SIZE_PX = 250  # odd parts: 125 columns for each of two ranks
+# As ingest would measure them.
+STAINS = {"haematoxylin": [0.65, 0.7, 0.29], "eosin": [0.2, 0.9, 0.38], "strength": [0.9, 0.5]}
 SPLITS = ("train",) * 6 + ("val",) * 4 + ("test",) * 2
 
 
 def make_store(
-    folder: Path, size_px: int = SIZE_PX, dots: Sequence[int] = (4, 60) * 6, striped: Collection[int] = ()
+    folder: Path,
+    size_px: int = SIZE_PX,
+    dots: Sequence[int] = (4, 60) * 6,
+    striped: Collection[int] = (),
+    stained: Collection[int] = (),
 ) -> Path:
     """Write twelve slides of two classes: pink noise, with dark dots in those that are malignant.
 
-    ``dots``: number of each slide's dots; ``striped``: slides that have stripes.
+    ``dots``: number of each slide's dots; ``striped``: slides that have stripes; ``stained``: those whose
+    two stains were measured.
     """
     store = folder / "store"
     store.mkdir(parents=True)
     for number, split in enumerate(SPLITS):
         label = ("benign", "malignant")[number % 2]
-        _write_slide(store, f"slide-{number:02d}", number, dots[number], number in striped, size_px)
+        stains = STAINS if number in stained else None
+        _write_slide(store, f"slide-{number:02d}", number, dots[number], number in striped, size_px, stains)
         extra = {"label": label, "case_id": f"case-{number:02d}", "split": split}
         SlideRecord(
             slide_id=f"slide-{number:02d}",
@@ -46,7 +54,9 @@ def make_store(
     return store
 
 
-def _write_slide(store: Path, slide_id: str, seed: int, dots: int, striped: bool, size_px: int) -> None:
+def _write_slide(
+    store: Path, slide_id: str, seed: int, dots: int, striped: bool, size_px: int, stains: dict[str, Any] | None
+) -> None:
     rng = np.random.default_rng(seed)
     base = np.array([225, 160, 200], np.float64)[:, None, None]
     pixels = base + rng.normal(0, 12, (3, size_px, size_px))
@@ -68,7 +78,13 @@ def _write_slide(store: Path, slide_id: str, seed: int, dots: int, striped: bool
             "bounds": {"y0": 0, "y1": size_px * 2, "x0": 0, "x1": size_px * 2},
             "levels": [scanned],
         }
-        facts = {"mpp": 1.0, "kind": "resampled", "sha256": f"{seed:02x}" * 32, "source": source}
+        facts: dict[str, Any] = {
+            "stains": stains,
+            "mpp": 1.0,
+            "kind": "resampled",
+            "sha256": f"{seed:02x}" * 32,
+            "source": source,
+        }
         affine = [[2.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
         writer.publish({**facts, "affine": affine, "parameters": {"tissue": {"threshold": 0.05}}})
 

@@ -157,7 +157,8 @@ def input_text(forecast: StepForecast, batch: int, config: Config) -> str:
     """Return what loaders and storage must give, as a line of text."""
     from data.loading.rates import core_bytes_per_s
 
-    bytes_per_s, each = input_bytes_per_s(forecast, batch, config), core_bytes_per_s(config.data.augment.build())
+    bytes_per_s = input_bytes_per_s(forecast, batch, config)
+    each = core_bytes_per_s(config.data.augment.build(), config.data.stain_normalisation)
     cores = counted(ceil(bytes_per_s / each), "core")
     return (
         f"input: {bytes_per_s / 1e9:.2g} GB/s of pixels, for which loaders need about {cores} "

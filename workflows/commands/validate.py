@@ -322,9 +322,20 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
         raise RequestError(f"--split {split}: no slide of {store} is done, labelled in {path} and in {split!r}")
     dataset = dataset_of(model, store, slides)
     dataset.check_files()
-    if own_rank() == 0 and split != "train":
-        _warn_of_trained(model, dataset)
+    if own_rank() == 0:
+        _warn_of_unmeasured(dataset)
+        if split != "train":
+            _warn_of_trained(model, dataset)
     return dataset
+
+
+def _warn_of_unmeasured(dataset: SlideDataset) -> None:
+    """Warn of slides that stain normalisation leaves as they are."""
+    from data.samples.colours.stain_normalisation import as_scanned_text
+
+    unmeasured = dataset.as_scanned()
+    if unmeasured:
+        warn(as_scanned_text(unmeasured))
 
 
 def _warn_of_trained(model: Mapping[str, Any], dataset: SlideDataset) -> None:

@@ -58,6 +58,15 @@ def _augment(value: Any) -> Any:
     return AugmentConfig(flips=False, stain=0.0, colour=0.0) if value is False or value is None else value
 
 
+def _stain_method(value: Any) -> Any:
+    if value == "vahadane":
+        raise ValueError(
+            "given vahadane; its stains are learned from a random start and depend on the solver, so a slide would not "
+            "have the same colours everywhere; use macenko, which has a closed form"
+        )
+    return "none" if value is None or value is False else value
+
+
 class DataConfig(TargetKeys):
     """Which slides, which labels, and how one training image is made of a slide."""
 
@@ -151,6 +160,11 @@ class DataConfig(TargetKeys):
         default_factory=AugmentConfig,
         description="true, false, package.module:function, or the keys flips, stain, colour, own: augmentation of "
         "training images; true: the defaults; a function of your own changes colours (docs/tasks.md), beside flips",
+    )
+    stain_normalisation: Annotated[Literal["none", "macenko", "reinhard"], BeforeValidator(_stain_method)] = Field(
+        "none",
+        description="none, macenko or reinhard: the colours of each slide become those of a reference, before "
+        "augmentation, in training, validation and prediction (docs/stain.md)",
     )
     case_aggregate: Literal["mean", "max", "none"] = Field(
         "mean",

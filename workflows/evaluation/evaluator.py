@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from data.loading.normalise import Normalisation
+from data.samples.colours.stain_normalisation import StainNormalisation
 from data.samples.dataset import SlideDataset, SlideRef
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
@@ -37,10 +38,16 @@ from workflows.tasks.by_name import task_of
 
 
 def dataset_of(model: Mapping[str, Any], store: Path, slides: Sequence[SlideRef]) -> SlideDataset:
-    """Return a dataset of slides with the image size, mpp and view of a ``model.json``."""
+    """Return a dataset of slides with the image size, mpp, view and stain normalisation of a ``model.json``."""
     height, width = model["size_px"]
     return SlideDataset(
-        store, slides, size_px=(height, width), mpp=model["mpp"], view=model["view"], align_px=model["align_px"]
+        store,
+        slides,
+        size_px=(height, width),
+        mpp=model["mpp"],
+        view=model["view"],
+        align_px=model["align_px"],
+        stain=StainNormalisation.from_json(model.get("stain_normalisation")),
     )
 
 

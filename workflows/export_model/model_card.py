@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.samples.colours.stain_normalisation import StainNormalisation
 from data.samples.trained.trained_slides import TrainedSlides
 from workflows.export_model.exported import ExportSource
 
@@ -94,13 +95,21 @@ def _images(source: ExportSource) -> list[tuple[str, str]]:
                 f"{tiles['size_px']} px, {tiles['stride_px']} px apart, of at least {tiles['min_tissue']:.0%} tissue",
             ),
             ("normalisation", f"(pixel / 255 − {list(numbers.mean)}) / {list(numbers.std)}"),
+            *_stain(config),
         ]
     return [
         ("micrometres per pixel", f"{config['mpp']:g}"),
         ("size in training", " × ".join(map(str, config["size_px"])) + f" px, multiples of {source.align_px}"),
         ("view", str(config["view"])),
         ("normalisation", f"(pixel / 255 − {list(numbers.mean)}) / {list(numbers.std)}"),
+        *_stain(config),
     ]
+
+
+def _stain(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the stain normalisation, which is not part of an exported model."""
+    stain = StainNormalisation.from_json(config.get("stain_normalisation"))
+    return [] if stain is None else [("stain normalisation", f"{stain}; before the model, which does not do it")]
 
 
 def _training(config: Mapping[str, Any]) -> list[tuple[str, str]]:

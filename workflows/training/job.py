@@ -17,6 +17,7 @@ from data.loading.normalise import Normalisation
 from data.loading.order import SampleStream, balanced_weights, column_weights
 from data.samples.augment import Augment
 from data.samples.colours.own_colours import try_colours
+from data.samples.colours.stain_normalisation import StainNormalisation, as_scanned_text
 from data.samples.dataset import MPP_TOLERANCE, SlideDataset, SlideRef, select_slides
 from data.samples.exclusion import ExcludedSlide, flags_to_exclude, refuse_empty
 from data.samples.labels import Labels, Target, with_cases
@@ -144,6 +145,8 @@ class TrainingJob:
             warnings.append("sampling and class_weights are both balanced: rare classes are weighted twice")
         if self.draw_weights is not None and 0 in self.draw_weights:
             warnings.append(f"{self.draw_weights.count(0)} training slides have weight 0 and are never drawn")
+        unmeasured = [*self.train.as_scanned(), *self.val.as_scanned()]
+        warnings += [as_scanned_text(sorted(set(unmeasured)))] if unmeasured else []
         model = self.config.model
         if model.freeze and model.built_in and model.weights is None:
             warnings.append("model.freeze without model.weights: what is frozen keeps random values")
@@ -175,6 +178,7 @@ class TrainingJob:
             "case_aggregate": data.case_aggregate,
             "tissue": _tissue(self.train),
             "normalisation": self.normalisation.to_json(),
+            "stain_normalisation": None if self.train.stain is None else self.train.stain.to_json(),
             "precision": self.config.run.precision,
             "tf32": self.config.run.tf32,
             "memory_format": self.config.run.memory_format,
@@ -288,6 +292,7 @@ def dataset_of(config: Config, slides: tuple[SlideRef, ...], augment: Augment | 
         align_px=data.align_px,
         seed=config.run.seed,
         augment=augment,
+        stain=StainNormalisation.of(data.stain_normalisation),
     )
 
 

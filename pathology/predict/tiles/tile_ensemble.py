@@ -53,7 +53,7 @@ class TileEnsemble:
         self._comm, self._members = comm, tuple(members)
         self._engines = [_engine(member, comm, options, self.chunk) for member in members]
         size, stride, least = spec.tiles or (1, 1, 0.0)
-        self._tiling = Tiling(size, stride, spec.mpp, least)
+        self._tiling, self._stain = Tiling(size, stride, spec.mpp, least), spec.stain
 
     def look(self, dataset: SlideDataset, all_tissue: bool) -> Sight:
         """Return the tissue tiles of the dataset's slide.
@@ -81,7 +81,8 @@ class TileEnsemble:
     def source_of(self, slide: SlideStore, tiles: TissueTiles) -> tuple[TileSource, torch.Tensor]:
         """Return what the encoder reads of these tiles, and what stands for one that cannot be read, ``(1, …)``."""
         white = torch.full((1, 3, tiles.size_px, tiles.size_px), 255, dtype=torch.uint8)
-        return StoreTiles(slide, tiles), white
+        colours = None if self._stain is None else self._stain.of_slide(slide, slide.slide_id)
+        return StoreTiles(slide, tiles, colours=colours), white
 
     def heatmaps(self, dataset: SlideDataset, sight: Sight) -> list[Heatmap]:
         """Return each member's heatmap of the slide, with its logits.

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.samples.augment import Augment
+from data.samples.colours import macenko
+from data.samples.colours.macenko import MacenkoMap
 from data.store.slide_store import SlideStore
 from data.tiles.reader import StoreTiles
 from data.tiles.resample import covered, reduced
@@ -189,6 +191,18 @@ def test_augmentation_depends_on_the_tile_alone(slide: SlideStore) -> None:
     )
     later = StoreTiles(slide, grid, augment=Augment(), seed=3, epoch=1)
     assert not torch.equal(later.read(places), varied.read(places))
+
+
+def test_stains_are_normalised_before_augmentation(slide: SlideStore) -> None:
+    grid, glass = tissue_tiles(slide, Tiling(96)), np.array([240, 241, 239], np.float32)
+    colours = MacenkoMap.of(macenko.REFERENCE, glass, {**macenko.REFERENCE, "strength": (1.0, 1.5)}, "to another")
+    plain, own = StoreTiles(slide, grid), StoreTiles(slide, grid, colours=colours)
+    assert np.array_equal(own.read_array([3])[0], colours(plain.read_array([3])[0]))
+    assert own.identity not in ("", plain.identity) and own.identity.endswith("to another")
+    varied = StoreTiles(slide, grid, colours=colours, augment=Augment(flips=False), seed=3).read_array([3])[0]
+    y, x = grid.corners[3].tolist()
+    variation = Augment(flips=False).draw(3, 0, f"{slide.slide_id}@{y},{x}", (96, 96))
+    assert np.array_equal(varied, variation.apply(own.read_array([3])[0]))
 
 
 def test_what_cannot_be_had_is_named(slide: SlideStore, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import tifffile
 import torch
 
 from data.errors import StoreError
+from data.samples.colours.stain_normalisation import StainNormalisation
 from data.samples.dataset import SlideDataset, SlideRef
 from data.samples.trained.trained_slides import TrainedSlides
 from data.samples.view import View
@@ -35,6 +36,7 @@ from pathology.predict.members import Member
 from pathology.predict.options import PredictOptions
 from pathology.predict.readout import ClassReadout
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide
+from tests.pathology.tissue.drawn_slides import draw
 
 FILES = {
     "heatmap.tiff",
@@ -451,3 +453,27 @@ def test_real_slides(real_slides: Path, tmp_path: Path) -> None:
     total = np.nansum(values[2:].astype(np.float64), axis=(1, 2)) + model.fc.bias.detach().numpy()
     p = report.done[0].values
     assert total[1] - total[0] == pytest.approx(np.log(p[1] / p[0]), abs=1e-4)
+
+
+def test_prediction_normalises_stains_as_the_checkpoint_says(slide: Path, tmp_path: Path) -> None:
+    pink = write_slide(tmp_path / "pink.tiff", draw("he", 640).image.transpose(1, 2, 0), 1.0)
+    (tmp_path / "store").mkdir()
+    stain = StainNormalisation.of("macenko")
+    assert stain is not None
+    model = Darkness(seed=1)
+    predict(tmp_path / "out", [pink, slide], member_of(model, stain_normalisation=stain.to_json()))
+    rows = {row["slide_id"]: row for row in table(tmp_path / "out")}
+    assert "stain_as_scanned" in rows["one"]["flags"] and "stain_as_scanned" not in rows["pink"]["flags"]
+    assert ingest_slide(pink, tmp_path / "store", IngestOptions(mpp=1.0), {"source_path": str(pink)}).status == "done"
+    numbers = []
+    for normalisation in (stain, None):
+        options = {"size_px": (512, 576), "mpp": 1.0, "stain": normalisation}
+        dataset = SlideDataset(tmp_path / "store", [SlideRef("pink")], **options)  # type: ignore[arg-type]
+        views = dataset.whole_views(0, several=False)
+        pixels = torch.from_numpy(dataset.read_view(0, views[0], views[0].box))[None].float() / 255 - 0.9
+        numbers.append(float(torch.softmax(model(pixels)[0].detach().double(), 0)[1]))
+    assert float(rows["pink"]["p_dark"]) == pytest.approx(numbers[0], abs=1e-5)
+    assert abs(numbers[0] - numbers[1]) > 1e-3
+    other = member_of(Darkness(), "two")
+    with pytest.raises(RequestError, match=r"cannot form an ensemble: stain is macenko to .* and None in RUN/"):
+        predict(tmp_path / "both", [slide], member_of(model, stain_normalisation=stain.to_json()), other)

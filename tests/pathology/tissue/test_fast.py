@@ -14,6 +14,7 @@ from skimage.morphology import remove_small_holes, remove_small_objects
 from skimage.segmentation import clear_border
 
 from data import components
+from data.samples.colours import slide_colours
 from hyfi_core.plan.box import Box
 from pathology.ingest.level_reader import LevelReader, choose_level
 from pathology.readers.sources import open_source
@@ -119,6 +120,6 @@ def test_smoothing_in_strips_is_a_convolution_with_a_bell_as_wide_as_a_gaussian(
 def test_the_glass_of_a_large_picture_is_counted_on_some_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(3)
     image = rng.integers(190, 250, (3, 90, 20), dtype=np.uint8)
-    assert np.array_equal(density.glass_colour(image), plain_tissue.glass_colour(image))
-    monkeypatch.setattr(density, "_HISTOGRAM_PX", 600)
-    assert np.array_equal(density.glass_colour(image), plain_tissue.glass_colour(image[:, ::3]))
+    assert np.array_equal(slide_colours.glass_colour(image), plain_tissue.glass_colour(image))
+    monkeypatch.setattr(slide_colours, "_HISTOGRAM_PX", 600)
+    assert np.array_equal(slide_colours.glass_colour(image), plain_tissue.glass_colour(image[:, ::3]))

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
+from data.samples.colours.slide_colours import glass_colour
 from hyfi_core.plan.box import Box
 from pathology.readers.resample import halve, make_taps, resample, target_size
 from pathology.synthetic.anatomy import SlideSpec
 from pathology.synthetic.artefacts import Artefacts
 from pathology.synthetic.placing import make_anatomy
 from pathology.synthetic.render import Renderer
-from pathology.tissue.density import glass_colour
 from pathology.tissue.morphology import dilated
 from pathology.tissue.pen import without_texture
 from pathology.tissue.quality import PEN_SHARE

@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from data.samples.colours.slide_colours import glass_colour
 from data.store.layout import LevelSize
 from hyfi_core.plan.box import Box
 from pathology.ingest.pyramid import level_sizes
@@ -15,7 +16,7 @@ from pathology.synthetic.placing import make_anatomy
 from pathology.synthetic.render import Renderer
 from pathology.synthetic.sprites import EOSIN, HAEMATOXYLIN
 from pathology.tissue.blur import OUT_OF_FOCUS, BlurMap
-from pathology.tissue.density import density_of, glass_colour, row_strips
+from pathology.tissue.density import density_of, row_strips
 from pathology.tissue.morphology import closed, dilated, opened
 from pathology.tissue.quality import Quality, QualityAccumulator
 from pathology.tissue.quality_maps import blur_from_json, blur_to_json, pen_from_json, pen_to_json

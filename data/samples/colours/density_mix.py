@@ -1,0 +1,60 @@
+"""Change of colours by a 3 × 3 matrix of optical densities, between two lookup tables."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.arrays import Pixels
+
+STEPS = 8192
+"""Steps of the density in the table of values."""
+MAX_DENSITY = 8.0
+STRIP_PX = 32_768
+"""Pixels computed at a time, so that their floats stay in the processor's cache."""
+
+
+def density_table(glass: float = 255.0) -> NDArray[np.float32]:
+    """Return the density of each pixel value 0 … 255, in steps of `value_table`; 0 where it is brighter than glass."""
+    density: NDArray[np.float64] = np.maximum(-np.log((np.arange(256) + 1.0) / (glass + 1.0)), 0.0)
+    return (density * (STEPS / MAX_DENSITY)).astype(np.float32)
+
+
+def value_table(contrast: float = 1.0) -> NDArray[np.uint8]:
+    """Return the pixel value (uint8) at the middle of each density step; ``contrast``: factor of its way to white."""
+    density = (np.arange(STEPS) + 0.5) * (MAX_DENSITY / STEPS)
+    values = 256.0 * np.exp(-density) - 1.0
+    table: NDArray[np.float64] = np.clip(np.rint(255.0 - (255.0 - values) * contrast), 0, 255)
+    return table.astype(np.uint8)
+
+
+def mixed_densities(
+    pixels: Pixels, to_density: NDArray[np.float32], mix: NDArray[np.float32], to_value: NDArray[np.uint8]
+) -> Pixels:
+    """Return pixels whose densities are ``densities @ mix``; (3, …) uint8, a new array.
+
+    Between the tables are only elementwise float32 products and sums in a fixed order: unlike with a matrix product, a
+    pixel's result does not depend on its position in the array.
+
+    Args:
+        pixels: (3, …) uint8.
+        to_density: ``density_table`` of all channels, or (3, 256), one of each.
+        mix: (3, 3), from (red, green, blue) to (red, green, blue).
+        to_value: ``value_table``.
+    """
+    result = np.empty(pixels.shape, np.uint8)
+    flat, out = pixels.reshape(3, -1), result.reshape(3, -1)
+    tables = np.broadcast_to(to_density, (3, 256))
+    density = np.empty((3, STRIP_PX), np.float32)
+    for start in range(0, flat.shape[1], STRIP_PX):
+        strip = slice(start, min(start + STRIP_PX, flat.shape[1]))
+        red, green, blue = density[:, : strip.stop - start]
+        for table, channel, values in zip(tables, (red, green, blue), flat[:, strip], strict=True):
+            np.take(table, values, out=channel, mode="clip")
+        for k in range(3):
+            mixed = red * mix[0, k]
+            mixed += green * mix[1, k]
+            mixed += blue * mix[2, k]
+            np.clip(mixed, 0, STEPS - 1, out=mixed)
+            np.take(to_value, mixed.astype(np.uint16), out=out[k, strip], mode="clip")
+    return result
