@@ -45,7 +45,8 @@ def train_model(
     """Train a classifier, as ``hyfi train`` does: in this process, or on ranks that it starts.
 
     Args:
-        settings: The sections of a run's YAML as a dict, ``{"data": {"store": …}, …}``, or the file.
+        settings: The sections of a run's YAML as a dict, ``{"data": {"store": …}, …}``, paths as texts or as
+            `pathlib.Path`, or the file.
         overrides: ``section.key=value``.
         ranks: Number of ranks; None: as many as the run needs.
         resume: Whether a run that was stopped is continued.
@@ -62,14 +63,18 @@ def train_model(
 
     from hyfi_core.errors import RequestError
     from workflows.config.load import load_config
+    from workflows.console import plain_json
     from workflows.exit_codes import DONE, STOPPED, WRONG_REQUEST
     from workflows.training.metrics_log import read_metrics
 
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "run.yaml" if isinstance(settings, Mapping) else Path(settings)
         if isinstance(settings, Mapping):
-            path.write_text(yaml.safe_dump(dict(settings)), encoding="utf-8")
-        folder = load_config(path, overrides, ignore_plan=True).run.dir
+            path.write_text(yaml.safe_dump(plain_json(settings)), encoding="utf-8")
+        try:
+            folder = load_config(path, overrides, ignore_plan=True).run.dir
+        except RequestError as error:
+            raise RequestError(str(error).replace(f"{temporary}/run.yaml", "settings")) from None
         words = ["train", str(path), *overrides, *(["--ranks", str(ranks)] if ranks else []), *["--resume"] * resume]
         # In a process of its own, which a failing rank ends, not the notebook.
         done = subprocess.run([sys.executable, "-m", "workflows.cli", *words], stderr=subprocess.PIPE, text=True)

@@ -93,11 +93,11 @@ class Regression(Task):
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of standardised values."""
-        return self._losses(outputs, targets).mean()
+        return self.losses(outputs, targets).mean()
 
     def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the metrics of `workflows.tasks.number_metrics`, in the units of the target."""
-        losses = (counts @ self._losses(outputs, targets)) / counts.sum(1)
+        losses = (counts @ self.losses(outputs, targets)) / counts.sum(1)
         return {"loss": losses, **number_metrics(self._values(outputs), targets, counts)}
 
     def by_case(
@@ -188,7 +188,13 @@ class Regression(Task):
     def _values(self, outputs: torch.Tensor) -> torch.Tensor:
         return outputs[:, 0].double() * self.std + self.mean
 
-    def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each sample, (N,), which training and validation average.
+
+        Args:
+            outputs: (N, 1), standardised; ``in_units`` makes them values.
+            targets: (N,) in the units of the target.
+        """
         predicted = wide(outputs)[:, 0]
         standard = ((targets - self.mean) / self.std).to(predicted.dtype)
         function = torch.nn.functional.mse_loss if self.kind == "mse" else torch.nn.functional.huber_loss

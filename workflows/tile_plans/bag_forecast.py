@@ -61,7 +61,7 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
     """
     ranks_of_slide, each = plan.tiles or 1, slides // plan.replicas
     limit = machine.memory_bytes if plan.memory_bytes is None else plan.memory_bytes
-    chunk = chunk_size(costs.facts, limit, None)
+    chunk = chunk_size(costs.facts, limit, costs.chunk)
     longest = sorted(costs.tiles, reverse=True)[:each]
     chunks = sum(ceil(ceil(n / ranks_of_slide) / chunk) for n in longest)
     tiles = sum(ceil(n / ranks_of_slide) for n in longest)
@@ -94,7 +94,7 @@ def bag_plans(costs: BagCosts, ranks: int, slides: int, machine: MachineModel) -
     for of_slide in (n for n in range(1, ranks + 1) if ranks % n == 0):
         plan = ParallelPlan(tiles=of_slide, replicas=ranks // of_slide)
         if slides % plan.replicas:
-            refused.append(f"replicas {plan.replicas}: {slides} slides of a step are no multiple")
+            refused.append(f"replicas {plan.replicas}: {slides} slides of a step cannot be divided among them")
             continue
         try:
             fitting.append(forecast_bags(costs, plan, slides, machine))

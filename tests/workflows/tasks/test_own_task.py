@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,12 +27,13 @@ _METRICS = ("mae", "rmse", "r2", "spearman")
 
 
 class Counts(Regression):
-    """Counts, whose logarithm the model predicts: the loss is that of Poisson."""
+    """Counts, whose squared errors are relative to their variance."""
 
-    facts: ClassVar[TaskFacts] = TaskFacts("counts", "each slide has a count", ("poisson",), _METRICS, _METRICS)
+    facts: ClassVar[TaskFacts] = TaskFacts("counts", "each slide has a count", ("scaled_squares",), _METRICS, _METRICS)
 
-    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.poisson_nll_loss(outputs[:, 0], targets.to(outputs.dtype))
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        values = self.in_units(outputs)[:, 0]
+        return (values - targets.to(values.dtype)) ** 2 / (targets + 1).to(values.dtype)
 
 
 class NoFacts(Task):
@@ -65,7 +67,10 @@ def test_a_task_of_ones_own_is_trained_and_validated(tmp_path: Path, store: Path
     assert read_model_json(best)["task"] == f"{HERE}:Counts"
     request = validate.EvaluationRequest(best, store, tmp_path / "labels.csv", out=tmp_path / "page")
     assert validate.run(request) == 0
-    assert "value" in (tmp_path / "page/predictions.csv").read_text().splitlines()[0]
+    rows = list(csv.DictReader((tmp_path / "page/predictions.csv").open(encoding="utf-8-sig")))
+    losses = [(float(row["value"]) - float(row["label"])) ** 2 / (float(row["label"]) + 1) for row in rows]
+    stated = json.loads((tmp_path / "page/metrics.json").read_text())
+    assert len(rows) == 2 and stated["loss"] == pytest.approx(sum(losses) / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_plans_of_all_ranks(costs: dict[str, BagCosts]) -> None:
     plans, refused = bag_plans(costs["all"], 4, 2, MACHINE)
     assert {(one.plan.tiles, one.plan.replicas) for one in plans} == {(2, 2), (4, 1)}
     assert [one.step_s for one in plans] == sorted(one.step_s for one in plans)
-    assert refused == ["replicas 4: 2 slides of a step are no multiple"]
+    assert refused == ["replicas 4: 2 slides of a step cannot be divided among them"]
 
 
 def test_commands(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

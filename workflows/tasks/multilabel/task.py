@@ -117,13 +117,13 @@ class Multilabel(Task):
 
         So every known label of a batch counts the same, however the batch is divided.
         """
-        return self._losses(outputs, targets).mean()
+        return self.losses(outputs, targets).mean()
 
     def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the metrics of `workflows.tasks.multilabel.metrics`, with thresholds of one half."""
         metrics = label_metrics(outputs.double(), outputs >= 0, targets, counts)
         each = {f"auroc_{name}": metrics["auroc"][:, k] for k, name in enumerate(self.labels)}
-        loss = counts @ self._losses(outputs.double(), targets) / counts.sum(1)
+        loss = counts @ self.losses(outputs.double(), targets) / counts.sum(1)
         return {"loss": loss, **{name: macro(metrics[name]) for name in MEANS}, **each}
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
@@ -251,7 +251,7 @@ class Multilabel(Task):
         assert isinstance(readout, LabelsReadout)
         return labels_section(values, self.tensor(targets), draws, self.labels, readout.thresholds)
 
-    def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of each sample, (N,)."""
         logits = wide(outputs)
         is_known, yes = (targets != UNKNOWN).to(logits.dtype), (targets == YES).to(logits.dtype)

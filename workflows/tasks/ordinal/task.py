@@ -48,11 +48,11 @@ class Ordinal(Multiclass):
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean of w_y · ℓ over samples; ℓ is the negative log-likelihood of the grade."""
-        return self._losses(outputs, targets).mean()
+        return self.losses(outputs, targets).mean()
 
     def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the metrics of `workflows.tasks.ordinal.corn`."""
-        loss = counts @ self._losses(outputs.double(), targets) / counts.sum(1)
+        loss = counts @ self.losses(outputs.double(), targets) / counts.sum(1)
         return {"loss": loss, **grade_metrics(self._predicted(outputs), targets, len(self.classes), counts)}
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
@@ -119,7 +119,8 @@ class Ordinal(Multiclass):
     def _predicted(self, outputs: torch.Tensor) -> torch.Tensor:
         return predicted_grades(grade_probabilities(outputs.double()))
 
-    def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each sample, (N,)."""
         logits = wide(outputs)
         weights = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
         return corn_losses(logits, targets) * weights[targets]
