@@ -15,17 +15,15 @@ import yaml
 from data.samples.keyed import keyed_uniforms
 from hyfi_core.errors import RequestError
 
+_OF_SLIDES = ("data.store", "data.splits", "data.split_column", "data.exclude_flags", "validation.split")
+_OF_LABELS = (
+    *("data.labels", "data.id_column", "data.missing", "data.merge_alike"),
+    *("data.target", "data.task", "data.targets", "model.classes"),
+)
 _REFUSED = {
     "run.dir": "each setting has a folder of its own",
-    "data.store": "settings are compared on the same slides",
-    "data.labels": "settings are compared on the same labels",
-    "data.target": "settings are compared on the same labels",
-    "data.task": "settings are compared on the same labels",
-    "data.targets": "settings are compared on the same labels",
-    "data.splits": "settings are compared on the same slides",
-    "data.split_column": "settings are compared on the same slides",
-    "data.exclude_flags": "settings are compared on the same slides",
-    "validation.split": "settings are compared on the same slides",
+    **dict.fromkeys(_OF_SLIDES, "settings are compared on the same slides"),
+    **dict.fromkeys(_OF_LABELS, "settings are compared on the same labels"),
     "validation.metric": "settings are compared by one metric",
 }
 """Keys that may not differ between settings, and why."""

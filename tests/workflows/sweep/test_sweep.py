@@ -57,6 +57,7 @@ def test_random_settings_are_different_and_in_their_range(tmp_path: Path) -> Non
         ("optimizer.lr: {low: 1e-5, high: 1e-2}", "give --trials N"),
         ("data.splits: [a.csv, b.csv]", "the same slides"),
         ("data.target: [a, b]", "the same labels"),
+        ("data: {missing: [[NA], [NA, none]]}", "the same labels"),
         ("run.seed: [" + ",".join(map(str, range(1001))) + "]", "1001 combinations"),
         ("{", "not YAML"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class FeatureInputs(BagInputs):
         """Return the rows of ``coverage.csv``; check files of features, and that they belong to the slides."""
         self._features.check([self.train, self.val])
         rows = self.checked()
-        self._features.check_like(self._stated(), self.train.sides_um() | self.val.sides_um())
+        self._features.check_like(self._stated, self.train.sides_um() | self.val.sides_um())
         return rows
 
     def advice(self, forecast: Sequence[str]) -> str:
@@ -81,7 +82,7 @@ class FeatureInputs(BagInputs):
 
     def model_json(self) -> dict[str, Any]:
         """Return the content of ``model.json``, with ``features``."""
-        stated = self._stated()
+        stated = self._stated
         size_px = stated["tile_px"] or 1
         mpp = stated["tile_um"] / size_px if stated["tile_um"] and stated["tile_px"] else self.job.train.mpp
         return {
@@ -105,5 +106,7 @@ class FeatureInputs(BagInputs):
     def _fields(self) -> dict[str, Any]:
         return feature_model_fields(self.job.config.model, self._features.features, self.job.task.outputs)
 
+    @cached_property
     def _stated(self) -> dict[str, Any]:
+        """What each checkpoint states of the features; it takes a look at every slide."""
         return self._features.to_json([self.train, self.val])
