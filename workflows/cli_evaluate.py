@@ -16,6 +16,8 @@ from workflows.cli_options import (
     Cells,
     Device,
     Ensemble,
+    Evidence,
+    EvidenceBlocks,
     Features,
     ForceMpp,
     FromMagnification,
@@ -36,6 +38,22 @@ from workflows.cli_options import (
     TargetColumn,
     Tissue,
 )
+
+_OPTIONS = (
+    "spill",
+    "mpp",
+    "slide_mpp",
+    "force_mpp",
+    "mpp_from_magnification",
+    "overwrite",
+    "image",
+    "allow_partial",
+    "tissue",
+    "features",
+    "evidence",
+    "evidence_blocks",
+)
+"""The arguments of `predict` that are fields of `PredictOptions` as they are."""
 
 
 def validate(
@@ -112,10 +130,13 @@ def predict(
     target: TargetColumn = None,
     split: PredictSplit = None,
     features: Features = None,
+    evidence: Evidence = "map",
+    evidence_blocks: EvidenceBlocks = None,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Predict slides: probabilities, heatmaps, overlays, annotations and reports."""
+    values = locals()
     from workflows.commands import predict
 
     arguments = predict.PredictArguments(
@@ -133,18 +154,7 @@ def predict(
         target=target,
         split=split,
         as_json=as_json,
-        options={
-            "spill": spill,
-            "mpp": mpp,
-            "slide_mpp": slide_mpp,
-            "force_mpp": force_mpp,
-            "mpp_from_magnification": mpp_from_magnification,
-            "overwrite": overwrite,
-            "image": image,
-            "allow_partial": allow_partial,
-            "tissue": tissue,
-            "features": features,
-        },
+        options={name: values[name] for name in _OPTIONS},
     )
     exit_with(partial(predict.run, arguments), writes=out, as_ranks=True)
 

@@ -193,6 +193,19 @@ TissueSet = Annotated[
 Ensemble = Annotated[
     list[Path] | None, typer.Option("--checkpoint", help="Another checkpoint, for an ensemble; repeatable.")
 ]
+Evidence = Annotated[
+    str,
+    typer.Option(
+        "--evidence",
+        metavar="map|occlusion",
+        help="What shows where an answer comes from: the model's own map, if it has one; occlusion: also how much the "
+        "outputs drop without each block of tissue, by many forwards.",
+    ),
+]
+EvidenceBlocks = Annotated[
+    int | None,
+    typer.Option("--evidence-blocks", min=1, help="Most forwards of a slide for --evidence occlusion; default: 256."),
+]
 PredictMpp = Annotated[
     float | None, typer.Option("--mpp", min=0.01, help="Microns per pixel to predict at; default: the checkpoint's.")
 ]

@@ -36,6 +36,7 @@ from pathology.predict.ensemble import Ensemble, Sight, together
 from pathology.predict.heatmap import Heatmap, average
 from pathology.predict.inputs import SlideInput
 from pathology.predict.members import InputSpec, Member, common_input_spec
+from pathology.predict.occlusion.occlude import check_evidence, occlude
 from pathology.predict.options import PredictOptions
 from pathology.predict.out_folder import OutFolder
 from pathology.predict.readout import percent
@@ -85,6 +86,7 @@ def predict_slides(
     begin: Callable[[int], None] = lambda finished: None,
     progress: Callable[[int, str], None] = lambda slides, note: None,
     stop_wanted: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = lambda note: None,
 ) -> PredictionReport:
     """Predict ``inputs`` and write their results under ``out``. Collective over ``comm``.
 
@@ -100,13 +102,15 @@ def predict_slides(
         begin: called on rank 0, before the first slide, with how many are finished already.
         progress: called on rank 0 after its slides, with how many all groups have finished since, and its result.
         stop_wanted: called on every rank between slides.
+        say: called on rank 0 with what takes long on a slide of its group, and how long.
 
     Raises:
-        RequestError: checkpoints are not compatible, ``out`` has other contents, or groups of ``ranks_per_slide``
-            would leave ranks over; nothing is written.
+        RequestError: checkpoints are not compatible or cannot give the evidence, ``out`` has other contents, or groups
+            of ``ranks_per_slide`` would leave ranks over; nothing is written.
     """
     options = options or PredictOptions()
     spec = common_input_spec(members)
+    check_evidence(options.evidence, spec, members[0].path)
     flags = ("mpp_changed",) if options.mpp is not None and options.mpp != spec.mpp else ()
     spec = replace(spec, mpp=options.mpp if options.mpp is not None else spec.mpp)
     folder = OutFolder(out, members, spec, options=options)
@@ -124,7 +128,7 @@ def predict_slides(
     with _scratch(folder, comm, bool(chosen)) as scratch:
         if group.rank == 0 and comm.rank != 0:
             folder.open(inputs)
-        run = _Run(folder, members, spec, options, group, scratch, flags)
+        run = _Run(folder, members, spec, options, group, scratch, flags, say if comm.rank == 0 else lambda note: None)
         queue = SlideQueue(chosen, scratch, group, alone=group.size == comm.size)
         mine, stopped = run.predict_all(queue, inputs, ensemble, progress if comm.rank == 0 else _silent, stop_wanted)
         all_outcomes = gathered(comm, group.rank == 0, {index: asdict(outcome) for index, outcome in mine.items()})
@@ -158,7 +162,9 @@ class _Run:
         comm: Communicator,
         scratch: Path,
         flags: tuple[str, ...],
+        say: Callable[[str], None],
     ) -> None:
+        self._say = say
         self._folder, self._members, self._spec, self._options = folder, members, spec, options
         self._comm, self._scratch, self._flags = comm, scratch, flags
         self._ingest_options = _ingest_options(members, spec, options)
@@ -215,6 +221,7 @@ class _Run:
                     return replace(prediction, coverage=0.0, flags=flags, reason="no tissue was found on this slide")
                 prediction = self._with_coverage(prediction, sight)
                 result = self._result(slide, prediction, dataset, sight, ensemble.heatmaps(dataset, sight))
+                result = self._with_occlusion(result, ensemble, dataset, sight)
                 self._on_rank_0(lambda: self._folder.write(slide, result))
         except SlideError as error:
             return replace(prediction, status=FAILED, reason=str(error))
@@ -227,6 +234,16 @@ class _Run:
             spread=None if result.spread is None else float(result.spread[result.readout.main(result.mean)]),
             flags=result.flags,
         )
+
+    def _with_occlusion(
+        self, result: SlideResult, ensemble: Ensemble | TileEnsemble, dataset: SlideDataset, sight: Sight
+    ) -> SlideResult:
+        """Return the result with the occlusion of its slide, if it is requested and there is a prediction."""
+        if self._options.evidence != "occlusion" or result.withheld:
+            return result
+        assert isinstance(ensemble, Ensemble), "models of tiles are refused before"
+        occlusion = occlude(ensemble, dataset, sight, self._spec.align_px, self._options.most_forwards, self._say)
+        return replace(result, occlusion=occlusion, flags=_merged(result.flags, ("occlusion",)))
 
     def _with_coverage(self, prediction: Prediction, sight: Sight) -> Prediction:
         """Return the prediction with coverage, flags and status from what was seen."""
@@ -320,16 +337,9 @@ class _Run:
             uncalibrated=np.stack(
                 [own.uncalibrated(member_logits) for own, member_logits in zip(readouts, logits, strict=True)]
             ),
-            flags=(*prediction.flags, *_flags_of_heatmap(heatmap)),
+            flags=(*prediction.flags, *heatmap.flags),
             outside=prediction.reason.partition(f"{OUTSIDE}: ")[2],
         )
-
-
-def _flags_of_heatmap(heatmap: Heatmap) -> tuple[str, ...]:
-    """Return the flags of a slide that say what its heatmap is not."""
-    if not heatmap.mapped:
-        return ("no_heatmap",)
-    return () if heatmap.exact else ("heatmap_by_centre",)
 
 
 def label_of(row: Mapping[str, str], config: Mapping[str, Any]) -> str:

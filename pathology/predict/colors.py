@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # Of similar lightness, and distinguishable with red-green colour blindness.
 CLASS_COLORS = ((46, 116, 181), (214, 73, 51), (62, 150, 81), (148, 103, 189), (201, 148, 0), (0, 150, 160))
+NEGATIVE_RGB = (64, 68, 78)
+"""Colour of negative contributions, and of what rises where it is covered."""
 
 
 def class_color(index: int) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from data.samples.dataset import SlideDataset
-from data.samples.view import View
+from data.samples.view import BACKGROUND, View
 from data.tiles.tissue_tiles import TissueTiles
 from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.comm.base import Communicator
@@ -162,6 +163,21 @@ class Ensemble:
         """
         return views_of(dataset, index, self._engines, lambda action: together(self._comm, action))
 
+    @property
+    def comm(self) -> Communicator:
+        """The ranks among which each slide is divided."""
+        return self._comm
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The models."""
+        return self._members
+
+    def image(self, member: int, dataset: SlideDataset, view: View) -> SlideImage:
+        """Return an image of the dataset's slide for repeated runs of a member; its pixels are read once."""
+        engine = _engine_of(self._engines[member], view)
+        return SlideImage(engine, self._members[member], dataset, 0, view, self._comm, keep=True)
+
     def attribute(self, dataset: SlideDataset, index: int, views: Sequence[View]) -> list[Attribution]:
         """Return the result of each member for a slide.
 
@@ -191,26 +207,10 @@ class Ensemble:
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, view: View
     ) -> Attribution:
         """Return one member's result for one image."""
-        engine = engines.at(view.size_px)
-        assert engine is not None, "every view has the size of an engine"
-
-        def read(box: Box) -> torch.Tensor:
-            return member.normalisation(torch.from_numpy(dataset.read_view(index, view, box))[None])
-
-        if engine.plan.cells is not None:
-            late = LateErrors(self._comm.size > 1)  # ranks wait for each other's borders
-            explanation = _explained(
-                engine, lambda box: late.read_or(lambda: torch.zeros((1, 3, *box.shape)), lambda: read(box))
-            )
-            together(self._comm, late.raise_error)
-        else:
-            box = engine.input_box
-            part = together(self._comm, lambda: read(box))
-            explanation = _explained(engine, _boxes_of(part, box))
+        engine = _engine_of(engines, view)
+        explanation = SlideImage(engine, member, dataset, index, view, self._comm).run(partial(_explained, engine))
         logits = explanation if isinstance(explanation, torch.Tensor) else explanation.logits
-        if not bool(torch.isfinite(logits).all()):
-            raise SlideError(f"the network's output is not finite: {logits[0].tolist()}")
-        values = logits[0].double().cpu().numpy()
+        values = _finite(logits)
         if isinstance(explanation, torch.Tensor):
             return self._without_map(values, view)
         return Attribution(
@@ -224,6 +224,96 @@ class Ensemble:
         shape = (len(logits), *(-(-side // self._spec.align_px) for side in view.size_px))
         nothing, unknown = np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32)
         return Attribution(logits, (nothing,), (unknown,), mapped=False)
+
+
+def _engine_of(engines: SizedEngines, view: View) -> Engine:
+    engine = engines.at(view.size_px)
+    assert engine is not None, "every view has the size of an engine"
+    return engine
+
+
+class SlideImage:
+    """One image of a slide for one member's engine: each rank reads what its part of the network needs. Collective.
+
+    Args:
+        engine: Of the view's size.
+        member: Whose engine it is.
+        dataset: Dataset of the slide.
+        index: Index of the slide.
+        view: The composition of the image.
+        comm: The engine's ranks.
+        keep: Whether to keep this rank's pixels, uint8, for further runs; with cells they are read in each run.
+
+    Raises:
+        SlideError: The pixels cannot be read.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        member: Member,
+        dataset: SlideDataset,
+        index: int,
+        view: View,
+        comm: Communicator,
+        *,
+        keep: bool = False,
+    ) -> None:
+        self._engine, self._member, self._comm = engine, member, comm
+        self._dataset, self._index, self._view = dataset, index, view
+        kept = keep and engine.plan.cells is None
+        self._kept = together(comm, lambda: self._read(engine.input_box)) if kept else None
+
+    def run(self, call: Callable[[Callable[[Box], torch.Tensor]], T], covered: Sequence[Box] = ()) -> T:
+        """Return ``call(images)``, with boxes of the image ``covered`` by the background.
+
+        Raises:
+            SlideError: The pixels cannot be read.
+        """
+        if self._engine.plan.cells is None:
+            box = self._engine.input_box
+            if self._kept is not None:
+                part = self._normalised(self._kept, box, covered)
+            else:
+                part = together(self._comm, lambda: self._normalised(self._read(box), box, covered))
+            return call(_boxes_of(part, box))
+        late = LateErrors(self._comm.size > 1)  # ranks wait for each other's borders
+        result = call(
+            lambda box: late.read_or(
+                lambda: torch.zeros((1, 3, *box.shape)), lambda: self._normalised(self._read(box), box, covered)
+            )
+        )
+        together(self._comm, late.raise_error)
+        return result
+
+    def logits(self, covered: Sequence[Box] = ()) -> NDArray[np.float64]:
+        """Return the outputs of the image, (classes,), with boxes ``covered`` by the background.
+
+        Raises:
+            SlideError: The pixels cannot be read, or the output is not finite.
+        """
+        return _finite(self.run(self._engine.predict, covered))
+
+    def _read(self, box: Box) -> NDArray[np.uint8]:
+        return self._dataset.read_view(self._index, self._view, box)
+
+    def _normalised(self, pixels: NDArray[np.uint8], box: Box, covered: Sequence[Box]) -> torch.Tensor:
+        """Return pixels of ``box`` as the member takes them; ``pixels`` are not changed."""
+        shown = [inside for cover in covered if not (inside := cover.intersect(box)).empty]
+        if shown:
+            pixels = pixels.copy()
+        for inside in shown:
+            rows, columns = inside.relative_to(box).slices()
+            pixels[:, rows, columns] = BACKGROUND
+        return self._member.normalisation(torch.from_numpy(pixels)[None])
+
+
+def _finite(logits: torch.Tensor) -> NDArray[np.float64]:
+    """Return the outputs of one image, (1, classes), as an array (classes,)."""
+    values: NDArray[np.float64] = logits[0].double().cpu().numpy()
+    if not bool(np.isfinite(values).all()):
+        raise SlideError(f"the network's output is not finite: {values.tolist()}")
+    return values
 
 
 def _explained(engine: Engine, images: Callable[[Box], torch.Tensor]) -> Explanation | torch.Tensor:

@@ -77,6 +77,13 @@ class Heatmap:
         """Micrometres per cell as (y, x)."""
         return self.mpp[0] * self.cell_px, self.mpp[1] * self.cell_px
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Flags of its slide, which say what the heatmap is not."""
+        if not self.mapped:
+            return ("no_heatmap",)
+        return () if self.exact else ("heatmap_by_centre",)
+
     def positive_contributions(self, class_index: int) -> NDArray[np.float64]:
         """Return each cell's contribution to a class's logit if it is positive, else 0; (rows, columns).
 

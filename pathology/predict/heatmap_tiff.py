@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data.files import replacing
 from pathology.predict.colors import class_color
@@ -56,11 +57,28 @@ def write_heatmap(
     Raises:
         OSError: the file cannot be written.
     """
+    attention = [] if heatmap.attention is None else [heatmap.attention[None]]
+    values = np.concatenate([heatmap.scores, heatmap.values, *attention])
+    write_channels(path, values, ome_metadata(heatmap, name, provenance, origin_um), heatmap.cell_um)
+
+
+def write_channels(
+    path: Path, values: NDArray[np.float32], metadata: dict[str, Any], cell_um: tuple[float, float]
+) -> None:
+    """Write channels as a pyramidal OME-TIFF.
+
+    Args:
+        path: the file; an existing one is replaced atomically.
+        values: (channels, rows, columns).
+        metadata: from `channel_metadata`.
+        cell_um: (y, x) micrometres per pixel.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     import tifffile
 
-    attention = [] if heatmap.attention is None else [heatmap.attention[None]]
-    levels = pyramid(np.concatenate([heatmap.scores, heatmap.values, *attention]))
-    metadata = ome_metadata(heatmap, name, provenance, origin_um)
+    levels = pyramid(values)
     options: dict[str, Any] = {
         "photometric": "minisblack",
         "software": "hyfi",
@@ -69,7 +87,7 @@ def write_heatmap(
     }
     with replacing(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=True, ome=True) as file:
         for k, level in enumerate(levels):
-            resolution = _resolution(heatmap, k)
+            resolution = _resolution(cell_um, k)
             if k == 0:
                 file.write(level, subifds=len(levels) - 1, metadata=metadata, **resolution, **options)
             else:
@@ -96,16 +114,37 @@ def ome_metadata(
     }
     channels = [f"{kind} {name}" for kind in ("score", "contribution") for name in heatmap.class_names]
     channels += [] if heatmap.attention is None else ["attention"]
+    return channel_metadata(name, explanation, channels, heatmap.cell_um, facts, origin_um)
+
+
+def channel_metadata(
+    name: str,
+    explanation: str,
+    channels: Sequence[str],
+    cell_um: tuple[float, float],
+    facts: Mapping[str, Any],
+    origin_um: tuple[float, float],
+) -> dict[str, Any]:
+    """Return the metadata of channels in the form that tifffile turns into OME-XML.
+
+    Args:
+        name: name of the image.
+        explanation: what the channels are.
+        channels: their names.
+        cell_um: (y, x) micrometres per pixel.
+        facts: the map annotation; values are written as JSON unless they are text.
+        origin_um: (y, x) of the upper left corner, from the slide's, in micrometres.
+    """
     planes = len(channels)
     return {
         "axes": "CYX",
         "Name": name,
         "Description": explanation,
-        "PhysicalSizeX": heatmap.cell_um[1],
+        "PhysicalSizeX": cell_um[1],
         "PhysicalSizeXUnit": "µm",
-        "PhysicalSizeY": heatmap.cell_um[0],
+        "PhysicalSizeY": cell_um[0],
         "PhysicalSizeYUnit": "µm",
-        "Channel": {"Name": channels},
+        "Channel": {"Name": list(channels)},
         "Plane": {
             "PositionX": [origin_um[1]] * planes,
             "PositionXUnit": ["µm"] * planes,
@@ -149,11 +188,11 @@ def write_score_picture(path: Path, heatmap: Heatmap) -> None:
                 compression="adobe_deflate",
                 subfiletype=int(k > 0),
                 metadata=None,
-                **_resolution(heatmap, k),
+                **_resolution(heatmap.cell_um, k),
             )
 
 
-def _resolution(heatmap: Heatmap, level: int) -> dict[str, Any]:
+def _resolution(cell_um: tuple[float, float], level: int) -> dict[str, Any]:
     """Return the resolution tags of a level, in pixels per centimetre."""
-    y_um, x_um = heatmap.cell_um
+    y_um, x_um = cell_um
     return {"resolution": (1e4 / (x_um * 2**level), 1e4 / (y_um * 2**level)), "resolutionunit": "CENTIMETER"}

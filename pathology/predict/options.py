@@ -16,6 +16,9 @@ from pathology.tissue.given import GivenTissue, SlideTissue
 from pathology.tissue.outlines import SlideGrid
 
 Image = Literal["whole", "trained"]
+Evidence = Literal["map", "occlusion"]
+MOST_FORWARDS = 256
+"""Forwards of a slide by each model for its occlusion, unless other numbers are asked for."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,12 @@ class PredictOptions:
             as keep all ranks busy; None: all ranks.
         features: Folder of the slides' features, for models that were trained on features; None: not given.
         allow_partial: Predict slides also where less tissue was seen than the checkpoint requires.
+        evidence: ``map``: the heatmap of the model's own map, if it pools one; ``occlusion``: also by how much the
+            outputs drop without each block of tissue, for models of images.
+        evidence_blocks: Most forwards of a slide for ``occlusion``, by each model; None: `MOST_FORWARDS`.
 
     Raises:
-        RequestError: ``image`` is not allowed, or ``cells`` and ``spill`` do not fit together.
+        RequestError: ``image`` or ``evidence`` is not allowed, or options do not fit together.
     """
 
     mpp: float | None = None
@@ -59,6 +65,13 @@ class PredictOptions:
     device: DeviceRequest = "auto"
     ranks_per_slide: RanksPerSlide = None
     features: Path | None = None
+    evidence: Evidence = "map"
+    evidence_blocks: int | None = None
+
+    @property
+    def most_forwards(self) -> int:
+        """The most forwards of a slide for its occlusion, by each model."""
+        return self.evidence_blocks or MOST_FORWARDS
 
     @property
     def given_tissue(self) -> GivenTissue | None:
@@ -98,4 +111,11 @@ class PredictOptions:
     def __post_init__(self) -> None:
         if self.image not in get_args(Image):
             raise RequestError(f"--image {self.image}: expected {' or '.join(get_args(Image))}")
+        if self.evidence not in get_args(Evidence):
+            raise RequestError(f"--evidence {self.evidence}: expected {' or '.join(get_args(Evidence))}")
+        if self.evidence_blocks is not None and (self.evidence != "occlusion" or self.evidence_blocks < 1):
+            raise RequestError(
+                f"--evidence-blocks {self.evidence_blocks}: give the most forwards for each slide, 1 or more, together "
+                f"with --evidence occlusion"
+            )
         ParallelPlan(((1, 1),), cells=self.cells, memory_bytes=self.memory_bytes, spill=self.spill)  # refuses them

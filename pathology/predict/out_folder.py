@@ -127,7 +127,10 @@ class OutFolder:
         if row is None or row["status"] not in (DONE, INCOMPLETE) or not path.exists():
             return False
         as_requested = row["status"] == DONE or bool(row["prediction"]) == self._options.allow_partial
-        return as_requested and read_json_object(path).get("key") == self._key(slide)
+        key = dict(read_json_object(path).get("key") or {})
+        if self._options.evidence == "map":
+            key.pop("occlusion", None)  # more than was requested
+        return as_requested and key == self._key(slide)
 
     def _key(self, slide: SlideInput) -> dict[str, Any]:
         """Return all that a slide's results depend on: checkpoints, settings, and the size and time of its file."""
@@ -140,6 +143,7 @@ class OutFolder:
             **({"force_mpp": True} if self._options.force_mpp and not slide.stored else {}),
             **({"mpp_from_magnification": True} if self._options.mpp_from_magnification and not slide.stored else {}),
             **({} if tissue is None else {"tissue": tissue}),
+            **({"occlusion": self._options.most_forwards} if self._options.evidence == "occlusion" else {}),
             **self._of_features(slide.slide_id),
         }
 

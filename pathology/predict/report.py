@@ -105,6 +105,8 @@ class Report:
         mapped: Whether the model has a map whose positions have scores.
         tiles: The tiles that weigh most; empty if it has not.
         weighed: Whether they are those with most attention; otherwise those that contribute most.
+        occlusion: Picture of the drops of the channel's output without each block, as a data URI; empty: none.
+        blocks: Number and size of these blocks, as text.
     """
 
     slide_id: str
@@ -138,6 +140,8 @@ class Report:
     mapped: bool = True
     tiles: Sequence[TilePicture] = ()
     weighed: bool = False
+    occlusion: str = ""
+    blocks: str = ""
 
 
 def render_report(report: Report) -> str:

@@ -2,6 +2,7 @@
 
 ```
 DIR/<slide_id>/heatmap.tiff  scores.tiff  overlay.png  thumbnail.jpg  regions.geojson  report.html  prediction.json
+               occlusion.tiff  occlusion.png   if requested
 ```
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from data.files import publish_directory, remove_leftovers, temporary_path
@@ -22,6 +24,8 @@ from hyfi_core.files import sync_file
 from pathology.ingest.thumbnail import thumbnail_of_store
 from pathology.predict.heatmap_tiff import write_heatmap, write_score_picture
 from pathology.predict.members import InputSpec, Member
+from pathology.predict.occlusion.occlusion_tiff import write_occlusion
+from pathology.predict.occlusion.picture import draw_occlusion
 from pathology.predict.overlay import Overlay, draw_overlay, tissue_cells
 from pathology.predict.regions import (
     RankedRegions,
@@ -33,7 +37,14 @@ from pathology.predict.regions import (
 )
 from pathology.predict.report import render_report
 from pathology.predict.slide_report import Pictures, fill_report
-from pathology.predict.slide_result import SlideResult, cell_to_level0, level0_of, origin_um
+from pathology.predict.slide_result import (
+    SlideResult,
+    cell_to_level0,
+    evidence_of,
+    level0_of,
+    origin_um,
+    squares_to_level0,
+)
 from pathology.predict.table import PREDICTION_FILE
 
 THUMBNAIL_FILE = "thumbnail.jpg"
@@ -82,6 +93,7 @@ def _write_files(
         "flags": list(result.flags),
         "images": [list(view.size_px) for view in result.views],
         "combined": result.combined,
+        "evidence": evidence_of(result),
         "source_mpp": result.slide.attributes.get("source", {}).get("mpp"),
     }
     with_position = metadata | {"cell_to_level0": cell_to_level0(result)}
@@ -92,6 +104,7 @@ def _write_files(
     if heatmap.mapped:
         write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))
     thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
+    covered = _write_occlusion(folder, result, thumb, metadata)
     shown = heatmap.mapped and not result.withheld
     regions = find_regions(heatmap, channel, cells, fold=members[0].pooling != "max") if shown else RankedRegions()
     overlay = draw_overlay(Overlay(thumb, heatmap, shown, mask, mask_mpp, regions))
@@ -107,9 +120,24 @@ def _write_files(
     write_regions(folder / "regions.geojson", collection)
     if shown:
         write_score_picture(folder / "scores.tiff", on_tissue)
-    report = fill_report(result, members, spec, Pictures(Image.fromarray(thumb), overlay, cells), regions, level0)
+    pictures = Pictures(Image.fromarray(thumb), overlay, cells, covered)
+    report = fill_report(result, members, spec, pictures, regions, level0)
     (folder / "report.html").write_text(render_report(report), encoding="utf-8")
     text = json.dumps(
         {"key": dict(key), "slide_id": result.slide_id, "label": result.label, **metadata}, ensure_ascii=False, indent=1
     )
     (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _write_occlusion(
+    folder: Path, result: SlideResult, thumbnail: NDArray[np.uint8], metadata: Mapping[str, Any]
+) -> Image.Image | None:
+    """Write a slide's occlusion, if it has one, and return its picture."""
+    occlusion = result.occlusion
+    if occlusion is None:
+        return None
+    facts = {**metadata, "cell_to_level0": squares_to_level0(result, occlusion.block_px)}
+    write_occlusion(folder / "occlusion.tiff", occlusion, result.slide_id, facts, origin_um(result))
+    picture = draw_occlusion(thumbnail, occlusion, result.channel, result.heatmap.slide_size_px)
+    picture.save(folder / "occlusion.png", optimize=False, compress_level=6)
+    return picture

@@ -12,6 +12,7 @@ from data.samples.view import View
 from data.store.slide_store import SlideStore
 from data.tiles.tissue_tiles import TissueTiles
 from pathology.predict.heatmap import Heatmap
+from pathology.predict.occlusion.occlusion import Occlusion
 from pathology.predict.readout import Readout
 from pathology.predict.regions import Level0
 
@@ -35,6 +36,7 @@ class SlideResult:
         flags: Warnings about the slide.
         outside: In what it is far from the training slides; empty: in nothing.
         tiles: The tiles, if the model has an encoder of tiles.
+        occlusion: How much outputs drop without each block; None: not requested.
     """
 
     slide_id: str
@@ -53,6 +55,7 @@ class SlideResult:
     flags: tuple[str, ...]
     outside: str = ""
     tiles: TissueTiles | None = None
+    occlusion: Occlusion | None = None
 
     @property
     def coverage(self) -> float:
@@ -84,6 +87,11 @@ def coverage_of(views: Sequence[View]) -> float:
     return 1.0 if len(views) > 1 else views[0].coverage
 
 
+def evidence_of(result: SlideResult) -> list[str]:
+    """Return what shows where a slide's outputs come from: ``map``, the heatmap, and ``occlusion``; empty: nothing."""
+    return ["map"] * result.heatmap.mapped + ["occlusion"] * (result.occlusion is not None)
+
+
 def level0_of(result: SlideResult) -> Level0:
     """Return the map from pixels of the model's resolution to level 0 of the file, in the coordinates of QuPath."""
     used, finest = result.heatmap.mpp, result.slide.levels[0].mpp
@@ -95,9 +103,14 @@ def level0_of(result: SlideResult) -> Level0:
 
 def cell_to_level0(result: SlideResult) -> list[list[float]]:
     """Return the 2 × 3 matrix that maps (row, column, 1) of a cell's corner to (y, x) of level 0, as in QuPath."""
-    level0, cell_px = level0_of(result), result.heatmap.cell_px
+    return squares_to_level0(result, result.heatmap.cell_px)
+
+
+def squares_to_level0(result: SlideResult, side_px: int) -> list[list[float]]:
+    """Return the same of a grid of squares of another side, in pixels of the slide at the model's resolution."""
+    level0 = level0_of(result)
     pairs = zip(level0.affine, level0.bounds_origin_px, strict=True)
-    return [[a * cell_px, b * cell_px, c - origin] for (a, b, c), origin in pairs]
+    return [[a * side_px, b * side_px, c - origin] for (a, b, c), origin in pairs]
 
 
 def origin_um(result: SlideResult) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Tiles of layers over a slide: the outline of its tissue, and the channels of a prediction's ``heatmap.tiff``.
+"""Tiles of layers over a slide: the outline of its tissue, and the channels of a prediction's maps.
 
 A pixel of a tile shows the heatmap's cell under its centre. It is found with the affine matrices of slide and heatmap,
 so layers are in register at any zoom, for slides of stores and of files.
@@ -18,17 +18,15 @@ from numpy.typing import NDArray
 
 from hyfi_core.errors import RequestError
 from pathology.ingest.thumbnail import OUTLINE
-from pathology.predict.colors import class_color
+from pathology.predict.colors import NEGATIVE_RGB, class_color
 from pathology.tissue.outlines import SlideGrid
 from pathology.view.byte_cache import ByteCache
 from pathology.view.pixels import ShownSlide, TissueMask
 from pathology.view.tiles import TILE_PX, TileGrid
 
 RGBA = NDArray[np.uint8]
-SCORE, CONTRIBUTION, ATTENTION = "score", "contribution", "attention"
+SCORE, CONTRIBUTION, ATTENTION, DROP = "score", "contribution", "attention", "drop"
 ATTENTION_RGB = (124, 58, 237)
-NEGATIVE_RGB = (64, 68, 78)
-"""Colour of negative contributions."""
 MAX_ALPHA = 235
 _OUTLINE_PX = 2
 _RANGE_PERCENTILE = 99.5
@@ -48,10 +46,10 @@ class HeatmapChannel:
 
     Attributes:
         index: Index of the channel in the file.
-        kind: ``score``, ``contribution`` or ``attention``.
+        kind: ``score``, ``contribution``, ``attention``, or ``drop`` of an output where a block is covered.
         class_name: Its class; empty for attention.
         color: Colour of the class.
-        strongest: The value that is drawn with full opacity: 1 for scores, a high percentile for contributions.
+        strongest: The value that is drawn with full opacity: 1 for scores, a high percentile for others.
         offset: Subtracted before drawing: the background's part, which is equal in all cells.
     """
 
@@ -69,7 +67,7 @@ class HeatmapChannel:
 
 
 class HeatmapFile:
-    """One ``heatmap.tiff``. Safe to use from several threads; each read opens the file, so there is nothing to close.
+    """One ``heatmap.tiff`` or ``occlusion.tiff``. Safe to use from several threads; each read opens the file.
 
     Args:
         path: The file.
@@ -91,7 +89,8 @@ class HeatmapFile:
         if "cell_to_level0" not in metadata:
             raise LayerError(f"{path}: does not state its position on the slide; predict again with --overwrite")
         self.cells = SlideGrid(np.array(metadata["cell_to_level0"], np.float64))
-        classes, shared = list(metadata["class_names"]), list(metadata["background_share_per_pixel"])
+        classes = list(metadata["class_names"])
+        shared = list(metadata.get("background_share_per_pixel", [0.0] * len(classes)))
         self.channels = tuple(self._channel(k, name, classes, shared) for k, name in enumerate(names))
 
     def values(self, channel: int, level: int = 0) -> NDArray[np.float32]:
@@ -113,8 +112,8 @@ class HeatmapFile:
         kind, _, class_name = name.partition(" ")
         if name == ATTENTION:
             return HeatmapChannel(index, kind, "", ATTENTION_RGB, self._strongest(index, 0.0), 0.0)
-        if kind not in (SCORE, CONTRIBUTION) or class_name not in classes:
-            raise LayerError(f"{self.path}: has a channel {name!r}; expected score or contribution of a class")
+        if kind not in (SCORE, CONTRIBUTION, DROP) or class_name not in classes:
+            raise LayerError(f"{self.path}: has a channel {name!r}; expected score, contribution or drop of a class")
         class_index = classes.index(class_name)
         if kind == SCORE:
             return HeatmapChannel(index, kind, class_name, class_color(class_index), 1.0, 0.0)

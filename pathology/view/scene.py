@@ -17,12 +17,12 @@ from hyfi_core.errors import RequestError
 from pathology.view.annotations import AnnotationFile, level0_collection, shown_collection
 from pathology.view.byte_cache import ByteCache
 from pathology.view.gallery import Gallery, GallerySlide
-from pathology.view.layers import HeatmapFile, LayerError, LayerPainter
+from pathology.view.layers import HeatmapChannel, HeatmapFile, LayerError, LayerPainter
 from pathology.view.pixels import ShownSlide, TissueMask
 from pathology.view.tiles import TILE_PX, TileCutter, TileGrid
 
 TISSUE = "tissue"
-HEATMAP_FILE, REGIONS_FILE = "heatmap.tiff", "regions.geojson"
+MAP_FILES, REGIONS_FILE = ("heatmap.tiff", "occlusion.tiff"), "regions.geojson"
 MAX_MASKS = 8
 JPEG_QUALITY = 90
 _RUN_LENGTHS = 3
@@ -47,7 +47,7 @@ class Scene:
         self.gallery = gallery
         self.cache = ByteCache(cache_bytes)
         self._cutter, self._painter = TileCutter(self.cache), LayerPainter(self.cache)
-        self._heatmaps: dict[tuple[str, int], HeatmapFile] = {}
+        self._maps: dict[tuple[str, int], HeatmapFile] = {}
         self._masks: dict[str, TissueMask] = {}
         self._finding = threading.Lock()
 
@@ -104,7 +104,7 @@ class Scene:
 
         Args:
             key: Key of the slide.
-            layer: ``tissue``, or the index of a channel of its heatmap.
+            layer: ``tissue``, or the index of a channel of its maps, in their order.
             tile: Position of the tile.
             smooth: Whether to interpolate between cells.
 
@@ -117,10 +117,10 @@ class Scene:
                 raise NotInGalleryError(f"{key} has no tile {tile}")
             if layer == TISSUE:
                 return png(self._painter.tissue(slide, self._tissue(key, slide), tile))
-            heatmap = self._heatmap(entry)
-            if heatmap is None or not layer.isdecimal() or int(layer) >= len(heatmap.channels):
+            channels = self._channels(entry)
+            if not layer.isdecimal() or int(layer) >= len(channels):
                 raise NotInGalleryError(f"{key} has no layer {layer}")
-            return png(self._painter.heatmap(slide, heatmap, heatmap.channels[int(layer)], tile, smooth))
+            return png(self._painter.heatmap(slide, *channels[int(layer)], tile, smooth))
 
     def regions(self, key: str) -> dict[str, Any]:
         """Return the regions of a slide's prediction as GeoJSON in shown pixels; without features if there are none.
@@ -178,31 +178,32 @@ class Scene:
             raise NotInGalleryError(f"there is no slide {key!r}") from None
 
     def _layers(self, entry: GallerySlide) -> tuple[list[dict[str, Any]], str]:
-        """Return the channels of a slide's heatmap as JSON, and the reason if it cannot be read."""
+        """Return the channels of a slide's maps as JSON, and the reason if one cannot be read."""
         try:
-            heatmap = self._heatmap(entry)
+            channels = self._channels(entry)
         except LayerError as error:
             return [], str(error)
-        channels = [
+        return [
             {
-                "id": str(channel.index),
+                "id": str(k),
                 "kind": channel.kind,
                 "class_name": channel.class_name,
                 "color": channel.color,
                 "strongest": channel.strongest,
             }
-            for channel in (heatmap.channels if heatmap else ())
-        ]
-        return channels, ""
+            for k, (_, channel) in enumerate(channels)
+        ], ""
 
-    def _heatmap(self, entry: GallerySlide) -> HeatmapFile | None:
-        path = _file_of(entry, HEATMAP_FILE)
-        if path is None:
-            return None
+    def _channels(self, entry: GallerySlide) -> list[tuple[HeatmapFile, HeatmapChannel]]:
+        """Return the channels of a slide's heatmap, then those of its occlusion, each with its file."""
+        paths = [path for name in MAP_FILES if (path := _file_of(entry, name)) is not None]
+        return [(file, channel) for file in map(self._map, paths) for channel in file.channels]
+
+    def _map(self, path: Path) -> HeatmapFile:
         path_and_time = str(path), path.stat().st_mtime_ns  # a changed file is read again
-        if path_and_time not in self._heatmaps:
-            self._heatmaps[path_and_time] = HeatmapFile(path)
-        return self._heatmaps[path_and_time]
+        if path_and_time not in self._maps:
+            self._maps[path_and_time] = HeatmapFile(path)
+        return self._maps[path_and_time]
 
     def _tissue(self, key: str, slide: ShownSlide) -> TissueMask:
         """Return the tissue mask of a slide, which is cached.

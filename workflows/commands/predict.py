@@ -143,6 +143,7 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     from pathology.ingest.options import IngestOptions
     from pathology.predict.inputs import find_inputs
     from pathology.predict.members import InputSpec, check_complete
+    from pathology.predict.occlusion.occlude import check_evidence
     from pathology.predict.table import predicted_files
 
     options, out = request.options, request.out
@@ -151,6 +152,7 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
         config = read_model_json(checkpoint)
         check_complete(config, checkpoint)
         spec = InputSpec.of(config)
+        check_evidence(options.evidence, spec, str(checkpoint))
         IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
     if out.exists() and not out.is_dir():
         raise RequestError(f"{out} is a file; choose a folder for the results")
@@ -215,6 +217,7 @@ def _predict(request: PredictionRequest) -> int:
             begin=bar.skip,
             progress=bar.advance,
             stop_wanted=signals.requested,
+            say=console.say,
         )
     if owner is not None:
         page = _write_page(out, members, {one.slide_id: one.label for one in slides if one.label is not None})

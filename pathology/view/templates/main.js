@@ -157,7 +157,7 @@ function listLayers() {
   const pane = active, rows = [];
   let kind = "";
   for (const layer of pane.about ? pane.known() : []) {
-    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Score of each position", contribution: "Contribution to the output", attention: "Weight of each tile in the answer"}[layer.kind]}));
+    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Score of each position", contribution: "Contribution to the output", attention: "Weight of each tile in the answer", drop: "Drop of the output when a block is covered"}[layer.kind]}));
     kind = layer.kind;
     rows.push(layerRow(pane, layer));
   }
@@ -190,7 +190,7 @@ function layerRow(pane, layer) {
 
 function legend(layer) {
   const bar = element("i"), color = css(layer.color), most = formatNumber(layer.strongest);
-  const signed = layer.kind === "contribution";
+  const signed = ["contribution", "drop"].includes(layer.kind);
   bar.style.background = signed ? `linear-gradient(90deg, rgb(64, 68, 78), #fff, ${color})` : `linear-gradient(90deg, #fff, ${color})`;
   return element("div", {className: "legend"}, signed ? `−${most}` : "0", bar, signed ? `+${most}` : most);
 }
@@ -243,7 +243,7 @@ function goTo(k) {
 const beside = () => { if (!byId("beside").disabled) addPane((slides.filter(one => !one.reason)[slides.filter(one => !one.reason).findIndex(one => one.key === active.key) + 1] || slides.find(one => !one.reason)).key); };
 const KEYS = {
   0: () => active.fit(), j: () => step(1), k: () => step(-1), n: () => goTo(region + 1), p: () => goTo(region < 0 ? -1 : region - 1),
-  t: () => toggle(one => one.kind === "tissue"), h: () => toggle(one => one.kind === "score"), "[": () => changeOpacity(-0.1), "]": () => changeOpacity(0.1),
+  t: () => toggle(one => one.kind === "tissue"), h: () => toggle(one => one.kind === active.mainKind()), "[": () => changeOpacity(-0.1), "]": () => changeOpacity(0.1),
   s: beside, x: () => closePane(active), l: () => byId("linked").click(), "?": () => byId("keys").showModal(),
   d: () => annotations.draw("polygon"), r: () => annotations.draw("rectangle"), f: () => annotations.draw("freehand"), m: () => annotations.draw("point"),
   Enter: () => annotations.close(), Backspace: () => annotations.removeLastCorner(), Escape: () => { annotations.stop(); annotations.select(null); },

@@ -91,9 +91,14 @@ export class Pane {
     return [...(this.about.tissue ? [{id: "tissue", kind: "tissue", name: "tissue"}] : []), ...maps];
   }
 
+  // The kind of layer that is shown at first: scores, or the occlusion of a model that has none.
+  mainKind() {
+    return this.about?.layers.some(one => one.kind === "score") ? "score" : "drop";
+  }
+
   setting(layer) {
     if (!this.settings.has(layer.name)) {
-      const first = layer.kind === "score" && layer.class_name === this.about.prediction;
+      const first = layer.kind === this.mainKind() && layer.class_name === this.about.prediction;
       this.settings.set(layer.name, {on: first, opacity: layer.kind === "tissue" ? 1 : 0.6, smooth: true});
     }
     return this.settings.get(layer.name);

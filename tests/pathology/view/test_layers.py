@@ -10,13 +10,18 @@ import tifffile
 from PIL import Image
 
 from data.store.slide_store import SlideStore
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.plan.box import Box
 from pathology.ingest.thumbnail import OUTLINE
+from pathology.predict.cohort import predict_slides
+from pathology.predict.colors import class_color
+from pathology.predict.inputs import find_inputs
+from pathology.predict.options import PredictOptions
 from pathology.view.gallery import Gallery
 from pathology.view.layers import HeatmapFile, LayerError, interpolated, nearest
 from pathology.view.scene import Scene
 from pathology.view.tiles import TILE_PX
-from tests.pathology.slides import FOCUS, MPP
+from tests.pathology.slides import FOCUS, MPP, Darkness, member_of
 from tests.pathology.view.predictions import SLIDE_ID
 
 
@@ -76,6 +81,23 @@ def test_a_layers_pixel_is_the_cell_under_its_centre(predictions: Path, zoom: in
     columns = ((np.arange(drawn.shape[1]) + 0.5) * scale / cell_px).astype(int)
     expected = np.rint(np.nan_to_num(values[rows][:, columns]) * 235)
     assert np.abs(drawn[..., 3] - expected).max() <= 1
+
+
+def test_the_occlusion_of_a_slide_is_a_layer_in_its_place(predictions: Path, tmp_path: Path) -> None:
+    """The block with the dark focus is where the output drops most; it is shown on the file, whose pixels are half."""
+    slide = predictions.parent / f"{SLIDE_ID}.tiff"
+    options = PredictOptions(evidence="occlusion", evidence_blocks=60)
+    predict_slides([member_of(Darkness())], find_inputs([slide]), tmp_path / "out", AloneCommunicator(), options)
+    scene = Scene(Gallery.of([tmp_path / "out"]), 10**8)
+    kinds = [layer["kind"] for layer in scene.about(SLIDE_ID)["layers"]]
+    assert kinds == ["score", "score", "contribution", "contribution", "drop", "drop"]
+    drawn = whole(scene, SLIDE_ID, channel(scene, "drop dark"), scene.about(SLIDE_ID)["finest_zoom"])
+    block_px = 2 * 64
+    y, x = (edge // block_px * block_px for edge in (FOCUS[0], FOCUS[2]))
+    loudest = drawn[..., 3] == drawn[..., 3].max()
+    assert np.argwhere(loudest).min(0).tolist() == [y, x]
+    assert np.argwhere(loudest).max(0).tolist() == [y + block_px - 1, x + block_px - 1]
+    assert tuple(drawn[y, x, :3]) == class_color(1)
 
 
 def test_the_outline_surrounds_the_stores_tissue(predictions: Path) -> None:

@@ -233,7 +233,17 @@ def test_a_model_without_a_map_predicts(
     left = {path.name for path in (tmp_path / "out" / "one").iterdir()}
     assert left == {"overlay.png", "prediction.json", "regions.geojson", "report.html", "thumbnail.jpg"}
     report = (tmp_path / "out" / "one" / "report.html").read_text()
-    assert "There is no heatmap" in report and "scores.tiff" not in report
+    assert "There is no heatmap" in report and "scores.tiff" not in report and "--evidence occlusion" in report
+    occlusion = ("--evidence", "occlusion", "--evidence-blocks", "12")
+    said = hyfi_here("predict", "c", slides / "one.tiff", "--out", "out", *more, *occlusion)
+    assert "one: occlusion covers blocks of 160 px (160 µm) one after the other: 12 forwards, about" in said.stdout, (
+        said.stderr
+    )
+    assert rows_of(tmp_path / "out")["one"]["flags"] == "no_heatmap;occlusion"
+    now = {path.name for path in (tmp_path / "out" / "one").iterdir()}
+    assert now == left | {"occlusion.tiff", "occlusion.png"}
+    report = (tmp_path / "out" / "one" / "report.html").read_text()
+    assert "There is no heatmap" in report and "Evidence by occlusion" in report
 
 
 def test_ranks_get_the_request_as_it_is(checkpoint: Path, slides: Path, tmp_path: Path) -> None:

@@ -104,7 +104,10 @@ class ImageInputs(RunInputs):
     def warnings(self, engine: TrainingEngine) -> list[str]:
         """Return those of the run, and whether its predictions will have no heatmap."""
         assert isinstance(engine, Engine)
-        nothing = "the model pools no feature map into its output: predictions with it will have no heatmap"
+        nothing = (
+            "the model pools no feature map into its output: predictions with it will have no heatmap; "
+            "`hyfi predict --evidence occlusion` shows which parts of a slide matter to it"
+        )
         return [*self.job.warnings(), *([nothing] if engine.pools_a_map is False else [])]
 
     def throughput(self, engine: TrainingEngine, peak: float | None, device: str) -> Throughput:

@@ -1,0 +1,117 @@
+"""Blocks of a slide that are covered one after the other, so large that a number of forwards is enough for all tissue.
+
+Blocks are squares on the slide's grid. One covers whatever images show of it, which may be several pieces:
+
+    slide                         image (view)
+    +-----+-----+-----+           +--+-----+
+    |     | AAAA|     |           |AA|BBBBB|     the block of the second column covers these boxes
+    |     | AA  |BB   |  ------>  |AA|     |     of the image; a block without tissue is not covered
+    +-----+-----+-----+           +--+-----+
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.arrays import Mask
+from data.samples.view import View
+from data.store.tissue_grid import TissueGrid
+from hyfi_core.plan.box import Box
+
+_MOST_SIDES = 4096
+"""Most rows and columns of the grid on which tissue is counted."""
+
+
+@dataclass(frozen=True)
+class CoveredBlock:
+    """A block with tissue that images show.
+
+    Attributes:
+        row, column: Its place on the grid of blocks of the slide.
+        image: Index of the image.
+        boxes: Boxes of the image that show it.
+    """
+
+    row: int
+    column: int
+    image: int
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class OcclusionBlocks:
+    """The blocks of a slide.
+
+    Attributes:
+        block_px: Side of a block in pixels of the slide at the model's resolution.
+        shape: (rows, columns) of the grid of blocks.
+        covered: Each block with tissue, once for each image that shows it; sorted by image. Each is one forward.
+    """
+
+    block_px: int
+    shape: tuple[int, int]
+    covered: tuple[CoveredBlock, ...]
+
+    @classmethod
+    def of(cls, tissue: TissueGrid, views: Sequence[View], align_px: int, most: int) -> OcclusionBlocks:
+        """Return the smallest blocks that need at most ``most`` forwards, or one block of the slide for each image.
+
+        Their sides are multiples of ``align_px``, so that they end where cells of the network's map do.
+
+        Args:
+            tissue: Tissue of the slide at the model's resolution.
+            views: The images of the slide.
+            align_px: Alignment of the views' pieces.
+            most: Most forwards.
+        """
+        size = tissue.size_px
+        step = align_px * math.ceil(max(size) / align_px / _MOST_SIDES)
+        shown = _shown_tissue(tissue, views, step)
+        times = max(1, math.isqrt(max(0, sum(int(cells.sum()) for cells in shown) - 1) // most))
+        while sum(int(_joined(cells, times).sum()) for cells in shown) > most and times * step < max(size):
+            times += max(1, times // 16)
+        block_px = times * step
+        covered = [
+            CoveredBlock(row, column, image, _boxes_of(view, row, column, block_px))
+            for image, (view, cells) in enumerate(zip(views, shown, strict=True))
+            for row, column in np.argwhere(_joined(cells, times)).tolist()
+        ]
+        return cls(block_px, (math.ceil(size[0] / block_px), math.ceil(size[1] / block_px)), tuple(covered))
+
+
+def _shown_tissue(tissue: TissueGrid, views: Sequence[View], step: int) -> list[Mask]:
+    """Return for each image which squares of ``step`` pixels of the slide have tissue and are in one of its pieces."""
+    ends = [np.append(np.arange(0, side, step), side) for side in tissue.size_px]
+    has_tissue = tissue.counts(ends[0], ends[1]) > 0
+    shown = []
+    for view in views:
+        cells = np.zeros_like(has_tissue)
+        for piece in view.pieces:
+            box = piece.source
+            cells[box.y0 // step : math.ceil(box.y1 / step), box.x0 // step : math.ceil(box.x1 / step)] = True
+        shown.append(cells & has_tissue)
+    return shown
+
+
+def _joined(cells: Mask, times: int) -> Mask:
+    """Return the grid of squares of ``times`` × ``times`` cells: whether one of them is set."""
+    rows, columns = (-(-side // times) for side in cells.shape)
+    padded = np.zeros((rows * times, columns * times), bool)
+    padded[: cells.shape[0], : cells.shape[1]] = cells
+    return np.asarray(padded.reshape(rows, times, columns, times).any(axis=(1, 3)))
+
+
+def _boxes_of(view: View, row: int, column: int, block_px: int) -> tuple[Box, ...]:
+    """Return the boxes of the image that show a block of the slide."""
+    block = Box(row * block_px, (row + 1) * block_px, column * block_px, (column + 1) * block_px)
+    boxes = []
+    for piece in view.pieces:
+        part = piece.source.intersect(block)
+        if not part.empty:
+            dy, dx = piece.offset
+            boxes.append(part.shift(-dy, -dx))
+    return tuple(boxes)

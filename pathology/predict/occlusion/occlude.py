@@ -1,0 +1,131 @@
+"""Covers the blocks of a slide one after the other, and evaluates the models without each.
+
+After Zeiler and Fergus, Visualizing and Understanding Convolutional Networks (2014), section 4.2, who cover parts of
+photographs by a grey square. Here blocks become white, 255: in all images of training this is what surrounds tissue,
+whereas a square of the mean colour looks like stained tissue.
+
+A slide whose outputs come from several images has one output, in which one image's changes when a block is covered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.samples.dataset import SlideDataset
+from data.samples.view import View
+from data.store.tissue_grid import TissueGrid
+from hyfi_core.errors import RequestError
+from pathology.predict.ensemble import Ensemble, Sight, together
+from pathology.predict.members import InputSpec, Member
+from pathology.predict.occlusion.blocks import OcclusionBlocks
+from pathology.predict.occlusion.occlusion import Occlusion
+from pathology.predict.options import Evidence
+from pathology.predict.whole_tissue import image_weights
+
+Outputs = NDArray[np.float64]
+
+
+def check_evidence(evidence: Evidence, spec: InputSpec, checkpoint: str) -> None:
+    """Check that a checkpoint's slides can have the evidence.
+
+    Raises:
+        RequestError: ``occlusion`` of a model of tiles, or of their features.
+    """
+    if evidence == "occlusion" and (spec.features is not None or spec.tiles is not None):
+        what = "an aggregator of features" if spec.features is not None else "an encoder of tiles"
+        raise RequestError(
+            f"--evidence occlusion: checkpoint {checkpoint} has {what}, whose heatmap already has the score, the "
+            f"contribution and the attention of every tile; leave --evidence out"
+        )
+
+
+def occlude(
+    ensemble: Ensemble, dataset: SlideDataset, sight: Sight, align_px: int, most: int, say: Callable[[str], None]
+) -> Occlusion:
+    """Return the occlusion of the dataset's slide. Collective over the ensemble's ranks.
+
+    Memory: what one forward of one image needs, and this rank's pixels of it, uint8.
+
+    Args:
+        ensemble: The models.
+        dataset: Dataset of the slide.
+        sight: What they see of it.
+        align_px: Alignment of the images' pieces.
+        most: Most forwards of each model; see `OcclusionBlocks.of`.
+        say: Called on every rank after the first forward: how many follow, and how long they will take.
+
+    Raises:
+        SlideError: Pixels cannot be read, or an output is not finite.
+    """
+    level = dataset.slide(0).levels[sight.level]
+
+    def divided() -> OcclusionBlocks:
+        mask, mask_mpp = dataset.slide(0).tissue()
+        tissue = TissueGrid.under(mask, mask_mpp, (level.height_px, level.width_px), level.mpp)
+        return OcclusionBlocks.of(tissue, sight.views, align_px, most)
+
+    blocks = together(ensemble.comm, divided)
+    forwards = len(blocks.covered)
+
+    def announce(seconds: float) -> None:
+        models = len(ensemble.members)
+        of_models = f" of each of {models} models" if models > 1 else ""
+        say(
+            f"{dataset.samples[0].slide_id}: occlusion covers blocks of {blocks.block_px} px "
+            f"({blocks.block_px * level.mpp[1]:.3g} µm) one after the other: {forwards} "
+            f"forward{'s' * (forwards != 1)}{of_models}, about {_duration(seconds * forwards * models)}"
+        )
+
+    drops = np.mean(
+        [
+            _of_member(ensemble, member, dataset, sight.views, blocks, announce if member == 0 else None)
+            for member in range(len(ensemble.members))
+        ],
+        axis=0,
+    )
+    names = ensemble.members[0].readout.channels
+    return Occlusion(drops.astype(np.float32), blocks.block_px, level.mpp, tuple(names), forwards)
+
+
+def _of_member(
+    ensemble: Ensemble,
+    member: int,
+    dataset: SlideDataset,
+    views: Sequence[View],
+    blocks: OcclusionBlocks,
+    announce: Callable[[float], None] | None,
+) -> Outputs:
+    """Return one model's drops, (outputs, rows, columns); NaN for blocks that were not covered."""
+    whole: list[Outputs] = []
+    without: dict[tuple[int, int], dict[int, Outputs]] = {}
+    for k, view in enumerate(views):
+        image = ensemble.image(member, dataset, view)
+        start = time.perf_counter()
+        whole.append(image.logits())
+        if k == 0 and announce is not None:
+            announce(time.perf_counter() - start)
+        for block in blocks.covered:
+            if block.image == k:
+                without.setdefault((block.row, block.column), {})[k] = image.logits(block.boxes)
+    one = ensemble.members[member]
+    slide = _combined(whole, views, one)
+    drops = np.full((len(slide), *blocks.shape), np.nan)
+    for (row, column), changed in without.items():
+        images = [changed.get(k, logits) for k, logits in enumerate(whole)]
+        drops[:, row, column] = slide - _combined(images, views, one)
+    return drops
+
+
+def _combined(logits: Sequence[Outputs], views: Sequence[View], member: Member) -> Outputs:
+    """Return the outputs of a slide, (outputs,), from those of its images."""
+    stacked = np.stack(logits)
+    combined: Outputs = (image_weights(stacked, views, member.pooling) * stacked).sum(axis=0)
+    return combined
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds))} s" if seconds < 120 else f"{seconds / 60:.0f} min"
