@@ -62,8 +62,13 @@ def run_fold(runs: FoldRuns, fold: int) -> int:
 
 def _pool(runs: FoldRuns) -> Mapping[str, Any]:
     """Write and print what all finished folds say together."""
-    finished = [fold for fold in runs.table.folds if runs.is_trained(fold) and runs.is_evaluated(fold)]
-    return pool_folds(runs.folder, dict.fromkeys(finished, runs), len(runs.table.folds))
+    finished: list[int] = []
+    summary: Mapping[str, Any] = {}
+    # Again if another job of an array has finished in the meantime: what it has written is overwritten here.
+    while (now := [fold for fold in runs.table.folds if runs.is_trained(fold) and runs.is_evaluated(fold)]) != finished:
+        finished = now
+        summary = pool_folds(runs.folder, dict.fromkeys(finished, runs), len(runs.table.folds))
+    return summary
 
 
 def pool_folds(folder: Path, runs_of: Mapping[int, FoldRuns], folds: int) -> Mapping[str, Any]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
 from hyfi_core.errors import RequestError
 from tests.workflows.archive import SPLITS, make_config
+from workflows.commands import train_folds
 from workflows.commands.launch import ScriptOptions, run_array
+from workflows.cross_validation.fold_runs import FoldRuns
 from workflows.launch.scripts import Resources
 
 
@@ -28,6 +33,22 @@ def test_each_fold_is_a_job(tmp_path: Path, store: Path) -> None:
     text = script.read_text()
     assert "#SBATCH --array=0,2\n" in text and 'run.steps=4 --fold-column repeat_1 --resume --folds "$SLURM' in text
     assert (tmp_path / "run/splits.csv").is_file()
+
+
+def test_a_job_pools_again_if_another_has_finished_in_the_meantime(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished, pooled = {0}, []
+
+    def pool_folds(folder: Path, runs_of: Mapping[int, FoldRuns], folds: int) -> Mapping[str, Any]:
+        pooled.append([*runs_of])
+        finished.add(2)
+        return {"of": folds}
+
+    monkeypatch.setattr(train_folds, "pool_folds", pool_folds)
+    monkeypatch.setattr(train_folds, "run_fold", lambda runs, fold: 0)
+    runs = MagicMock(spec=FoldRuns, table=Mock(folds=(0, 1, 2)), chosen=(0,), folder=Path())
+    runs.is_trained.side_effect = runs.is_evaluated.side_effect = finished.__contains__
+    assert train_folds.run(runs, as_json=False) == 0
+    assert pooled == [[0], [0, 2]]
 
 
 @pytest.mark.parametrize(
