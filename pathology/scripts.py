@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pathology.ingest.archive import IngestReport
-    from pathology.predict.cohort import PredictionReport
+    from pathology.predict.table import PredictionReport
 
 StrPath = str | os.PathLike[str]
 Options = TypeVar("Options")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,39 +41,13 @@ from pathology.predict.options import PredictOptions
 from pathology.predict.out_folder import OutFolder
 from pathology.predict.readout import percent
 from pathology.predict.slide_result import SlideResult
-from pathology.predict.table import DONE, FAILED, INCOMPLETE, Prediction
+from pathology.predict.table import DONE, FAILED, INCOMPLETE, Prediction, PredictionReport
 from pathology.predict.tiles.feature_ensemble import FeatureEnsemble
 from pathology.predict.tiles.tile_ensemble import TileEnsemble
 from pathology.predict.whole_tissue import combination_text
 from pathology.tissue.tissue import TissueParameters
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class PredictionReport:
-    """Result of a run; the same on every rank.
-
-    Attributes:
-        done, incomplete, failed: Slides of this run, in order; the last two have a reason.
-        skipped: Names of slides that were finished earlier.
-        stopped: Whether the run ended early on request.
-    """
-
-    done: tuple[Prediction, ...]
-    incomplete: tuple[Prediction, ...]
-    failed: tuple[Prediction, ...]
-    skipped: tuple[str, ...]
-    stopped: bool = False
-
-    @classmethod
-    def of(cls, outcomes: Sequence[Prediction], skipped: tuple[str, ...], stopped: bool) -> PredictionReport:
-        """Return the report of slides that were predicted or failed."""
-
-        def having(status: str) -> tuple[Prediction, ...]:
-            return tuple(outcome for outcome in outcomes if outcome.status == status)
-
-        return cls(having(DONE), having(INCOMPLETE), having(FAILED), skipped, stopped)
 
 
 def predict_slides(

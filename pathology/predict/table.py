@@ -1,4 +1,4 @@
-"""The table of predictions: one row for each slide, replaced atomically after each."""
+"""The outcome of each slide, and the table of them: one row for each slide, replaced atomically after each."""
 
 from __future__ import annotations
 
@@ -73,6 +73,32 @@ class Prediction:
             "reason": self.reason,
         }
         return row | ({"spread": "" if self.spread is None else f"{self.spread:.6f}"} if with_spread else {})
+
+
+@dataclass(frozen=True)
+class PredictionReport:
+    """Result of a run; the same on every rank.
+
+    Attributes:
+        done, incomplete, failed: Slides of this run, in order; the last two have a reason.
+        skipped: Names of slides that were finished earlier.
+        stopped: Whether the run ended early on request.
+    """
+
+    done: tuple[Prediction, ...]
+    incomplete: tuple[Prediction, ...]
+    failed: tuple[Prediction, ...]
+    skipped: tuple[str, ...]
+    stopped: bool = False
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Prediction], skipped: tuple[str, ...], stopped: bool) -> PredictionReport:
+        """Return the report of slides that were predicted or failed."""
+
+        def having(status: str) -> tuple[Prediction, ...]:
+            return tuple(outcome for outcome in outcomes if outcome.status == status)
+
+        return cls(having(DONE), having(INCOMPLETE), having(FAILED), skipped, stopped)
 
 
 class PredictionTable:

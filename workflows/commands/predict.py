@@ -20,11 +20,11 @@ from workflows.paths import require_local, require_writable
 
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
-    from pathology.predict.cohort import PredictionReport
     from pathology.predict.inputs import SlideInput
     from pathology.predict.members import Member
     from pathology.predict.options import PredictOptions
     from pathology.predict.readout import Readout
+    from pathology.predict.table import PredictionReport
     from workflows.evaluation.labelled_inputs import InputLabels
 
 

@@ -30,11 +30,12 @@ from hyfi_core.plan.box import Box
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.predict import results
-from pathology.predict.cohort import PredictionReport, predict_slides
+from pathology.predict.cohort import predict_slides
 from pathology.predict.inputs import find_inputs
 from pathology.predict.members import Member
 from pathology.predict.options import PredictOptions
 from pathology.predict.readout import ClassReadout
+from pathology.predict.table import PredictionReport
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide
 from tests.pathology.tissue.drawn_slides import draw
 

@@ -13,9 +13,10 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 from pathology.dealing import RanksPerSlide, SlideQueue, group_size
-from pathology.predict.cohort import PredictionReport, predict_slides
+from pathology.predict.cohort import predict_slides
 from pathology.predict.inputs import find_inputs
 from pathology.predict.options import PredictOptions
+from pathology.predict.table import PredictionReport
 from tests.pathology.slides import Darkness, draw_slide, member_of, write_slide
 
 

@@ -23,10 +23,11 @@ from hyfi_core.models.resnet import resnet10
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.predict import whole_tissue
-from pathology.predict.cohort import PredictionReport, predict_slides
+from pathology.predict.cohort import predict_slides
 from pathology.predict.inputs import find_inputs
 from pathology.predict.members import Member
 from pathology.predict.options import PredictOptions
+from pathology.predict.table import PredictionReport
 from pathology.predict.whole_tissue import image_weights
 from tests.pathology.slides import Darkness, draw_slide, member_of, write_slide
 

@@ -22,11 +22,12 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.models.aggregators.gated_attention import GatedAttention
 from hyfi_core.tiles.model import TileModel
-from pathology.predict.cohort import PredictionReport, predict_slides
+from pathology.predict.cohort import predict_slides
 from pathology.predict.heatmap import average
 from pathology.predict.inputs import find_inputs
 from pathology.predict.members import Member
 from pathology.predict.options import PredictOptions
+from pathology.predict.table import PredictionReport
 from pathology.predict.tiles.tile_heatmap import TileValues, at_tiles, place_tiles
 from pathology.view.layers import HeatmapFile
 from tests.pathology.slides import FOCUS, draw_slide, member_of, write_slide
