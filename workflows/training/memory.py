@@ -7,6 +7,7 @@ trainers on GPUs    weights, maps                                each GPU
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 PROCESS_BYTES = 400_000_000
 """Memory of a rank before its first step: Python, torch and the libraries."""
+
+_PIECES = 8
+"""Pieces of a model that are proposed where one stage has too little memory; more gain little, see LOG.md."""
 
 
 def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], trainer_bytes: Sequence[int]) -> list[int]:
@@ -130,6 +134,9 @@ def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
             f"{change} plan.recompute=true": replace(changed, recompute=True) for change, changed in cheaper.items()
         }
         cheaper = {"plan.recompute=true": replace(plan, recompute=True), **cheaper}
+    if plan.recompute is False and plan.stages == 1 and plan.schedule == "1f1b":
+        pieces = replace(plan, interleave=_PIECES, recompute=True)
+        cheaper = {f"plan.interleave={_PIECES} plan.recompute=true": pieces, **cheaper}
     return cheaper
 
 
@@ -166,7 +173,7 @@ def check_memory(job: TrainingJob, roles: Roles, device: str) -> list[str]:
     pools = gpus or memories
     trainer_bytes = forecast.least_bytes(job.plan)
     cheaper = {} if fits(trainer_bytes, pools) else cheaper_plans(job.plan, _largest_batch(job))
-    check_room(trainer_bytes, pools, {change: forecast.least_bytes(plan) for change, plan in cheaper.items()})
+    check_room(trainer_bytes, pools, forecast.of_changes(cheaper))
     lines = [describe_memory(forecast.host_bytes(job.plan), memories, "host memory")] if gpus else []
     return [describe_memory(forecast.device_bytes(job.plan), pools), *lines, *slow]
 
@@ -200,6 +207,14 @@ class _Forecaster:
         """Return a lower bound of what each trainer needs where it computes."""
         plan, _, stages = self._stages(plan)
         return self._of_trainers(plan, rank_peaks(plan, stages, "least"))
+
+    def of_changes(self, plans: Mapping[str, ParallelPlan]) -> dict[str, list[int]]:
+        """Return the lower bounds of those changed plans that the model can have: small ones have fewer pieces."""
+        bounds = {}
+        for change, plan in plans.items():
+            with contextlib.suppress(RequestError):
+                bounds[change] = self.least_bytes(plan)
+        return bounds
 
     def device_bytes(self, plan: ParallelPlan) -> list[int]:
         """Return what each trainer needs where it computes."""
