@@ -152,7 +152,8 @@ class Call:
 
 def test_every_fact_has_a_sample() -> None:
     """A record that says more than its rule is checked below; an operator without facts needs no sample."""
-    facts = {text for text, one in OPERATORS.items() if one.rule is not None and one != OperatorFacts(one.rule)}
+    ours = {text: one for text, one in OPERATORS.items() if not text.startswith("hyfi_benchmarks.")}  # added by these
+    facts = {text for text, one in ours.items() if one.rule is not None and one != OperatorFacts(one.rule)}
     assert facts == {text_of(name) for name in SAMPLES}
 
 
