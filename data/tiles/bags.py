@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from data.samples.coverage import MAX_LISTED
 from data.samples.dataset import SlideDataset
 from data.store.slide_store import SlideStore
 from data.tiles.reader import StoreTiles
+from data.tiles.recent import Recent
 from data.tiles.tiling import Tiling
 from data.tiles.tissue_tiles import NoTilesError, TissueTiles, tissue_tiles
 from hyfi_core.errors import RequestError
@@ -87,8 +87,7 @@ class TileBags:
     ) -> None:
         self.dataset, self.tiling = dataset, tiling
         self._most, self._augment = most, augment
-        self._grids: OrderedDict[int, TissueTiles] = OrderedDict()
-        self._held_bytes = 0
+        self._grids = Recent(_GRID_BYTES, _bytes_of)
 
     def __len__(self) -> int:
         """Return the number of slides."""
@@ -106,14 +105,7 @@ class TileBags:
         Raises:
             RequestError: It is coarser than the tiles, or has no tile with enough tissue.
         """
-        if index not in self._grids:
-            self._grids[index] = tiles = tissue_tiles(self.slide(index), self.tiling)
-            self._held_bytes += _bytes_of(tiles)
-        self._grids.move_to_end(index)
-        grid = self._grids[index]
-        while self._held_bytes > _GRID_BYTES and len(self._grids) > 1:
-            self._held_bytes -= _bytes_of(self._grids.popitem(last=False)[1])
-        return grid
+        return self._grids.get(index, lambda: tissue_tiles(self.slide(index), self.tiling))
 
     def count(self, index: int) -> int:
         """Return the number of tiles of a slide in an epoch of training."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,12 @@ def make_config(folder: Path, store: Path, **sections: dict[str, Any]) -> Path:
         "validation": {"every_steps": 3},
         "run": {"dir": str(folder / "run"), "steps": 6, "seed": 3, "tensorboard": False},
     }
-    for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}
+    return write_config(folder, tree, sections)
+
+
+def write_config(folder: Path, tree: dict[str, dict[str, Any]], sections: Mapping[str, dict[str, Any]]) -> Path:
+    """Write the YAML of a run; the keys of ``sections`` go over those of ``tree``."""
+    merged = {name: {**tree.get(name, {}), **sections.get(name, {})} for name in tree | dict(sections)}
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(yaml.safe_dump(merged))
     return path

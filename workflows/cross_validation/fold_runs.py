@@ -30,34 +30,43 @@ TEST_FOLDER = "test"
 
 
 @dataclass(frozen=True)
-class FoldRuns:
-    """What ``hyfi train CONFIG --folds …`` was asked for.
+class RunFamily:
+    """Several runs of one YAML, in one folder.
 
     Attributes:
-        path: The YAML of every fold's run.
+        path: The YAML of every run.
         overrides: ``section.key=value``, applied to it.
         ranks: Number of ranks of each run; None: as many as it needs.
         resumption: Whether runs are continued.
-        folds: The text of ``--folds``.
-        column: The column of the folds; None: ``fold``.
     """
 
     path: Path
     overrides: tuple[str, ...]
     ranks: int | None
     resumption: Resumption
-    folds: str
-    column: str | None = None
 
     @cached_property
     def config(self) -> Config:
-        """The configuration, whose ``run.dir`` is the folder of all folds."""
+        """The configuration of all runs, whose ``run.dir`` is their folder."""
         return load_config(self.path, self.overrides, ignore_plan=True)
 
     @property
     def folder(self) -> Path:
-        """The folder of all folds."""
+        """The folder of all runs."""
         return self.config.run.dir
+
+
+@dataclass(frozen=True)
+class FoldRuns(RunFamily):
+    """What ``hyfi train CONFIG --folds …`` was asked for.
+
+    Attributes:
+        folds: The text of ``--folds``.
+        column: The column of the folds; None: ``fold``.
+    """
+
+    folds: str
+    column: str | None = None
 
     @cached_property
     def table(self) -> FoldTable:

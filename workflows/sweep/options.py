@@ -44,7 +44,7 @@ def sweep(
 
         chosen = tuple(read_settings(settings, trials, seed))
         resumption = Resumption.of(resume, None, False)
-        runs = SweepRuns(config, tuple(overrides or ()), chosen, ranks, resumption, folds, fold_column)
+        runs = SweepRuns(config, tuple(overrides or ()), ranks, resumption, chosen, folds, fold_column)
         return command.run(runs, as_json)
 
     exit_with(body)

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from hyfi_core.errors import RequestError
 from workflows.config.load import Config, load_config
-from workflows.cross_validation.fold_runs import FoldRuns
+from workflows.cross_validation.fold_runs import FoldRuns, RunFamily
 from workflows.launch.request import check_ranks, check_run, check_unused
-from workflows.launch.resumption import Resumption
 from workflows.paths import require_writable
 from workflows.sweep.settings import SweptSetting
 from workflows.training.best import best_step, merit
@@ -30,36 +28,18 @@ TABLE_FILE = "sweep.csv"
 
 
 @dataclass(frozen=True)
-class SweepRuns:
-    """What ``hyfi sweep`` was asked for.
+class SweepRuns(RunFamily):
+    """What ``hyfi sweep`` was asked for; its configuration is without settings.
 
     Attributes:
-        path: The YAML of every run.
-        overrides: ``section.key=value``, applied to it.
-        settings: The settings, applied after them.
-        ranks: Number of ranks of each run; None: as many as it needs.
-        resumption: Whether runs are continued.
+        settings: The settings, applied after the overrides.
         folds: The text of ``--folds``; None: one run for each setting.
         column: The column of the folds; None: ``fold``.
     """
 
-    path: Path
-    overrides: tuple[str, ...]
     settings: tuple[SweptSetting, ...]
-    ranks: int | None
-    resumption: Resumption
     folds: str | None = None
     column: str | None = None
-
-    @cached_property
-    def config(self) -> Config:
-        """The configuration without settings, whose ``run.dir`` is the folder of the sweep."""
-        return load_config(self.path, self.overrides, ignore_plan=True)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the sweep."""
-        return self.config.run.dir
 
     @property
     def metric(self) -> str:

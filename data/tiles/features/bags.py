@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
@@ -14,6 +13,7 @@ from data.tiles.bags import tissue_seen
 from data.tiles.features.placed import check_slide, level0_corners, placed_tiles, tile_um
 from data.tiles.features.source import FeatureTiles
 from data.tiles.features.stored import StoredFeatures
+from data.tiles.recent import Recent
 from hyfi_core.errors import RequestError
 
 SCALE_TOLERANCE = 1.25
@@ -43,8 +43,7 @@ class FeatureBags:
         if lacking:
             raise RequestError(_describe_missing(lacking, len(names), stored, missing or {}))
         self.stored = tuple(stored[name] for name in names)
-        self._sources: OrderedDict[int, FeatureTiles] = OrderedDict()
-        self._held_bytes = 0
+        self._sources = Recent(_COORDS_BYTES, _bytes_of)
 
     def __len__(self) -> int:
         """Return the number of slides."""
@@ -66,15 +65,8 @@ class FeatureBags:
         Raises:
             RequestError: The file is damaged.
         """
-        if index not in self._sources:
-            stored = self.stored[index]
-            self._sources[index] = source = FeatureTiles(stored, level0_corners(stored, self.slide(index)))
-            self._held_bytes += _bytes_of(source)
-        self._sources.move_to_end(index)
-        source = self._sources[index]
-        while self._held_bytes > _COORDS_BYTES and len(self._sources) > 1:
-            self._held_bytes -= _bytes_of(self._sources.popitem(last=False)[1])
-        return source
+        stored = self.stored[index]
+        return self._sources.get(index, lambda: FeatureTiles(stored, level0_corners(stored, self.slide(index))))
 
     def coverage(self, index: int) -> float | None:
         """Return the share of a slide's tissue that is in its tiles; None if positions are not known."""

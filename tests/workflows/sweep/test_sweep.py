@@ -74,7 +74,7 @@ def sweep_of(folder: Path, store: Path, **keys: Any) -> SweepRuns:
         rows.writerows((f"slide-{k:02d}", "ab"[k // 3 % 2], split, k % 3) for k, split in enumerate(SPLITS))
     path = make_config(folder, store, data={"labels": str(folder / "labels.csv"), "class_weights": "none"})
     settings = tuple(settings_of(folder, f"optimizer.lr: {list(VALUES)}\n"))
-    return SweepRuns(path, (), settings, None, Resumption.of(False, None, False), **keys)
+    return SweepRuns(path, (), None, Resumption.of(False, None, False), settings, **keys)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_wrong_setting_is_refused_before_anything_runs(
     tmp_path: Path, store: Path, commands: list[Sequence[str]]
 ) -> None:
     sweep = sweep_of(tmp_path, store)
-    wrong = SweepRuns(sweep.path, (), (SweptSetting(0, {"optimizer.lr": -1.0}),), None, sweep.resumption)
+    wrong = SweepRuns(sweep.path, (), None, sweep.resumption, (SweptSetting(0, {"optimizer.lr": -1.0}),))
     with pytest.raises(RequestError, match=r"setting optimizer.lr=-1.0"):
         command.run(wrong, as_json=False)
     assert not commands and not (tmp_path / "run").exists()

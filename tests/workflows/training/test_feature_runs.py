@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tifffile
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,6 +21,7 @@ from hyfi_core.errors import RequestError
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from tests.pathology.slides import FOCUS, draw_slide, write_slide
+from tests.workflows.archive import write_config
 from tests.workflows.runs import assert_same_run, losses, run_here, run_on
 from tests.workflows.tile_networks import small_cnn
 from workflows.commands import features, predict, status, validate
@@ -61,11 +61,7 @@ def feature_config(folder: Path, store: Path, stored: Path, **sections: dict[str
         "validation": {"every_steps": 2},
         "run": {"dir": str(folder / "run"), "steps": 4, "seed": 3, "tensorboard": False, "precision": "float64"},
     }
-    for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
+    return write_config(folder, tree, sections)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 import hyfi_core
@@ -21,6 +20,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.tiles.spread import AttentionSpread
 from pathology.predict.members import Member
 from tests.pathology.slides import draw_slide, write_slide
+from tests.workflows.archive import write_config
 from tests.workflows.runs import assert_same_run, losses, run_here, run_on
 from workflows.commands import predict, status, validate
 from workflows.commands.validate import EvaluationRequest
@@ -47,11 +47,7 @@ def tile_config(folder: Path, store: Path, **sections: dict[str, Any]) -> Path:
         "validation": {"every_steps": 2},
         "run": {"dir": str(folder / "run"), "steps": 4, "seed": 3, "tensorboard": False, "precision": "float64"},
     }  # fmt: skip
-    for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
+    return write_config(folder, tree, sections)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,33 @@
+"""What was made of the slides used last, in limited memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """Keeps values of the slides used last; others are made again when they are asked for.
+
+    Args:
+        most_bytes: Limit of all values together; the last one stays, however large.
+        bytes_of: Returns the bytes of a value.
+    """
+
+    def __init__(self, most_bytes: int, bytes_of: Callable[[T], int]) -> None:
+        self._most_bytes, self._bytes_of = most_bytes, bytes_of
+        self._values: OrderedDict[int, T] = OrderedDict()
+        self._kept_bytes = 0
+
+    def get(self, index: int, make: Callable[[], T]) -> T:
+        """Return the value of a slide, made now if it is not kept."""
+        if index not in self._values:
+            self._values[index] = value = make()
+            self._kept_bytes += self._bytes_of(value)
+        self._values.move_to_end(index)
+        while self._kept_bytes > self._most_bytes and len(self._values) > 1:
+            self._kept_bytes -= self._bytes_of(self._values.popitem(last=False)[1])
+        return self._values[index]
