@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ from pathology.predict.ensemble import Ensemble, Sight, together
 from pathology.predict.heatmap import Heatmap, average
 from pathology.predict.inputs import SlideInput
 from pathology.predict.members import InputSpec, Member, common_input_spec
-from pathology.predict.occlusion.occlude import check_evidence, occlude
+from pathology.predict.occlusion.occlude import OcclusionStoppedError, check_evidence, occlude
 from pathology.predict.options import PredictOptions
 from pathology.predict.out_folder import OutFolder
 from pathology.predict.readout import percent
@@ -82,8 +82,7 @@ def predict_slides(
         RequestError: checkpoints are not compatible or cannot give the evidence, ``out`` has other contents, or groups
             of ``ranks_per_slide`` would leave ranks over; nothing is written.
     """
-    options = options or PredictOptions()
-    spec = common_input_spec(members)
+    options, spec = options or PredictOptions(), common_input_spec(members)
     check_evidence(options.evidence, spec, members[0].path)
     flags = ("mpp_changed",) if options.mpp is not None and options.mpp != spec.mpp else ()
     spec = replace(spec, mpp=options.mpp if options.mpp is not None else spec.mpp)
@@ -102,18 +101,15 @@ def predict_slides(
     with _scratch(folder, comm, bool(chosen)) as scratch:
         if group.rank == 0 and comm.rank != 0:
             folder.open(inputs)
-        run = _Run(folder, members, spec, options, group, scratch, flags, say if comm.rank == 0 else lambda note: None)
+        caller = _Caller(say, progress, stop_wanted) if comm.rank == 0 else _Caller(stop_wanted=stop_wanted)
+        run = _Run(folder, members, spec, options, group, scratch, flags, caller)
         queue = SlideQueue(chosen, scratch, group, alone=group.size == comm.size)
-        mine, stopped = run.predict_all(queue, inputs, ensemble, progress if comm.rank == 0 else _silent, stop_wanted)
+        mine, stopped = run.predict_all(queue, inputs, ensemble)
         all_outcomes = gathered(comm, group.rank == 0, {index: asdict(outcome) for index, outcome in mine.items()})
         every = [Prediction.of_json(values) for values in all_outcomes]
         stopped = any(comm.broadcast_object(comm.gather_objects(stopped)))
     skipped = tuple(slide.slide_id for k, slide in enumerate(inputs) if k not in set(chosen))
     return PredictionReport.of(every, skipped, stopped and len(every) < len(chosen))
-
-
-def _silent(slides: int, note: str) -> None:
-    """Show no progress."""
 
 
 OUTSIDE = "outside_training"
@@ -122,6 +118,15 @@ OUTSIDE = "outside_training"
 
 _PROVENANCE = ("affine", "source", "sha256")
 """Attributes of a stored slide that place results on its file, and name it."""
+
+
+@dataclass(frozen=True)
+class _Caller:
+    """What a run tells its caller, and asks it, while it goes on; see `predict_slides`. By default it tells nothing."""
+
+    say: Callable[[str], None] = lambda note: None
+    progress: Callable[[int, str], None] = lambda slides, note: None
+    stop_wanted: Callable[[], bool] = lambda: False
 
 
 class _Run:
@@ -136,9 +141,9 @@ class _Run:
         comm: Communicator,
         scratch: Path,
         flags: tuple[str, ...],
-        say: Callable[[str], None],
+        caller: _Caller,
     ) -> None:
-        self._say = say
+        self._caller = caller
         self._folder, self._members, self._spec, self._options = folder, members, spec, options
         self._comm, self._scratch, self._flags = comm, scratch, flags
         self._ingest_options = _ingest_options(members, spec, options)
@@ -148,25 +153,28 @@ class _Run:
         )
 
     def predict_all(
-        self,
-        queue: SlideQueue,
-        inputs: Sequence[SlideInput],
-        ensemble: Ensemble | TileEnsemble | None,
-        progress: Callable[[int, str], None],
-        stop_wanted: Callable[[], bool],
+        self, queue: SlideQueue, inputs: Sequence[SlideInput], ensemble: Ensemble | TileEnsemble | None
     ) -> tuple[dict[int, Prediction], bool]:
         """Predict the slides that this group takes; return them by index, and whether it was stopped. Collective."""
         predicted: dict[int, Prediction] = {}
-        while not (stopped := any(self._comm.broadcast_object(self._comm.gather_objects(stop_wanted())))):
+        while not (stopped := self._stops()):
             index = queue.take()
             if index is None:
                 break
-            predicted[index] = outcome = self.predict(inputs[index], ensemble)
+            try:
+                predicted[index] = outcome = self.predict(inputs[index], ensemble)
+            except OcclusionStoppedError:  # nothing of this slide was written: the next run predicts it
+                return predicted, True
             if self._comm.rank == 0:
                 self._folder.note(outcome)
                 queue.finish(index)
-                progress(len(queue.newly_finished()), f"{outcome.slide_id}: {outcome.prediction or outcome.status}")
+                note = f"{outcome.slide_id}: {outcome.prediction or outcome.status}"
+                self._caller.progress(len(queue.newly_finished()), note)
         return predicted, stopped
+
+    def _stops(self) -> bool:
+        """Whether a stop is requested on any rank of the group. Collective."""
+        return any(self._comm.broadcast_object(self._comm.gather_objects(self._caller.stop_wanted())))
 
     def predict(self, slide: SlideInput, ensemble: Ensemble | TileEnsemble | None) -> Prediction:
         """Predict a slide and write its results. Collective."""
@@ -216,7 +224,13 @@ class _Run:
         if self._options.evidence != "occlusion" or result.withheld:
             return result
         assert isinstance(ensemble, Ensemble), "models of tiles are refused before"
-        occlusion = occlude(ensemble, dataset, sight, self._spec.align_px, self._options.most_forwards, self._say)
+
+        def between(done: int, forwards: int) -> bool:
+            self._caller.progress(0, f"{result.slide_id}: occlusion {done} of {forwards}")
+            return self._stops()
+
+        most = self._options.most_forwards
+        occlusion = occlude(ensemble, dataset, sight, self._spec.align_px, most, self._caller.say, between)
         return replace(result, occlusion=occlusion, flags=_merged(result.flags, ("occlusion",)))
 
     def _with_coverage(self, prediction: Prediction, sight: Sight) -> Prediction:

@@ -9,6 +9,7 @@ A slide whose outputs come from several images has one output, in which one imag
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -43,8 +44,18 @@ def check_evidence(evidence: Evidence, spec: InputSpec, checkpoint: str) -> None
         )
 
 
+class OcclusionStoppedError(Exception):
+    """A stop was requested between two forwards."""
+
+
 def occlude(
-    ensemble: Ensemble, dataset: SlideDataset, sight: Sight, align_px: int, most: int, say: Callable[[str], None]
+    ensemble: Ensemble,
+    dataset: SlideDataset,
+    sight: Sight,
+    align_px: int,
+    most: int,
+    say: Callable[[str], None] = lambda note: None,
+    stops: Callable[[int, int], bool] = lambda done, forwards: False,
 ) -> Occlusion:
     """Return the occlusion of the dataset's slide. Collective over the ensemble's ranks.
 
@@ -57,8 +68,11 @@ def occlude(
         align_px: Alignment of the images' pieces.
         most: Most forwards of each model; see `OcclusionBlocks.of`.
         say: Called on every rank after the first forward: how many follow, and how long they will take.
+        stops: Called on every rank before each forward with a covered block, with the number of those before it and
+            of all; whether to stop, the same on all ranks.
 
     Raises:
+        OcclusionStoppedError: ``stops`` said so.
         SlideError: Pixels cannot be read, or an output is not finite.
     """
     level = dataset.slide(0).levels[sight.level]
@@ -70,6 +84,11 @@ def occlude(
 
     blocks = together(ensemble.comm, divided)
     forwards = len(blocks.covered)
+    done = itertools.count()
+
+    def go_on() -> None:
+        if stops(next(done), forwards * len(ensemble.members)):
+            raise OcclusionStoppedError
 
     def announce(seconds: float) -> None:
         models = len(ensemble.members)
@@ -82,7 +101,7 @@ def occlude(
 
     drops = np.mean(
         [
-            _of_member(ensemble, member, dataset, sight.views, blocks, announce if member == 0 else None)
+            _of_member(ensemble, member, dataset, sight.views, blocks, go_on, announce if member == 0 else None)
             for member in range(len(ensemble.members))
         ],
         axis=0,
@@ -97,6 +116,7 @@ def _of_member(
     dataset: SlideDataset,
     views: Sequence[View],
     blocks: OcclusionBlocks,
+    go_on: Callable[[], None],
     announce: Callable[[float], None] | None,
 ) -> Outputs:
     """Return one model's drops, (outputs, rows, columns); NaN for blocks that were not covered."""
@@ -110,6 +130,7 @@ def _of_member(
             announce(time.perf_counter() - start)
         for block in blocks.covered:
             if block.image == k:
+                go_on()
                 without.setdefault((block.row, block.column), {})[k] = image.logits(block.boxes)
     one = ensemble.members[member]
     slide = _combined(whole, views, one)

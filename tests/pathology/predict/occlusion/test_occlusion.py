@@ -29,6 +29,7 @@ from pathology.predict.members import InputSpec, Member
 from pathology.predict.occlusion.blocks import OcclusionBlocks
 from pathology.predict.occlusion.occlude import check_evidence
 from pathology.predict.options import PredictOptions
+from pathology.predict.table import PredictionReport
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide
 
 
@@ -171,6 +172,29 @@ def test_a_later_run_neither_loses_nor_lacks_the_evidence(store: Path, tmp_path:
     assert predict(out, store, member, evidence="map") == [] and (out / "one" / "occlusion.tiff").exists()
     assert predict(out, store, member, evidence_blocks=4) == []
     assert predict(out, store, member, evidence_blocks=8)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_ends_between_two_forwards_and_the_next_run_predicts_the_slide(
+    store: Path, tmp_path: Path, ranks: int
+) -> None:
+    """The forwards of a large slide take many minutes; one rank is asked."""
+    notes: list[str] = []
+
+    def body(comm: Communicator) -> PredictionReport:
+        seen: list[str] = notes if comm.rank == 0 else []
+        wanted = lambda: any("occlusion 3 of" in note for note in seen)  # noqa: E731
+        members, asked = [member_of(Darkness())], PredictOptions(evidence="occlusion", evidence_blocks=24)
+        show = lambda slides, note: seen.append(note)  # noqa: E731
+        return predict_slides(members, find_inputs([store]), tmp_path, comm, asked, progress=show, stop_wanted=wanted)
+
+    reports = run_ranks(ranks, body, timeout_s=120)
+    assert all(report.stopped and not report.done for report in reports)
+    assert [note for note in notes if "occlusion" in note] == [
+        f"one: occlusion {n} of {notes[0].split()[-1]}" for n in range(4)
+    ]
+    assert not (tmp_path / "one").exists()
+    assert predict(tmp_path, store, member_of(Darkness()), evidence_blocks=24)
 
 
 def test_what_cannot_be_occluded_is_refused() -> None:
