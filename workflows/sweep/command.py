@@ -53,11 +53,11 @@ def _one_split(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
         _write_table(sweep, [(None, scores)])
     best = chosen_of(scores)
     setting = sweep.settings[best]
-    say(f"chosen: setting {setting.number} ({setting.describe()}), {sweep.metric} {_number(scores[best].value)}")
+    say(f"chosen: setting {setting.number} ({setting.describe()}), {scores[best].describe(sweep.metric)}")
     say(f"all settings: {sweep.folder / TABLE_FILE}")
     say(
-        f"its {sweep.metric} was chosen as the best of {len(scores)}, so it is too good; an honest number is that of "
-        f"the test split: {_validate_words(sweep, scores[best])}"
+        f"this number was chosen as the best of {len(scores)}, so it is too good; an honest one is that of the test "
+        f"split: {_validate_words(sweep, scores[best])}"
     )
     chosen = {"setting": setting.values, "run": scores[best].run, "value": scores[best].value}
     return DONE, _summary(sweep, {"chosen": chosen, "metric": sweep.metric, "settings": len(scores)})
@@ -82,7 +82,7 @@ def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
         setting, best = sweep.settings[number], scores[fold][number]
         validating = runs[0].table.validating(fold)
         say(
-            f"fold {fold}: setting {setting.number} ({setting.describe()}), {sweep.metric} {_number(best.value)} on "
+            f"fold {fold}: setting {setting.number} ({setting.describe()}), {best.describe(sweep.metric)}, on "
             f"fold {validating}; evaluated on fold {fold}"
         )
         code = run_fold(runs[number], fold)
@@ -134,7 +134,3 @@ def _summary(sweep: SweepRuns, summary: dict[str, Any]) -> dict[str, Any]:
     summary = {**summary, "table": sweep.folder / TABLE_FILE}
     write_atomically(sweep.folder / SUMMARY_FILE, (json.dumps(plain_json(summary), indent=1) + "\n").encode())
     return summary
-
-
-def _number(value: float | None) -> str:
-    return "undefined" if value is None else f"{value:.4f}"

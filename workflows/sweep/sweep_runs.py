@@ -122,6 +122,14 @@ class SettingScore:
     value: float | None
     merit: tuple[float, float]
 
+    def describe(self, metric: str) -> str:
+        """Return what decided, as text: the metric, or the loss where that is undefined."""
+        if self.value is not None:
+            return f"{metric} {self.value:.4f}"
+        if self.step is None:
+            return "no checkpoint with a finite loss"
+        return f"{metric} undefined, so by its loss, {-self.merit[1]:.4f}"
+
 
 def chosen_of(scores: list[SettingScore]) -> int:
     """Return the index of the best score, the first of equals."""

@@ -18,7 +18,8 @@ from workflows.cross_validation.fold_runs import FoldRuns
 from workflows.launch.resumption import Resumption
 from workflows.sweep import command
 from workflows.sweep.settings import SweptSetting, read_settings
-from workflows.sweep.sweep_runs import SweepRuns
+from workflows.sweep.sweep_runs import SettingScore, SweepRuns, chosen_of
+from workflows.training.best import merit
 
 VALUES = {0.1: 0.6, 0.01: 0.9, 0.001: 0.7}
 """The auroc of each rate."""
@@ -96,6 +97,15 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
 
     monkeypatch.setattr(command, "run_command", run_command)
     return started
+
+
+def test_the_loss_decides_where_the_metric_is_undefined_and_is_named(tmp_path: Path) -> None:
+    """Validation slides of one class have no AUROC: the choice was shown as ``auroc undefined``."""
+    losses = (0.9, 0.4, 0.6)
+    scores = [SettingScore(tmp_path, 2, None, merit({"loss": loss}, "auroc")) for loss in losses]
+    best = chosen_of(scores)
+    assert best == 1 and scores[best].describe("auroc") == "auroc undefined, so by its loss, 0.4000"
+    assert SettingScore(tmp_path, 2, 0.75, (0.75, -0.5)).describe("auroc") == "auroc 0.7500"
 
 
 def test_validation_chooses_and_all_settings_are_in_the_table(
