@@ -119,6 +119,17 @@ class Slurm:
         )
         return shown.get("JobState", ""), int(shown.get("Restarts", 0))
 
+    def only_running_job(self) -> str:
+        """Return the number of the one job that runs; jobs that have just ended may still be completing."""
+        running: list[str] = []
+
+        def is_alone() -> bool:
+            running[:] = self.run("squeue", "-h", "-t", "RUNNING", "-o", "%A").split()
+            return len(running) == 1
+
+        _wait_for(is_alone, "one running job")
+        return running[0]
+
     def stop(self) -> None:
         """End all jobs, then all daemons."""
         self.run("scancel", "--state=RUNNING", "--full", "--signal=KILL")

@@ -116,7 +116,7 @@ def test_a_second_job_is_refused_and_a_killed_rank_ends_all_within_seconds(
     wait_for_step(job, tmp_path / "run", 2)
     code, said = run(slurm, tmp_path, *words, "--resume")
     assert code == 2, said
-    (number,) = slurm.run("squeue", "-h", "-o", "%A").split()
+    number = slurm.only_running_job()
     assert said.count(f"{tmp_path / 'run'}: in use by process ") == 1 and f"job {number}" in said, said
     assert job.poll() is None
     os.kill(_pid_of_rank(1, tmp_path), signal.SIGKILL)
@@ -148,7 +148,7 @@ def test_a_cancelled_job_of_srun_is_a_checkpoint_and_code_3(slurm: Slurm, tmp_pa
     config = make_config(tmp_path, store, run={"steps": 5000}, validation={"every_steps": 5000})
     job = begin(slurm, tmp_path, "srun", "--mpi=pmi2", "-N2", "-n2", *HYFI, "train", str(config), TWO)
     wait_for_step(job, tmp_path / "run", 2)
-    (number,) = slurm.run("squeue", "-h", "-o", "%A").split()
+    number = slurm.only_running_job()
     slurm.run("scancel", number)
     _, err = job.communicate(timeout=60)
     assert job.returncode == 3, err
