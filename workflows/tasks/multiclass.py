@@ -91,15 +91,15 @@ class Multiclass(Task):
         All micro-batches have the same size, so the mean of their losses is Σ w_y · ℓ / B over the whole batch, however
         it is divided. torch's weighted mean divides by Σ w_y instead, which depends on the division.
         """
-        return sample_losses(outputs, targets, self.weights).mean()
+        return self.losses(outputs, targets).mean()
 
     def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the metrics of `workflows.tasks.class_metrics`."""
-        return drawn_metrics(outputs, targets, sample_losses(outputs, targets, self.weights), counts)
+        return drawn_metrics(outputs, targets, self.losses(outputs, targets), counts)
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
         """Return intervals by bootstrap, of ``accuracy`` by Wilson."""
-        return intervals(outputs, targets, sample_losses(outputs, targets, self.weights), counts)
+        return intervals(outputs, targets, self.losses(outputs, targets), counts)
 
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
@@ -172,9 +172,8 @@ class Multiclass(Task):
         """Return curves, confusion, reliability and thresholds."""
         return class_section(values, targets, draws, self.classes, before)
 
-
-def sample_losses(logits: torch.Tensor, labels: torch.Tensor, class_weights: Sequence[float]) -> torch.Tensor:
-    """Return w_y · ℓ of each sample ``(N,)``: cross-entropy times the weight of the sample's class."""
-    logits = wide(logits)
-    weights = torch.tensor(class_weights, dtype=logits.dtype, device=logits.device)
-    return torch.nn.functional.cross_entropy(logits, labels, weight=weights, reduction="none")
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return w_y · ℓ of each sample ``(N,)``: cross-entropy times the weight of the sample's class."""
+        logits = wide(outputs)
+        weights = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
+        return torch.nn.functional.cross_entropy(logits, targets, weight=weights, reduction="none")

@@ -44,9 +44,13 @@ def own_numbers(
     numbers: dict[str, float | None] = {}
     for name, (key, path) in named.items():
         function = load_user_code(key, path, "a function of (outputs, labels)")
-        value = _number(function(outputs, labels))
-        numbers[name] = value if value is not None and math.isfinite(value) else None
+        numbers[name] = finite(_number(function(outputs, labels)))
     return numbers
+
+
+def finite(value: float | None) -> float | None:
+    """Return a number, None if it is not finite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tensor, evaluated: torch.Tensor) -> None:

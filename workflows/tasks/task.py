@@ -31,7 +31,7 @@ from workflows.config.targets import TargetConfig, TargetKeys
 from workflows.config.tasks import TaskFacts
 from workflows.tasks.bootstrap import Intervals, measured, resampled
 from workflows.tasks.class_metrics import Metrics
-from workflows.tasks.own import check_own, load_loss, metric_name, own_numbers
+from workflows.tasks.own import check_own, finite, load_loss, metric_name, own_numbers
 from workflows.tasks.page_section import PageSection
 
 Aggregation = Literal["mean", "max"]
@@ -176,6 +176,8 @@ class Task(ABC):
             return dict.fromkeys((*names, *self.own_names))
         values = measured(lambda counts: self.drawn(outputs, targets, counts), len(targets))
         own = own_numbers(self.own_loss, self.own_metrics, self.in_units(outputs), targets)
+        if self._own_method and not self.own_loss:
+            own["loss"] = finite(float(self.loss(outputs, targets)))
         return {**{name: values[name] for name in names}, **own}
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
@@ -201,9 +203,18 @@ class Task(ABC):
         return outputs
 
     @property
+    def loss_is_own(self) -> bool:
+        """Whether the loss is a function of the user, or a ``loss`` that ``drawn`` of its base does not know."""
+        return bool(self.own_loss) or self._own_method
+
+    @property
+    def _own_method(self) -> bool:
+        return _nearest(type(self), "loss") < min(_nearest(type(self), name) for name in ("drawn", "losses"))
+
+    @property
     def own_names(self) -> tuple[str, ...]:
         """What the user's own functions give; it has no intervals."""
-        return (*(["loss"] if self.own_loss else []), *map(metric_name, self.own_metrics))
+        return (*(["loss"] if self.loss_is_own else []), *map(metric_name, self.own_metrics))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -313,8 +324,13 @@ def make_loss(task: Task, accumulate: int) -> Callable[[torch.Tensor, torch.Tens
 
 
 def loss_over(task: Task) -> Literal["batch", "microbatch"]:
-    """Return over what the loss of a task is computed: a user's own may be any function of the batch."""
-    return "batch" if task.own_loss else task.loss_over
+    """Return over what the loss of a task is computed: a user's own may be any function of the batch.
+
+    So may the ``loss`` of a derived class, unless that class, or one derived from it, says otherwise.
+    """
+    kind = type(task)
+    is_stated = _nearest(kind, "loss_over") <= _nearest(kind, "loss")
+    return "batch" if task.own_loss or (task.loss_is_own and not is_stated) else task.loss_over
 
 
 def wide(outputs: torch.Tensor) -> torch.Tensor:
@@ -326,6 +342,12 @@ def target_columns(model: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the columns of the target of a ``model.json``."""
     target = model.get("target", "label")
     return (target,) if isinstance(target, str) else tuple(target)
+
+
+def _nearest(kind: type, name: str) -> int:
+    """Return how many classes lie between ``kind`` and the first that defines ``name``; its bases, if none does."""
+    order = kind.__mro__
+    return next((k for k, one in enumerate(order) if name in vars(one)), len(order))
 
 
 def _as_json(value: Any) -> Any:

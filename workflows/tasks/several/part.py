@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from data.samples.labels import Target
-from workflows.tasks.task import Task, make_loss
+from workflows.tasks.task import Task, loss_over, make_loss
 
 MISSING_NUMBER = float("nan")
 """Every number of a target that a slide lacks."""
@@ -78,7 +78,7 @@ class TargetPart:
     @property
     def over_batch(self) -> bool:
         """Whether the loss compares the slides of a batch."""
-        return bool(self.task.own_loss) or self.task.loss_over == "batch"
+        return loss_over(self.task) == "batch"
 
     @cached_property
     def _loss(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

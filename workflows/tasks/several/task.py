@@ -169,7 +169,7 @@ class Several(Task):
         """Return the metrics of each target, and ``loss``: the weighted sum of theirs, of those that are defined."""
         found = super().metrics(outputs, targets)
         for part in self.parts:
-            if part.task.own_loss:
+            if part.task.loss_is_own:
                 found |= {f"{part.name}.{k}": v for k, v in part.task.metrics(*part.of(outputs, targets)).items()}
         losses = [(part.weight, found[f"{part.name}.loss"]) for part in self.parts]
         if not self.own_loss:
@@ -182,6 +182,7 @@ class Several(Task):
         found: Intervals = {}
         for part in self.parts:
             own = part.task.intervals(*part.of(outputs, targets), counts[:, part.known(targets)])
+            own |= dict.fromkeys(part.task.own_names)
             found |= {f"{part.name}.{name}": interval for name, interval in own.items()}
         return found
 
