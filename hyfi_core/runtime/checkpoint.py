@@ -4,7 +4,7 @@ A checkpoint is a folder that appears complete or not at all::
 
     step-00000120/
         model.safetensors        weights and buffers under the names of the user's model
-        ema.safetensors          their moving average, if kept
+        ema.safetensors          their average (moving, or of the optimizer), if kept
         buffers.safetensors      buffers that forwards change and the state_dict leaves out (persistent=False)
         optimizer.safetensors    tensors of the optimizer, "<parameter name>/<key>"
         optimizer.json           its hyper-parameters by group, parameters by name
@@ -58,7 +58,7 @@ class Checkpoint:
         path: the folder, links resolved.
         weights: host tensors under the names of the user's model, read from the files when they are used.
         model: the content of ``model.json``.
-        averaged: the weights' moving average, under the same names; None if not kept.
+        averaged: the weights' average, under the same names; None if not kept.
         buffers: those that training changed and that are not in the ``state_dict``, by name; None without any.
     """
 
@@ -70,7 +70,7 @@ class Checkpoint:
 
     @property
     def inference_weights(self) -> Mapping[str, torch.Tensor]:
-        """The weights for validation and prediction: the moving average if kept, else the weights."""
+        """The weights for validation and prediction: their average if kept, else the weights."""
         return self.weights if self.averaged is None else self.averaged
 
 
@@ -104,7 +104,7 @@ def save_checkpoint(
         model: goes to ``model.json``; any content except ``format`` and ``step``.
         optimizer: from ``optimizer_state``.
         state: goes to ``state.json``.
-        averaged: the weights' moving average.
+        averaged: the weights' average.
 
     Raises:
         OSError: nothing is left at ``folder``.
@@ -136,7 +136,7 @@ def write_tensors(
         temporary: the folder; other ranks may write into it, too.
         weights: those of this rank.
         optimizer: its tensors, "<parameter name>/<key>".
-        averaged: its moving average.
+        averaged: its average.
         buffers: its buffers that are not among the weights.
         number: (index of this file, number of files).
 

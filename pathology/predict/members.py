@@ -64,7 +64,7 @@ class Member:
         path: The checkpoint's folder, as given by the user.
         model: The module with the checkpoint's weights, in evaluation mode.
         config: Content of the checkpoint's ``model.json``.
-        averaged: Whether the weights are the moving average of those trained.
+        averaged: Whether the weights are the average of those trained.
         own_readout: How its outputs are read; None: as those of classes.
     """
 
@@ -81,7 +81,7 @@ class Member:
         model: nn.Module | None = None,
         readout_of: Callable[[Mapping[str, Any]], Readout] | None = None,
     ) -> Member:
-        """Return a checkpoint's model, with the moving average of its weights if it has one.
+        """Return a checkpoint's model, with the average of its weights if it has one.
 
         Args:
             checkpoint: Its folder.

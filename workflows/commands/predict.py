@@ -231,7 +231,7 @@ def _predict(request: PredictionRequest) -> int:
 
 
 def load_member(checkpoint: Path) -> Member:
-    """Return `Member.load` of a checkpoint; says so if its weights are a moving average."""
+    """Return `Member.load` of a checkpoint; says so if its weights are an average."""
     from hyfi_core.runtime.checkpoint import read_model_json
     from pathology.predict.members import Member
     from workflows.evaluation.tile_evaluator import bag_module_of, is_bag_model
@@ -241,7 +241,7 @@ def load_member(checkpoint: Path) -> Member:
     module = bag_module_of(config) if is_bag_model(config) else None
     member = Member.load(checkpoint, module, readout_of=readout_of)
     if member.averaged and own_rank() == 0:
-        console.say(f"{checkpoint}: predicting with the moving average of the weights (EMA)")
+        console.say(f"{checkpoint}: predicting with the average of the weights")
     return member
 
 

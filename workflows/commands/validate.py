@@ -161,7 +161,7 @@ def validate_rank(request: EvaluationRequest) -> int:
         task = loaded.model.get("task", "multiclass")
         warn(f"--calibrate: nothing is stored: task {task} fits nothing on slides, or outputs are not finite")
     metrics["calibration"] = _calibration(loaded.model, evaluator, logits)
-    weights = "weights" if loaded.averaged is None else "moving average of the weights (EMA)"
+    weights = "weights" if loaded.averaged is None else "average of the weights"
     page = None
     if request.out is not None:
         page = _write_page(request.out, request, loaded.model, evaluator, dataset, logits, bags)

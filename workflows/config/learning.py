@@ -40,8 +40,6 @@ class GroupConfig(Section):
 
 
 _CLASSES = {
-    "lamb": "pytorch_optimizer:Lamb or timm.optim:Lamb",
-    "lion": "pytorch_optimizer:Lion or timm.optim:Lion",
     "radam": "torch.optim:RAdam",
     "nadam": "torch.optim:NAdam",
     "adamax": "torch.optim:Adamax",
@@ -49,18 +47,20 @@ _CLASSES = {
     "adafactor": "torch.optim:Adafactor",
 }
 """Optimizers that users know by name, with the classes that are them."""
+_SPELLED = {
+    **{name: name for name in ("sgd", "adam", "adamw", "lamb", "lion")},
+    **dict.fromkeys(("schedulefree", "schedulefreeadamw", "adamwschedulefree"), "schedulefree"),
+    **dict.fromkeys(("schedulefreesgd", "sgdschedulefree"), "schedulefree_sgd"),
+}
+"""Names without case and hyphens, as they are in the file of the run."""
+_BETAS = {"lion": (0.9, 0.99)}
 
 
 def _known_optimizer(name: Any) -> Any:
     plain = name.lower().replace("_", "").replace("-", "") if isinstance(name, str) else ""
     if plain in _CLASSES:
         raise ValueError(f"given {name!r}; name its class: {_CLASSES[plain]}, of a package that is installed")
-    if plain.startswith("schedulefree"):
-        raise ValueError(
-            f"given {name!r}; schedule-free optimizers keep other weights for evaluation than for training, which "
-            "checkpoints and validation would not use; use adamw with run.ema, an average of the weights"
-        )
-    return name
+    return _SPELLED.get(plain, name)
 
 
 class OptimizerConfig(Section):
@@ -68,22 +68,24 @@ class OptimizerConfig(Section):
 
     name: Annotated[str, BeforeValidator(_known_optimizer)] = Field(
         "adamw",
-        pattern=r"^(sgd|adam|adamw|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
-        description="sgd, adam, adamw, or package.module:Class: the optimizer; a class of your own is called with the "
-        "parameters, lr, weight_decay if it takes it, and optimizer.options",
+        pattern=r"^(sgd|adamw?|lamb|lion|schedulefree(_sgd)?|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="sgd, adam, adamw, lamb, lion, schedulefree (AdamW), schedulefree_sgd, or package.module:Class: "
+        "the optimizer; a class of your own is called with the parameters, lr, weight_decay if it takes it, and "
+        "optimizer.options",
     )
     lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="a number > 0: learning rate after the warm-up")
-    momentum: Share = Field(0.9, description="a number from 0 to 1: momentum (sgd)")
-    betas: tuple[Share, Share] = Field(
-        (0.9, 0.999),
+    momentum: Share = Field(0.9, description="a number from 0 to 1: momentum (sgd, schedulefree_sgd)")
+    betas: tuple[Share, Share] | None = Field(
+        None,
         description="two numbers from 0 to 1: decay of the running averages of the gradient and its square (adam, "
-        "adamw)",
+        "adamw, lamb, schedulefree), of the momentum in the update and of the momentum itself (lion); default: "
+        "[0.9, 0.999], of lion [0.9, 0.99]",
     )
     weight_decay: Rate = Field(0.0, description="a number ≥ 0: weight decay")
     decay_norms: bool | None = Field(
         None,
         description="true or false: whether weight_decay applies to norms and biases (parameters of one dim), too; "
-        "default: false for adamw, true for the others",
+        "default: true for sgd, adam and classes of your own, false for the others",
     )
     groups: tuple[GroupConfig, ...] = Field(
         (),
@@ -116,10 +118,22 @@ class OptimizerConfig(Section):
         1, description="a whole number ≥ 1: slides of one update for which lr is given (lr_scaling: linear, sqrt)"
     )
 
+    @model_validator(mode="after")
+    def _betas_of_the_name(self) -> OptimizerConfig:
+        if self.betas is None:  # resolved here, so that the file of the run has them
+            object.__setattr__(self, "betas", _BETAS.get(self.name, (0.9, 0.999)))
+        return self
+
     @property
     def decays_norms(self) -> bool:
         """Whether weight decay applies to parameters of one dim."""
-        return self.name != "adamw" if self.decay_norms is None else self.decay_norms
+        decays = self.name in ("sgd", "adam") or ":" in self.name
+        return decays if self.decay_norms is None else self.decay_norms
+
+    @property
+    def is_schedule_free(self) -> bool:
+        """Whether an average of the weights takes the place of a falling learning rate."""
+        return self.name.startswith("schedulefree")
 
     def scaled_lr(self, batch: int, lr: float | None = None) -> float:
         """Return a learning rate, by default ``optimizer.lr``, for updates of ``batch`` slides."""

@@ -173,6 +173,21 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_average(self) -> Config:
+        name, schedule = self.optimizer.name, self.lr_schedule.name
+        if self.optimizer.is_schedule_free and schedule != "constant":
+            raise ValueError(
+                f"lr_schedule.name: given {schedule}; allowed with optimizer.name={name}: constant, with or without "
+                f"warmup_steps: its average of the weights takes the place of a falling rate"
+            )
+        if self.optimizer.is_schedule_free and self.run.ema is not None:
+            raise ValueError(
+                f"run.ema: given {self.run.ema:g}; allowed with optimizer.name={name}: none: it keeps an average of "
+                f"the weights itself, which is evaluated"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _metric_fits_task(self) -> Config:
         task, metric = self.data.facts, self.validation.metric
         if not metric:

@@ -33,7 +33,7 @@ class ExportSource:
 
     @classmethod
     def load(cls, checkpoint: Path) -> ExportSource:
-        """Load a checkpoint, with the moving average of its weights if it has one.
+        """Load a checkpoint, with the average of its weights if it has one.
 
         Raises:
             RequestError: It is damaged, or does not say how to build its model.

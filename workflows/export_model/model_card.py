@@ -74,7 +74,7 @@ def _model(source: ExportSource, checkpoint: Path) -> list[tuple[str, str]]:
     if source.temperature is not None:
         rows.append(("probabilities", f"softmax of outputs / {source.temperature:.4g}"))
     if source.member.averaged:
-        rows.append(("moving average", "the weights are the moving average of those trained"))
+        rows.append(("average", "the weights are the average of those trained, as it was validated"))
     return rows
 
 

@@ -11,24 +11,35 @@ import torch
 from hyfi_core.errors import RequestError
 from hyfi_core.user_code import load_user_code
 from workflows.config.learning import OptimizerConfig
+from workflows.finetuning.optimizers.lamb import Lamb
+from workflows.finetuning.optimizers.lion import Lion
+from workflows.finetuning.optimizers.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
+from workflows.finetuning.optimizers.switching import SwitchingOptimizer
 
 GroupSettings = list[dict[str, Any]]
-_TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+_NAMED: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "lamb": Lamb,
+    "lion": Lion,
+    "schedulefree": ScheduleFreeAdamW,
+    "schedulefree_sgd": ScheduleFreeSGD,
+}
 
 
 def optimizer_of(config: OptimizerConfig) -> Callable[[GroupSettings, float], torch.optim.Optimizer]:
     """Return a function from (parameter groups, learning rate) to the optimizer.
 
     Raises:
-        RequestError: There is no such class, it does not take ``optimizer.options``, or it keeps other weights for
-            evaluation than for training.
+        RequestError: There is no such class, or it does not take ``optimizer.options``.
     """
     for name in ("params", "lr", "weight_decay"):
         if name in config.options:
             raise RequestError(
                 f"optimizer.options.{name}: use optimizer.lr, optimizer.weight_decay or optimizer.groups"
             )
-    kind = _TORCH.get(config.name) or _imported(config.name)
+    kind = _NAMED.get(config.name) or _imported(config.name)
     accepted = inspect.signature(kind).parameters
     arguments = dict(_arguments(config))
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
@@ -42,7 +53,7 @@ def optimizer_of(config: OptimizerConfig) -> Callable[[GroupSettings, float], to
     def make(groups: GroupSettings, lr: float) -> torch.optim.Optimizer:
         try:
             optimizer = kind(groups, lr=lr, **arguments)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise RequestError(
                 f"optimizer.name {config.name}: cannot be made from options {arguments}: {error}"
             ) from error
@@ -50,6 +61,8 @@ def optimizer_of(config: OptimizerConfig) -> Callable[[GroupSettings, float], to
             raise RequestError(
                 f"optimizer.name {config.name}: it returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
             )
+        if isinstance(optimizer, SwitchingOptimizer):
+            optimizer.train()  # some begin in evaluation mode
         return optimizer
 
     return make
@@ -58,9 +71,9 @@ def optimizer_of(config: OptimizerConfig) -> Callable[[GroupSettings, float], to
 def _arguments(config: OptimizerConfig) -> Mapping[str, Any]:
     """Return the arguments of the class besides parameters and learning rate; ``options`` come last."""
     own: dict[str, Any] = {}
-    if config.name == "sgd":
+    if config.name in ("sgd", "schedulefree_sgd"):
         own = {"momentum": config.momentum}
-    elif config.name in _TORCH:
+    elif config.name in _NAMED:
         own = {"betas": config.betas}
     return own | config.options
 
@@ -71,11 +84,5 @@ def _refuse_decay(config: OptimizerConfig) -> None:
 
 
 def _imported(name: str) -> Callable[..., Any]:
-    kind = load_user_code("optimizer.name", name, "an optimizer's class")
-    # Schedule-free optimizers evaluate an average of the weights, to which their own eval() switches.
-    if isinstance(kind, type) and callable(getattr(kind, "eval", None)) and callable(getattr(kind, "train", None)):
-        raise RequestError(
-            f"optimizer.name {name}: it keeps other weights for evaluation than for training (train() and eval()), "
-            f"which checkpoints and validation would not use; use run.ema for an average of the weights"
-        )
+    kind: Callable[..., Any] = load_user_code("optimizer.name", name, "an optimizer's class")
     return kind

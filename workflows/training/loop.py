@@ -15,10 +15,10 @@ from hyfi_core.comm.activity import ACTIVITY
 from workflows.console import say, warn
 from workflows.finetuning.freezing import Freezing
 from workflows.launch.stop import StopFlag
+from workflows.training.averages.of_run import make_average
 from workflows.training.bound_by import RunSetup, StepTime, bound_by
 from workflows.training.checks.data_record import KEY
 from workflows.training.checks.finite import FiniteSteps, StepNumbers
-from workflows.training.ema import MovingAverage
 from workflows.training.feeding import loading_report
 from workflows.training.inputs.run_inputs import RunInputs, TrainingEngine
 from workflows.training.optimisation import LearningRate
@@ -85,7 +85,7 @@ class TrainingLoop:
             change = self._rate.describe_change(saved.training.state)
             if change is not None and recorder is not None:
                 say(change)
-        self._average = make_average(job.config.run.ema, model, saved)
+        self._average = make_average(job.config.run.ema, engine, model, saved)
         if saved is not None:
             saved.close()
         self.failure: str | None = None
@@ -298,13 +298,3 @@ class TrainingLoop:
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
             "random": [self._engine.random.seed, self._engine.random.step],
         }
-
-
-def make_average(decay: float | None, model: torch.nn.Module, saved: SavedRun | None) -> MovingAverage | None:
-    """Return the moving average of the weights, of a resumed run the saved one; None if it is not configured."""
-    if decay is None:
-        return None
-    average = MovingAverage(model, decay)
-    if saved is not None and saved.checkpoint.averaged is not None:
-        average.load(saved.checkpoint.averaged)
-    return average

@@ -16,7 +16,7 @@ from workflows.console import say
 from workflows.evaluation.evaluate import EvaluatedMetrics, Interrupted, gather_logits, predict_slides
 from workflows.evaluation.validation_client import ValidationClient
 from workflows.launch.stop import StopFlag
-from workflows.training.ema import MovingAverage
+from workflows.training.averages.averaged_weights import AveragedWeights
 from workflows.training.inputs.run_inputs import RunInputs, TrainingEngine
 from workflows.training.recorder import Recorder
 from workflows.training.saving.run_checkpoints import RunCheckpoints
@@ -31,7 +31,7 @@ class Validating:
         roles: Roles of all ranks.
         engine: The trainers' engine.
         model: The module that the engine trains.
-        average: Moving average of the weights, to be evaluated in their place; None: the weights are evaluated.
+        average: Average of the weights, to be evaluated in their place; None: the weights are evaluated.
         recorder: On rank 0; None elsewhere.
         stop: Requests to stop.
         checkpoints: Written while training continues; metrics are recorded when theirs is published.
@@ -47,7 +47,7 @@ class Validating:
         roles: Roles,
         engine: TrainingEngine,
         model: torch.nn.Module,
-        average: MovingAverage | None,
+        average: AveragedWeights | None,
         recorder: Recorder | None,
         stop: StopFlag,
         checkpoints: RunCheckpoints,
@@ -88,7 +88,7 @@ class Validating:
 
         Args:
             step: Step of the weights.
-            weights: With validators, on rank 0: the engine's weights, or their moving average if configured; None
+            weights: With validators, on rank 0: the engine's weights, or their average if one is kept; None
                 elsewhere.
         """
         with self._timed():

@@ -174,6 +174,12 @@ class EngineState:
             fill_buffers(self._model, buffers)
         self.unsaved |= buffers.keys()
 
+    def share_weights(self) -> None:
+        """Send parameters that were changed on the ranks that update them to those that only compute with them."""
+        with self._watch.changing():
+            self._mirrors.send_weights()
+            self._mirrors.settle()
+
     def settle(self) -> None:
         """Wait for weights that are being sent to this rank; then they may be read or changed."""
         if self._mirrors.current is not None:

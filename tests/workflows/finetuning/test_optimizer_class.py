@@ -10,16 +10,23 @@ import torch
 from hyfi_core.errors import RequestError
 from workflows.config.learning import OptimizerConfig
 from workflows.finetuning.optimizer_class import optimizer_of
+from workflows.finetuning.optimizers.lamb import Lamb
+from workflows.finetuning.optimizers.lion import Lion
+from workflows.finetuning.optimizers.schedule_free import ScheduleFreeAdamW
 
 HERE = "tests.workflows.finetuning.test_optimizer_class"
 
 
-class Averaging(torch.optim.SGD):
-    """Has other weights for evaluation, as schedule-free optimizers do."""
+class BeginsInEvaluation(torch.optim.SGD):
+    """Has other weights for evaluation, and must be switched to training first, as those of schedulefree."""
 
-    def eval(self) -> None: ...
+    trains = False
 
-    def train(self) -> None: ...
+    def eval(self) -> None:
+        self.trains = False
+
+    def train(self) -> None:
+        self.trains = True
 
 
 def not_an_optimizer(params: Any, lr: float, weight_decay: float = 0.0) -> int:
@@ -32,8 +39,12 @@ def made(**config: Any) -> torch.optim.Optimizer:
 
 
 def test_names_are_classes_of_torch_with_the_keys_of_the_section() -> None:
-    for name, kind in (("sgd", torch.optim.SGD), ("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)):
+    for name, kind in (("sgd", torch.optim.SGD), ("adam", torch.optim.Adam), ("AdamW", torch.optim.AdamW)):
         assert type(made(name=name)) is kind
+    for name, own in (("LAMB", Lamb), ("Lion", Lion), ("schedule-free", ScheduleFreeAdamW)):
+        assert type(made(name=name)) is own
+    assert made(name="lion").defaults["betas"] == (0.9, 0.99)
+    assert made(name="schedulefree_sgd", momentum=0.4).param_groups[0]["beta"] == 0.4
     assert made(name="sgd", momentum=0.3, options={"nesterov": True}).defaults["nesterov"]
     assert made(name="adam", betas=(0.5, 0.6)).defaults["betas"] == (0.5, 0.6)
 
@@ -44,12 +55,17 @@ def test_a_class_of_the_user_is_made_with_its_options() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_one_with_other_weights_for_evaluation_begins_in_training() -> None:
+    optimizer = made(name=f"{HERE}:BeginsInEvaluation")
+    assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.trains  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"name": "torch.optim:Missing"}, "'torch.optim:Missing': torch.optim has no 'Missing'"),
         ({"name": "no_such_module:Lion"}, "'no_such_module:Lion': .*PYTHONPATH"),
-        ({"name": f"{HERE}:Averaging"}, "other weights for evaluation .* use run.ema"),
+        ({"name": "schedulefree", "betas": (0.0, 0.9)}, "cannot be made .* between 0 and 1"),
         ({"name": f"{HERE}:not_an_optimizer"}, "returned int, not a torch.optim.Optimizer"),
         ({"options": {"nesterov": True}}, "optimizer.options.nesterov: adamw does not take it; it takes betas"),
         ({"name": "torch.optim:Rprop", "weight_decay": 0.1}, "Rprop has no weight decay"),

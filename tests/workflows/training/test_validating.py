@@ -188,7 +188,7 @@ def test_the_average_of_the_weights(tmp_path: Path, store: Path, capfd: pytest.C
     capfd.readouterr()
     assert validate.run(validate.EvaluationRequest(run / "checkpoints/latest", store, split="val", as_json=True)) == 0
     said = capfd.readouterr().out
-    assert "moving average of the weights (EMA)" in said
+    assert "average of the weights" in said
     assert json.loads(said.splitlines()[-1])["loss"] == validations(run)[6]["loss"]
     member = predict.load_member(run / "checkpoints/latest")
     assert torch.equal(member.model.state_dict()["fc.weight"], steps[5].averaged["fc.weight"])

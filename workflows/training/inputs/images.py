@@ -16,6 +16,7 @@ from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.launch import made_current
 from workflows.evaluation.evaluate import EvaluationSet, InferenceEngine
 from workflows.finetuning.freezing import Freezing
+from workflows.finetuning.optimizers.switching import SwitchingOptimizer
 from workflows.training import start as starting
 from workflows.training.feeding import BatchImages, make_feed, preparation
 from workflows.training.inputs.run_inputs import Batches, RunInputs, Tell, TrainingEngine
@@ -102,13 +103,25 @@ class ImageInputs(RunInputs):
         return saved.describe_norm_change(self.job.config) if engine.normalises_batches else None
 
     def warnings(self, engine: TrainingEngine) -> list[str]:
-        """Return those of the run, and whether its predictions will have no heatmap."""
+        """Return those of the run, of running statistics beside an average, and of heatmaps that will be missing.
+
+        A moving average averages running statistics, too; an optimizer knows only its parameters.
+        """
         assert isinstance(engine, Engine)
         nothing = (
             "the model pools no feature map into its output: predictions with it will have no heatmap; "
             "`hyfi predict --evidence occlusion` shows which parts of a slide matter to it"
         )
-        return [*self.job.warnings(), *([nothing] if engine.pools_a_map is False else [])]
+        statistics = (
+            f"validation and prediction use the average of the weights that {self.job.config.optimizer.name} keeps, "
+            f"but batch norm's running statistics of the weights in training; model.norm=group or frozen has none"
+        )
+        switches = isinstance(engine.optimizer, SwitchingOptimizer) and engine.normalises_batches
+        return [
+            *self.job.warnings(),
+            *([statistics] if switches else []),
+            *([nothing] if engine.pools_a_map is False else []),
+        ]
 
     def throughput(self, engine: TrainingEngine, peak: float | None, device: str) -> Throughput:
         """Return what converts images per second."""

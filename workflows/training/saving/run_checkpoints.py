@@ -11,8 +11,8 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 from workflows.launch import at_failure
+from workflows.training.averages.averaged_weights import AveragedWeights
 from workflows.training.checks.finite import finite_everywhere
-from workflows.training.ema import MovingAverage
 from workflows.training.inputs.run_inputs import RunInputs, TrainingEngine
 from workflows.training.recorder import Recorder
 
@@ -24,7 +24,7 @@ class RunCheckpoints:
         inputs: The kind of the run.
         trainers: The group of trainers.
         engine: The trainers' engine.
-        average: Moving average of the weights, saved with them; None if not kept.
+        average: Average of the weights, saved with them; None if not kept.
         recorder: On rank 0; None elsewhere.
     """
 
@@ -33,7 +33,7 @@ class RunCheckpoints:
         inputs: RunInputs,
         trainers: Communicator,
         engine: TrainingEngine,
-        average: MovingAverage | None,
+        average: AveragedWeights | None,
         recorder: Recorder | None,
     ) -> None:
         self._inputs, self._engine, self._average, self._recorder = inputs, engine, average, recorder

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 import torch
 
 from hyfi_core.runtime.calls.local_use import local_state
+from workflows.training.averages.averaged_weights import AveragedWeights
 
 
-class MovingAverage:
+class MovingAverage(AveragedWeights):
     """The moving average of one rank's tensors, bitwise independent of the plan.
 
     Memory: one more copy of the weights that the rank holds.

@@ -1,0 +1,1 @@
+"""Optimizers of published papers that PyTorch does not have."""
