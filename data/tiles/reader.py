@@ -60,6 +60,11 @@ class StoreTiles:
         """Return the number of tiles."""
         return len(self.tiles)
 
+    @property
+    def like(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """(shape, dtype) of a tile."""
+        return (3, self.tiles.size_px, self.tiles.size_px), torch.uint8
+
     @cached_property
     def identity(self) -> str:
         """Text that is another one whenever a tile is; empty if tiles are augmented, or the store has no digest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -19,11 +19,11 @@ class Recent(Generic[T]):
 
     def __init__(self, most_bytes: int, bytes_of: Callable[[T], int]) -> None:
         self._most_bytes, self._bytes_of = most_bytes, bytes_of
-        self._values: OrderedDict[int, T] = OrderedDict()
+        self._values: OrderedDict[Hashable, T] = OrderedDict()
         self._kept_bytes = 0
 
-    def get(self, index: int, make: Callable[[], T]) -> T:
-        """Return the value of a slide, made now if it is not kept."""
+    def get(self, index: Hashable, make: Callable[[], T]) -> T:
+        """Return the value of a slide, made now if it is not kept; ``index``: names the slide."""
         if index not in self._values:
             self._values[index] = value = make()
             self._kept_bytes += self._bytes_of(value)

@@ -31,7 +31,7 @@ from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer
 from hyfi_core.runtime.settings import OptimizerFactory
 from hyfi_core.runtime.subject import RandomKey
 from hyfi_core.tiles.aggregator_call import AggregatorCall, aggregator_call
-from hyfi_core.tiles.chunks import SlideParts, first_slides
+from hyfi_core.tiles.chunks import SlideParts, TileChunk, first_slides
 from hyfi_core.tiles.encoding.encoder_call import EncoderCall
 from hyfi_core.tiles.encoding.encoder_facts import EncoderFacts, tried
 from hyfi_core.tiles.encoding.encoder_pass import EncoderPass
@@ -42,7 +42,8 @@ from hyfi_core.tiles.head import BagHead
 from hyfi_core.tiles.keyed_draws import DrawKey
 from hyfi_core.tiles.memory_budget import KeepingRoom, MemoryNeeds, chunk_size, chunks_kept, new_bytes
 from hyfi_core.tiles.model import OneStage, TileModel
-from hyfi_core.tiles.source import TileSource, check_slides, read_tiles
+from hyfi_core.tiles.reading import ChunkReader, Like, SourceReader
+from hyfi_core.tiles.source import TileSource, check_slides, gather_lengths, tile_like
 from hyfi_core.tiles.spread import AttentionSpread
 
 BatchNormMode = Literal["frozen", "exact"]
@@ -72,7 +73,7 @@ class _Known:
 
     facts: EncoderFacts
     call: AggregatorCall
-    like: tuple[tuple[int, ...], torch.dtype]
+    like: Like
     lasting: Callable[[Sequence[int]], int]
 
 
@@ -89,6 +90,7 @@ class TilesEngine(EngineState):
         random: the key of random numbers, the same on all ranks.
         read_wait_s: for which this rank has waited for tiles in all steps so far.
         vectors: of a frozen encoder that this rank keeps between steps; None: it keeps none.
+        reader: of the tiles of a step of training; predictions read the slides themselves.
     """
 
     segments = None
@@ -127,6 +129,8 @@ class TilesEngine(EngineState):
             loss, lambda: autocasting(self.device, settings.autocast), comm.size == 1, parameters, {}
         )
         self.vectors: KeptVectors | None = None
+        self.reader: ChunkReader = SourceReader()
+        self._chunk: int | None = self._settings.chunk  # of the last step
         self._known: dict[Any, _Known] = {}
         self._reducing: dict[tuple[str, ...], TileGradients] = {}
 
@@ -159,7 +163,7 @@ class TilesEngine(EngineState):
         """Return what is known of the model, and features and (logits, attention) of slides in evaluation mode."""
         comm = self._groups.replica
         self._groups.reset_traffic()
-        parts = SlideParts(self._lengths(comm, slides)[0], comm.size)
+        parts = SlideParts(gather_lengths(comm, slides, comm.size)[0], comm.size)
         self._consensus.check_evaluation("predict", (len(slides), sum(parts.tiles), 0, 0), "tiles")
         with evaluating(self._model, self.device), torch.no_grad():
             known = agree(comm, lambda: self._tried(slides, train=False))
@@ -193,7 +197,7 @@ class TilesEngine(EngineState):
         ACTIVITY.action = "comparing this call"
         self._groups.reset_traffic()
         slides = agree(everyone, lambda: check_slides(tiles, labels))
-        batches = self._lengths(everyone, slides)
+        batches = gather_lengths(everyone, slides, replica.size)
         firsts = first_slides([len(batch) for batch in batches])
         parts = SlideParts(batches[self._groups.index], replica.size, firsts[self._groups.index])
         self._consensus.check_training((len(slides), sum(parts.tiles), 0, 0), "tiles", labels, self._optimizer)
@@ -256,7 +260,8 @@ class TilesEngine(EngineState):
         """
         everyone = self._groups.all
         slides = agree(everyone, lambda: check_slides(tiles, None))
-        parts = SlideParts(self._lengths(everyone, slides)[self._groups.index], self._groups.replica.size)
+        lengths = gather_lengths(everyone, slides, self._groups.replica.size)[self._groups.index]
+        parts = SlideParts(lengths, self._groups.replica.size)
         known = agree(everyone, lambda: self._tried(slides, train=True))
         encoding = self._pass(known, slides, parts, train=True)
         needs = agree(everyone, lambda: self._room(known, encoding).needs)
@@ -320,7 +325,15 @@ class TilesEngine(EngineState):
         size = None if whole else chunk_size(known.facts, self.plan.memory_bytes, self._settings.chunk)
         chunks, comm = parts.chunks(self._groups.replica.rank, size), self._groups.replica.of("stage")
         key = self.random.seed, self.random.step if train else 0
-        return EncoderPass(self._call, known.facts, slides, parts, chunks, comm, *key, known.like, train, self.vectors)
+        reader: ChunkReader = SourceReader()
+        if train:
+            reader, self._chunk = self.reader, size
+        facts, like = known.facts, known.like
+        return EncoderPass(self._call, facts, slides, parts, chunks, comm, *key, like, train, reader, self.vectors)
+
+    def own_chunks(self, tiles: Sequence[int]) -> list[TileChunk]:
+        """Return the chunks of this rank of slides with these numbers of tiles, as the last step would divide them."""
+        return SlideParts(tuple(tiles), self._groups.replica.size).chunks(self._groups.replica.rank, self._chunk)
 
     def _chunks_kept(self, known: _Known, encoding: EncoderPass, needs: MemoryNeeds) -> int:
         """Return how many chunks of this rank are kept.
@@ -348,33 +361,16 @@ class TilesEngine(EngineState):
         """Return what a step needs, and whether another chunk may be kept."""
         largest = max((len(chunk) for chunk in encoding.chunks), default=0)
         facts, comm = known.facts, self._groups.all
-        tile = torch.Size(known.like[0]).numel() * (known.like[1].itemsize + self._call.dtype.itemsize)
+        numbers, read = torch.Size(known.like[0]).numel(), known.like[1].itemsize
+        tiles = numbers * (read + self._call.dtype.itemsize) * 2 + numbers * read * (self.reader.ahead - 1)
         lasting = known.lasting(encoding.parts.tiles) + new_bytes(self._model, self._optimizer, comm.size > 1)
         work = facts.peak if facts.trained else facts.forward
-        needs = MemoryNeeds(lasting, work.of(largest) + 2 * tile * largest, facts.kept.of(largest))
+        needs = MemoryNeeds(lasting, work.of(largest) + tiles * largest, facts.kept.of(largest))
         return KeepingRoom(needs, self.plan.memory_bytes, self.device)
-
-    def _lengths(self, comm: Communicator, slides: list[TileSource]) -> list[tuple[int, ...]]:
-        """Return the numbers of tiles of each replica's slides; of this replica's if ``comm`` is its group.
-
-        Raises:
-            RequestError: on every rank: the ranks of a replica were given other slides.
-        """
-        told = comm.broadcast_object(comm.gather_objects([len(slide) for slide in slides]))
-        size = self._groups.replica.size
-        for first in range(0, len(told), size):
-            for rank in range(first, first + size):
-                if told[rank] != told[first]:
-                    raise RequestError(
-                        f"ranks disagree: slides of {told[first]} tiles on rank {first}, of {told[rank]} on rank "
-                        f"{rank}; pass the same slides on all ranks of a replica"
-                    )
-        return [tuple(told[first]) for first in range(0, len(told), size)]
 
     def _tried(self, slides: list[TileSource], train: bool) -> _Known:
         """Return what is known of encoder and aggregator with their present flags; try them if they are new."""
-        sample = read_tiles(slides[0], 0, [0])
-        like = tuple(sample.shape[1:]), sample.dtype
+        like = tile_like(slides[0])
         flags = bytes(m.training for m in self._model.modules()) + bytes(
             p.requires_grad for p in self._model.parameters()
         )

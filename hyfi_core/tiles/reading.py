@@ -5,17 +5,67 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 
 from hyfi_core.tiles.chunks import TileChunk
 from hyfi_core.tiles.source import TileSource, read_tiles
 
+Like = tuple[tuple[int, ...], torch.dtype]
+"""(shape, dtype) of a tile as it is read."""
+
+
+class ChunkReader(Protocol):
+    """Reads the tiles of a step's chunks.
+
+    Attributes:
+        ahead: chunks that may be in memory, as they are read, beside the one at work.
+    """
+
+    ahead: int
+
+    def read(
+        self,
+        slides: Sequence[TileSource],
+        chunks: Sequence[TileChunk],
+        like: Like,
+        waited: Callable[[float], None],
+        last: bool,
+    ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
+        """Yield chunks with their tiles, in order.
+
+        Args:
+            slides: of the batch.
+            chunks: of this rank.
+            like: shape and dtype of a tile.
+            waited: is given the seconds for which a chunk was not ready when it was needed.
+            last: whether nothing else of this step is read later.
+        """
+        ...
+
+
+class SourceReader:
+    """Reads from the slides themselves, one chunk ahead."""
+
+    ahead = 1
+
+    def read(
+        self,
+        slides: Sequence[TileSource],
+        chunks: Sequence[TileChunk],
+        like: Like,
+        waited: Callable[[float], None],
+        last: bool,
+    ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
+        """Yield chunks with their tiles, in order; see `read_ahead`."""
+        return read_ahead(slides, chunks, like, waited)
+
 
 def read_ahead(
     slides: Sequence[TileSource],
     chunks: Sequence[TileChunk],
-    like: tuple[tuple[int, ...], torch.dtype],
+    like: Like,
     waited: Callable[[float], None] = lambda seconds: None,
 ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
     """Yield chunks with their tiles, in order; one chunk is read ahead by another thread.

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 
 
@@ -14,8 +15,9 @@ from hyfi_core.errors import RequestError
 class TileSource(Protocol):
     """The tiles of one slide, read by index; each rank reads its own only, some of them twice in a step.
 
-    ``read`` may be called from another thread, by one at a time. A source may have a ``name``, which messages state,
-    and an ``identity``: text that is another one whenever a tile is, by which vectors of a frozen encoder are kept.
+    ``read`` may be called from another thread, by one at a time. A source may have a ``name``, which messages state; an
+    ``identity``: text that is another one whenever a tile is, by which vectors of a frozen encoder are kept; and
+    ``like``: (shape, dtype) of a tile, so that none is read to learn it.
     """
 
     @property
@@ -88,6 +90,37 @@ def check_slides(tiles: object, labels: torch.Tensor | None) -> list[TileSource]
         given = tuple(labels.shape) if isinstance(labels, torch.Tensor) else type(labels).__name__
         raise RequestError(f"labels are {given} for {len(tiles)} slides; pass a tensor with one entry for each slide")
     return list(tiles)
+
+
+def tile_like(slide: TileSource) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of a slide's tiles: as it says, or those of its first tile."""
+    stated: tuple[tuple[int, ...], torch.dtype] | None = getattr(slide, "like", None)
+    if stated is not None:
+        return stated
+    sample = read_tiles(slide, 0, [0])
+    return tuple(sample.shape[1:]), sample.dtype
+
+
+def gather_lengths(comm: Communicator, slides: Sequence[TileSource], ranks: int) -> list[tuple[int, ...]]:
+    """Return the numbers of tiles of each replica's slides (collective).
+
+    Args:
+        comm: ranks of whole replicas.
+        slides: of this rank's replica.
+        ranks: of a replica.
+
+    Raises:
+        RequestError: on every rank: the ranks of a replica were given other slides.
+    """
+    told = comm.broadcast_object(comm.gather_objects([len(slide) for slide in slides]))
+    for first in range(0, len(told), ranks):
+        for rank in range(first, first + ranks):
+            if told[rank] != told[first]:
+                raise RequestError(
+                    f"ranks disagree: slides of {told[first]} tiles on rank {first}, of {told[rank]} on rank "
+                    f"{rank}; pass the same slides on all ranks of a replica"
+                )
+    return [tuple(told[first]) for first in range(0, len(told), ranks)]
 
 
 def read_tiles(slide: TileSource, number: int, indices: Sequence[int]) -> torch.Tensor:

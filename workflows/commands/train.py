@@ -319,7 +319,7 @@ def _loader(
     """Build the loader service and return the function that runs it."""
     from workflows.training.feeding import make_loader
 
-    service = make_loader(inputs.job, roles, watch=lambda: stop.forward(roles.world))
+    service = make_loader(inputs.job, inputs.loader_samples(), roles, watch=lambda: stop.forward(roles.world))
     return lambda _: STOPPED if service.serve() else DONE
 
 
@@ -333,7 +333,7 @@ def _validator(
     job, group = inputs.job, roles.validators
     assert group is not None
     plan = validation_plan(job.config, job.plan, group.size)
-    start = partial(start_child, job.model_json(), job.config, job.val.samples, plan, device=device)
+    start = partial(start_child, inputs.model_json(), job.config, job.val.samples, plan, device=device)
     service = ValidationService(roles.world, group, start, watch=lambda: stop.forward(roles.world))
     service.begin()
     return lambda _: STOPPED if service.serve() else DONE

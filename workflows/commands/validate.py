@@ -193,7 +193,8 @@ def _evaluator(
 
     memory_bytes = None if request.memory is None else parse_bytes(request.memory)
     if bags is not None:
-        return bag_evaluator(model, bags, world, memory_bytes, device)
+        plan = ParallelPlan(tiles=world.size, memory_bytes=memory_bytes)
+        return bag_evaluator(model, bags, world, plan, device)
     cells = _cells_of(request)
     if cells is None:
         plan = ParallelPlan(grids=((1, world.size),))

@@ -185,7 +185,8 @@ class DataConfig(TargetKeys):
     prefetch: Positive = Field(
         2,
         description="a whole number ≥ 1: batches that loaders send ahead of the current one; to cells (plan.cells) box "
-        "by box, and not more than 5 % of plan.memory_bytes",
+        "by box, and not more than 5 % of plan.memory_bytes; of tiles and features, messages of at most 32 tiles that "
+        "each loader sends ahead",
     )
     workers: Positive | None = Field(
         None, description="a whole number ≥ 1: decoding processes of each loader; default: its number of threads"

@@ -12,7 +12,7 @@ from workflows.config.data import DataConfig, ModelConfig
 from workflows.config.learning import LrScheduleConfig, OptimizerConfig, ValidationConfig
 from workflows.config.ranks import PlanConfig, RolesConfig, with_design
 from workflows.config.section import Count, Positive, Section, Switch, UserPath
-from workflows.config.tiles import INSTEAD, INSTEAD_OF_FEATURES, AggregatorConfig
+from workflows.config.tiles import AggregatorConfig, without_meaning
 
 OnNonfinite = Literal["stop", "skip", "continue"]
 
@@ -151,7 +151,7 @@ class Config(Section):
     @property
     def meaningless(self) -> Mapping[str, str]:
         """Keys that have no meaning in a run of this kind, and what to do instead."""
-        return {"images": {}, "tiles": INSTEAD, "features": INSTEAD_OF_FEATURES}[self.data.kind]
+        return without_meaning(self.data.kind, self.roles)
 
     @property
     def trainers(self) -> int:

@@ -14,6 +14,7 @@ from workflows.config.section import Count, Positive, Section, Share, UserPath
 
 if TYPE_CHECKING:
     from data.tiles.tiling import Tiling
+    from workflows.config.ranks import RolesConfig
 
 
 def _lora(value: Any) -> Any:
@@ -124,8 +125,8 @@ INSTEAD = {
     "data.view": "all tissue tiles are used",
     "data.align_px": "use data.tiles.stride_px",
     "data.min_coverage": "use data.tiles.min_tissue",
-    "data.prefetch": "every trainer reads its own tiles, one chunk ahead",
-    "data.workers": "every trainer reads its own tiles",
+    "data.prefetch": "every trainer reads its own tiles, one chunk ahead; roles.loaders=1 adds a loader",
+    "data.workers": "every trainer reads its own tiles; roles.loaders=1 adds a loader",
     "data.cache_bytes": "use data.node_cache_bytes",
     "model.name": "use model.encoder.name and model.aggregator.name",
     "model.weights": "use model.encoder.weights",
@@ -143,10 +144,14 @@ INSTEAD = {
         "an encoder is computed chunk by chunk within plan.memory_bytes",
     ),
     **dict.fromkeys(
-        (f"roles.{key}" for key in ("loaders", "validators", "design", "spare", "shares")),
-        "every trainer reads its own tiles, and trainers validate",
+        (f"roles.{key}" for key in ("design", "spare", "shares")),
+        "spare ranks do not train; use them as roles.loaders or roles.validators, or add plan.replicas",
     ),
-    **dict.fromkeys((f"validation.{key}" for key in ("policy", "grids", "cells")), "trainers validate"),
+    "validation.policy": "trainers validate; roles.validators=1 adds a validator",
+    **dict.fromkeys(
+        (f"validation.{key}" for key in ("grids", "cells")),
+        "the tiles of a slide are shared by as many ranks as in training, chunk by chunk",
+    ),
     "run.compile": "encoders run as they are",
     "run.compile_cache": "encoders run as they are",
     "run.trace": "steps of tile encoders are not traced",
@@ -160,11 +165,25 @@ INSTEAD_OF_FEATURES = {
     **dict.fromkeys(("data.augment", "data.stain_normalisation", "model.encoder"), _COMPUTED),
     **dict.fromkeys(("model.mean", "model.std"), _COMPUTED),
     "data.view": "all tiles of a file of features are used",
-    "data.prefetch": "every trainer reads its own features",
-    "data.workers": "every trainer reads its own features",
+    "data.prefetch": "every trainer reads its own features; roles.loaders=1 adds a loader",
+    "data.workers": "every trainer reads its own features; roles.loaders=1 adds a loader",
     "data.cache_bytes": "the system keeps files that were read, as far as it has memory",
     "model.name": "use model.aggregator.name",
     "model.weights": "an aggregator begins with random weights",
     "model.options": "use model.aggregator.options",
 }
 """Keys that have no meaning with ``data.features``, and what to do instead."""
+
+
+def without_meaning(kind: str, roles: RolesConfig) -> dict[str, str]:
+    """Return the keys that have no meaning in a run, and what to do instead.
+
+    Args:
+        kind: What the run trains with: ``images``, ``tiles`` or ``features``.
+        roles: Of its ranks.
+    """
+    instead = {"images": {}, "tiles": INSTEAD, "features": INSTEAD_OF_FEATURES}[kind]
+    meant = {"roles.design"} if roles.design != "offload_naive" else set()
+    meant |= {"data.prefetch", "data.workers"} if roles.loaders else set()
+    meant |= {"validation.policy"} if roles.validators else set()
+    return {key: reason for key, reason in instead.items() if key not in meant}

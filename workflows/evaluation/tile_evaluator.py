@@ -62,22 +62,21 @@ def is_bag_model(model: Mapping[str, Any]) -> bool:
 
 
 def bag_evaluator(
-    model: Mapping[str, Any], bags: Bags, group: Communicator, memory_bytes: int | None, device: torch.device
+    model: Mapping[str, Any], bags: Bags, group: Communicator, plan: ParallelPlan, device: torch.device
 ) -> Evaluator:
     """Return what evaluates weights of a ``model.json`` on slides (collective); see `Evaluator`.
 
     Args:
         model: Content of ``model.json``.
         bags: The slides.
-        group: The ranks, which share the tiles of each slide.
-        memory_bytes: Memory limit of a rank; None: no limit.
+        group: The ranks.
+        plan: How they share slides and tiles.
         device: Of this rank.
 
     Raises:
         RequestError: The model cannot be built.
     """
     module = bag_module_of(model).to(device)
-    plan = ParallelPlan(tiles=group.size, memory_bytes=memory_bytes)
     autocast = torch.bfloat16 if model.get("precision") == "bfloat16" else None
     chunk: int | Literal["auto"] = CHUNK if is_feature_model(model) else "auto"
     engine = parallelize_tiles(module.encoder, module.aggregator, plan, group, autocast=autocast, chunk=chunk)

@@ -61,6 +61,7 @@ def start_child(
         "device": device if plan.ranks_per_replica == 1 else "cpu",
         "cells": config.validation.cells,
         "store": str(config.data.store),
+        "features": None if config.data.features is None else str(config.data.features),
         "slides": [[slide.slide_id, slide.case_id, slide.label] for slide in slides],
         "threads": torch.get_num_threads(),
         "arithmetic": [config.run.tf32, config.run.deterministic],
@@ -72,7 +73,8 @@ def start_child(
 def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> ParallelPlan:
     """Return the validators' plan: ``validation.grids``, with as many replicas as there are ranks for.
 
-    With ``validation.cells``, each validator evaluates its own images, spilling as the trainers do.
+    With ``validation.cells``, each validator evaluates its own images, spilling as the trainers do. A slide is
+    shared by as many validators as by trainers if their number allows, so that chunks, too, are the same.
 
     Args:
         config: The run's configuration.
@@ -85,6 +87,9 @@ def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> Para
     from hyfi_core.errors import RequestError
     from hyfi_core.plan.parallel_plan import ParallelPlan
 
+    if plan.tiles is not None:
+        tiles = validators if validators % plan.tiles else plan.tiles
+        return ParallelPlan(tiles=tiles, replicas=validators // tiles, memory_bytes=plan.memory_bytes)
     with_cells = config.validation.cells is not None
     grids = config.validation.grids or ((1, 1 if with_cells else validators),)
     replica_ranks = sum(rows * columns for rows, columns in grids)
@@ -166,21 +171,19 @@ def _build_evaluator(description: Mapping[str, Any], plan: ParallelPlan, group: 
     from data.samples.dataset import SlideRef
     from hyfi_core.runtime.launch import made_current
     from workflows.evaluation.evaluator import Evaluator, dataset_of
+    from workflows.evaluation.tile_evaluator import bag_evaluator, bags_of
 
     model = description["model"]
     slides = [
         SlideRef(slide_id, case_id, tuple(label) if isinstance(label, list) else label)
         for slide_id, case_id, label in description["slides"]
     ]
-    cells = description["cells"]
-    return Evaluator.of(
-        model,
-        dataset_of(model, Path(description["store"]), slides),
-        plan,
-        group,
-        tuple(cells) if isinstance(cells, list) else cells,
-        device=made_current(description["device"]),
-    )
+    dataset, device = dataset_of(model, Path(description["store"]), slides), made_current(description["device"])
+    features, cells = description["features"], description["cells"]
+    bags = bags_of(model, dataset, None if features is None else Path(features))
+    if bags is not None:
+        return bag_evaluator(model, bags, group, plan, device)
+    return Evaluator.of(model, dataset, plan, group, tuple(cells) if isinstance(cells, list) else cells, device=device)
 
 
 def _weights(parent: Parent, group: Communicator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -115,7 +115,7 @@ class RunSetup:
         policy: ``all`` or ``latest``.
         spare_train: Whether spare ranks train, so that none is left to load or validate.
         planes: Of each replica.
-        tiles: Whether slides are bags of tiles, which trainers read and validate themselves.
+        tiles: Whether slides are bags of tiles.
         free_cores: Whether this node has cores beside those of the trainers.
     """
 
@@ -204,11 +204,6 @@ def _slowest(spent: Sequence[Mapping[str, float]], kind: str) -> int:
 
 _TILE_ADVICE = {
     "compute": ("compute-bound", "more ranks (plan.tiles, plan.replicas) make it faster"),
-    "wait": (
-        "bound by reading",
-        "simplify data.augment, ingest at data.tiles.mpp, or use more plan.tiles",
-    ),
-    "validation": ("validation-bound", "validate less often (validation.every_steps)"),
     "stage": ("bound by features of other ranks", "use fewer ranks for a slide (plan.tiles) and more plan.replicas"),
     "imbalance": ("bound by the slowest rank", "use ranks of equal speed, or more of them for a slide (plan.tiles)"),
 }

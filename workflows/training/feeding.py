@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from data.loading.cell_feed import CellFeed
+from data.loading.decode import Samples
 from data.loading.feed import BatchPixels, Feed, FeedSpec, InlineFeed
 from data.loading.loader import LoaderService
 from data.loading.remote_feed import RemoteFeed
@@ -90,19 +91,19 @@ class BatchImages:
         return self._prepare(pixels)
 
 
-def make_loader(job: TrainingJob, roles: Roles, watch: Callable[[], None]) -> LoaderService:
-    """Return this loader rank's service; ``watch`` is called between messages."""
+def make_loader(job: TrainingJob, samples: Samples, roles: Roles, watch: Callable[[], None]) -> LoaderService:
+    """Return this loader rank's service of the training ``samples``; ``watch`` is called between messages."""
     rank = roles.world.rank
     return LoaderService(
         roles.world,
         [trainer for trainer, loaders in roles.loaders_of.items() if rank in loaders],
-        job.train,
+        samples,
         job.stream,
         job.layout,
         workers=job.config.data.workers or max(1, torch.get_num_threads()),
         cache_bytes=job.config.data.cache_bytes,
         watch=watch,
-        at_a_time=job.train.reads_at_a_time,
+        at_a_time=job.train.reads_at_a_time if samples is job.train else 1,  # bags keep what they decode
     )
 
 

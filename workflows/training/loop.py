@@ -262,7 +262,7 @@ class TrainingLoop:
         self._batches.close(stopped)
         report = loading_report(self._trainers, self._batches.reports)
         if report is not None:
-            say(describe_loading(report))
+            say(describe_loading(report, self._job.config.data.kind != "images"))
         if self._recorder is not None:
             self._recorder.loading = report
 

@@ -95,13 +95,15 @@ def peak_flops_per_s(config: Config, trainers: int, device: str) -> float | None
     return trainers * machine.peak_flops_per_s[config.run.precision]
 
 
-def describe_loading(report: Mapping[str, Any]) -> str:
-    """Return the report of all loaders as one line of text; see ``loading_report``."""
+def describe_loading(report: Mapping[str, Any], of_tiles: bool = False) -> str:
+    """Return the report of all loaders as one line of text, see ``loading_report``."""
     stored, shared, replaced = (report[key] for key in ("store_bytes", "shared_bytes", "replaced"))
     node = f" ({stored / 1e6:.1f} MB of chunks from the store, {shared / 1e6:.1f} MB from the nodes' caches)"
+    read = f"{report['read_bytes'] / 1e6:.1f} MB"
+    if not of_tiles:  # a slide of tiles is read by all loaders
+        read = f"{report['samples']} images, {report['cached']} of them from memory, {read} of pixels"
     return (
-        f"{report['loaders']} loader{'s' * (report['loaders'] > 1)}: {report['samples']} images, "
-        f"{report['cached']} of them from memory, {report['read_bytes'] / 1e6:.1f} MB of pixels read"
+        f"{report['loaders']} loader{'s' * (report['loaders'] > 1)}: {read} read"
         f"{node if stored or shared else ''}, {report['sent_bytes'] / 1e6:.1f} MB sent, at most "
         f"{max(report['trainer_bytes']) / 1e6:.1f} MB to one trainer"
         + (f"; {replaced} worker(s) replaced" if replaced else "")

@@ -30,6 +30,11 @@ class FeatureTiles:
         return self.stored.count
 
     @property
+    def like(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """(shape, dtype) of a vector."""
+        return (self.stored.features, 1, 1), torch.float32
+
+    @property
     def coords(self) -> NDArray[np.float64] | None:
         """``(N, 2)`` float64: (y, x) of each tile's upper left corner, in `StoredFeatures.unit` or as given."""
         return self._coords

@@ -28,7 +28,7 @@ from hyfi_core.tiles.features import SlideFeatures
 from hyfi_core.tiles.gradients import TileGradients
 from hyfi_core.tiles.keyed_draws import DrawKey, NoDrawsInBackward
 from hyfi_core.tiles.memory_budget import KeepingRoom
-from hyfi_core.tiles.reading import read_ahead
+from hyfi_core.tiles.reading import ChunkReader, Like
 from hyfi_core.tiles.source import TileSource, as_input
 
 
@@ -47,6 +47,7 @@ class EncoderPass:
         step: of training.
         like: (shape, dtype) of a tile.
         trains: whether a backward follows.
+        reader: of tiles.
         vectors: that are kept between steps, of an encoder that is not trained; None: none are.
         waited_s: for which tiles were not read yet when they were needed.
     """
@@ -59,8 +60,9 @@ class EncoderPass:
     comm: Communicator
     seed: int
     step: int
-    like: tuple[tuple[int, ...], torch.dtype]
+    like: Like
     trains: bool
+    reader: ChunkReader
     vectors: KeptVectors | None = None
     waited_s: float = 0.0
 
@@ -82,7 +84,9 @@ class EncoderPass:
             None if kept_vectors is None else kept_vectors.get(self.slides[chunk.slide], chunk) for chunk in self.chunks
         ]
         missing = [chunk for chunk, vectors in zip(self.chunks, stored, strict=True) if vectors is None]
-        read = read_ahead(self.slides, missing, self.like, self._waited)
+        read = self.reader.read(
+            self.slides, missing, self.like, self._waited, not self.trains or not self.facts.trained
+        )
         for chunk, vectors in zip(self.chunks, stored, strict=True):
             keeps = len(graphs) >= len(self.chunks) - kept and (room is None or room.fits_another())
             if vectors is None:
@@ -111,7 +115,7 @@ class EncoderPass:
             gradients: to which they are added, and which reduce them.
         """
         again = [chunk for chunk, graph in zip(self.chunks, graphs, strict=True) if graph is None]
-        read = read_ahead(self.slides, again[::-1], self.like, self._waited)
+        read = self.reader.read(self.slides, again[::-1], self.like, self._waited, True)
         trained = [p for name, p in self.call.encoder.named_parameters() if name in self.facts.trained]
         for number in reversed(range(len(self.chunks))):
             chunk, encoded, graphs[number] = self.chunks[number], graphs[number], None

@@ -88,6 +88,11 @@ def test_formats_train_the_same_run(alone: Path, store: Path, tmp_path: Path, fo
         assert_same_run(tmp_path / "bare", alone, 4)
 
 
+def test_vectors_from_a_loader_train_the_same_run(alone: Path, store: Path, folder: Path, tmp_path: Path) -> None:
+    assert run_on(2, feature_config(tmp_path, store, folder), "roles.loaders=1", "data.workers=1") == [0, 0]
+    assert_same_run(tmp_path / "run", alone, 4)
+
+
 def test_a_resumed_run_is_the_same(alone: Path, store: Path, folder: Path, tmp_path: Path) -> None:
     config = feature_config(tmp_path, store, folder)
     assert run_here(config, "run.steps=2") == 0
@@ -141,7 +146,7 @@ def stale(path: Path) -> None:
         (None, "data.tiles={size_px: 32}", r"data.tiles: has no meaning with data.features; leave it out"),
         (None, "model.encoder={name: timm:x}", r"model.encoder: has no meaning .*\(features are computed already\)"),
         (None, "data.augment=true", r"data.augment: has no meaning with data.features"),
-        (None, "roles.loaders=1", r"roles.loaders: has no meaning with data.features"),
+        (None, "data.workers=1", r"data.workers: has no meaning with data.features.*roles.loaders=1 adds"),
         (None, "data.features=/nowhere", r"data.features: /nowhere: no such folder"),
     ],
 )

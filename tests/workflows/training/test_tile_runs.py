@@ -149,7 +149,7 @@ def _steps(folder: Path, config: Path) -> list[dict[str, Any]]:
     [
         ("model.encoder.train=lora:2", r"train: lora:2: the encoder has no linear layers; use last:N"),
         ("data.view=crop", r"data.view: has no meaning with data.tiles; leave it out \(all tissue tiles are used\)"),
-        ("roles.loaders=1", r"roles.loaders: has no meaning with data.tiles"),
+        ("data.workers=1", r"data.workers: has no meaning with data.tiles.*roles.loaders=1 adds"),
         ("plan.grids=[[1, 1]]", r"plan.grids: has no meaning with data.tiles; leave it out \(use plan.tiles"),
         ("run.compile=auto", r"run.compile: has no meaning"),
         ("data.tiles=null", r"data.size_px: missing; needed: a whole number .*; or data.tiles for an encoder"),

@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from data.loading.tile_feed import Piece, TileFeed, pieces
 from data.tiles.bags import Bags, BagSource
+from data.tiles.rows import BagRows, TileRow
 from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.errors import RequestError
 from hyfi_core.tiles.engine import BatchNormMode, TilesEngine
@@ -26,34 +28,58 @@ from workflows.training.start import Roles
 
 
 class BagBatches:
-    """The batches of a replica: its slides, whose tiles each of its ranks reads itself.
-
-    Attributes:
-        reports: Empty: there are no loaders.
+    """The batches of a replica: its slides, whose tiles each of its ranks reads itself or receives from loaders.
 
     Args:
         job: The run.
         bags: The training slides.
         replica: Of this trainer.
-        engine: Reads the tiles, one chunk ahead.
+        engine: Reads the tiles ahead.
+        feed: Receives tiles from loaders for the engine; None: the engine reads them.
     """
 
-    def __init__(self, job: TrainingJob, bags: Bags, replica: int, engine: TilesEngine) -> None:
-        self._job, self._bags, self._replica, self._engine = job, bags, replica, engine
-        self.reports: Mapping[int, Mapping[str, Any]] = {}
+    def __init__(
+        self, job: TrainingJob, bags: Bags, replica: int, engine: TilesEngine, feed: TileFeed | None = None
+    ) -> None:
+        self._job, self._bags, self._replica, self._engine, self._feed = job, bags, replica, engine, feed
+        if feed is not None:
+            engine.reader = feed
 
     @property
     def wait_s(self) -> float:
         """The seconds for which the engine has waited for tiles so far."""
         return self._engine.read_wait_s
 
+    @property
+    def reports(self) -> Mapping[int, Mapping[str, Any]]:
+        """What each loader rank has read and sent."""
+        return {} if self._feed is None else self._feed.reports
+
     def batch(self, turn: int) -> list[BagSource]:
         """Return the slides of a turn."""
-        stream, numbers = self._job.stream, self._job.layout.numbers(turn, self._replica)
-        return [self._bags.of(index, epoch) for epoch, index in map(stream.at, numbers)]
+        numbers = self._numbers(turn)
+        slides = [self._bags.of(index, epoch) for epoch, index in map(self._job.stream.at, numbers)]
+        if self._feed is not None:
+            chunks = self._engine.own_chunks([len(slide) for slide in slides])
+            self._feed.begin(numbers, chunks, self._first_pieces(turn + 1))
+        return slides
 
     def close(self, stopped: bool) -> None:
-        """Do nothing."""
+        """Release the loaders."""
+        if self._feed is not None:
+            self._feed.close(stopped)
+
+    def _numbers(self, turn: int) -> list[int]:
+        return list(self._job.layout.numbers(turn, self._replica))
+
+    def _first_pieces(self, turn: int) -> list[Piece]:
+        """Return what the engine is expected to read first in a turn; nothing after the last one."""
+        assert self._feed is not None
+        if turn >= self._job.steps * self._job.config.optimizer.accumulate:
+            return []
+        numbers = self._numbers(turn)
+        counts = [self._bags.count(self._job.stream.at(number)[1]) for number in numbers]
+        return pieces(self._engine.own_chunks(counts), numbers)[: self._feed.ahead]
 
 
 class BagInputs(RunInputs):
@@ -114,7 +140,20 @@ class BagInputs(RunInputs):
     def batches(self, roles: Roles, engine: TrainingEngine, start: int) -> Batches:
         """Return the slides of this trainer's replica."""
         assert isinstance(engine, TilesEngine) and roles.trainers is not None
-        return BagBatches(self.job, self.train, roles.trainers.rank // self.job.plan.ranks_per_replica, engine)
+        replica = roles.trainers.rank // self.job.plan.ranks_per_replica
+        loaders, feed = roles.loaders_of.get(roles.world.rank, ()), None
+        if loaders:
+            pinned, ahead = engine.device.type == "cuda", self.job.config.data.prefetch * len(loaders)
+            feed = TileFeed(roles.world, loaders, replica, self._row, ahead, pinned)
+        return BagBatches(self.job, self.train, replica, engine, feed)
+
+    def loader_samples(self) -> BagRows:
+        """Return the training slides, a row for each tile."""
+        return BagRows(self.train, self._row)
+
+    @property
+    def _row(self) -> TileRow:
+        return TileRow(*self.tile_shape())
 
     def evaluation_set(self) -> EvaluationSet:
         """Return the validation slides with all of their tiles."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from data.loading.decode import Samples
 from data.loading.feed import Feed
 from hyfi_core.errors import RequestError
 from hyfi_core.initial_weights import InitialWeights
@@ -133,6 +134,10 @@ class ImageInputs(RunInputs):
         """Return the batches of this trainer's feed."""
         assert isinstance(engine, Engine)
         return ImageBatches(make_feed(self.job, roles, engine, start, engine.device), self.job)
+
+    def loader_samples(self) -> Samples:
+        """Return the training images."""
+        return self.job.train
 
     def evaluation_set(self) -> EvaluationSet:
         """Return the validation slides as one image each."""

@@ -5,7 +5,7 @@
                   ImageInputs                      TileInputs                           FeatureInputs
     model         one network                      encoder and aggregator               aggregator
     engine        parallelize                      parallelize_tiles                    parallelize_tiles
-    batch         boxes of images, from feeds      tiles, which trainers read           vectors, which trainers read
+    batch         boxes of images                  tiles                                vectors
     evaluation    one image of each slide          all tiles of each slide              all vectors of each slide
 """
 
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from data.loading.decode import Samples
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.tiles.engine import TilesEngine
 from workflows.evaluation.evaluate import EvaluationSet, InferenceEngine
@@ -117,6 +118,10 @@ class RunInputs(ABC):
     @abstractmethod
     def batches(self, roles: Roles, engine: TrainingEngine, start: int) -> Batches:
         """Return the batches after step ``start``."""
+
+    @abstractmethod
+    def loader_samples(self) -> Samples:
+        """Return the training slides as loaders read them."""
 
     @abstractmethod
     def evaluation_set(self) -> EvaluationSet:

@@ -106,7 +106,9 @@ class TileInputs(BagInputs):
 
     def model_json(self) -> dict[str, Any]:
         """Return the content of ``model.json``, with ``tiles``."""
-        assert self._loaded is not None, "the model is made before a checkpoint"
+        if self._loaded is None:  # on a validator
+            self.make_model("cpu", False, lambda line: None)
+        assert self._loaded is not None
         tiling = self._tiling
         return {
             **self.job.model_json(),

@@ -1,0 +1,182 @@
+"""The feed of a trainer whose slides are bags of tiles: receives the tiles of its chunks from loader ranks.
+
+::
+
+    loaders    a0 a1 a2 a3 …  a3 a2 …  b0 b1           read and sent when requested, in turn from each loader
+    trainer    a0 a1 ╎ a2 a3                           at most ``ahead`` requested and not taken yet
+               taken ╎ on their way
+               pass 1         pass 2   next step       the first chunks of the next step follow the last of this one
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from data.loading.decode import BANDS
+from data.loading.feed import Report
+from data.loading.loader_link import PIXELS_TAG, LoaderLink
+from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.plan.box import Box
+from hyfi_core.tiles.chunks import TileChunk
+from hyfi_core.tiles.reading import Like
+from hyfi_core.tiles.source import TileSource
+
+MOST_TILES = 32
+"""Of one message: longer chunks arrive in several."""
+
+Piece = tuple[int, int, int]
+"""(number of the sample, first tile, first tile after)."""
+
+
+class PackedTile(Protocol):
+    """How a tile travels: as a row of an image; `data.tiles.rows.TileRow` implements it."""
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        ...
+
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return tiles of rows ``(3, n, width)`` uint8, in memory of their own."""
+        ...
+
+
+class TileFeed:
+    """Reads the chunks of a trainer's engine; a `hyfi_core.tiles.reading.ChunkReader`.
+
+    Memory: ``ahead`` messages of at most 32 tiles, and a chunk.
+
+    Args:
+        comm: Communicator of all ranks.
+        loaders: Ranks of the loaders that serve this trainer.
+        replica: Of the trainer.
+        row: Of each tile.
+        ahead: Most messages requested and not taken yet.
+        pinned: Whether to receive in memory from which GPUs copy.
+        watch: Called while waiting, for signals; may raise.
+
+    Attributes:
+        ahead: Chunks that may be in memory beside the one at work.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        loaders: Sequence[int],
+        replica: int,
+        row: PackedTile,
+        ahead: int,
+        pinned: bool = False,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.ahead = ahead
+        self._loaders, self._row, self._pinned = tuple(loaders), row, pinned
+        self._open: dict[Piece, tuple[int, torch.Tensor]] = {}  # requested, and not taken yet
+        self._numbers: tuple[int, ...] = ()
+        self._later: list[Piece] = []
+        self._waiting: deque[Piece] = deque()  # to be requested, in this order
+        self._sent = 0
+        hello = {"parts": [], "replica": replica, "ahead": ahead + 1, "box_bytes": BANDS * MOST_TILES * row.width}
+        self._link = LoaderLink(comm, loaders, hello, watch)
+
+    @property
+    def reports(self) -> dict[int, Report]:
+        """Report of each loader, by rank; complete after ``close``."""
+        return self._link.reports
+
+    def begin(self, numbers: Sequence[int], chunks: Sequence[TileChunk], later: Sequence[Piece]) -> None:
+        """Begin a turn, and request the first of its tiles.
+
+        Args:
+            numbers: Of the samples of this turn, in the order of the engine's slides.
+            chunks: Those that the engine is expected to encode first.
+            later: What the next turn is expected to need first, see `pieces`.
+        """
+        self._numbers, self._later = tuple(numbers), list(later)
+        self._expect(pieces(chunks, numbers))
+
+    def read(
+        self,
+        slides: Sequence[TileSource],
+        chunks: Sequence[TileChunk],
+        like: Like,
+        waited: Callable[[float], None],
+        last: bool,
+    ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
+        """Yield chunks with their tiles, in order; requests are sent now, ahead of them.
+
+        Args:
+            slides: Of the batch.
+            chunks: Of this rank.
+            like: Shape and dtype of a tile.
+            waited: Is given the seconds for which a chunk was not there when it was needed.
+            last: Whether the next turn follows: its tiles are requested after these.
+        """
+        self._expect(pieces(chunks, self._numbers) + (self._later if last else []))
+        return self._taken(chunks, like, waited)
+
+    def close(self, stopped: bool) -> None:
+        """Say goodbye to the loaders, receive what was requested, and then their reports."""
+        self._link.close(stopped)
+
+    def _taken(
+        self, chunks: Sequence[TileChunk], like: Like, waited: Callable[[float], None]
+    ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
+        for chunk in chunks:
+            start_s = time.perf_counter()
+            parts = [self._take(piece) for piece in pieces([chunk], self._numbers)]
+            tiles = torch.empty((0, *like[0]), dtype=like[1]) if not parts else parts[0]
+            if len(parts) > 1:
+                tiles = torch.cat(parts)
+            del parts
+            waited(time.perf_counter() - start_s)
+            yield chunk, tiles
+            del tiles
+
+    def _expect(self, coming: list[Piece]) -> None:
+        """Request from now on what is coming; forget what was requested and is not: the order has become another."""
+        wanted = set(coming)
+        self._open = {piece: opened for piece, opened in self._open.items() if piece in wanted}
+        self._waiting = deque(piece for piece in coming if piece not in self._open)
+        self._request_ahead()
+
+    def _take(self, piece: Piece) -> torch.Tensor:
+        if piece not in self._open:
+            self._waiting.remove(piece)
+            self._request(piece)
+        request, rows = self._open.pop(piece)
+        self._request_ahead()
+        self._link.wait(request)
+        return self._row.unpack(rows)
+
+    def _request_ahead(self) -> None:
+        while self._waiting and len(self._open) < self.ahead:
+            self._request(self._waiting.popleft())
+
+    def _request(self, piece: Piece) -> None:
+        number, start, stop = piece
+        box = Box(start, stop, 0, self._row.width)
+        rows = torch.empty((BANDS, *box.shape), dtype=torch.uint8, pin_memory=self._pinned)
+        loader = self._loaders[self._sent % len(self._loaders)]
+        self._sent += 1
+        asked = {"numbers": [number], "box": (box.y0, box.y1, box.x0, box.x1)}
+        self._open[piece] = self._link.request([Message(loader, rows, PIXELS_TAG)], {loader: asked}), rows
+
+
+def pieces(chunks: Sequence[TileChunk], numbers: Sequence[int]) -> list[Piece]:
+    """Return the messages of chunks.
+
+    Args:
+        chunks: In the order in which they are encoded.
+        numbers: Of the samples, for each slide of the batch.
+    """
+    return [
+        (numbers[chunk.slide], start, min(start + MOST_TILES, chunk.stop))
+        for chunk in chunks
+        for start in range(chunk.start, chunk.stop, MOST_TILES)
+    ]
