@@ -151,8 +151,8 @@ def check_coverage(dataset: CoverageSource, min_coverage: float) -> None:
     if len(named) > MAX_LISTED:
         named[MAX_LISTED:] = [f"  … and {len(named) - MAX_LISTED} more"]
     lines = [
-        f"data.min_coverage: each image must show {min_coverage:g} of its slide's tissue; these {len(low)} slides "
-        f"show less:",
+        f"data.min_coverage: each image must show {min_coverage:g} of its slide's tissue; "
+        f"{f'these {len(low)} slides show' if len(low) > 1 else 'this slide shows'} less:",
         *named,
     ]
     with_tissue = [i for i in low if too_low[i].tissue_px]

@@ -20,7 +20,7 @@ from torch import nn
 
 from hyfi_core.errors import RequestError
 from workflows.console import listed
-from workflows.finetuning.weights_file import read_weights
+from workflows.finetuning.weights_file import WeightsFile, read_weights
 
 _NAMED = 8
 """Names in a message."""
@@ -102,7 +102,7 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     if not set(fitting) - counters:
         raise RequestError(
             f"model.weights {path}: none of its {len(tensors)} tensors matches the model; its first names are "
-            f"{', '.join(sorted(file.tensors)[:3])}, the model's {', '.join(list(own)[:3])}"
+            f"{', '.join(sorted(file.tensors)[:3])}, the model's {', '.join(list(own)[:3])}{_parts_that_fit(file, own)}"
         )
     model.load_state_dict(fitting, strict=False)
     missing = tuple(name for name in own if name not in tensors and name not in counters)
@@ -121,6 +121,17 @@ def _prefix(file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -
             if matching > most:
                 best, most = prefix, matching
     return best
+
+
+def _parts_that_fit(file: WeightsFile, own: Mapping[str, torch.Tensor]) -> str:
+    """Return which parts of a file would fit by themselves, as with two networks in it; empty if none would."""
+    prefixes = {f"{name[:end]}." for name in file.tensors for end in range(len(name)) if name[end] == "."}
+    fitting = {prefix: _matching(Prefix(prefix), file.tensors, own) for prefix in prefixes}
+    most = sorted((p for p in fitting if 2 * fitting[p] > len(own)), key=lambda p: (-fitting[p], p))
+    if not most:
+        return ""
+    named = ", ".join(f"{fitting[prefix]} under {prefix!r}" for prefix in most[:_NAMED])
+    return f". It has several parts: {named} would fit; save the tensors of one of them alone"
 
 
 def _matching(prefix: Prefix, file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> int:

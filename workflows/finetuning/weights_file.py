@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from hyfi_core.errors import RequestError
+from workflows.console import listed
 
 _WRAPPERS = (
     "state_dict",
@@ -29,6 +32,8 @@ _WRAPPERS = (
 )
 """Keys under which training scripts keep the weights, in the order in which they are looked for."""
 _DEEPEST = 3
+_NAMED = 3
+"""Classes in a message."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,34 @@ def read_weights(path: Path) -> WeightsFile:
         if path.suffix == ".safetensors":
             value = load_file(path)
         else:
-            value = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, ValueError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
+            # Scripts save their arguments beside the weights (DINO, MAE): an object with attributes, and no code.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                value = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise RequestError(f"model.weights {path}: {_describe_pickle(path, error)}") from error
+    except (SafetensorError, RuntimeError, ValueError, OSError, EOFError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RequestError(f"model.weights {path}: not a file of tensors only: {reason}") from error
     return _unwrapped(path, value)
+
+
+def _describe_pickle(path: Path, error: Exception) -> str:
+    """Return what a file has besides tensors, and the command by which who trusts it gets the tensors alone."""
+    try:
+        classes = [name for name in get_unsafe_globals_in_checkpoint(str(path)) if name != "argparse.Namespace"]
+    except Exception:  # not a file of torch.save, or an old one
+        classes = []
+    if not classes:
+        return f"not a file of tensors only: {str(error).splitlines()[0]}"
+    code = (
+        f"import torch; m = torch.load({str(path)!r}, weights_only=False); m = m.state_dict() if hasattr(m, "
+        f"'state_dict') else m.get('state_dict', m.get('model', m)); torch.save(m, 'weights.pth')"
+    )
+    return (
+        f"has objects besides tensors ({listed(sorted(classes), _NAMED)}), which may run code when they are loaded, as "
+        f"a whole model has that was saved instead of its state_dict(). If you trust the file, write its tensors: "
+        f'python -c "{code}"'
+    )
 
 
 def _unwrapped(path: Path, value: Any) -> WeightsFile:

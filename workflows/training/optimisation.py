@@ -53,7 +53,8 @@ def describe_updates(config: OptimizerConfig, batch: int) -> str:
     if config.lr_scaling != "none":
         text += f": {config.lr:g} for {config.lr_batch}, scaled {config.lr_scaling}"
     if config.weight_decay:
-        text += f"; weight decay {config.weight_decay:g}{'' if config.decays_norms else ', not of norms and biases'}"
+        norms = "of norms and biases, too" if config.decays_norms else "not of norms and biases"
+        text += f"; weight decay {config.weight_decay:g}, {norms}"
     if config.layer_decay is not None:
         text += f"; each layer learns {config.layer_decay:g} times as fast as the next"
     for group in config.groups:

@@ -57,7 +57,7 @@ def test_a_frozen_body_and_its_head_are_those_of_one_rank_on_any_plan(
     assert "7 of 9 tensors loaded ('state_dict' of the file) (names without 'module.backbone.' before them)" in said
     assert "fc 0 of 2 keeps initial values" in " ".join(said.split())
     assert "frozen: 3 of 7 parameters; batch norm with its loaded statistics: 1" in said
-    assert "learning rate 0.001; weight decay 0.1; fc: learning rate 0.01\n" in said  # sgd: of norms, too
+    assert "learning rate 0.001; weight decay 0.1, of norms and biases, too; fc: learning rate 0.01\n" in said  # sgd
     state, wanted = torch.load(published)["state_dict"], weights_of(tmp_path / "one", 4)
     for name in ("conv1.weight", "norm1.weight", "norm1.running_mean", "norm1.running_var"):
         assert torch.equal(wanted[name], state[f"module.backbone.{name}"].double())

@@ -5,6 +5,7 @@ Their names are held in ``tests/hyfi_core/models/test_resnet.py``; here a file u
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,26 @@ def test_files_without_weights_are_refused(value: object, tmp_path: Path) -> Non
     torch.save(value, tmp_path / "other.pth")
     with pytest.raises(RequestError, match=r"other.pth: has .* not a state_dict"):
         load_weights(resnet.resnet18(2, width=8), tmp_path / "other.pth")
+
+
+def test_arguments_beside_the_weights_do_not_matter_and_other_objects_are_named_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = resnet.resnet18(2, width=8)
+    torch.save({"model": model.state_dict(), "args": argparse.Namespace(lr=0.1)}, "mae.pth")
+    assert str(load_weights(resnet.resnet18(2, width=8), Path("mae.pth"))).startswith("102 of 102")
+    torch.save(model, "whole.pth")
+    with pytest.raises(RequestError, match=r"has objects besides tensors .* may run code") as refused:
+        load_weights(model, Path("whole.pth"))
+    code = str(refused.value).partition('python -c "')[2].rpartition('"')[0]
+    exec(code, {})
+    assert str(load_weights(resnet.resnet18(2, width=8), Path("weights.pth"))).startswith("102 of 102")
+
+
+def test_a_file_of_two_networks_is_refused_with_the_parts_that_fit(tmp_path: Path) -> None:
+    state = resnet.resnet18(2, width=8).state_dict()
+    both = {f"{part}.{name}": tensor for part in ("query", "key") for name, tensor in state.items()}
+    torch.save(both, tmp_path / "moco.pth")
+    with pytest.raises(RequestError, match=r"122 under 'key.', 122 under 'query.' would fit; save the tensors of one"):
+        load_weights(resnet.resnet18(2, width=8), tmp_path / "moco.pth")
