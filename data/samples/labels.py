@@ -115,11 +115,32 @@ def load_labels(
     return Labels(target, key, names, indices, cases_of(table), table.rows, named.notes)
 
 
-def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None) -> list[dict[str, str]]:
-    """Return copies of manifest rows with ``case_id`` filled: from the row, else from the labels, else empty."""
-    return [
-        {**row, "case_id": row.get("case_id") or (labels.case_of(row["slide_id"]) if labels else "")} for row in rows
+def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None, agree_with: str = "") -> list[dict[str, str]]:
+    """Return copies of manifest rows with ``case_id`` filled: from the row, else from the labels, else empty.
+
+    Args:
+        rows: Of the manifest.
+        labels: The labels.
+        agree_with: Where labels come from, if they may name no other case of a slide than the manifest.
+
+    Raises:
+        RequestError: They do; the message names a slide and both cases.
+    """
+    rows = list(rows)
+    cases = [(row.get("case_id", ""), labels.case_of(row["slide_id"]) if labels else "") for row in rows]
+    differing = [
+        (row["slide_id"], stored, own)
+        for row, (stored, own) in zip(rows, cases, strict=True)
+        if stored and own and stored != own
     ]
+    if differing and agree_with:
+        slide, stored, own = differing[0]
+        raise RequestError(
+            f"{len(differing)} slides are of one case in the store's manifest and of another in {agree_with}: {slide}, "
+            f"for instance, of {stored} and of {own}; all slides of a case are one sample (data.bag: case), so both "
+            f"must say the same"
+        )
+    return [{**row, "case_id": stored or own} for row, (stored, own) in zip(rows, cases, strict=True)]
 
 
 def one_of_each(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from data.samples.augment import Augment
 from data.samples.coverage import MAX_LISTED
-from data.samples.dataset import SlideDataset
+from data.samples.dataset import SlideDataset, SlideRef
 from data.store.slide_store import SlideStore
 from data.tiles.reader import StoreTiles
 from data.tiles.recent import Recent
@@ -43,16 +43,25 @@ class BagSource(Protocol):
 
 
 class Bags(Protocol):
-    """The slides of a dataset as bags: of tiles (`TileBags`) or of stored features (`FeatureBags`).
+    """The slides of a dataset as bags: of tiles (`TileBags`), of stored features (`FeatureBags`), or of a whole case.
 
     Attributes:
         dataset: The slides.
+        samples: One for each bag, with its label.
     """
 
-    dataset: SlideDataset
+    @property
+    def dataset(self) -> SlideDataset:
+        """Return the slides."""
+        ...
+
+    @property
+    def samples(self) -> tuple[SlideRef, ...]:
+        """Return one slide for each bag, with its label."""
+        ...
 
     def __len__(self) -> int:
-        """Return the number of slides."""
+        """Return the number of bags."""
         ...
 
     def count(self, index: int) -> int:
@@ -88,6 +97,11 @@ class TileBags:
         self.dataset, self.tiling = dataset, tiling
         self._most, self._augment = most, augment
         self._grids = Recent(_GRID_BYTES, _bytes_of)
+
+    @property
+    def samples(self) -> tuple[SlideRef, ...]:
+        """The slides."""
+        return self.dataset.samples
 
     def __len__(self) -> int:
         """Return the number of slides."""

@@ -42,6 +42,7 @@ from pathology.predict.out_folder import OutFolder
 from pathology.predict.readout import percent
 from pathology.predict.slide_result import SlideResult
 from pathology.predict.table import DONE, FAILED, INCOMPLETE, Prediction, PredictionReport
+from pathology.predict.tiles.case_slides import with_case_slides
 from pathology.predict.tiles.feature_ensemble import FeatureEnsemble
 from pathology.predict.tiles.tile_ensemble import TileEnsemble
 from pathology.predict.whole_tissue import combination_text
@@ -88,6 +89,7 @@ def predict_slides(
     spec = replace(spec, mpp=options.mpp if options.mpp is not None else spec.mpp)
     folder = OutFolder(out, members, spec, options=options)
     options.check_tissue([slide.slide_id for slide in inputs])
+    inputs = with_case_slides(inputs) if spec.bag == "case" else inputs
     set_arithmetic(all(member.config.get("tf32", False) for member in members))  # as in training
     device = own_device(options.device, comm)
     chosen = on_first_rank(comm, lambda: folder.open(inputs))
@@ -96,8 +98,7 @@ def predict_slides(
     group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(chosen)))
     for member in members:
         member.model.to(device)
-    kind = FeatureEnsemble if spec.features is not None else Ensemble if spec.tiles is None else TileEnsemble
-    ensemble = kind(members, spec, group, options) if any(not inputs[k].reason for k in chosen) else None
+    ensemble = _kind(spec)(members, spec, group, options) if any(not inputs[k].reason for k in chosen) else None
     with _scratch(folder, comm, bool(chosen)) as scratch:
         if group.rank == 0 and comm.rank != 0:
             folder.open(inputs)
@@ -110,6 +111,12 @@ def predict_slides(
         stopped = any(comm.broadcast_object(comm.gather_objects(stopped)))
     skipped = tuple(slide.slide_id for k, slide in enumerate(inputs) if k not in set(chosen))
     return PredictionReport.of(every, skipped, stopped and len(every) < len(chosen))
+
+
+def _kind(spec: InputSpec) -> type[Ensemble | TileEnsemble]:
+    if spec.features is not None:
+        return FeatureEnsemble
+    return Ensemble if spec.tiles is None else TileEnsemble
 
 
 OUTSIDE = "outside_training"
@@ -202,6 +209,7 @@ class _Run:
                     flags = _merged(prediction.flags, sight.flags)
                     return replace(prediction, coverage=0.0, flags=flags, reason="no tissue was found on this slide")
                 prediction = self._with_coverage(prediction, sight)
+                sight = replace(sight, case_slides=slide.case_slides)
                 result = self._result(slide, prediction, dataset, sight, ensemble.heatmaps(dataset, sight))
                 result = self._with_occlusion(result, ensemble, dataset, sight)
                 self._on_rank_0(lambda: self._folder.write(slide, result))
@@ -321,6 +329,7 @@ class _Run:
             withheld=prediction.reason if prediction.status == INCOMPLETE and not self._options.allow_partial else "",
             heatmap=heatmap,
             readout=readout,
+            outputs=np.stack(logits),
             values=np.stack([own.values(member_logits) for own, member_logits in zip(readouts, logits, strict=True)]),
             uncalibrated=np.stack(
                 [own.uncalibrated(member_logits) for own, member_logits in zip(readouts, logits, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -72,6 +73,7 @@ class Sight:
         flags: Warnings about them.
         level: Index of the store's level that is read.
         tiles: The tiles, for models with an encoder of tiles.
+        case_slides: All slides of the case, if they are one bag.
     """
 
     views: tuple[View, ...]
@@ -79,6 +81,7 @@ class Sight:
     flags: tuple[str, ...]
     level: int
     tiles: TissueTiles | None = None
+    case_slides: tuple[Path, ...] = ()
 
 
 class Ensemble:

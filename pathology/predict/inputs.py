@@ -29,6 +29,7 @@ class SlideInput:
         row: Its row of the user's or the store's manifest.
         reason: Why it cannot be predicted, if this is known in advance; else empty.
         label: Its label as text, empty: none; None: that of its row.
+        case_slides: All slides of its case, for models that take cases as bags; else empty.
     """
 
     slide_id: str
@@ -38,6 +39,7 @@ class SlideInput:
     row: Mapping[str, str] = field(default_factory=dict)
     reason: str = ""
     label: str | None = None
+    case_slides: tuple[Path, ...] = ()
 
 
 def find_inputs(paths: Sequence[Path], files_by_name: Mapping[str, str] | None = None) -> list[SlideInput]:

@@ -175,6 +175,7 @@ class InputSpec:
     tiles: tuple[int, int, float] | None = None
     features: int | None = None
     stain: StainNormalisation | None = None
+    bag: str = "slide"
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> InputSpec:
@@ -195,6 +196,7 @@ class InputSpec:
                 tiles=_tiles_of(config),
                 features=None if not config.get("features") else int(config["features"]["length"]),
                 stain=StainNormalisation.from_json(config.get("stain_normalisation")),
+                bag=str(config.get("bag", "slide")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(f"the checkpoint's model.json has no valid {error}; use another checkpoint") from error

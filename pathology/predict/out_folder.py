@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,18 @@ class OutFolder:
             **({} if tissue is None else {"tissue": tissue}),
             **({"occlusion": self._options.most_forwards} if self._options.evidence == "occlusion" else {}),
             **self._of_features(slide.slide_id),
+            **self._of_case(slide),
         }
 
     def _of_features(self, slide_id: str) -> dict[str, Any]:
         """Return size and time of a slide's features, for models of features."""
         return {} if self._options.features is None else {"features": features_identity(self._options, slide_id)}
+
+    @staticmethod
+    def _of_case(slide: SlideInput) -> dict[str, Any]:
+        """Return the slides of a case that is one bag, each with size and time; nothing of one slide."""
+        others = [replace(slide, path=path) for path in slide.case_slides] if len(slide.case_slides) > 1 else []
+        return {"case": {other.path.name: _identity(other) for other in others}} if others else {}
 
 
 def _identity(slide: SlideInput) -> dict[str, int]:

@@ -88,6 +88,7 @@ def _write_files(
     metadata = {
         "checkpoints": [member.digest for member in members],
         **result.readout.metadata(result.mean, result.uncalibrated.mean(axis=0)),
+        "outputs": result.outputs.tolist(),
         "temperatures": [member.temperature for member in members],
         "coverage": result.coverage,
         "flags": list(result.flags),

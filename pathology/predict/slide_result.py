@@ -31,6 +31,7 @@ class SlideResult:
         label: True label from the user's or the store's manifest; empty if unknown.
         heatmap: Scores, contributions, logits and biases; means over an ensemble.
         readout: How outputs are read; of an ensemble, all members together.
+        outputs: (members, channels) of the models.
         values: (members, columns of the readout).
         uncalibrated: (members, columns), without calibration.
         flags: Warnings about the slide.
@@ -50,6 +51,7 @@ class SlideResult:
     label: str
     heatmap: Heatmap
     readout: Readout
+    outputs: NDArray[np.float64]
     values: NDArray[np.float64]
     uncalibrated: NDArray[np.float64]
     flags: tuple[str, ...]

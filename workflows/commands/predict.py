@@ -145,6 +145,7 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     from pathology.predict.members import InputSpec, check_complete
     from pathology.predict.occlusion.occlude import check_evidence
     from pathology.predict.table import predicted_files
+    from pathology.predict.tiles.case_slides import with_case_slides
 
     options, out = request.options, request.out
     for checkpoint in request.checkpoints:
@@ -161,6 +162,8 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
         found, matched = request.labels.of(found, request.inputs, read_model_json(request.checkpoints[0]))
         if own_rank() == 0:
             console.say(matched)
+    if spec.bag == "case":
+        found = with_case_slides(found)
     names = [one.slide_id for one in found]
     if (note := options.check_tissue(names)) and own_rank() == 0:
         console.warn(f"note: {note}")
@@ -256,6 +259,7 @@ def _write_page(out: Path, members: Sequence[Member], labels: Mapping[str, str])
     ``labels`` are those of this run, which replace those of an earlier one.
     """
     from pathology.predict.table import FILE_NAME
+    from workflows.evaluation.case_table import predicted_of, write_cases
     from workflows.evaluation.cohort_page import PAGE_FILE, predicted_slides, write_cohort_page
     from workflows.tasks.by_name import task_of
 
@@ -265,8 +269,10 @@ def _write_page(out: Path, members: Sequence[Member], labels: Mapping[str, str])
     task, readout = task_of(members[0].config), readouts[0].joined(readouts)
     try:
         slides = predicted_slides(out, task, readout.columns, labels)
+        write_cases(out, predicted_of(out, slides, task), task, [member.config for member in members])
         title = f"Predictions of {console.counted(len(slides), 'slide')}: {out.absolute()}"
-        return write_cohort_page(out, slides, task, readout, title)
+        by_case = members[0].config.get("bag") == "case"
+        return write_cohort_page(out, slides, task, readout, title, by_case=by_case)
     except OSError as error:
         console.warn(f"{out / PAGE_FILE} cannot be written: {error.strerror or error}")
         return out / PAGE_FILE

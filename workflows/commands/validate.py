@@ -15,7 +15,7 @@ from hyfi_core.plan.device import device_request
 from hyfi_core.runtime.launch import inside_launcher
 from pathology.memory import parse_bytes
 from workflows import signals
-from workflows.console import emit_json, listed, plain_json, say, warn
+from workflows.console import counted, emit_json, listed, plain_json, say, warn
 from workflows.exit_codes import DONE, STOPPED
 from workflows.option_values import Cells
 from workflows.paths import require_local
@@ -124,6 +124,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     from pathology.predict.members import MIN_COVERAGE, check_complete
     from workflows.evaluation.evaluate import Interrupted
     from workflows.evaluation.tile_evaluator import bags_of
+    from workflows.evaluation.validation_page import write_validation
     from workflows.launch.peer_watch import join
     from workflows.launch.stop import StopFlag
     from workflows.launch.threads import set_threads
@@ -164,7 +165,9 @@ def validate_rank(request: EvaluationRequest) -> int:
     weights = "weights" if loaded.averaged is None else "average of the weights"
     page = None
     if request.out is not None:
-        page = _write_page(request.out, request, loaded.model, evaluator, dataset, logits, bags)
+        page = write_validation(
+            request.out, loaded.model, evaluator, dataset, logits, bags, request.store, request.split
+        )
     _report(request, loaded.model, weights, metrics, page)
     return DONE
 
@@ -218,37 +221,6 @@ def _calibration(model: Mapping[str, Any], evaluator: Evaluator, logits: Logits)
     return effect[1]
 
 
-def _write_page(
-    out: Path,
-    request: EvaluationRequest,
-    model: Mapping[str, Any],
-    evaluator: Evaluator,
-    dataset: SlideDataset,
-    logits: Logits,
-    bags: Bags | None,
-) -> Path:
-    """Write ``predictions.csv`` and ``index.html`` of the slides that were evaluated.
-
-    Raises:
-        RequestError: ``out`` cannot be written.
-    """
-    from pathology.predict.members import MIN_COVERAGE
-    from workflows.evaluation.cohort_page import evaluated_slides, write_cohort_page, write_predictions
-
-    task = evaluator.evaluation_set.task
-    readout = task.readout(model.get("calibration"))
-    least = float(model.get("min_coverage", MIN_COVERAGE))
-    is_whole = evaluator.whole is not None
-    slides = evaluated_slides(dataset, logits, task, readout, least, all_tissue=is_whole, bags=bags)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_predictions(out, slides, readout.columns, request.store)
-        title = f"Validation: {request.split} of {request.store.name}"
-        return write_cohort_page(out, slides, task, readout, title)
-    except OSError as error:
-        raise RequestError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
-
-
 def _print_enlarged(slides_shown: WholeSlides, model: Mapping[str, Any], slides: int) -> None:
     """Print which slides did not fit the trained size and how they were shown."""
     height, width = model["size_px"]
@@ -298,7 +270,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     task = task_of(model)
     task = task if request.target is None else task.with_target(request.target)
     labels = task.read_again(path, rows, merge, missing)
-    rows = with_cases(rows, labels)
+    rows = with_cases(rows, labels, f"{path}" if model.get("bag") == "case" else "")
     column = request.split_column or model.get("split_column", "split")
     if split == ALL:
         splits = {row["slide_id"]: ALL for row in rows}
@@ -364,9 +336,12 @@ def _report(
         f"{request.checkpoint} (step {step}), {weights}, on {metrics['slides']} slides of {request.split} "
         "(in brackets: 95 % intervals, cases resampled):"
     )
-    _print_metrics(metrics)
+    if model.get("bag") != "case":
+        _print_metrics(metrics)
     if metrics["case"] is not None:
-        say(f"by case ({metrics['case']['cases']} cases; {model.get('case_aggregate', 'mean')} of their slides):")
+        how = f"{model.get('case_aggregate', 'mean')} of their slides"
+        how = "each one bag of all its slides" if model.get("bag") == "case" else how
+        say(f"by case ({counted(metrics['case']['cases'], 'case')}; {how}):")
         _print_metrics(metrics["case"])
     if page is not None:
         say(f"all slides: {page}")

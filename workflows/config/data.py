@@ -166,10 +166,15 @@ class DataConfig(TargetKeys):
         description="none, macenko or reinhard: the colours of each slide become those of a reference, before "
         "augmentation, in training, validation and prediction (docs/stain.md)",
     )
-    case_aggregate: Literal["mean", "max", "none"] = Field(
+    bag: Literal["slide", "case"] = Field(
+        "slide",
+        description="slide or case: whose tiles or features are one bag: those of a slide, or of all slides of a case "
+        "(docs/tiles.md), with data.tiles and data.features",
+    )
+    case_aggregate: Literal["mean", "max", "logits", "none"] = Field(
         "mean",
-        description="mean, max or none: prediction of a case of several slides: their mean, their maximum, or none "
-        "(no metrics by case)",
+        description="mean, max, logits or none: prediction of a case of several slides: their mean, their maximum, the "
+        "mean of their outputs before they are probabilities, or none (no metrics by case)",
     )
     sampling: Literal["shuffle", "balanced", "weighted"] = Field(
         "shuffle",
@@ -274,6 +279,20 @@ class DataConfig(TargetKeys):
         if both:
             raise ValueError(f"{', '.join(both)}: given beside targets; give each of the targets its own")
         check_titles(self.targets)
+        return self
+
+    @model_validator(mode="after")
+    def _cases_are_bags(self) -> DataConfig:
+        if self.bag == "case" and self.kind == "images":
+            raise ValueError(
+                "bag: given case; a model of whole images takes one slide; use data.tiles or data.features, or "
+                "data.case_aggregate, which combines the predictions of a case's slides"
+            )
+        if self.bag == "case" and self.case_aggregate != "mean":
+            raise ValueError(
+                f"case_aggregate: given {self.case_aggregate} beside bag: case, where a case has one prediction; leave "
+                "it out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -17,7 +17,13 @@ from hyfi_core.runtime.checkpoint import read_model_json
 from pathology.predict.members import InputSpec
 from pathology.predict.readout import Readout
 from pathology.predict.table import FILE_NAME
-from workflows.evaluation.cohort_page import CohortSlide, section_of, stored_thumbnail, write_cohort_page
+from workflows.evaluation.cohort_page import (
+    CohortSlide,
+    one_of_each_case,
+    section_of,
+    stored_thumbnail,
+    write_cohort_page,
+)
 from workflows.tasks.by_name import task_of
 from workflows.tasks.page_section import MetricNumber
 from workflows.tasks.task import Task
@@ -135,9 +141,11 @@ class PooledFolds:
         """
         slides, task, readout = self.slides(store), self.task, self.results[0].readout
         self._write_predictions(folder)
-        section = section_of(slides, task, task.readout(None))  # thresholds of one model were chosen on others' slides
+        by_case = self.results[0].model.get("bag") == "case"
+        counted = one_of_each_case(slides) if by_case else slides
+        section = section_of(counted, task, task.readout(None))  # thresholds of one model were chosen on others' slides
         title = f"Cross-validation: {len(self.results)} of {folds} folds of {store.name}"
-        page = write_cohort_page(folder, slides, task, readout, title, section, self.note)
+        page = write_cohort_page(folder, slides, task, readout, title, section, self.note, by_case)
         return {
             "folds": {
                 f"{result.fold}": {**result.metrics, "checkpoint": str(result.checkpoint)} for result in self.results

@@ -214,6 +214,7 @@ def write_cohort_page(
     title: str,
     section: PageSection | None = None,
     note: str = "",
+    by_case: bool = False,
 ) -> Path:
     """Write ``folder/index.html`` and return its path.
 
@@ -225,11 +226,13 @@ def write_cohort_page(
         title: Of the page.
         section: What is known of labelled slides; None: computed.
         note: Text above the numbers of labelled slides; empty: none.
+        by_case: Whether the slides of a case are one sample, which counts once.
 
     Raises:
         OSError: The file cannot be written.
     """
-    labelled = [slide for slide in slides if slide.label and slide.prediction]
+    all_labelled = [slide for slide in slides if slide.label and slide.prediction]
+    labelled = one_of_each_case(all_labelled) if by_case else all_labelled
     if section is None and labelled:
         section = section_of(labelled, task, readout)
     worst = sorted(section.errors, key=lambda index: -section.errors[index])[:MAX_WORST] if section else []
@@ -251,8 +254,8 @@ def write_cohort_page(
         counts=_counts(slides),
         evaluation=section,
         note=note,
-        labelled=len(labelled),
-        trained_on=sum("trained_on" in slide.flags for slide in labelled),
+        labelled=len(all_labelled),
+        trained_on=sum("trained_on" in slide.flags for slide in all_labelled),
         cases=len({slide.case_id or slide.slide_id for slide in labelled}),
         worst=[_worst(labelled[index], readout) for index in worst],
         made_at=f"{datetime.now(UTC):%d %B %Y, %H:%M} UTC".lstrip("0"),
@@ -261,6 +264,14 @@ def write_cohort_page(
     path = folder / PAGE_FILE
     write_atomically(path, page.encode("utf-8"))
     return path
+
+
+def one_of_each_case(slides: Sequence[CohortSlide]) -> list[CohortSlide]:
+    """Return the first slide of each case, of slides whose case is one sample with one prediction."""
+    first: dict[str, CohortSlide] = {}
+    for slide in slides:
+        first.setdefault(slide.case_id or slide.slide_id, slide)
+    return list(first.values())
 
 
 def _css(channel: int) -> str:

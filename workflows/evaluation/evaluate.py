@@ -104,6 +104,7 @@ class EvaluationSet:
         cases: The slides' cases.
         task: What is predicted.
         aggregate: How the predictions of a case's slides are combined.
+        slides: Number of slides, if a sample has several; None: as many as targets.
     """
 
     images: SlideImages
@@ -111,14 +112,30 @@ class EvaluationSet:
     cases: tuple[str, ...]
     task: Task
     aggregate: Aggregate = "mean"
+    slides: int | None = None
 
     @classmethod
-    def of(cls, images: SlideImages, slides: Sequence[SlideRef], task: Task, aggregate: Aggregate) -> EvaluationSet:
-        """Return the evaluation set of labelled slides; a slide without a case is a case of its own."""
+    def of(
+        cls,
+        images: SlideImages,
+        slides: Sequence[SlideRef],
+        task: Task,
+        aggregate: Aggregate,
+        count: int | None = None,
+    ) -> EvaluationSet:
+        """Return the evaluation set of labelled slides; a slide without a case is a case of its own.
+
+        Args:
+            images: The engine's input for each.
+            slides: The slides; of cases that are one sample each, their first.
+            task: What is predicted.
+            aggregate: How the predictions of a case's slides are combined.
+            count: Number of slides; None: as many as ``slides``.
+        """
         targets = tuple(slide.label for slide in slides if slide.label is not None)
         if len(targets) != len(slides):
             raise ValueError("every slide of an evaluation set must have a label")
-        return cls(images, targets, tuple(s.case_id or s.slide_id for s in slides), task, aggregate)
+        return cls(images, targets, tuple(s.case_id or s.slide_id for s in slides), task, aggregate, count)
 
     def metrics_of(self, logits: Logits) -> EvaluatedMetrics:
         """Return the loss, normalised as in training, and the metrics, by slide and by case.
@@ -130,7 +147,7 @@ class EvaluationSet:
         draws = draw_cases(int(of_case.max()) + 1)
         by_slide = {
             **self._metrics(outputs, labels, draws[:, of_case]),
-            "slides": len(self.targets),
+            "slides": len(self.targets) if self.slides is None else self.slides,
             "calibration": self.task.calibration(outputs, labels, of_case),
         }
         if self.aggregate == "none":

@@ -11,6 +11,8 @@ import torch
 from data.loading.normalise import Normalisation
 from data.samples.dataset import SlideDataset
 from data.tiles.bags import Bags, TileBags
+from data.tiles.case_bags import grouped
+from data.tiles.grouping import Grouping
 from data.tiles.tiling import Tiling
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
@@ -81,7 +83,7 @@ def bag_evaluator(
     chunk: int | Literal["auto"] = CHUNK if is_feature_model(model) else "auto"
     engine = parallelize_tiles(module.encoder, module.aggregator, plan, group, autocast=autocast, chunk=chunk)
     aggregate = model.get("case_aggregate", "mean")
-    slides = EvaluationSet.of(AllTiles(bags), bags.dataset.samples, task_of(model), aggregate)
+    slides = EvaluationSet.of(AllTiles(bags), bags.samples, task_of(model), aggregate, len(bags.dataset))
     return Evaluator(slides, TileInference(engine), module, plan, group)
 
 
@@ -94,16 +96,18 @@ def bags_of(model: Mapping[str, Any], dataset: SlideDataset, features: Path | No
         features: Folder of ``--features``; None: not given.
 
     Raises:
-        RequestError: A slide has no tile with enough tissue, or features cannot be used or are not needed.
+        RequestError: A slide has no tile with enough tissue, features cannot be used or are not needed, or slides of
+            a case that is one bag have different labels.
     """
+    samples = Grouping.of(dataset.samples, model.get("bag", "slide"))
     if is_feature_model(model):
-        return feature_bags_of(model, dataset, features)
+        return grouped(feature_bags_of(model, dataset, features), samples)
     refuse_features(model, features)
     if not is_tile_model(model):
         return None
     bags = TileBags(dataset, tiling_of(model))
     bags.check()
-    return bags
+    return grouped(bags, samples)
 
 
 def refuse_features(model: Mapping[str, Any], features: Path | None) -> None:

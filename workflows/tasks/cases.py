@@ -8,7 +8,9 @@ from typing import Literal
 
 import torch
 
-Aggregate = Literal["mean", "max", "none"]
+Pooling = Literal["mean", "max", "logits"]
+"""How the predictions of a case's slides become one."""
+Aggregate = Literal["mean", "max", "logits", "none"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,25 +43,23 @@ def members_of(of_slide: torch.Tensor) -> list[torch.Tensor]:
     return list(of_slide.argsort(stable=True).split(of_slide.bincount().tolist())) if len(of_slide) else []
 
 
-def by_case(logits: torch.Tensor, targets: torch.Tensor, cases: Sequence[str], how: Literal["mean", "max"]) -> Cases:
+def by_case(logits: torch.Tensor, targets: torch.Tensor, cases: Sequence[str], how: Pooling) -> Cases:
     """Aggregate the predictions of N slides by case.
 
-    ``mean`` averages the probabilities of a case's slides. ``max`` takes the prediction of the slide with the largest
-    expected class index Σ k · p_k (for two classes: the highest probability of class 1), the first of equals. The
-    target of a case is the highest class index of its slides.
+    ``mean`` averages the probabilities of a case's slides, ``logits`` their logits. ``max`` takes the prediction of the
+    slide with the largest expected class index Σ k · p_k (for two classes: the highest probability of class 1), the
+    first of equals. The target of a case is the highest class index of its slides.
 
     Args:
         logits: (N, K) of the slides.
         targets: (N,) class indices of the slides.
         cases: (N,) names of their cases.
-        how: ``mean`` or ``max``.
+        how: ``mean``, ``max`` or ``logits``.
     """
     return aggregated(logits, targets, case_indices(cases), how)
 
 
-def aggregated(
-    logits: torch.Tensor, targets: torch.Tensor, of_slide: torch.Tensor, how: Literal["mean", "max"]
-) -> Cases:
+def aggregated(logits: torch.Tensor, targets: torch.Tensor, of_slide: torch.Tensor, how: Pooling) -> Cases:
     """Return the same as `by_case`; ``of_slide``: (N,) index of each slide's case."""
     log_p = logits.double().log_softmax(1)
     expected = log_p.exp() @ torch.arange(log_p.shape[1], dtype=torch.float64)
@@ -67,6 +67,8 @@ def aggregated(
     for members in members_of(of_slide):
         if how == "mean":
             rows.append(log_p[members].logsumexp(0) - torch.tensor(len(members), dtype=torch.float64).log())
+        elif how == "logits":
+            rows.append(logits[members].double().mean(0).log_softmax(0))
         else:
             rows.append(log_p[members[expected[members].argmax()]])
         classes.append(int(targets[members].max()))

@@ -34,7 +34,7 @@ from workflows.tasks.class_metrics import Metrics
 from workflows.tasks.own import check_own, finite, load_loss, metric_name, own_numbers
 from workflows.tasks.page_section import PageSection
 
-Aggregation = Literal["mean", "max"]
+Aggregation = Literal["mean", "max", "logits"]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from data.samples.matching import LabelMatch, match_labels
 from data.samples.names import cases_in_one_way
 from data.samples.splits import load_splits
 from data.store.manifest import load_manifest
+from data.tiles.grouping import Grouping
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.config.load import Config
@@ -47,7 +48,7 @@ class TrainingJob:
         train: Training slides, augmented.
         val: Validation slides, not augmented.
         labels: The match between labels and slides of the store.
-        draw_weights: Relative frequency with which each training slide is drawn; None: each once an epoch.
+        draw_weights: Relative frequency with which each training sample is drawn; None: each once an epoch.
         shares: Slides of one step for each replica, if these differ; spare ranks are replicas, too.
         pace_s: Seconds of each replica for one slide of each micro-batch, if shares were chosen by speed.
         excluded: Slides of both splits that are left out because of their flags.
@@ -80,7 +81,17 @@ class TrainingJob:
     @cached_property
     def stream(self) -> SampleStream:
         """The order of all training samples."""
-        return SampleStream(len(self.train), self.config.run.seed, self.draw_weights)
+        return SampleStream(len(self.train_samples), self.config.run.seed, self.draw_weights)
+
+    @cached_property
+    def train_samples(self) -> Grouping:
+        """The training slides as samples: each slide, or all of a case together."""
+        return Grouping.of(self.train.samples, self.config.data.bag)
+
+    @cached_property
+    def val_samples(self) -> Grouping:
+        """The same of the validation slides."""
+        return Grouping.of(self.val.samples, self.config.data.bag)
 
     @property
     def normalisation(self) -> Normalisation:
@@ -95,7 +106,7 @@ class TrainingJob:
 
     def steps_of(self, epochs: int) -> int:
         """Return the number of steps of ``epochs`` epochs; the last step may have samples of the next epoch."""
-        return math.ceil(epochs * len(self.train) / self.step_samples)
+        return math.ceil(epochs * len(self.train_samples) / self.step_samples)
 
     @cached_property
     def steps(self) -> int:
@@ -109,7 +120,7 @@ class TrainingJob:
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch, from 0, of the first sample of a step."""
-        return (step - 1) * self.step_samples // len(self.train)
+        return (step - 1) * self.step_samples // len(self.train_samples)
 
     def validates_after(self, step: int) -> bool:
         """Whether the weights after ``step`` are validated."""
@@ -123,7 +134,7 @@ class TrainingJob:
     def batch_labels(self, turn: int, replica: int) -> torch.Tensor:
         """Return the labels of one replica's batch, as the loss takes them."""
         indices = [self.stream.at(number)[1] for number in self.layout.numbers(turn, replica)]
-        return self.task.tensor(_label(self.train.samples[index]) for index in indices)
+        return self.task.tensor(_label(self.train_samples.samples[index]) for index in indices)
 
     def step_slides(self, step: int, turns: Sequence[int]) -> list[str]:
         """Return the slides of some batches of a step, of all replicas; ``turns``: the batches, counted from 0."""
@@ -134,17 +145,19 @@ class TrainingJob:
             for replica in range(self.plan.replicas)
             for number in self.layout.numbers(first + turn, replica)
         ]
-        return [self.train.samples[self.stream.at(number)[1]].slide_id for number in numbers]
+        samples = [self.train_samples.members[self.stream.at(number)[1]] for number in numbers]
+        return [self.train.samples[index].slide_id for indices in samples for index in indices]
 
     def warnings(self) -> list[str]:
         """Return warnings about slides, sampling and frozen parts, for the user."""
-        train, val = ([_label(sample) for sample in dataset.samples] for dataset in (self.train, self.val))
+        train, val = ([_label(one) for one in some.samples] for some in (self.train_samples, self.val_samples))
         warnings = self.task.warnings(train, val)
         warnings += [] if self.task.own_loss else self.task.batch_warnings(self.config.data.batch_size)
         if self.config.data.sampling == "balanced" and self.config.data.class_weights == "balanced":
             warnings.append("sampling and class_weights are both balanced: rare classes are weighted twice")
         if self.draw_weights is not None and 0 in self.draw_weights:
-            warnings.append(f"{self.draw_weights.count(0)} training slides have weight 0 and are never drawn")
+            what = f"training {self.config.data.bag}s"
+            warnings.append(f"{self.draw_weights.count(0)} {what} have weight 0 and are never drawn")
         unmeasured = [*self.train.as_scanned(), *self.val.as_scanned()]
         warnings += [as_scanned_text(sorted(set(unmeasured)))] if unmeasured else []
         model = self.config.model
@@ -176,6 +189,7 @@ class TrainingJob:
             "align_px": data.align_px,
             "min_coverage": data.min_coverage,
             "case_aggregate": data.case_aggregate,
+            "bag": data.bag,
             "tissue": _tissue(self.train),
             "normalisation": self.normalisation.to_json(),
             "stain_normalisation": None if self.train.stain is None else self.train.stain.to_json(),
@@ -201,7 +215,7 @@ def prepare(config: Config) -> TrainingJob:
     keyed = labels_path if data.id_column is None else read_table(labels_path, "labels", id_column=data.id_column)
     labels = read_labels(config, keyed, rows)
     match_labels(rows, labels).check(str(labels_path), data.allow_unmatched)
-    rows = with_cases(rows, labels)
+    rows = with_cases(rows, labels, f"{labels_path}" if data.bag == "case" else "")
     splits_path = data.splits or keyed
     splits = load_splits(splits_path, rows, column=data.split_column, merge_alike=merge, missing=missing)
     excluded: list[ExcludedSlide] = []
@@ -212,14 +226,15 @@ def prepare(config: Config) -> TrainingJob:
             f"no slide to train on: none of the {len(rows)} slides of {data.store} is done, has a "
             f"{', '.join(data.columns)} in {labels_path} and is in 'train' of {splits_path}"
         )
-    task = _task_of(config, labels, train, val)
+    samples = Grouping.of(train, data.bag)
+    task = _task_of(config, labels, samples.samples, Grouping.of(val, data.bag).samples)
     return TrainingJob(
         config,
         task,
         dataset_of(config, train, data.augment.build()),
         dataset_of(config, val, None),
         match_labels(rows, labels, splits),
-        _draw_weights(config, labels, train),
+        _draw_weights(config, labels, train, samples),
         config.roles.shares,
         excluded=tuple(excluded),
     )
@@ -350,11 +365,22 @@ def versions() -> dict[str, str]:
     return {"hyfi": version("hyfi"), "torch": version("torch"), "python": platform.python_version()}
 
 
-def _draw_weights(config: Config, labels: Labels, train: tuple[SlideRef, ...]) -> tuple[float, ...] | None:
+def _draw_weights(
+    config: Config, labels: Labels, train: tuple[SlideRef, ...], samples: Grouping
+) -> tuple[float, ...] | None:
     if config.data.sampling == "balanced":
-        return balanced_weights(train)
+        return balanced_weights(samples.samples)
     column = config.data.weights_column
-    return column_weights(train, labels, column) if column is not None else None
+    if column is None:
+        return None
+    weights = column_weights(train, labels, column)
+    for indices in samples.members:
+        if len({weights[index] for index in indices}) > 1:
+            raise RequestError(
+                f"data.weights_column: slides of case {train[indices[0]].case_id}, which is one sample (data.bag: "
+                f"case), differ in {column!r}; give all slides of a case the same weight"
+            )
+    return tuple(weights[indices[0]] for indices in samples.members)
 
 
 def _tissue(dataset: SlideDataset) -> dict[str, Any]:

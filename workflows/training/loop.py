@@ -289,7 +289,7 @@ class TrainingLoop:
         """Return the state for resuming after ``step``, besides weights and optimizer."""
         return {
             "step": step,
-            "epoch": step * self._job.step_samples // len(self._job.train),
+            "epoch": step * self._job.step_samples // len(self._job.train_samples),
             "sample": step * self._job.step_samples,
             "seed": self._job.config.run.seed,
             "steps": self._job.steps,

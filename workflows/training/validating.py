@@ -168,10 +168,10 @@ class Validating:
 
     def _validate_in_trainers(self, step: int) -> None:
         replica, position = divmod(self._trainers.rank, self._job.plan.ranks_per_replica)
-        plan, images, slides = self._job.plan, self._evaluation_set.images, len(self._job.val)
+        plan, images, samples = self._job.plan, self._evaluation_set.images, len(self._job.val_samples)
         share = (replica, plan.replicas)
         try:
-            mine = predict_slides(self._inference, images, slides, share, self._interrupted, plan.shares)
+            mine = predict_slides(self._inference, images, samples, share, self._interrupted, plan.shares)
         except Interrupted:
             return
         logits = gather_logits(self._trainers, mine if position == 0 else None)

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from data.samples.coverage import MAX_LISTED
-from data.samples.dataset import SlideDataset
+from data.samples.dataset import SlideDataset, SlideRef
 from data.store.slide_store import SlideStore
 from data.tiles.bags import tissue_seen
 from data.tiles.features.placed import check_slide, level0_corners, placed_tiles, tile_um
@@ -44,6 +44,11 @@ class FeatureBags:
             raise RequestError(_describe_missing(lacking, len(names), stored, missing or {}))
         self.stored = tuple(stored[name] for name in names)
         self._sources = Recent(_COORDS_BYTES, _bytes_of)
+
+    @property
+    def samples(self) -> tuple[SlideRef, ...]:
+        """The slides."""
+        return self.dataset.samples
 
     def __len__(self) -> int:
         """Return the number of slides."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -11,6 +13,7 @@ from data.samples.dataset import SlideDataset
 from data.samples.view import View
 from data.store.slide_store import SlideStore
 from data.tiles.bags import tissue_seen
+from data.tiles.case_bags import JoinedTiles
 from data.tiles.reader import StoreTiles
 from data.tiles.tiling import Tiling
 from data.tiles.tissue_tiles import TissueTiles, tissue_tiles
@@ -18,6 +21,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.tiles.engine import TilesEngine
+from hyfi_core.tiles.explanation import TileExplanation
 from hyfi_core.tiles.model import TileModel
 from hyfi_core.tiles.parallelize_tiles import parallelize_tiles
 from hyfi_core.tiles.source import TileSource
@@ -54,6 +58,8 @@ class TileEnsemble:
         self._engines = [_engine(member, comm, options, self.chunk) for member in members]
         size, stride, least = spec.tiles or (1, 1, 0.0)
         self._tiling, self._stain = Tiling(size, stride, spec.mpp, least), spec.stain
+        self._open = options.opened
+        self._last: dict[int, tuple[tuple[Path, ...], TileExplanation]] = {}
 
     def look(self, dataset: SlideDataset, all_tissue: bool) -> Sight:
         """Return the tissue tiles of the dataset's slide.
@@ -91,27 +97,64 @@ class TileEnsemble:
             SlideError: The pixels cannot be read, or a member's output is not finite.
         """
         assert sight.tiles is not None
-        return [
-            self._of_member(member, engine, stored_slide(dataset), sight.tiles)
-            for member, engine in zip(self._members, self._engines, strict=True)
-        ]
+        slide, tiles = stored_slide(dataset), sight.tiles
+        if len(sight.case_slides) < 2:
+            return [
+                place_explanation(member, tiles, self._explained(engine, [(slide, tiles)]))
+                for member, engine in zip(self._members, self._engines, strict=True)
+            ]
+        return [self._of_case(k, slide, tiles, sight.case_slides) for k in range(len(self._members))]
 
-    def _of_member(self, member: Member, engine: TilesEngine, slide: SlideStore, tiles: TissueTiles) -> Heatmap:
+    def _of_case(self, member: int, slide: SlideStore, tiles: TissueTiles, paths: tuple[Path, ...]) -> Heatmap:
+        """Return what a member says of one slide of a case, whose slides are one bag; computed once a case."""
+        slides = together(self._comm, lambda: [self._open(path) for path in paths])
+        bags = together(self._comm, lambda: [(one, self.tiles_of(one)) for one in slides])
+        if member not in self._last or self._last[member][0] != paths:
+            self._last[member] = (paths, self._explained(self._engines[member], bags))
+        counts = [len(of_slide) for _, of_slide in bags]
+        own = next(k for k, one in enumerate(slides) if one.slide_id == slide.slide_id)
+        first = sum(counts[:own])
+        return place_explanation(self._members[member], tiles, self._last[member][1], slice(first, first + counts[own]))
+
+    def _explained(self, engine: TilesEngine, bags: Sequence[tuple[SlideStore, TissueTiles]]) -> TileExplanation:
+        """Return what the tiles of some slides say together, one slide after the other.
+
+        Raises:
+            SlideError: Their pixels cannot be read, or the output is not finite.
+        """
         late = LateErrors(self._comm.size > 1)
-        source = _CheckedTiles(*together(self._comm, lambda: self.source_of(slide, tiles)), late, slide.slide_id)
-        explanation = engine.explain(source)
+        parts = [
+            _CheckedTiles(*together(self._comm, partial(self.source_of, one, of_one)), late, one.slide_id)
+            for one, of_one in bags
+        ]
+        explanation = engine.explain(parts[0] if len(parts) == 1 else JoinedTiles("the case", parts))
         together(self._comm, late.raise_error)
         if not bool(torch.isfinite(explanation.logits).all()):
             raise SlideError(f"the network's output is not finite: {explanation.logits.tolist()}")
-        readout = member.readout
-        scores = readout.position_scores(explanation.alone.T[:, :, None].float())[:, :, 0]
-        values = TileValues(
-            explanation.logits.double().cpu().numpy(),
-            scores.cpu().numpy(),
-            explanation.contributions.double().T.cpu().numpy(),
-            None if explanation.attention is None else explanation.attention.double().cpu().numpy(),
-        )
-        return place_tiles(tiles, values, readout.channels, readout.exclusive)
+        return explanation
+
+
+def place_explanation(
+    member: Member, tiles: TissueTiles, explanation: TileExplanation, own: slice = slice(None)
+) -> Heatmap:
+    """Return the heatmap of a slide's tiles.
+
+    Args:
+        member: The model.
+        tiles: Of the slide.
+        explanation: What all tiles of its bag say.
+        own: Which of them are the slide's; the bias then has what the others contribute.
+    """
+    readout = member.readout
+    scores = readout.position_scores(explanation.alone[own].T[:, :, None].float())[:, :, 0]
+    attention = None if explanation.attention is None else explanation.attention.double().cpu().numpy()
+    values = TileValues(
+        explanation.logits.double().cpu().numpy(),
+        scores.cpu().numpy(),
+        explanation.contributions[own].double().T.cpu().numpy(),
+        None if attention is None else attention[own] * (len(attention) / len(tiles)),
+    )
+    return place_tiles(tiles, values, readout.channels, readout.exclusive)
 
 
 class _CheckedTiles:

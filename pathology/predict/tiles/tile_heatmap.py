@@ -28,7 +28,7 @@ class TileValues:
         logits: (K,) of the slide.
         scores: (K, N), 0 to 1.
         contributions: (K, N), to the logits.
-        attention: (N,), with sum 1; None if the aggregator has none.
+        attention: (N,), with sum 1 over a bag of these tiles only; None if the aggregator has none.
     """
 
     logits: NDArray[np.float64]

@@ -144,12 +144,13 @@ class Multilabel(Task):
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of the mean or highest probability of each label; a case has the labels of any slide."""
+        """Return logits of the mean or highest probability of each label, or their mean; a case has those of any."""
         merged, of_any = [], []
         yes, no = (torch.nn.functional.logsigmoid(sign * outputs.double()) for sign in (1, -1))
         for members in members_of(of_case):
             mean = yes[members].logsumexp(0) - no[members].logsumexp(0)  # exact where probabilities round to 1
-            merged.append(mean if how == "mean" else outputs[members].double().amax(0))
+            own = outputs[members].double()
+            merged.append({"mean": mean, "max": own.amax(0), "logits": own.mean(0)}[how])
             of_any.append(targets[members].amax(0))
         return torch.stack(merged), torch.stack(of_any)
 

@@ -65,7 +65,7 @@ class Ordinal(Multiclass):
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs of the mean probabilities of a case, or of its slide with the highest mean grade.
+        """Return outputs of the mean probabilities of a case, its mean outputs, or its slide of highest mean grade.
 
         The target of a case is the highest of its slides.
         """
@@ -75,7 +75,12 @@ class Ordinal(Multiclass):
             count = torch.tensor(len(members), dtype=torch.float64)
             mean = outputs_of(higher[members].logsumexp(0) - count.log())
             most = outputs[members[higher[members].exp().sum(1).argmax()]].double()
-            rows.append(mean if how == "mean" and len(members) > 1 else most)
+            pooled = {
+                "mean": mean if len(members) > 1 else most,
+                "max": most,
+                "logits": outputs[members].double().mean(0),
+            }
+            rows.append(pooled[how])
             highest.append(targets[members].max())
         return torch.stack(rows), torch.stack(highest)
 

@@ -153,7 +153,7 @@ class Survival(Task):
         merged, latest, risks = [], [], self._risks(outputs)
         for members in members_of(of_case):
             highest = members[risks[members].argmax()]
-            merged.append(outputs[members].mean(0) if how == "mean" else outputs[highest])
+            merged.append(outputs[highest] if how == "max" else outputs[members].mean(0))
             latest.append(targets[members[targets[members, 0].argmax()]])
         return torch.stack(merged), torch.stack(latest)
 

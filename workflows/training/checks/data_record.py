@@ -71,7 +71,9 @@ class SlideTables:
 
 def data_record(job: TrainingJob) -> DataRecord:
     """Return the record of a run's slides; opens each, and reads no pixels."""
-    weights = [""] * len(job.train) if job.draw_weights is None else [f"{weight:.9g}" for weight in job.draw_weights]
+    weights = [""] * len(job.train)
+    if job.draw_weights is not None:
+        weights = job.train_samples.to_slides([f"{weight:.9g}" for weight in job.draw_weights])
     validation = _facts(job, job.val, job.config.validation.split, [""] * len(job.val))
     return {
         **_facts(job, job.train, "train", weights),

@@ -12,6 +12,7 @@ from torch import nn
 
 from data.loading.tile_feed import Piece, TileFeed, pieces
 from data.tiles.bags import Bags, BagSource
+from data.tiles.case_bags import grouped
 from data.tiles.rows import BagRows, TileRow
 from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.errors import RequestError
@@ -128,7 +129,7 @@ class BagInputs(RunInputs):
         longest = roles.trainers.broadcast_object(
             agree(roles.trainers, lambda: self._longest(batch) if first else None)
         )
-        slides = agree(roles.trainers, lambda: [self.train.of(index, 0) for index in longest])
+        slides = agree(roles.trainers, lambda: [self.train_bags.of(index, 0) for index in longest])
         engine.reserve(slides)
         logits, _ = engine.predict([_FirstTiles(slides[-1], 2)])
         if logits.shape[1] != self.job.task.outputs:
@@ -145,11 +146,11 @@ class BagInputs(RunInputs):
         if loaders:
             pinned, ahead = engine.device.type == "cuda", self.job.config.data.prefetch * len(loaders)
             feed = TileFeed(roles.world, loaders, replica, self._row, ahead, pinned)
-        return BagBatches(self.job, self.train, replica, engine, feed)
+        return BagBatches(self.job, self.train_bags, replica, engine, feed)
 
     def loader_samples(self) -> BagRows:
-        """Return the training slides, a row for each tile."""
-        return BagRows(self.train, self._row)
+        """Return the training samples, a row for each tile."""
+        return BagRows(self.train_bags, self._row)
 
     @property
     def _row(self) -> TileRow:
@@ -157,9 +158,8 @@ class BagInputs(RunInputs):
 
     def evaluation_set(self) -> EvaluationSet:
         """Return the validation slides with all of their tiles."""
-        return EvaluationSet.of(
-            AllTiles(self.val), self.job.val.samples, self.job.task, self.job.config.data.case_aggregate
-        )
+        bags, data = grouped(self.val, self.job.val_samples), self.job.config.data
+        return EvaluationSet.of(AllTiles(bags), bags.samples, self.job.task, data.case_aggregate, len(self.val))
 
     def inference(self, engine: TrainingEngine) -> InferenceEngine:
         """Return the engine without its attention."""
@@ -175,9 +175,14 @@ class BagInputs(RunInputs):
         return {"attention_peak": spread.peak, "effective_tiles": spread.effective_tiles}
 
     @cached_property
+    def train_bags(self) -> Bags:
+        """The training samples: slides, or cases."""
+        return grouped(self.train, self.job.train_samples)
+
+    @cached_property
     def counts(self) -> list[int]:
-        """Tiles of each training slide in an epoch."""
-        return [self.train.count(index) for index in range(len(self.train))]
+        """Tiles of each training sample, a slide or a case, in an epoch."""
+        return [self.train_bags.count(index) for index in range(len(self.train_bags))]
 
     def checked(self) -> list[dict[str, Any]]:
         """Return the rows of ``coverage.csv`` of both splits: the tissue in each slide's tiles, and their number."""
@@ -187,7 +192,7 @@ class BagInputs(RunInputs):
         return [*rows.values()]
 
     def _longest(self, slides: int) -> list[int]:
-        """Return the slides with most tiles, the longest first."""
+        """Return the samples with most tiles, the longest first."""
         return sorted(range(len(self.counts)), key=lambda index: -self.counts[index])[:slides]
 
 

@@ -1,0 +1,41 @@
+"""The slides of a case, for models that take all tiles of a case as one bag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pathology.predict.inputs import SlideInput
+
+
+def with_case_slides(inputs: Sequence[SlideInput]) -> list[SlideInput]:
+    """Return slides with all slides of their case, case by case, in the order of the first slide of each.
+
+    A slide of a case with several gets a reason why it cannot be predicted if one of them cannot be read, or is not in
+    a store: a part of a case is another bag. Slides that have those of their case already stay as they are.
+    """
+    if all(slide.case_slides for slide in inputs):
+        return list(inputs)
+    cases: dict[str, list[SlideInput]] = {}
+    for one in inputs:
+        cases.setdefault(one.case_id or one.slide_id, []).append(one)
+    result = []
+    for slides in cases.values():
+        paths = tuple(slide.path for slide in sorted(slides, key=lambda slide: slide.slide_id))
+        why = "" if len(slides) == 1 else _reason(slides)
+        result += [replace(slide, case_slides=paths, reason=slide.reason or why) for slide in slides]
+    return result
+
+
+def _reason(slides: Sequence[SlideInput]) -> str:
+    """Return why a case with several slides cannot be predicted; empty if it can."""
+    failed = next((slide for slide in slides if slide.reason), None)
+    if failed is not None:
+        return f"the model takes all slides of a case together, and {failed.slide_id} of it fails: {failed.reason}"
+    file = next((slide for slide in slides if not slide.stored), None)
+    if file is not None:
+        return (
+            f"the model takes all {len(slides)} slides of case {file.case_id} together, which must be in a store; run "
+            f"`hyfi ingest`, and predict the store"
+        )
+    return ""

@@ -1,0 +1,117 @@
+"""``cases.csv``: a row for each case, beside the rows of its slides in ``predictions.csv``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data.csv_table import write_table
+from data.files import read_json_object
+from data.samples.labels import Target
+from pathology.predict.readout import Readout
+from pathology.predict.table import PREDICTION_FILE
+from workflows.evaluation.cohort_page import CohortSlide
+from workflows.tasks.task import Task
+
+CASES_FILE = "cases.csv"
+
+
+@dataclass(frozen=True, eq=False)
+class CaseSlide:
+    """One slide of a case.
+
+    Attributes:
+        slide_id, case_id: The slide; an empty case is one of its own.
+        outputs: (members, K) of the models; None: the slide has no prediction.
+        label: Its label; None: unknown.
+    """
+
+    slide_id: str
+    case_id: str
+    outputs: NDArray[np.float64] | None
+    label: Target | None = None
+
+
+def write_cases(folder: Path, slides: Sequence[CaseSlide], task: Task, models: Sequence[Mapping[str, Any]]) -> None:
+    """Write ``folder/cases.csv``; nothing with ``data.case_aggregate: none``.
+
+    The outputs of a case are those from which metrics by case are computed, by each model; then they are read like
+    those of a slide. Where a case is one bag, all of its slides have them already.
+
+    Args:
+        folder: Where it is written.
+        slides: The slides.
+        task: What is predicted.
+        models: ``model.json`` of each member.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    if models[0].get("case_aggregate", "mean") == "none":
+        return
+    readouts = [task.readout(model.get("calibration")) for model in models]
+    readout = readouts[0].joined(readouts)
+    cases: dict[str, list[CaseSlide]] = {}
+    for slide in slides:
+        cases.setdefault(slide.case_id or slide.slide_id, []).append(slide)
+    columns = ["case_id", "slides", "predicted", "prediction", *readout.columns, "label"]
+    rows = []
+    for case_id, members in cases.items():
+        predicted = [slide for slide in members if slide.outputs is not None]
+        row = {"case_id": case_id, "slides": f"{len(members)}", "predicted": f"{len(predicted)}"}
+        row["label"] = _label_of(task, [slide.label for slide in members])
+        if predicted:
+            values = _values_of(predicted, task, models, readouts)
+            numbers = ["" if isnan(value) else f"{value:.6f}" for value in values]
+            row |= {"prediction": readout.prediction(values), **dict(zip(readout.columns, numbers, strict=True))}
+        rows.append({name: row.get(name, "") for name in columns})
+    write_table(folder / CASES_FILE, columns, rows)
+
+
+def predicted_of(out: Path, slides: Sequence[CohortSlide], task: Task) -> list[CaseSlide]:
+    """Return the slides of a folder of predictions with their outputs, from the slides' folders."""
+    return [
+        CaseSlide(slide.slide_id, slide.case_id, _outputs(out, slide), task.target_of(slide.label)) for slide in slides
+    ]
+
+
+def _outputs(out: Path, slide: CohortSlide) -> NDArray[np.float64] | None:
+    if not slide.prediction:
+        return None
+    outputs = read_json_object(out / slide.slide_id / PREDICTION_FILE).get("outputs")
+    return None if outputs is None else np.array(outputs, np.float64)
+
+
+def _values_of(
+    slides: Sequence[CaseSlide], task: Task, models: Sequence[Mapping[str, Any]], readouts: Sequence[Readout]
+) -> NDArray[np.float64]:
+    """Return the numbers of a case, the mean over the members."""
+    outputs = np.stack([slide.outputs for slide in slides if slide.outputs is not None])
+    found = []
+    for k, (model, readout) in enumerate(zip(models, readouts, strict=True)):
+        own = torch.from_numpy(outputs[:, k].astype(np.float64))
+        if model.get("bag", "slide") == "slide" and len(own) > 1:
+            same_case = torch.zeros(len(own), dtype=torch.long)
+            own = task.by_case(own, _some_labels(task, len(own)), same_case, model.get("case_aggregate", "mean"))[0]
+        found.append(readout.values(own[0].double().numpy()))
+    mean: NDArray[np.float64] = np.mean(found, axis=0)
+    return mean
+
+
+def _some_labels(task: Task, slides: int) -> torch.Tensor:
+    """Return labels for slides whose own are not asked for."""
+    label: Target = 0 if task.facts.samples_classes else (0.0,) * task.label_numbers
+    return task.tensor([label] * slides)
+
+
+def _label_of(task: Task, labels: Sequence[Target | None]) -> str:
+    """Return the label of a case as text: that of its slides, if they agree; else empty."""
+    texts = {task.text(label) for label in labels if label is not None}
+    return texts.pop() if len(texts) == 1 else ""
