@@ -109,11 +109,16 @@ class BagHead:
         here, comm = self.groups.index, self.groups.all.of("reduce")
         logits, targets = own, labels
         if len(self.batches) > 1:
-            like = [one.new_empty((b, *one.shape[1:]), device="meta") for one in (own, labels) for b in self.batches]
-            mine = {here: own, len(self.batches) + here: labels} if self.groups.replica.rank == 0 else {}
-            gathered = gather_tensors(comm, like, mine, own.device)
+            like = {
+                (name, replica): tensor.new_empty((batch, *tensor.shape[1:]), device="meta")
+                for name, tensor in (("logits", own), ("labels", labels))
+                for replica, batch in enumerate(self.batches)
+            }
+            owned = {("logits", here): own, ("labels", here): labels} if self.groups.replica.rank == 0 else {}
+            gathered = gather_tensors(comm, like, owned, own.device)
             logits, targets = (
-                torch.cat(part) for part in (gathered[: len(self.batches)], gathered[len(self.batches) :])
+                torch.cat([gathered[name, replica] for replica in range(len(self.batches))])
+                for name in ("logits", "labels")
             )
         leaf = logits.detach().requires_grad_()
         loss = self.loss(leaf, targets)

@@ -22,6 +22,9 @@ from hyfi_core.runtime.losses.gathered import gather_tensors
 from hyfi_core.runtime.losses.loss_function import LossFunction
 from hyfi_core.runtime.losses.step_loss import LeafCotangents, Leaves, StepLoss, is_float, zeros_of
 
+_LABELS = -1
+"""The labels, where outputs have the number of their leaf."""
+
 
 class BatchLoss(StepLoss):
     """One loss over the whole batch.
@@ -100,31 +103,27 @@ class BatchLoss(StepLoss):
         self, outputs: Mapping[int, Leaves], tensors: list[int]
     ) -> tuple[dict[tuple[int, int, int], torch.Tensor], torch.Tensor]:
         """Return (replica, micro-batch, leaf) -> tensor, and the labels of the whole batch."""
-        comm, plan, own_replica = self._groups.outputs().of("reduce"), self._plan, self._groups.index
-        model = next(iter(outputs.values()))
-        _compare_shapes(comm, [*(model[at] for at in tensors), self._labels])
-        keys = [
-            (replica, m, at) for replica in range(plan.replicas) for m in range(plan.microbatches) for at in tensors
-        ]
-        like = [model[at].new_empty((self._size(r), *model[at].shape[1:]), device="meta") for r, _, at in keys]
-        chunks = [(replica, m) for replica in range(plan.replicas) for m in range(plan.microbatches)]
-        like += [self._labels.new_empty((self._size(r), *self._labels.shape[1:]), device="meta") for r, _ in chunks]
-        own = {
-            number: outputs[m][at]
-            for number, (replica, m, at) in enumerate(keys)
-            if replica == own_replica and self._leads(self._direction(m))
+        comm, model = self._groups.outputs().of("reduce"), next(iter(outputs.values()))
+        samples = {at: model[at] for at in tensors} | {_LABELS: self._labels}
+        _compare_shapes(comm, list(samples.values()))
+        like = {
+            (replica, m, at): tensor.new_empty((self._size(replica), *tensor.shape[1:]), device="meta")
+            for replica, m in self._order
+            for at, tensor in samples.items()
         }
+        gathered = gather_tensors(comm, like, self._owned(outputs, tensors), self._labels.device)
+        labels = [gathered.pop((replica, m, _LABELS)) for replica, m in self._order]
+        return gathered, torch.cat(labels)
+
+    def _owned(self, outputs: Mapping[int, Leaves], tensors: list[int]) -> dict[tuple[int, int, int], torch.Tensor]:
+        """Return what this rank sends: outputs of directions that it leads; the labels if it leads the first one."""
+        replica, microbatches = self._groups.index, range(self._plan.microbatches)
+        led = [m for m in microbatches if self._leads(self._direction(m))]
+        owned = {(replica, m, at): outputs[m][at] for m in led for at in tensors}
         if self._leads(0):
-            own |= {
-                number: self._labels.split(self._size(own_replica))[m]
-                for number, (replica, m) in enumerate(chunks, len(keys))
-                if replica == own_replica
-            }
-        tensors_everywhere = gather_tensors(comm, like, own, self._labels.device)
-        labels = dict(zip(chunks, tensors_everywhere[len(keys) :], strict=True))
-        return dict(zip(keys, tensors_everywhere[: len(keys)], strict=True)), torch.cat(
-            [labels[part] for part in self._order]
-        )
+            labels = self._labels.split(self._size(replica))
+            owned |= {(replica, m, _LABELS): labels[m] for m in microbatches}
+        return owned
 
     def _size(self, replica: int) -> int:
         """Return the samples of a micro-batch in a replica."""

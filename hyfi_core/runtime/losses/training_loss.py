@@ -160,9 +160,12 @@ class TrainingLoss:
 
     def _all_labels(self, labels: torch.Tensor) -> torch.Tensor:
         shares = self._plan.shares or (len(labels),) * self._plan.replicas
-        like = [labels.new_empty((share, *labels.shape[1:]), device="meta") for share in shares]
+        like = {
+            replica: labels.new_empty((share, *labels.shape[1:]), device="meta") for replica, share in enumerate(shares)
+        }
         own = {self._groups.index: labels} if self._groups.replica.rank == 0 else {}
-        return torch.cat(gather_tensors(self._groups.all.of("reduce"), like, own, torch.device("cpu")))
+        gathered = gather_tensors(self._groups.all.of("reduce"), like, own, torch.device("cpu"))
+        return torch.cat(list(gathered.values()))
 
 
 def output_leaves(lowered: LoweredModel) -> list[Any]:
