@@ -1,4 +1,15 @@
-"""Which maps a rule accepts: wrappers that refuse any other by name, before the rule runs."""
+"""Which maps a rule accepts: wrappers that refuse any other by name, before the rule runs.
+
+A model may view its image as tiles and encode each of them. Tiles are a flat map in the batch dim: its positions are
+tiles, in row-major order of the image, and each rank has those of its part::
+
+    image (B, C, H, W)                 tiles (B · H/p · W/p, C, p, p)        dims (0, 0), leads (B, 1)
+    ┌───┬───┬───┐
+    │ 0 │ 1 │ 2 │   rank 0: 0 1 3 4    what an operator does to each entry of a batch, it does to each rank's tiles:
+    ├───┼───┼───┤   rank 1: 2 5        no halo, since a tile ends at its border, and no communication
+    │ 3 │ 4 │ 5 │
+    └───┴───┴───┘
+"""
 
 from __future__ import annotations
 
@@ -7,7 +18,7 @@ from functools import wraps
 
 from hyfi_core.capture.program import Operator, refs_in
 from hyfi_core.rules.builder import Builder, Rule
-from hyfi_core.rules.calls import renamed
+from hyfi_core.rules.calls import emit_on_part, renamed
 
 
 def one_map(rule: Rule) -> Rule:
@@ -23,14 +34,28 @@ def one_map(rule: Rule) -> Rule:
     return checked
 
 
-def on_maps(rule: Rule) -> Rule:
-    """Return a rule that refuses anything but one map ``(B, C, H, W)``, as the first argument."""
+def on_tiles(builder: Builder, op: Operator) -> None:
+    """An operator that treats the entries of a batch alike and apart, on this rank's tiles."""
+    split = builder.splits[op.args[0].name].owned
+    emit_on_part(builder, op, split, split, op)
+
+
+def on_maps(rule: Rule, tiles: Rule = on_tiles) -> Rule:
+    """Return a rule that refuses anything but one map ``(B, C, H, W)``, or tiles ``(N, C, h, w)``, as first argument.
+
+    Args:
+        rule: for maps.
+        tiles: for tiles.
+    """
     rule = one_map(rule)
 
     @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
-        split = builder.split_of(op.args[0])
-        if split is not None and (not split.plain or split.dims != (2, 3) or len(builder.shape(op.args[0].name)) != 4):
+        split, rank = builder.split_of(op.args[0]), len(builder.shape(op.args[0].name))
+        if split is not None and split.in_batch and rank == 4:
+            one_map(tiles)(builder, op)
+            return
+        if split is not None and (not split.plain or split.dims != (2, 3) or rank != 4):
             shape = builder.shape(op.args[0].name)
             builder.refuse(
                 op,
@@ -42,14 +67,20 @@ def on_maps(rule: Rule) -> Rule:
     return checked
 
 
-def on_maps_or_flat(rule: Rule) -> Rule:
-    """Return the rule of ``on_maps``, also for a flat map ``(B, C, H · W)``, which is then computed as a map."""
-    rule = on_maps(rule)
+def on_maps_or_flat(rule: Rule, tiles: Rule = on_tiles) -> Rule:
+    """Return the rule of ``on_maps``, also for a flat map ``(B, C, H · W)``, which is then computed as a map.
+
+    Tiles may have any number of dims behind their channels, none after pooling: ``(N, C)``.
+    """
+    rule = on_maps(rule, tiles)
 
     @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
         name, output = op.args[0].name, op.outputs[0]
         split = builder.split_of(op.args[0])
+        if split is not None and split.in_batch:
+            one_map(tiles)(builder, op)
+            return
         if split is None or split.dims != (2, 2) or split.leads != (1, 1) or output is None:
             rule(builder, op)
             return

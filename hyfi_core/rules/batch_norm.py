@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.accepted_maps import on_maps_or_flat
-from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.calls import bound, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.operator_facts import OperatorFacts
@@ -166,9 +167,9 @@ def _without_statistics(op: Operator) -> tuple[Callable[..., Any], tuple[str, ..
 
 
 def _pixels(builder: Builder, name: str) -> int:
-    """Return the number of pixels of all images over which statistics are computed, in all synchronised replicas."""
-    batch, _, height, width = builder.shape(name)
-    return int(batch * height * width * builder.replicas)
+    """Return the number of values of a channel over which statistics are computed, in all synchronised replicas."""
+    shape = builder.shape(name)
+    return int(prod(shape) // shape[1] * builder.replicas)
 
 
 def _collective(builder: Builder, split: Split, count: int, eps: float) -> BatchNorm:
@@ -203,14 +204,19 @@ def has_live_statistics(op: Operator) -> bool:
     return op.text in _LIVE or (op.text == "aten.batch_norm.default" and bool(op.args[5]))
 
 
-_NORM = OperatorFacts(on_maps_or_flat(batch_norm), "norm", gradient="new", fresh=True, cheap=True)
+def _on_maps_and_tiles(rule: Rule) -> Rule:
+    """Return a rule for maps and for tiles: statistics are over all of either."""
+    return on_maps_or_flat(rule, tiles=rule)
+
+
+_NORM = OperatorFacts(_on_maps_and_tiles(batch_norm), "norm", gradient="new", fresh=True, cheap=True)
 
 FACTS = {
     "batch_norm": _NORM,
-    "_native_batch_norm_legit_functional": replace(_NORM, rule=on_maps_or_flat(batch_norm_training)),
+    "_native_batch_norm_legit_functional": replace(_NORM, rule=_on_maps_and_tiles(batch_norm_training)),
     "_native_batch_norm_legit.no_stats": replace(
-        _NORM, rule=on_maps_or_flat(batch_norm_without_statistics), cheap=False
+        _NORM, rule=_on_maps_and_tiles(batch_norm_without_statistics), cheap=False
     ),
-    "_native_batch_norm_legit_no_training": replace(_NORM, rule=on_maps_or_flat(batch_norm_evaluation)),
+    "_native_batch_norm_legit_no_training": replace(_NORM, rule=_on_maps_and_tiles(batch_norm_evaluation)),
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), OperatorFacts(None, "norm")),
 }

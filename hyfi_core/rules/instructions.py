@@ -59,6 +59,11 @@ class Split:
         return self.dims[0] == self.dims[1]
 
     @property
+    def in_batch(self) -> bool:
+        """Whether its positions are entries of the batch, such as the tiles of an image: dim 0, and no other."""
+        return self.dims == (0, 0)
+
+    @property
     def plain(self) -> bool:
         """Whether height and width are separate tensor dims, with nothing else in them."""
         return not self.flat and self.leads == (1, 1)

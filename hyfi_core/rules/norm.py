@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.rules.accepted_maps import on_maps_or_flat, one_map
+from hyfi_core.rules.accepted_maps import on_maps_or_flat, on_tiles, one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import arguments, emit_on_part
 from hyfi_core.rules.operator_facts import OperatorFacts
@@ -26,6 +26,13 @@ def instance_norm(builder: Builder, op: Operator) -> None:
     if running_mean is not None or not use_input_stats:
         builder.refuse(op, "keeps running statistics", "nn.InstanceNorm2d(track_running_stats=True), or nn.GroupNorm")
     _grouped(builder, op, x.name, builder.shape(x.name)[1], weight, bias, op.args[7])
+
+
+def _instance_norm_of_tiles(builder: Builder, op: Operator) -> None:
+    """Instance norm of tiles: statistics of each tile, unless it keeps running ones, which are over all."""
+    if op.args[3] is not None or not op.args[5]:
+        builder.refuse(op, "keeps running statistics", "nn.InstanceNorm2d without them, or nn.GroupNorm")
+    on_tiles(builder, op)
 
 
 def _grouped(builder: Builder, op: Operator, name: str, groups: int, weight: Any, bias: Any, eps: float) -> None:
@@ -66,7 +73,8 @@ def response_norm(builder: Builder, op: Operator) -> None:
     split = builder.same_pixels(op, op.args[0].name)
     kernel, stride, padding = (list(setting) for setting in arguments(op.args[:4], ([], [0, 0, 0]), 2)[1:])
     channels_only = kernel[1:] == [1, 1] and (not stride or stride[1:] == [1, 1]) and not any(padding[1:])
-    if split.dims != (3, 4) or not channels_only:
+    of_tiles = split.in_batch and len(builder.shape(op.args[0].name)) == 5
+    if not of_tiles and (split.dims != (3, 4) or not channels_only):
         builder.refuse(
             op,
             f"pools with kernel {kernel} over a map whose height and width are dims {split.dims}",
@@ -77,7 +85,7 @@ def response_norm(builder: Builder, op: Operator) -> None:
 
 FACTS = {
     "group_norm": OperatorFacts(on_maps_or_flat(group_norm), "norm"),
-    "instance_norm": OperatorFacts(on_maps_or_flat(instance_norm), "norm"),
+    "instance_norm": OperatorFacts(on_maps_or_flat(instance_norm, _instance_norm_of_tiles), "norm"),
     "avg_pool3d": OperatorFacts(one_map(response_norm), "pool"),
     **dict.fromkeys(("native_group_norm", "native_layer_norm"), OperatorFacts(None, "norm")),
 }

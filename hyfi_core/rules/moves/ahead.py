@@ -5,27 +5,39 @@ Window and grid attention divide H into two factors; ranks must share the number
     H -> (4, 7)    window attention: 4 windows of 7 neighbouring rows; ranks share the first factor
     H -> (7, 4)    grid attention: 4 windows of 7 rows, every fourth row each; ranks share the second factor
 
-The sizes do not determine which case it is. But both end in a shape with a dim of windows before a dim of pixels, so
-the factors are followed through the next views and permutations.
+The sizes do not determine which case it is. But all end in a shape that tells windows from their pixels, so the factors
+are followed through the next views and permutations, with windows h, w and pixels p, q::
+
+    (b h w) c p q       tiles to encode: windows are one dim with images
+    b (h w) (p q c)     tokens: pixels are one dim with channels
+    b (c p q) h w       space to depth: the same, though before the windows
+    (b h w) (p q) c     windows of tokens: in none of these cases, windows come first
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+import torch
 
 from hyfi_core.capture.program import Operator, Program
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
-_SAME = ("aten.clone.default", "aten.contiguous.default", "aten.alias.default")
+_SAME = ("aten.clone.default", "aten.contiguous.default", "aten.alias.default", "aten._to_copy.default")
 
 FactorGroups = list[tuple[int, ...]]
 """For each dim of a value, the numbers of the factors that it holds, in order; of (0, 2): ``sizes[0] * sizes[2]``."""
 
 
 def windows_first(
-    program: Program, op: Operator, groups: FactorGroups, sizes: Sequence[int], pairs: Sequence[Sequence[int]]
+    program: Program,
+    op: Operator,
+    groups: FactorGroups,
+    sizes: Sequence[int],
+    pairs: Sequence[Sequence[int]],
+    batch: Collection[int] = (),
 ) -> int | None:
-    """Return which of two pairs of factors, (of y, of x), ends in an earlier dim than the other.
+    """Return which of two pairs of factors, (of y, of x), counts windows.
 
     Args:
         program: the model.
@@ -33,38 +45,44 @@ def windows_first(
         groups: the factors of each dim of its result.
         sizes: of the factors.
         pairs: the two pairs (factor of y, factor of x).
+        batch: the factors of the batch.
 
     Returns:
-        0 or 1: the pair that counts windows; None if a pair does not end as the last factors of one dim.
+        0 or 1: the index of the pair; None if the factors of a pair do not end in one dim or in neighbouring ones.
     """
-    dims = _places(groups, pairs)
     value = op.first_output
-    for after in program.operators:
+    computing = [
+        op for op in program.operators if any(name in program.values for name in op.outputs)
+    ]  # others assert something
+    for after in computing:
         if value not in after.inputs:
             continue
-        groups_now = _after(program, after, groups, sizes)
-        users = sum(value in user.inputs for user in program.operators)
+        groups_now = groups if _is_pointwise(program, after, value) else _after(program, after, groups, sizes)
+        users = sum(value in user.inputs for user in computing)
         if groups_now is None or users != 1:
             break
         groups, value = groups_now, after.first_output
-        dims = _places(groups, pairs)
-    if None in dims or dims[0] == dims[1]:
+    beside = [_beside(groups, pair, pairs[1 - at], batch) for at, pair in enumerate(pairs)]
+    if beside[0] != beside[1]:
+        return 0 if beside[0] > beside[1] else 1
+    dims = [_place(groups, pair) for pair in pairs]
+    if dims[0] is None or dims[1] is None or dims[0] == dims[1]:
         return None
-    return 0 if dims[0] < dims[1] else 1  # type: ignore[operator]
+    return 0 if dims[0] < dims[1] else 1
 
 
-def _places(groups: FactorGroups, pairs: Sequence[Sequence[int]]) -> list[int | None]:
-    """Return the dim whose last factors are each pair, None if none is.
+def _beside(groups: FactorGroups, pair: Sequence[int], other: Sequence[int], batch: Collection[int]) -> int:
+    """Return 1 if a pair shares a dim with factors of the batch, -1 if with factors of channels, else 0."""
+    together = [factor for group in groups if set(group) & set(pair) for factor in group if factor not in pair]
+    if not together or set(together) & set(other):
+        return 0
+    return 1 if set(together) <= set(batch) else -1
 
-    If one pair is in one dim, the other may also be in two neighbouring dims.
-    """
-    merged = [next((at for at, group in enumerate(groups) if group[-2:] == tuple(pair)), None) for pair in pairs]
-    if merged[0] is None and merged[1] is None:
-        return merged
-    beside = [
-        next((at for at in range(len(groups) - 1) if groups[at : at + 2] == [(y,), (x,)]), None) for y, x in pairs
-    ]
-    return [single if single is not None else pair for single, pair in zip(merged, beside, strict=True)]
+
+def _place(groups: FactorGroups, pair: Sequence[int]) -> int | None:
+    """Return the dim of a pair, or the first of two neighbouring ones; None if it has neither."""
+    y, x = (next(at for at, group in enumerate(groups) if factor in group) for factor in pair)
+    return min(y, x) if abs(y - x) <= 1 else None
 
 
 def _after(program: Program, op: Operator, groups: FactorGroups, sizes: Sequence[int]) -> FactorGroups | None:
@@ -91,3 +109,9 @@ def _after(program: Program, op: Operator, groups: FactorGroups, sizes: Sequence
             return None
         result.append(tuple(group))
     return result
+
+
+def _is_pointwise(program: Program, op: Operator, value: str) -> bool:
+    """Whether each element of an operator's result is computed from the same element of ``value``."""
+    same_shape = program.values[value].shape == program.values[op.first_output].shape
+    return same_shape and torch.Tag.pointwise in getattr(op.target, "tags", ())

@@ -94,7 +94,8 @@ def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], al
         rank = len(builder.shape(op.first_output))
         groups = [tuple(at for at, factor in enumerate(factors) if factor.after == dim) for dim in range(rank)]
         pairs = [(along[0][factor], along[1][factor]) for factor in (0, 1)]
-        first = windows_first(builder.program, op, groups, sizes, pairs)
+        batch = [at for at, factor in enumerate(factors) if not factor.before]
+        first = windows_first(builder.program, op, groups, sizes, pairs, batch)
         if first is not None:
             return [first == 1] * 2
     return [len(members) == 2 and sizes[members[1]] > sizes[members[0]] for members in along]

@@ -21,6 +21,7 @@ from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.accepted_maps import on_maps, one_map
 from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import emit_on_part
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.axis import Axis, Selection, reach
 from hyfi_core.rules.moves.slices import pad_circular
@@ -34,6 +35,11 @@ def pad(builder: Builder, op: Operator) -> None:
     mode = op.args[2] if len(op.args) > 2 else op.kwargs.get("mode", "constant")
     value = op.args[3] if len(op.args) > 3 else op.kwargs.get("value")
     shape, dims = builder.shape(name), builder.splits[name].dims
+    padded = {len(shape) - 1 - at // 2 for at, width in enumerate(widths) if width}
+    if not builder.splits[name].plain and not padded & set(dims):  # each tile, say
+        split = builder.splits[name].owned
+        emit_on_part(builder, op, split, split)
+        return
     if not builder.splits[name].plain:
         builder.refuse(op, "pads a map whose height and width are flattened into one dim", "padding before flattening")
     around = {len(shape) - 1 - at: (widths[2 * at], widths[2 * at + 1]) for at in range(len(widths) // 2)}

@@ -22,7 +22,7 @@ from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.reduce import FirstMaximum
 from hyfi_core.plan.boxes import Boxes, Interval
 from hyfi_core.plan.layout import Layout
-from hyfi_core.rules.accepted_maps import one_map
+from hyfi_core.rules.accepted_maps import on_tiles, one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import arguments, emit_on_part
 from hyfi_core.rules.operator_facts import OperatorFacts
@@ -130,7 +130,7 @@ def _rows(builder: Builder, op: Operator, line: _Line, stride: int) -> str | Non
     split, shape = builder.splits[name].owned, builder.shape(name)
     count = builder.shape(op.first_output)[-1]
     alone = builder.grid == (1, 1) and split.dims == (2, 2) and count == shape[-1]
-    if alone or split.dims == (0, 0):
+    if alone or (split.in_batch and len(shape) == 3):
         emit_on_part(builder, op, split, split)
         return None
     if len(shape) != 3 or split.dims != (2, 2) or split.leads != (1, 1):
@@ -176,6 +176,9 @@ def adaptive_pool1d(builder: Builder, op: Operator) -> None:
     """Adaptive pooling of all positions to one: one sum, or the first maximum."""
     name = op.args[0].name
     split, shape = builder.splits[name], builder.shape(name)
+    if split.in_batch and len(shape) == 3:
+        on_tiles(builder, op)
+        return
     if len(shape) != 3 or split.dims != (2, 2) or split.leads != (1, 1) or builder.shape(op.first_output)[2] != 1:
         builder.refuse(op, f"pools {shape} to {builder.shape(op.first_output)}", "(B, C, H · W) pooled to one value")
     if "avg" in op.text:
