@@ -197,9 +197,10 @@ Evidence = Annotated[
     str,
     typer.Option(
         "--evidence",
-        metavar="map|occlusion",
+        metavar="map|occlusion|gradient",
         help="What shows where an answer comes from: the model's own map, if it has one; occlusion: also how much the "
-        "outputs drop without each block of tissue, by many forwards.",
+        "outputs drop without each block of tissue, by many forwards; gradient: an estimate of that, by one backward "
+        "for each output.",
     ),
 ]
 EvidenceBlocks = Annotated[

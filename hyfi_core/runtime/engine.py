@@ -35,6 +35,7 @@ from hyfi_core.runtime.batch_reader import ImageBatch, Images
 from hyfi_core.runtime.calls.attribution import Explanation, gather_explanation, has_last_map
 from hyfi_core.runtime.calls.engine_state import EngineState
 from hyfi_core.runtime.calls.gradient_scale import GradientScale
+from hyfi_core.runtime.calls.input_gradients import UseGradient
 from hyfi_core.runtime.calls.local_use import mark_stale, watch_local_use
 from hyfi_core.runtime.calls.paged_call import PagedCall, pixels_of
 from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
@@ -175,6 +176,37 @@ class Engine(EngineState):
             self.reserve(batch.micro, trains=False)
             parts, stage = self._runners.each(lambda runner: runner.explain(batch)), self._groups.stages[0, 0]
             return gather_explanation(parts, self.plan.cell_grid or (1, 1), stage)
+
+    def input_gradients(self, images: Images, use: UseGradient) -> torch.Tensor:
+        """Return the logits ``(B, K)``, the same on every rank, after ``use`` has this rank's gradients of the image.
+
+        ``use`` is called for each output, micro-batch and cell. Parts of ranks and cells overlap where they read the
+        same pixels; there the gradient is the sum of what they are given. Memory: that of a training step without
+        gradients of weights.
+
+        Raises:
+            RequestError: as ``explain``, but for the map.
+        """
+        if self.plan.stages > 1:
+            raise RequestError(
+                f"gradients of the image need a plan of one stage, not {self.plan.stages}; use "
+                f"grids=((rows, columns),), interleave=1"
+            )
+        with evaluating(self._model, self.device):
+            batch = self._evaluation_batch("input_gradients", images)
+            if self._paging is not None:
+                call = PagedCall(batch.micro, True)
+                self._paging.begin(call, lambda: self._forecasts(call), 0)
+            return self._runners.each(lambda runner: runner.differentiate(batch, use))[0]
+
+    def gradient_bytes(self) -> int | None:
+        """Return the bytes of the maps that ``input_gradients`` keeps for an image; None if they may leave memory."""
+        if self._paging is not None:
+            return None
+        with evaluating(self._model, self.device):
+            self._runners[0].observe()
+            forecasts = self._forecasts(PagedCall(self._shapes.micro, True))
+            return sum(one.kept_bytes + one.stays_bytes + one.recomputed_bytes for one in forecasts)
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
         """Run forward and backward; this call's gradient is reduced and added to earlier ones.

@@ -21,6 +21,7 @@ from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.backward import LocalValues
 from hyfi_core.runtime.batch_reader import ImageBatch, LocalInput, PixelParts, Reader, uploaded
 from hyfi_core.runtime.calls.attribution import ExplainedPart, attribute, join_explanations
+from hyfi_core.runtime.calls.input_gradients import UseGradient, differentiate
 from hyfi_core.runtime.calls.outputs import described, joined, undescribed
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
@@ -229,6 +230,18 @@ class StageRunner:
             for microbatch in range(batch.count):
                 pieces.append(self._explained(lowered, inputs, microbatch))
         return join_explanations(pieces)
+
+    def differentiate(self, batch: ImageBatch, use: UseGradient) -> torch.Tensor:
+        """Return the logits, after ``use`` has this runner's parts of gradients; see ``Engine.input_gradients``."""
+        with self._autocasting():
+            lowered, inputs = self._begin_evaluation(batch)
+            logits = []
+            for microbatch in range(batch.count):
+                values = self._subject.bindings.begin(lowered.only, self._part(inputs, (0, 0), microbatch), microbatch)
+                memory = self._memory_of(lowered.only, values)
+                first = microbatch * batch.micro[0]
+                logits.append(differentiate(lowered, values, self.groups.stages[0, 0], first, use, memory))
+        return torch.cat(logits)
 
     def _explained(self, lowered: LoweredModel, inputs: LocalInput, microbatch: int) -> ExplainedPart:
         """Return the explanation of a micro-batch; nothing here keeps its pixels once the first layer has used them."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,13 +31,13 @@ from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import own_device
 from pathology.dealing import SlideQueue, gathered, group_size, on_first_rank, own_group, shared_folder
 from pathology.errors import SlideError
-from pathology.ingest.options import IngestOptions
 from pathology.predict.ensemble import Ensemble, Sight, together
+from pathology.predict.evidence.gradient import gradient_evidence
+from pathology.predict.evidence.occlude import OcclusionStoppedError, check_evidence, occlude
 from pathology.predict.heatmap import Heatmap, average
 from pathology.predict.inputs import SlideInput
 from pathology.predict.members import InputSpec, Member, common_input_spec
-from pathology.predict.occlusion.occlude import OcclusionStoppedError, check_evidence, occlude
-from pathology.predict.options import PredictOptions
+from pathology.predict.options import PredictOptions, ingest_options
 from pathology.predict.out_folder import OutFolder
 from pathology.predict.readout import percent
 from pathology.predict.slide_result import SlideResult
@@ -46,7 +46,6 @@ from pathology.predict.tiles.case_slides import with_case_slides
 from pathology.predict.tiles.feature_ensemble import FeatureEnsemble
 from pathology.predict.tiles.tile_ensemble import TileEnsemble
 from pathology.predict.whole_tissue import combination_text
-from pathology.tissue.tissue import TissueParameters
 
 T = TypeVar("T")
 
@@ -153,7 +152,7 @@ class _Run:
         self._caller = caller
         self._folder, self._members, self._spec, self._options = folder, members, spec, options
         self._comm, self._scratch, self._flags = comm, scratch, flags
-        self._ingest_options = _ingest_options(members, spec, options)
+        self._ingest_options = ingest_options(members[0].config, spec.mpp, options)
         self._min_coverage = max(member.min_coverage for member in members)
         self._trained = TrainedSlides.union(
             TrainedSlides.of_json(member.config.get("trained_on")) for member in members
@@ -211,7 +210,7 @@ class _Run:
                 prediction = self._with_coverage(prediction, sight)
                 sight = replace(sight, case_slides=slide.case_slides)
                 result = self._result(slide, prediction, dataset, sight, ensemble.heatmaps(dataset, sight))
-                result = self._with_occlusion(result, ensemble, dataset, sight)
+                result = self._with_evidence(result, ensemble, dataset, sight)
                 self._on_rank_0(lambda: self._folder.write(slide, result))
         except SlideError as error:
             return replace(prediction, status=FAILED, reason=str(error))
@@ -225,21 +224,25 @@ class _Run:
             flags=result.flags,
         )
 
-    def _with_occlusion(
+    def _with_evidence(
         self, result: SlideResult, ensemble: Ensemble | TileEnsemble, dataset: SlideDataset, sight: Sight
     ) -> SlideResult:
-        """Return the result with the occlusion of its slide, if it is requested and there is a prediction."""
-        if self._options.evidence != "occlusion" or result.withheld:
+        """Return the result with the evidence of blocks, if it is requested and there is a prediction."""
+        kind = self._options.evidence
+        if kind == "map" or result.withheld:
             return result
         assert isinstance(ensemble, Ensemble), "models of tiles are refused before"
+        if kind == "gradient":
+            blocks = gradient_evidence(ensemble, dataset, sight, self._spec.align_px)
+            return replace(result, blocks=blocks, flags=_merged(result.flags, (kind,)))
 
         def between(done: int, forwards: int) -> bool:
             self._caller.progress(0, f"{result.slide_id}: occlusion {done} of {forwards}")
             return self._stops()
 
         most = self._options.most_forwards
-        occlusion = occlude(ensemble, dataset, sight, self._spec.align_px, most, self._caller.say, between)
-        return replace(result, occlusion=occlusion, flags=_merged(result.flags, ("occlusion",)))
+        blocks = occlude(ensemble, dataset, sight, self._spec.align_px, most, self._caller.say, between)
+        return replace(result, blocks=blocks, flags=_merged(result.flags, (kind,)))
 
     def _with_coverage(self, prediction: Prediction, sight: Sight) -> Prediction:
         """Return the prediction with coverage, flags and status from what was seen."""
@@ -344,23 +347,6 @@ def label_of(row: Mapping[str, str], config: Mapping[str, Any]) -> str:
     target = config.get("target", "label")
     values = [row.get(column, "") for column in ([target] if isinstance(target, str) else target)]
     return ";".join(values) if any(values) else ""
-
-
-def _ingest_options(members: Sequence[Member], spec: InputSpec, options: PredictOptions) -> IngestOptions:
-    """Return the options with which the training slides were ingested, at the resolution of the prediction."""
-    saved = members[0].config.get("tissue") or {}
-    names = {item.name for item in fields(TissueParameters)}
-    # Older models do not state how pen marks were treated: they were removed from the mask.
-    tissue: dict[str, Any] = {"pen": "mask"} | {
-        k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names
-    }
-    return IngestOptions(
-        mpp=spec.mpp,
-        slide_mpp=options.slide_mpp,
-        force_mpp=options.force_mpp,
-        mpp_from_magnification=options.mpp_from_magnification,
-        tissue=TissueParameters(**tissue),
-    )
 
 
 def _source_mpp(dataset: SlideDataset) -> float:

@@ -247,6 +247,9 @@ class SlideImage:
         comm: The engine's ranks.
         keep: Whether to keep this rank's pixels, uint8, for further runs; with cells they are read in each run.
 
+    Attributes:
+        engine: The engine.
+
     Raises:
         SlideError: The pixels cannot be read.
     """
@@ -262,7 +265,7 @@ class SlideImage:
         *,
         keep: bool = False,
     ) -> None:
-        self._engine, self._member, self._comm = engine, member, comm
+        self.engine, self._member, self._comm = engine, member, comm
         self._dataset, self._index, self._view = dataset, index, view
         kept = keep and engine.plan.cells is None
         self._kept = together(comm, lambda: self._read(engine.input_box)) if kept else None
@@ -273,8 +276,8 @@ class SlideImage:
         Raises:
             SlideError: The pixels cannot be read.
         """
-        if self._engine.plan.cells is None:
-            box = self._engine.input_box
+        if self.engine.plan.cells is None:
+            box = self.engine.input_box
             if self._kept is not None:
                 part = self._normalised(self._kept, box, covered)
             else:
@@ -295,7 +298,7 @@ class SlideImage:
         Raises:
             SlideError: The pixels cannot be read, or the output is not finite.
         """
-        return _finite(self.run(self._engine.predict, covered))
+        return _finite(self.run(self.engine.predict, covered))
 
     def _read(self, box: Box) -> NDArray[np.uint8]:
         return self._dataset.read_view(self._index, self._view, box)

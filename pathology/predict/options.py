@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from data.store.slide_store import SlideStore
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.device import DeviceRequest
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from pathology.dealing import RanksPerSlide
+from pathology.ingest.options import IngestOptions
 from pathology.tissue.given import GivenTissue, SlideTissue
 from pathology.tissue.outlines import SlideGrid
+from pathology.tissue.tissue import TissueParameters
 
 Image = Literal["whole", "trained"]
-Evidence = Literal["map", "occlusion"]
+Evidence = Literal["map", "occlusion", "gradient"]
 MOST_FORWARDS = 256
 """Forwards of a slide by each model for its occlusion, unless other numbers are asked for."""
 
@@ -44,7 +46,8 @@ class PredictOptions:
         features: Folder of the slides' features, for models that were trained on features; None: not given.
         allow_partial: Predict slides also where less tissue was seen than the checkpoint requires.
         evidence: ``map``: the heatmap of the model's own map, if it pools one; ``occlusion``: also by how much the
-            outputs drop without each block of tissue, for models of images.
+            outputs drop without each block of tissue, for models of images; ``gradient``: also the estimate of that
+            by gradient × input.
         evidence_blocks: Most forwards of a slide for ``occlusion``, by each model; None: `MOST_FORWARDS`.
 
     Raises:
@@ -119,3 +122,26 @@ class PredictOptions:
                 f"with --evidence occlusion"
             )
         ParallelPlan(((1, 1),), cells=self.cells, memory_bytes=self.memory_bytes, spill=self.spill)  # refuses them
+
+
+def ingest_options(config: Mapping[str, Any], mpp: float, options: PredictOptions) -> IngestOptions:
+    """Return the options with which the training slides were ingested, at the resolution of the prediction.
+
+    Args:
+        config: ``model.json``.
+        mpp: Of the prediction.
+        options: Of the prediction.
+    """
+    saved = config.get("tissue") or {}
+    names = {item.name for item in fields(TissueParameters)}
+    # Older models do not state how pen marks were treated: they were removed from the mask.
+    tissue: dict[str, Any] = {"pen": "mask"} | {
+        k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names
+    }
+    return IngestOptions(
+        mpp=mpp,
+        slide_mpp=options.slide_mpp,
+        force_mpp=options.force_mpp,
+        mpp_from_magnification=options.mpp_from_magnification,
+        tissue=TissueParameters(**tissue),
+    )

@@ -130,7 +130,8 @@ class OutFolder:
         as_requested = row["status"] == DONE or bool(row["prediction"]) == self._options.allow_partial
         key = dict(read_json_object(path).get("key") or {})
         if self._options.evidence == "map":
-            key.pop("occlusion", None)  # more than was requested
+            for kind in ("occlusion", "gradient"):  # more than was requested
+                key.pop(kind, None)
         return as_requested and key == self._key(slide)
 
     def _key(self, slide: SlideInput) -> dict[str, Any]:
@@ -145,6 +146,7 @@ class OutFolder:
             **({"mpp_from_magnification": True} if self._options.mpp_from_magnification and not slide.stored else {}),
             **({} if tissue is None else {"tissue": tissue}),
             **({"occlusion": self._options.most_forwards} if self._options.evidence == "occlusion" else {}),
+            **({"gradient": True} if self._options.evidence == "gradient" else {}),
             **self._of_features(slide.slide_id),
             **self._of_case(slide),
         }

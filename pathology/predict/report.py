@@ -105,7 +105,8 @@ class Report:
         mapped: Whether the model has a map whose positions have scores.
         tiles: The tiles that weigh most; empty if it has not.
         weighed: Whether they are those with most attention; otherwise those that contribute most.
-        occlusion: Picture of the drops of the channel's output without each block, as a data URI; empty: none.
+        evidence: Picture of the drops of the channel's output without each block, as a data URI; empty: none.
+        evidence_kind: ``occlusion``: they are measured; ``gradient``: they are estimated.
         blocks: Number and size of these blocks, as text.
     """
 
@@ -140,7 +141,8 @@ class Report:
     mapped: bool = True
     tiles: Sequence[TilePicture] = ()
     weighed: bool = False
-    occlusion: str = ""
+    evidence: str = ""
+    evidence_kind: str = ""
     blocks: str = ""
 
 

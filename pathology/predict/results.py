@@ -2,7 +2,7 @@
 
 ```
 DIR/<slide_id>/heatmap.tiff  scores.tiff  overlay.png  thumbnail.jpg  regions.geojson  report.html  prediction.json
-               occlusion.tiff  occlusion.png   if requested
+               occlusion.tiff  occlusion.png   or  gradient.tiff  gradient.png   if requested
 ```
 """
 
@@ -22,10 +22,10 @@ from PIL import Image
 from data.files import publish_directory, remove_leftovers, temporary_path
 from hyfi_core.files import sync_file
 from pathology.ingest.thumbnail import thumbnail_of_store
+from pathology.predict.evidence.evidence_tiff import write_evidence
+from pathology.predict.evidence.picture import draw_evidence
 from pathology.predict.heatmap_tiff import write_heatmap, write_score_picture
 from pathology.predict.members import InputSpec, Member
-from pathology.predict.occlusion.occlusion_tiff import write_occlusion
-from pathology.predict.occlusion.picture import draw_occlusion
 from pathology.predict.overlay import Overlay, draw_overlay, tissue_cells
 from pathology.predict.regions import (
     RankedRegions,
@@ -105,7 +105,7 @@ def _write_files(
     if heatmap.mapped:
         write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))
     thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
-    covered = _write_occlusion(folder, result, thumb, metadata)
+    covered = _write_evidence(folder, result, thumb, metadata)
     shown = heatmap.mapped and not result.withheld
     regions = find_regions(heatmap, channel, cells, fold=members[0].pooling != "max") if shown else RankedRegions()
     overlay = draw_overlay(Overlay(thumb, heatmap, shown, mask, mask_mpp, regions))
@@ -130,15 +130,15 @@ def _write_files(
     (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def _write_occlusion(
+def _write_evidence(
     folder: Path, result: SlideResult, thumbnail: NDArray[np.uint8], metadata: Mapping[str, Any]
 ) -> Image.Image | None:
-    """Write a slide's occlusion, if it has one, and return its picture."""
-    occlusion = result.occlusion
-    if occlusion is None:
+    """Write the evidence of a slide's blocks, if it has one, and return its picture."""
+    evidence = result.blocks
+    if evidence is None:
         return None
-    facts = {**metadata, "cell_to_level0": squares_to_level0(result, occlusion.block_px)}
-    write_occlusion(folder / "occlusion.tiff", occlusion, result.slide_id, facts, origin_um(result))
-    picture = draw_occlusion(thumbnail, occlusion, result.channel, result.heatmap.slide_size_px)
-    picture.save(folder / "occlusion.png", optimize=False, compress_level=6)
+    facts = {**metadata, "cell_to_level0": squares_to_level0(result, evidence.block_px)}
+    write_evidence(folder / f"{evidence.kind}.tiff", evidence, result.slide_id, facts, origin_um(result))
+    picture = draw_evidence(thumbnail, evidence, result.channel, result.heatmap.slide_size_px)
+    picture.save(folder / f"{evidence.kind}.png", optimize=False, compress_level=6)
     return picture

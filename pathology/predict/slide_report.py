@@ -37,13 +37,13 @@ class Pictures:
         thumbnail: The slide.
         overlay: The slide with scores.
         tissue_cells: (rows, columns) mask of the heatmap's cells with tissue.
-        occlusion: The slide with its occlusion; None: it has none.
+        blocks: The slide with the evidence of its blocks; None: it has none.
     """
 
     thumbnail: Image.Image
     overlay: Image.Image
     tissue_cells: NDArray[np.bool_]
-    occlusion: Image.Image | None = None
+    blocks: Image.Image | None = None
 
 
 def fill_report(
@@ -93,8 +93,9 @@ def fill_report(
         mapped=heatmap.mapped,
         tiles=top_tiles(result),
         weighed=heatmap.attention is not None,
-        occlusion="" if pictures.occlusion is None else data_uri(pictures.occlusion, PICTURE_PX),
-        blocks="" if result.occlusion is None else f"{result.occlusion.blocks:,} of {result.occlusion.size_text}",
+        evidence="" if pictures.blocks is None else data_uri(pictures.blocks, PICTURE_PX),
+        evidence_kind="" if result.blocks is None else result.blocks.kind,
+        blocks="" if result.blocks is None else f"{result.blocks.blocks:,} of {result.blocks.size_text}",
         provenance=[
             ("Slide", _slide_rows(result)),
             *((_member_title(k, len(members)), _member_rows(member)) for k, member in enumerate(members)),

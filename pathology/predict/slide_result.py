@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from data.samples.view import View
 from data.store.slide_store import SlideStore
 from data.tiles.tissue_tiles import TissueTiles
+from pathology.predict.evidence.block_evidence import BlockEvidence
 from pathology.predict.heatmap import Heatmap
-from pathology.predict.occlusion.occlusion import Occlusion
 from pathology.predict.readout import Readout
 from pathology.predict.regions import Level0
 
@@ -37,7 +37,7 @@ class SlideResult:
         flags: Warnings about the slide.
         outside: In what it is far from the training slides; empty: in nothing.
         tiles: The tiles, if the model has an encoder of tiles.
-        occlusion: How much outputs drop without each block; None: not requested.
+        blocks: How much outputs drop without each block; None: not requested.
     """
 
     slide_id: str
@@ -57,7 +57,7 @@ class SlideResult:
     flags: tuple[str, ...]
     outside: str = ""
     tiles: TissueTiles | None = None
-    occlusion: Occlusion | None = None
+    blocks: BlockEvidence | None = None
 
     @property
     def coverage(self) -> float:
@@ -90,8 +90,8 @@ def coverage_of(views: Sequence[View]) -> float:
 
 
 def evidence_of(result: SlideResult) -> list[str]:
-    """Return what shows where a slide's outputs come from: ``map``, the heatmap, and ``occlusion``; empty: nothing."""
-    return ["map"] * result.heatmap.mapped + ["occlusion"] * (result.occlusion is not None)
+    """Return what shows where a slide's outputs come from: ``map``, ``occlusion`` or ``gradient``; empty: nothing."""
+    return ["map"] * result.heatmap.mapped + ([] if result.blocks is None else [result.blocks.kind])
 
 
 def level0_of(result: SlideResult) -> Level0:

@@ -25,7 +25,7 @@ from pathology.view.pixels import ShownSlide, TissueMask
 from pathology.view.tiles import TILE_PX, TileGrid
 
 RGBA = NDArray[np.uint8]
-SCORE, CONTRIBUTION, ATTENTION, DROP = "score", "contribution", "attention", "drop"
+SCORE, CONTRIBUTION, ATTENTION, DROP, GRADIENT = "score", "contribution", "attention", "drop", "gradient"
 ATTENTION_RGB = (124, 58, 237)
 MAX_ALPHA = 235
 _OUTLINE_PX = 2
@@ -46,7 +46,8 @@ class HeatmapChannel:
 
     Attributes:
         index: Index of the channel in the file.
-        kind: ``score``, ``contribution``, ``attention``, or ``drop`` of an output where a block is covered.
+        kind: ``score``, ``contribution``, ``attention``, or ``drop`` of an output where a block is covered, or its
+            estimate, ``gradient``.
         class_name: Its class; empty for attention.
         color: Colour of the class.
         strongest: The value that is drawn with full opacity: 1 for scores, a high percentile for others.
@@ -67,7 +68,7 @@ class HeatmapChannel:
 
 
 class HeatmapFile:
-    """One ``heatmap.tiff`` or ``occlusion.tiff``. Safe to use from several threads; each read opens the file.
+    """One ``heatmap.tiff``, ``occlusion.tiff`` or ``gradient.tiff``. Several threads may use it; each read opens it.
 
     Args:
         path: The file.
@@ -112,8 +113,10 @@ class HeatmapFile:
         kind, _, class_name = name.partition(" ")
         if name == ATTENTION:
             return HeatmapChannel(index, kind, "", ATTENTION_RGB, self._strongest(index, 0.0), 0.0)
-        if kind not in (SCORE, CONTRIBUTION, DROP) or class_name not in classes:
-            raise LayerError(f"{self.path}: has a channel {name!r}; expected score, contribution or drop of a class")
+        if kind not in (SCORE, CONTRIBUTION, DROP, GRADIENT) or class_name not in classes:
+            raise LayerError(
+                f"{self.path}: has a channel {name!r}; expected score, contribution, drop or gradient of a class"
+            )
         class_index = classes.index(class_name)
         if kind == SCORE:
             return HeatmapChannel(index, kind, class_name, class_color(class_index), 1.0, 0.0)

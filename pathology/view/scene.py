@@ -22,7 +22,7 @@ from pathology.view.pixels import ShownSlide, TissueMask
 from pathology.view.tiles import TILE_PX, TileCutter, TileGrid
 
 TISSUE = "tissue"
-MAP_FILES, REGIONS_FILE = ("heatmap.tiff", "occlusion.tiff"), "regions.geojson"
+MAP_FILES, REGIONS_FILE = ("heatmap.tiff", "occlusion.tiff", "gradient.tiff"), "regions.geojson"
 MAX_MASKS = 8
 JPEG_QUALITY = 90
 _RUN_LENGTHS = 3

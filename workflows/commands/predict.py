@@ -141,9 +141,9 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     from hyfi_core.runtime.checkpoint import read_model_json
     from pathology.ingest.discover import part_of_names
     from pathology.ingest.options import IngestOptions
+    from pathology.predict.evidence.occlude import check_evidence
     from pathology.predict.inputs import find_inputs
     from pathology.predict.members import InputSpec, check_complete
-    from pathology.predict.occlusion.occlude import check_evidence
     from pathology.predict.table import predicted_files
     from pathology.predict.tiles.case_slides import with_case_slides
 

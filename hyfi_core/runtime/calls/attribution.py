@@ -168,7 +168,7 @@ def attribute_head(
     positions = position_logits(ranked.program, name, activation, values)
     executor = Executor(head, stage, memory=memory)
     records = executor.forward(values, record=True)
-    logits, output = _logits(ranked, values)
+    logits, output = output_logits(ranked, values)
     memory.stay(logits)
     maps = []
     for index in range(logits.shape[1]):
@@ -227,7 +227,7 @@ def position_logits(program: Program, name: str, part: torch.Tensor, values: Loc
     return scores.float().reshape(batch, height, width, scores.shape[1]).permute(0, 3, 1, 2)
 
 
-def _logits(ranked: RankProgram, values: LocalValues) -> tuple[torch.Tensor, str]:
+def output_logits(ranked: RankProgram, values: LocalValues) -> tuple[torch.Tensor, str]:
     """Return the only tensor of the output and its name."""
     names = [item.name for item in ranked.outputs if isinstance(item, Ref)]
     if len(names) != 1 or values[names[0]].dim() != 2:

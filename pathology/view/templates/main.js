@@ -157,7 +157,7 @@ function listLayers() {
   const pane = active, rows = [];
   let kind = "";
   for (const layer of pane.about ? pane.known() : []) {
-    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Score of each position", contribution: "Contribution to the output", attention: "Weight of each tile in the answer", drop: "Drop of the output when a block is covered"}[layer.kind]}));
+    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Score of each position", contribution: "Contribution to the output", attention: "Weight of each tile in the answer", drop: "Drop of the output when a block is covered", gradient: "The same, estimated by gradients"}[layer.kind]}));
     kind = layer.kind;
     rows.push(layerRow(pane, layer));
   }
@@ -190,7 +190,7 @@ function layerRow(pane, layer) {
 
 function legend(layer) {
   const bar = element("i"), color = css(layer.color), most = formatNumber(layer.strongest);
-  const signed = ["contribution", "drop"].includes(layer.kind);
+  const signed = ["contribution", "drop", "gradient"].includes(layer.kind);
   bar.style.background = signed ? `linear-gradient(90deg, rgb(64, 68, 78), #fff, ${color})` : `linear-gradient(90deg, #fff, ${color})`;
   return element("div", {className: "legend"}, signed ? `−${most}` : "0", bar, signed ? `+${most}` : most);
 }

@@ -91,9 +91,10 @@ export class Pane {
     return [...(this.about.tissue ? [{id: "tissue", kind: "tissue", name: "tissue"}] : []), ...maps];
   }
 
-  // The kind of layer that is shown at first: scores, or the occlusion of a model that has none.
+  // The kind of layer that is shown at first: scores, or the evidence of blocks of a model that has none.
   mainKind() {
-    return this.about?.layers.some(one => one.kind === "score") ? "score" : "drop";
+    const kinds = (this.about?.layers || []).map(one => one.kind);
+    return ["score", "drop", "gradient"].find(kind => kinds.includes(kind)) || "score";
   }
 
   setting(layer) {

@@ -24,10 +24,10 @@ from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.predict.cohort import predict_slides
 from pathology.predict.ensemble import image_weights
+from pathology.predict.evidence.blocks import OcclusionBlocks
+from pathology.predict.evidence.occlude import check_evidence
 from pathology.predict.inputs import find_inputs
 from pathology.predict.members import InputSpec, Member
-from pathology.predict.occlusion.blocks import OcclusionBlocks
-from pathology.predict.occlusion.occlude import check_evidence
 from pathology.predict.options import PredictOptions
 from pathology.predict.table import PredictionReport
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide

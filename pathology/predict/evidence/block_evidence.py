@@ -1,28 +1,33 @@
-"""How much the outputs of a model drop when a block of the slide is covered."""
+"""What each block of a slide does to the outputs of a model: measured by occlusion, or estimated by gradients."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+BlockKind = Literal["occlusion", "gradient"]
+
 
 @dataclass(frozen=True, eq=False)
-class Occlusion:
-    """The occlusion of a slide.
+class BlockEvidence:
+    """The evidence of a slide.
 
     Attributes:
-        drops: (outputs, rows, columns) float32: the slide's output minus that with the block covered; mean over an
-            ensemble; NaN for blocks that were not covered, as they have no tissue. Block (i, j) covers
+        kind: ``occlusion``: drops are measured; ``gradient``: they are estimated, see `gradient_evidence`.
+        drops: (outputs, rows, columns) float32: the slide's output minus that with the block covered by white; mean
+            over an ensemble; NaN for blocks without tissue that the model has seen. Block (i, j) is
             ``[i * block_px, (i + 1) * block_px) x [j * block_px, (j + 1) * block_px)`` of the slide at the model's
             resolution; the last row and column may extend beyond the slide.
         block_px: Side of a block in pixels of the slide at the model's resolution.
         mpp: (y, x) micrometres per pixel of the slide at the model's resolution.
         names: Names of the outputs.
-        forwards: By each model, the whole images not counted.
+        forwards: By each model: covered images, or images with backwards.
     """
 
+    kind: BlockKind
     drops: NDArray[np.float32]
     block_px: int
     mpp: tuple[float, float]
@@ -36,7 +41,7 @@ class Occlusion:
 
     @property
     def blocks(self) -> int:
-        """How many blocks were covered."""
+        """How many blocks have evidence."""
         return int(np.isfinite(self.drops[0]).sum())
 
     @property

@@ -21,9 +21,9 @@ from data.samples.view import View
 from data.store.tissue_grid import TissueGrid
 from hyfi_core.errors import RequestError
 from pathology.predict.ensemble import Ensemble, Sight, together
+from pathology.predict.evidence.block_evidence import BlockEvidence
+from pathology.predict.evidence.blocks import OcclusionBlocks
 from pathology.predict.members import InputSpec, Member
-from pathology.predict.occlusion.blocks import OcclusionBlocks
-from pathology.predict.occlusion.occlusion import Occlusion
 from pathology.predict.options import Evidence
 from pathology.predict.whole_tissue import image_weights
 
@@ -34,12 +34,12 @@ def check_evidence(evidence: Evidence, spec: InputSpec, checkpoint: str) -> None
     """Check that a checkpoint's slides can have the evidence.
 
     Raises:
-        RequestError: ``occlusion`` of a model of tiles, or of their features.
+        RequestError: ``occlusion`` or ``gradient`` of a model of tiles, or of their features.
     """
-    if evidence == "occlusion" and (spec.features is not None or spec.tiles is not None):
+    if evidence != "map" and (spec.features is not None or spec.tiles is not None):
         what = "an aggregator of features" if spec.features is not None else "an encoder of tiles"
         raise RequestError(
-            f"--evidence occlusion: checkpoint {checkpoint} has {what}, whose heatmap already has the score, the "
+            f"--evidence {evidence}: checkpoint {checkpoint} has {what}, whose heatmap already has the score, the "
             f"contribution and the attention of every tile; leave --evidence out"
         )
 
@@ -56,7 +56,7 @@ def occlude(
     most: int,
     say: Callable[[str], None] = lambda note: None,
     stops: Callable[[int, int], bool] = lambda done, forwards: False,
-) -> Occlusion:
+) -> BlockEvidence:
     """Return the occlusion of the dataset's slide. Collective over the ensemble's ranks.
 
     Memory: what one forward of one image needs, and this rank's pixels of it, uint8.
@@ -107,7 +107,7 @@ def occlude(
         axis=0,
     )
     names = ensemble.members[0].readout.channels
-    return Occlusion(drops.astype(np.float32), blocks.block_px, level.mpp, tuple(names), forwards)
+    return BlockEvidence("occlusion", drops.astype(np.float32), blocks.block_px, level.mpp, tuple(names), forwards)
 
 
 def _of_member(
