@@ -46,6 +46,22 @@ RandomWeights = Annotated[bool, typer.Option("--random-weights", help="Accept an
 AllowDownload = Annotated[
     bool, typer.Option("--allow-download", help="Let timm and transformers download; without it nothing is.")
 ]
+Stain = Annotated[
+    str,
+    typer.Option(
+        "--stain-normalisation",
+        metavar="none|macenko|reinhard",
+        help="The colours of each slide become those of a reference, as data.stain_normalisation of a run.",
+    ),
+]
+StainReference = Annotated[
+    str | None,
+    typer.Option(
+        "--stain-reference",
+        metavar="SLIDE|PICTURE",
+        help="A slide of the store, a stored slide, or a picture of tissue; default: the method's published colours.",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace features of another encoder or other settings.")]
 _MOST_WORKERS = 8
 
@@ -62,6 +78,8 @@ def features(
     stride_px: StridePx = None,
     mpp: Mpp = None,
     min_tissue: MinTissue = 0.25,
+    stain_normalisation: Stain = "none",
+    stain_reference: StainReference = None,
     form: Format = "trident",
     precision: Precision = "float32",
     batch: Batch = 64,
@@ -86,14 +104,15 @@ def features(
         from workflows.option_values import parse_part
 
         request = FeatureRequest(
-            store=store,
-            encoder=encoder,
-            out=out,
+            store,
+            encoder,
+            out,
             weights=weights,
             options=_options(encoder_options),
-            mean=_numbers("--mean", mean),
-            std=_numbers("--std", std),
+            **{name: _numbers(f"--{name}", text) for name, text in (("mean", mean), ("std", std))},
             tiling=Tiling(tile_px, stride_px, mpp, min_tissue),
+            stain=stain_normalisation,
+            stain_reference=stain_reference,
             form=feature_format(form),
             precision=precision,
             batch=batch,

@@ -14,6 +14,7 @@ from workflows.paths import require_writable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from data.samples.colours.stain_normalisation import StainNormalisation
     from data.store.slide_store import StoreLevel
     from workflows.encoders.tile_encoder import TileEncoder
     from workflows.features.compute import FeatureReport
@@ -34,6 +35,7 @@ def run(request: FeatureRequest, as_json: bool) -> int:
         KeyboardInterrupt: Stopped on request; the same command continues.
     """
     from data.location import location
+    from pathology.tissue.stain_reference import stain_normalisation
     from workflows.features.compute import EncodingRun, FeatureReport, encode_slides
     from workflows.features.feature_folder import FeatureFolder
     from workflows.launch.owner import FolderOwner
@@ -41,7 +43,8 @@ def run(request: FeatureRequest, as_json: bool) -> int:
     store = location(request.store)
     slides = _slides(store, request)
     encoder = _encoder(request)
-    folder = FeatureFolder(request.out, request.form, _settings(request, encoder))
+    stain = stain_normalisation(request.stain, request.stain_reference, store, "--stain-reference")  # type: ignore[arg-type]
+    folder = FeatureFolder(request.out, request.form, _settings(request, encoder, stain))
     folder.check(slides, request.overwrite)
     require_writable(request.out)
     console.say(str(encoder))
@@ -51,7 +54,7 @@ def run(request: FeatureRequest, as_json: bool) -> int:
     advice = "choose another --out, or give each its own --part"
     owner = FolderOwner(request.out, advice, f"{number}-of-{parts}" if parts > 1 else "")
     folder.begin()
-    task = EncodingRun(store, encoder, folder, request.tiling, request.precision, request.batch, request.workers)
+    task = EncodingRun(store, encoder, folder, request.tiling, request.precision, request.batch, request.workers, stain)
     report = FeatureReport()
     try:
         with console.progress(len(slides), "features") as bar:
@@ -133,7 +136,7 @@ def _encoder(request: FeatureRequest) -> TileEncoder:
     return encoder
 
 
-def _settings(request: FeatureRequest, encoder: TileEncoder) -> dict[str, Any]:
+def _settings(request: FeatureRequest, encoder: TileEncoder, stain: StainNormalisation | None) -> dict[str, Any]:
     """Return all that features depend on beside the slide."""
     return {
         "version": _SETTINGS_VERSION,
@@ -148,10 +151,15 @@ def _settings(request: FeatureRequest, encoder: TileEncoder) -> dict[str, Any]:
         "min_tissue": request.tiling.min_tissue,
         "precision": request.precision,
         "format": request.form,
+        **({} if stain is None else {"stain_normalisation": stain.to_json()}),
     }
 
 
 def _report(report: FeatureReport, table: Path, request: FeatureRequest, encoder: TileEncoder, as_json: bool) -> None:
+    from data.samples.colours.stain_normalisation import as_scanned_text
+
+    if report.as_scanned:
+        console.warn(as_scanned_text(report.as_scanned))
     for slide_id, reason in report.failed:
         console.warn(f"failed: {slide_id}: {reason}")
     console.say(

@@ -171,6 +171,13 @@ class DataConfig(TargetKeys):
         description="slide or case: whose tiles or features are one bag: those of a slide, or of all slides of a case "
         "(docs/tiles.md), with data.tiles and data.features",
     )
+    stain_reference: str | None = Field(
+        None,
+        min_length=1,
+        description="the name of a slide of the store, a stored slide (STORE/NAME.zarr), or a picture of tissue (PNG, "
+        "JPEG, TIFF): whose colours stain_normalisation gives to all slides; default: those that the method's authors "
+        "published",
+    )
     case_aggregate: Literal["mean", "max", "logits", "none"] = Field(
         "mean",
         description="mean, max, logits or none: prediction of a case of several slides: their mean, their maximum, the "
@@ -293,6 +300,12 @@ class DataConfig(TargetKeys):
                 f"case_aggregate: given {self.case_aggregate} beside bag: case, where a case has one prediction; leave "
                 "it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_has_a_method(self) -> DataConfig:
+        if self.stain_reference is not None and self.stain_normalisation == "none":
+            raise ValueError("stain_reference: without stain_normalisation; give macenko or reinhard")
         return self
 
     @model_validator(mode="after")

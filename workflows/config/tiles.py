@@ -162,7 +162,7 @@ _COMPUTED = "features are computed already"
 INSTEAD_OF_FEATURES = {
     **INSTEAD,
     **dict.fromkeys(("data.size_px", "data.mpp", "data.align_px", "data.min_coverage", "data.tiles"), _COMPUTED),
-    **dict.fromkeys(("data.augment", "data.stain_normalisation", "model.encoder"), _COMPUTED),
+    **dict.fromkeys(("data.augment", "data.stain_normalisation", "data.stain_reference", "model.encoder"), _COMPUTED),
     **dict.fromkeys(("model.mean", "model.std"), _COMPUTED),
     "data.view": "all tiles of a file of features are used",
     "data.prefetch": "every trainer reads its own features; roles.loaders=1 adds a loader",

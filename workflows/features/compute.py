@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from data.errors import StoreError
+from data.samples.colours.stain_normalisation import StainNormalisation
 from data.store.slide_store import SlideStore, slide_path
 from data.tiles.reader import StoreTiles
 from data.tiles.tiling import Tiling
-from data.tiles.tissue_tiles import NoTilesError, TissueTiles, tissue_tiles
+from data.tiles.tissue_tiles import TissueTiles, tissue_tiles
+from hyfi_core.errors import RequestError
 from hyfi_core.tiles.chunks import TileChunk
 from hyfi_core.tiles.reading import read_ahead
 from workflows.encoders.tile_encoder import TileEncoder
@@ -22,6 +24,8 @@ from workflows.features.feature_file import FeatureFile
 from workflows.features.feature_folder import FeatureFolder
 from workflows.features.tiled_slide import TiledSlide
 
+AS_SCANNED = "stain_as_scanned"
+"""In the column ``reason`` of a slide whose colours could not be normalised."""
 _AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16}
 
 Say = Callable[[str], None]
@@ -39,6 +43,7 @@ class EncodingRun:
         precision: ``float32`` or ``bfloat16``.
         batch: Tiles encoded at a time.
         workers: Threads that decode.
+        stain: Normalisation of each slide's colours; None: none.
     """
 
     store: Path
@@ -48,6 +53,7 @@ class EncodingRun:
     precision: str
     batch: int
     workers: int
+    stain: StainNormalisation | None = None
 
 
 @dataclass
@@ -59,12 +65,15 @@ class FeatureReport:
         skipped: Those that were finished before.
         failed: Slide and reason.
         tiles: Tiles that were encoded now.
+        as_scanned: Slides that were encoded now without the stain normalisation that was asked for, as their stains
+            cannot be measured.
     """
 
     done: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     tiles: int = 0
+    as_scanned: list[str] = field(default_factory=list)
 
 
 def encode_slides(
@@ -93,8 +102,9 @@ def encode_slides(
                 continue
             if lack != "new":
                 warn(f"{slide_id}: {lack}; it is computed again")
-            _encode_slide(run, slide, tiles, advance)
-        except (StoreError, NoTilesError, FeatureError) as error:
+            if not _encode_slide(run, slide, tiles, advance):
+                report.as_scanned.append(slide_id)
+        except (StoreError, RequestError, FeatureError) as error:
             run.folder.note_failed(slide_id, str(error))
             report.failed.append((slide_id, str(error)))
             continue
@@ -104,10 +114,15 @@ def encode_slides(
 
 def _encode_slide(
     run: EncodingRun, slide: SlideStore, tiles: TissueTiles, advance: Callable[[float, str], None]
-) -> None:
-    """Write the features of one slide. Memory: three batches of tiles, and decoded chunks of the reader."""
+) -> bool:
+    """Write the features of one slide. Memory: three batches of tiles, and decoded chunks of the reader.
+
+    Returns:
+        Whether its colours are as was asked for.
+    """
     tiled = TiledSlide.of(slide, tiles, run.encoder.name)
-    reader = StoreTiles(slide, tiles, threads=run.workers)
+    colours = None if run.stain is None else run.stain.of_slide(slide, slide.slide_id)
+    reader = StoreTiles(slide, tiles, colours=colours, threads=run.workers)
     autocast = _AUTOCAST[run.precision]
     chunks = [TileChunk(0, start, min(start + run.batch, len(tiles))) for start in range(0, len(tiles), run.batch)]
     with FeatureFile(run.folder.path, tiled, run.encoder.features, run.folder.form) as file:
@@ -117,7 +132,9 @@ def _encode_slide(
             file.write(chunk.start, vectors)
             advance(len(vectors) / len(tiles), slide.slide_id)
         file.publish()
-    run.folder.note_done(slide.slide_id, tiles.digest(), len(tiles))
+    lacks_colours = run.stain is not None and colours is None
+    run.folder.note_done(slide.slide_id, tiles.digest(), len(tiles), AS_SCANNED if lacks_colours else "")
+    return not lacks_colours
 
 
 def _check_finite(vectors: np.ndarray, tiles: TissueTiles, start: int) -> None:

@@ -102,13 +102,14 @@ class FeatureFolder:
                 return f"damaged: {path}: {error.strerror or error}"
         return None
 
-    def note_done(self, slide_id: str, tiles: str, count: int) -> None:
-        """Write a slide's sidecar after its files."""
+    def note_done(self, slide_id: str, tiles: str, count: int, note: str = "") -> None:
+        """Write a slide's sidecar after its files; ``note`` is for its row of the table."""
         files = {
             name: {"sha256": digest_of(self.path / name), "stamp": _stamp(self.path / name)}
             for name in files_of(slide_id, self.form)
         }
         record = {"slide_id": slide_id, "status": DONE, "tiles": count, "tiles_sha256": tiles, "files": files}
+        record |= {"reason": note} if note else {}
         write_json_atomically(self._sidecar(slide_id), record)
 
     def note_failed(self, slide_id: str, reason: str) -> None:

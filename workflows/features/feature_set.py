@@ -136,6 +136,7 @@ class FeatureSet:
             "weights_sha256": self.settings.get("weights_sha256"),
             "tile_um": sum(sides) / len(sides) if sides else None,
             "tile_px": self.tile_px,
+            "stain_normalisation": self.settings.get("stain_normalisation"),
         }
 
     def check_like(self, stated: Mapping[str, Any], sides_um: Mapping[str, float]) -> None:
@@ -154,6 +155,14 @@ class FeatureSet:
             pairs["encoder"] = self.encoder, stated["encoder"]
         else:  # these say more than names, which may be those of folders
             pairs["an encoder with weights"] = digests
+        stains = self.settings.get("stain_normalisation"), stated.get("stain_normalisation")
+        if self.settings and stated["weights_sha256"] is not None and stains[0] != stains[1]:
+            named = [one["method"] if one else "none" for one in stains]
+            raise RequestError(
+                f"{self.folder}: features with stain normalisation {named[0]}, but the model was trained with "
+                f"{named[1]}{', of another reference' if named[0] == named[1] else ''}; compute features of these "
+                f"slides as those of its training"
+            )
         for what, (ours, theirs) in pairs.items():
             if ours is not None and theirs is not None and ours != theirs:
                 raise RequestError(

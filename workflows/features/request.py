@@ -13,6 +13,7 @@ from hyfi_core.plan.device import DeviceRequest
 from workflows.features.feature_file import FeatureFormat
 
 PRECISIONS = ("float32", "bfloat16")
+STAINS = ("none", "macenko", "reinhard")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class FeatureRequest:
         options: Arguments of the model.
         mean, std: Of the pixels; None: as the encoder states.
         tiling: The tiles.
+        stain: Normalisation of each slide's colours: ``none``, ``macenko`` or ``reinhard``.
+        stain_reference: Whose colours slides get; see `pathology.tissue.stain_reference`. None: published ones.
         form: Format of the files.
         precision: ``float32`` or ``bfloat16``: the dtype in which the encoder computes.
         batch: Tiles encoded at a time.
@@ -46,6 +49,8 @@ class FeatureRequest:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     tiling: Tiling = field(default_factory=Tiling)
+    stain: str = "none"
+    stain_reference: str | None = None
     form: FeatureFormat = "trident"
     precision: str = "float32"
     batch: int = 64
@@ -57,5 +62,9 @@ class FeatureRequest:
     part: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
+        if self.stain not in STAINS:
+            raise RequestError(f"--stain-normalisation {self.stain}: use one of {', '.join(STAINS)}")
+        if self.stain_reference is not None and self.stain == "none":
+            raise RequestError(f"--stain-reference {self.stain_reference}: needs --stain-normalisation")
         if self.precision not in PRECISIONS:
             raise RequestError(f"--precision {self.precision}: use one of {', '.join(PRECISIONS)}")

@@ -17,7 +17,7 @@ from data.loading.normalise import Normalisation
 from data.loading.order import SampleStream, balanced_weights, column_weights
 from data.samples.augment import Augment
 from data.samples.colours.own_colours import try_colours
-from data.samples.colours.stain_normalisation import StainNormalisation, as_scanned_text
+from data.samples.colours.stain_normalisation import as_scanned_text
 from data.samples.dataset import MPP_TOLERANCE, SlideDataset, SlideRef, select_slides
 from data.samples.exclusion import ExcludedSlide, flags_to_exclude, refuse_empty
 from data.samples.labels import Labels, Target, with_cases
@@ -28,6 +28,7 @@ from data.store.manifest import load_manifest
 from data.tiles.grouping import Grouping
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from pathology.tissue.stain_reference import stain_normalisation
 from workflows.config.load import Config
 from workflows.evaluation.models import model_fields
 from workflows.tasks.by_name import task_class
@@ -307,7 +308,7 @@ def dataset_of(config: Config, slides: tuple[SlideRef, ...], augment: Augment | 
         align_px=data.align_px,
         seed=config.run.seed,
         augment=augment,
-        stain=StainNormalisation.of(data.stain_normalisation),
+        stain=stain_normalisation(data.stain_normalisation, data.stain_reference, data.store, "data.stain_reference"),
     )
 
 

@@ -50,9 +50,11 @@ class StainNormalisation:
     reference: tuple[tuple[str, tuple[float, ...]], ...]
 
     @classmethod
-    def of(cls, method: Literal["none", "macenko", "reinhard"]) -> StainNormalisation | None:
-        """Return the normalisation to the method's published reference; None for ``none``."""
-        return None if method == "none" else cls(method, tuple(_REFERENCES[method].items()))
+    def of(
+        cls, method: Literal["none", "macenko", "reinhard"], reference: Mapping[str, tuple[float, ...]] | None = None
+    ) -> StainNormalisation | None:
+        """Return the normalisation to a reference, by default the method's published one; None for ``none``."""
+        return None if method == "none" else cls(method, tuple((reference or _REFERENCES[method]).items()))
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any] | None) -> StainNormalisation | None:

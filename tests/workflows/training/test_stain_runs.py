@@ -7,17 +7,24 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from data.tiles.features.folder import open_features
+from data.tiles.tiling import Tiling
 from hyfi_core.errors import RequestError
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import PARTS, assert_plans_agree, losses, run_here, run_on
+from tests.workflows.training.test_feature_runs import feature_config
 from tests.workflows.training.test_tile_runs import tile_config
-from workflows.commands import predict, validate
+from workflows.commands import features, predict, validate
 from workflows.config.load import load_config
+from workflows.features.request import FeatureRequest
+from workflows.training.job import prepare
 from workflows.training.metrics_log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("in_process")
+FEATURE_TESTS = "tests.workflows.training.test_feature_runs"
 PRECISE = {"steps": 2, "precision": "float64"}
 
 
@@ -103,3 +110,36 @@ def test_tiles_are_normalised_wherever_they_are_read(
     assert rows["own"]["slide-11"]["p_benign"] == rows["plain"]["slide-11"]["p_benign"]
     assert rows["own"]["slide-06"]["p_benign"] != rows["plain"]["slide-06"]["p_benign"]
     assert "normalised: macenko" in (tmp_path / "own" / "slide-06" / "report.html").read_text()
+
+
+def test_features_are_normalised_and_others_are_refused(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The model of features keeps the method and reference; features without are of other colours."""
+    for name, words in (("plain", {}), ("normal", {"stain": "macenko", "stain_reference": "slide-01"})):
+        request = FeatureRequest(
+            store, f"{FEATURE_TESTS}:encoder", tmp_path / name, tiling=Tiling(32, mpp=1.0), random_weights=True, **words
+        )
+        assert features.run(request, False) == 0
+    said = capfd.readouterr().err
+    assert "stain normalisation leaves slides as scanned" in said and "slide-09, slide-11" in said
+    table = (tmp_path / "normal" / "features.csv").read_text()
+    assert table.count("stain_as_scanned") == 2
+    vectors = [open_features(tmp_path / name)["slide-00"].vectors([0]) for name in ("plain", "normal")]
+    assert not np.allclose(*vectors)
+    config = feature_config(tmp_path, store, tmp_path / "normal", run={"steps": 1, "dir": str(tmp_path / "aggregator")})
+    assert run_here(config) == 0
+    checkpoint = tmp_path / "aggregator" / "checkpoints" / "latest"
+    stated = json.loads((checkpoint / "model.json").read_text())["features"]["stain_normalisation"]
+    assert stated["method"] == "macenko" and stated["reference"]["strength"] == [0.9, 0.5]
+    request = validate.EvaluationRequest(checkpoint, store, split="val", features=tmp_path / "plain")
+    assert validate.run(request) == 2
+    assert "features with stain normalisation none, but the model was trained with macenko" in capfd.readouterr().err
+
+
+def test_a_slide_of_the_store_is_the_reference(tmp_path: Path, store: Path) -> None:
+    stain = {"stain_normalisation": "macenko", "stain_reference": "slide-01"}
+    job = prepare(load_config(make_config(tmp_path, store, data=stain)))
+    assert job.train.stain is not None and dict(job.train.stain.reference)["strength"] == (0.9, 0.5)
+    with pytest.raises(RequestError, match="stain_reference: without stain_normalisation"):
+        load_config(make_config(tmp_path, store, data={"stain_reference": "slide-01"}))
