@@ -267,6 +267,7 @@ def _trainer(
     """Build the engine and return the function that trains with it."""
     from hyfi_core.comm.agreement.agree import agree
     from workflows.training.averages.of_run import check_average
+    from workflows.training.loggers.run_loggers import check_loggers
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.run_report import describe_start, report
@@ -283,6 +284,7 @@ def _trainer(
     model, freezing = agree(roles.trainers, lambda: inputs.make_model(device, first and saved is None, tell))
     engine = inputs.make_engine(model, roles)
     agree(roles.trainers, lambda: check_average(job.config.run.ema, engine))
+    agree(roles.trainers, lambda: check_loggers(job.config.run.loggers) if first else None)
     if saved is not None:
         agree(roles.trainers, lambda: saved.check_groups(engine, model))
     inputs.reserve(engine, model, roles)  # refused before anything is written

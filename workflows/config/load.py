@@ -14,7 +14,15 @@ from hyfi_core.errors import RequestError
 from workflows.config.run import Config
 from workflows.config.section import element_section_of, section_of
 
-__all__ = ["MAY_CHANGE_ON_RESUME", "Config", "changed_keys", "dump_resolved", "load_config", "refuse_changes"]
+__all__ = [
+    "MAY_CHANGE_ON_RESUME",
+    "Config",
+    "changed_keys",
+    "dump_resolved",
+    "load_config",
+    "refuse_changes",
+    "settings_of",
+]
 
 # None of these keys affects the result of a step, except for what live batch norm sees, which the run then says (see
 # `workflows.training.checks.norm_batches`); checkpoints do not depend on plan and roles.
@@ -32,6 +40,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "run.deterministic",
         "run.checkpoint_every_steps",
         "run.keep",
+        "run.loggers",
         "run.on_nonfinite",
         "run.stall_s",
         "run.tensorboard",
@@ -144,9 +153,14 @@ def dump_resolved(config: Config) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return section.key -> value of every setting."""
+    return dict(_leaves(config.model_dump(mode="json")))
+
+
 def changed_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
     """Return {section.key: (value before, value now)} for all keys that differ."""
-    old, new = dict(_leaves(before.model_dump(mode="json"))), dict(_leaves(now.model_dump(mode="json")))
+    old, new = settings_of(before), settings_of(now)
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 

@@ -89,6 +89,11 @@ class RunConfig(Section):
         "--measure: its peak FLOP/s, from which the run computes its utilisation; null: utilisation is not recorded",
     )
     tensorboard: bool = Field(True, description="true or false: whether TensorBoard events are written")
+    loggers: tuple[Literal["mlflow", "wandb"], ...] = Field(
+        (),
+        description="a list of mlflow and wandb: where settings and metrics are recorded, too; offline in the run's "
+        "folder, or where MLFLOW_TRACKING_URI and WANDB_MODE say; a logger that fails does not end the run",
+    )
     ema: float | None = Field(
         None,
         gt=0,

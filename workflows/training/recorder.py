@@ -11,13 +11,16 @@ from data.samples.coverage import write_coverage
 from data.samples.exclusion import write_excluded
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.saving.kept_checkpoints import prune, remove_leftovers, saved_steps
+from workflows.config.load import settings_of
 from workflows.console import say
 from workflows.evaluation.evaluate import EvaluatedMetrics
 from workflows.training.best import last_step
 from workflows.training.checks.data_record import SlideTables
 from workflows.training.curves import write_curves
-from workflows.training.event_file import EventFile
 from workflows.training.job import TrainingJob
+from workflows.training.loggers.event_file import EventFile
+from workflows.training.loggers.record import RunOutcome, scalars
+from workflows.training.loggers.run_loggers import RunLoggers
 from workflows.training.metrics_log import MetricsLog, describe_nonfinite, nonfinite_steps
 from workflows.training.saving.run_folder import RunFolder
 from workflows.training.throughput import Throughput, describe_speed
@@ -85,6 +88,7 @@ class Recorder:
             self.folder.rewind(start)
         self._log = MetricsLog(config.run.dir / "metrics.jsonl", start)
         self._board = _TensorBoard(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
+        self._loggers = RunLoggers(config.run.loggers, config.run.dir, settings_of(config), resumed=start > 0)
         self.best: int | None = None
         self.last: int | None = None
         self.loading: dict[str, Any] | None = None
@@ -199,6 +203,14 @@ class Recorder:
         if self._board is not None:
             self._board.close()
 
+    def end_loggers(self, state: str) -> None:
+        """Let the loggers of ``run.loggers`` record how the run has ended: ``done``, ``stopped`` or ``failed``."""
+        folder = self.folder.folder
+        names = {"metrics": "metrics.jsonl", "config": "config.yaml", "curves": "curves.html"}
+        names |= {"best_checkpoint": "checkpoints/best", "latest_checkpoint": "checkpoints/latest"}
+        paths = {name: (folder / path).resolve() for name, path in names.items() if (folder / path).exists()}
+        self._loggers.end(RunOutcome(state, self.best, paths))
+
     def _write_curves(self) -> None:
         """Replace ``curves.html``; errors are ignored."""
         folder, unit = self._job.config.run.dir, "images" if self._job.config.data.kind == "images" else "slides"
@@ -208,6 +220,7 @@ class Recorder:
     def _show(self, kind: str, step: int, values: EvaluatedMetrics) -> None:
         if self._board is not None:
             self._board.show(kind, step, values)
+        self._loggers.add(kind, step, values)
 
 
 class _TensorBoard:
@@ -217,11 +230,8 @@ class _TensorBoard:
         self._file = EventFile(folder, start)
 
     def show(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, Mapping) and name != "intervals":
-                self.show(f"{kind}/{name}", step, value)
-            elif isinstance(value, (int, float)) and name not in ("epoch", "slides", "cases"):
-                self._file.add(f"{kind}/{name}", value, step)
+        for name, value in scalars(kind, values):
+            self._file.add(name, value, step)
 
     def close(self) -> None:
         self._file.close()

@@ -51,6 +51,7 @@ def report(job: TrainingJob, recorder: Recorder, stopped: bool, failure: str | N
     state = "failed" if failure is not None else "stopped" if stopped else "done"
     outcome = {"stopped": "stopped on request; --resume continues it"}.get(state, state)
     recorder.folder.write_state(state, job.steps, recorder.loading, failure)
+    recorder.end_loggers(state)
     if recorder.last is not None and not stopped:
         metric, patience = job.config.validation.metric, job.config.run.early_stop
         outcome = f"ended after step {recorder.last}: {patience} validations without a better {metric}"

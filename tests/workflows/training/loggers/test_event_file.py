@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from workflows.training.event_file import EventFile
+from workflows.training.loggers.event_file import EventFile
 
 
 def values_of(folder: Path, tag: str) -> list[tuple[int, float]]:

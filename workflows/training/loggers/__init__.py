@@ -1,0 +1,1 @@
+"""Where a run records its metrics besides its own files: TensorBoard, MLflow, Weights & Biases."""

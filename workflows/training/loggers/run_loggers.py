@@ -1,0 +1,139 @@
+"""The loggers of a run on rank 0: each has a thread, so that no step waits for one, and none can end the run.
+
+::
+
+    step        add ─▶ queue ─▶ thread: begin, write … write, end
+    validation  add ─┘                 └ an exception: said once, and this logger records nothing more
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from data.files import write_atomically
+from hyfi_core.errors import RequestError
+from workflows.console import warn
+from workflows.training.loggers.mlflow_logger import MlflowLogger
+from workflows.training.loggers.record import LoggedRecord, MetricsLogger, RunOutcome, scalars
+from workflows.training.loggers.wandb_logger import WandbLogger
+
+IDENTITIES_FILE = "loggers.json"
+_LOGGERS: Mapping[str, tuple[type[MetricsLogger], tuple[str, ...]]] = {
+    "mlflow": (MlflowLogger, ("mlflow", "sqlalchemy", "alembic")),
+    "wandb": (WandbLogger, ("wandb",)),
+}
+"""Name in ``run.loggers`` -> logger, and the packages that it needs."""
+_EVERY_S = 1.0
+"""Records of so long are written together."""
+_END_S = 60.0
+"""How long the end of a run waits for a logger."""
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Check that the packages of loggers are installed; imports none of them.
+
+    Raises:
+        RequestError: One is not.
+    """
+    for name in names:
+        missing = [package for package in _LOGGERS[name][1] if find_spec(package) is None]
+        if missing:
+            raise RequestError(f"run.loggers: {name} needs {', '.join(missing)}: pip install 'hyfi[{name}]'")
+
+
+class RunLoggers:
+    """Hands the records of a run to its loggers.
+
+    Args:
+        names: As in ``run.loggers``.
+        folder: The run's folder, which keeps under which identities the loggers know it.
+        settings: ``section.key`` to value, of the run's configuration.
+        resumed: Whether the run goes on; else identities of an earlier run in this folder do not count.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], resumed: bool) -> None:
+        self._path, self._lock = folder / IDENTITIES_FILE, threading.Lock()
+        self._identities: dict[str, str] = self._read() if resumed else {}
+        makers = [(name, _LOGGERS[name][0]) for name in names]
+        self._threads = [
+            _LoggerThread(make(folder, settings, self._identities.get(name)), self._keep) for name, make in makers
+        ]
+
+    def add(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Record the numbers of a step or of a validation, later; see `scalars`."""
+        if self._threads:
+            finite = {name: value for name, value in scalars(kind, values) if math.isfinite(value)}
+            record = LoggedRecord(kind, step, finite)
+            for thread in self._threads:
+                thread.records.put(record)
+
+    def end(self, outcome: RunOutcome) -> None:
+        """Record how the run has ended; wait for what is not written yet, but not for long."""
+        for thread in self._threads:
+            thread.records.put(outcome)
+            thread.ending.set()
+        until_s = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+            if thread.is_alive():
+                warn(f"hyfi: {thread.name} has not taken everything after {_END_S:g} s; the run ends without the rest")
+
+    def _read(self) -> dict[str, str]:
+        try:
+            return {str(name): str(key) for name, key in json.loads(self._path.read_text()).items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def _keep(self, name: str, identity: str) -> None:
+        with self._lock:
+            self._identities[name] = identity
+            write_atomically(self._path, (json.dumps(self._identities) + "\n").encode())
+
+
+class _LoggerThread(threading.Thread):
+    """The thread of one logger; it ends with the process, whatever it waits for.
+
+    Attributes:
+        records: What it writes, in order; the outcome is the last.
+        ending: Set when nothing more comes, so that it writes at once.
+    """
+
+    def __init__(self, logger: MetricsLogger, keep: Callable[[str, str], None]) -> None:
+        super().__init__(name=logger.name, daemon=True)
+        self.records: queue.SimpleQueue[LoggedRecord | RunOutcome] = queue.SimpleQueue()
+        self.ending = threading.Event()
+        self._logger, self._keep = logger, keep
+        self.start()
+
+    def run(self) -> None:
+        """Write until the run has ended, or the logger fails."""
+        try:
+            self._keep(self.name, self._logger.begin())
+            while (outcome := self._write()) is None:
+                self.ending.wait(_EVERY_S)
+            self._logger.end(outcome)
+        except BaseException as error:  # packages of others, in a thread: nothing of it may reach the run
+            cause = next(iter(str(error).strip().splitlines()), "")
+            warn(
+                f"hyfi: run.loggers: {self.name} failed ({type(error).__name__}: {cause}); the run goes on without it, "
+                f"and metrics.jsonl has everything"
+            )
+
+    def _write(self) -> RunOutcome | None:
+        """Write what has come so far, waiting for the first; return the outcome if it has come."""
+        items = [self.records.get()]
+        while not self.records.empty():
+            items.append(self.records.get())
+        outcome = next((item for item in items if isinstance(item, RunOutcome)), None)
+        records = [item for item in items if isinstance(item, LoggedRecord)]
+        if records:
+            self._logger.write(records)
+        return outcome

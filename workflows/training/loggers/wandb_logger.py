@@ -1,0 +1,49 @@
+"""Weights & Biases: offline in the run's folder, unless WANDB_MODE says something else."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from workflows.training.loggers.record import LoggedRecord, MetricsLogger, RunOutcome
+
+
+class WandbLogger(MetricsLogger):
+    """The run as a run of Weights & Biases."""
+
+    name = "wandb"
+
+    def begin(self) -> str:
+        """Open the run in the project WANDB_PROJECT, by default ``hyfi``; return its id."""
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE") or "offline"
+        self.identity = self.identity or uuid.uuid4().hex[:12]
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or "hyfi",
+            name=self.folder.name,
+            id=self.identity,
+            resume="allow",
+            dir=str(self.folder),
+            config=dict(self.settings),
+            mode=mode,
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+        )
+        # Steps of their own, because a validation may arrive after later steps, which wandb's own counter would drop.
+        for kind in ("train", "validation"):
+            self._run.define_metric(f"{kind}/step")
+            self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+        return self.identity
+
+    def write(self, records: Sequence[LoggedRecord]) -> None:
+        """Record numbers."""
+        for record in records:
+            self._run.log({**record.values, f"{record.kind}/step": record.step})
+
+    def end(self, outcome: RunOutcome) -> None:
+        """Record paths in the summary, and end the run."""
+        self._run.summary.update({name: str(path) for name, path in outcome.files.items()})
+        self._run.summary.update({"state": outcome.state, "best_step": outcome.best_step})
+        self._run.finish(exit_code=int(outcome.state == "failed"))
