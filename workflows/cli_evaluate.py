@@ -162,13 +162,13 @@ def predict(
 def export_model(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/best, for example.")],
     out: Annotated[Path, typer.Option("--out", help="Folder to make, with a card that describes the model.")],
-    to: Annotated[str, typer.Option("--to", metavar="torch|onnx", help="What to write.")] = "torch",
+    to: Annotated[str, typer.Option("--to", metavar="torch|onnx|pt2|torchscript", help="What to write.")] = "torch",
     size_px: Annotated[
-        str | None, typer.Option("--size-px", metavar="H,W", help="Size of an ONNX file's images; default: any.")
+        str | None, typer.Option("--size-px", metavar="H,W", help="Size of a file's images; default: any.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a trained model for use elsewhere: weights and a script, or ONNX, with a model card."""
+    """Write a trained model for use elsewhere: weights and a script, or one file, with a model card."""
     from workflows.commands import export_model
     from workflows.option_values import parse_size
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hyfi_core.errors import RequestError
-from workflows.console import emit_json, say
+from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE
 from workflows.paths import require_local
 
 if TYPE_CHECKING:
     from workflows.export_model.exported import ExportSource
 
-FORMATS = ("torch", "onnx")
+FORMATS = ("torch", "onnx", "pt2", "torchscript")
 
 
 def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, as_json: bool) -> int:
@@ -23,24 +23,22 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
 
     Args:
         checkpoint: Folder of the checkpoint.
-        to: ``torch``: weights and a script; ``onnx``: one file from pixels to outputs.
+        to: ``torch``: weights and a script; the others: one file from pixels to outputs.
         out: Folder to make; it appears when it is complete.
-        size_px: Height and width of the images of an ONNX file; None: any.
+        size_px: Height and width of the images of a file; None: any.
         as_json: Print the files as one JSON object.
 
     Raises:
         RequestError: The checkpoint or the request cannot be used; nothing is written.
     """
     if to not in FORMATS:
-        why = ""
-        if to == "torchscript":
-            why = "; torch has deprecated TorchScript: torch's own torch.export reads what --to torch writes"
-        raise RequestError(f"--to {to}: expected {' or '.join(FORMATS)}{why}")
-    if size_px is not None and to != "onnx":
-        raise RequestError(f"--size-px is of --to onnx; a folder of --to {to} takes images of any size")
+        raise RequestError(f"--to {to}: expected one of {', '.join(FORMATS)}")
+    if size_px is not None and to == "torch":
+        raise RequestError("--size-px is of files; a folder of --to torch takes images of any size")
     require_local(checkpoint, "checkpoint")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError(f"{out} exists; choose another --out, or remove it")
+    from data.samples.colours.stain_normalisation import StainNormalisation
     from workflows.export_model.exported import ExportSource
     from workflows.export_model.model_card import FILE_NAME, write_card
 
@@ -52,6 +50,8 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
         )
     if size_px is not None and source.of_bags:
         raise RequestError("--size-px is of whole images; tiles have the size of their training")
+    if to in ("pt2", "torchscript") and source.of_bags:
+        raise RequestError(f"--to {to} is of models of whole images; use --to torch or --to onnx")
     beside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     beside.mkdir(parents=True)
     try:
@@ -67,6 +67,14 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
     names = [name for name, _ in files] + [FILE_NAME]
     checked = f"; outputs differ from PyTorch's by {difference:.1g} at most" if difference is not None else ""
     say(f"{out}: {', '.join(names)}{checked}")
+    if to == "torchscript":
+        warn("hyfi: PyTorch has deprecated TorchScript; --to pt2 writes what takes its place")
+    stain = StainNormalisation.from_json(source.config.get("stain_normalisation"))
+    if stain is not None:
+        warn(
+            f"hyfi: the model takes pixels after stain normalisation ({stain.method}), which measures whole slides and "
+            f"is not in these files; without it, results are others; `hyfi predict` does it"
+        )
     if as_json:
         emit_json({"out": str(out), "files": [str(out / name) for name in names]})
     return DONE
@@ -78,10 +86,11 @@ def _write(
     """Write a model's files.
 
     Returns:
-        (name, what it is) of each file, and the largest difference of ONNX's outputs from PyTorch's; None without ONNX.
+        (name, what it is) of each file, and the largest difference of a file's outputs from PyTorch's; None of weights.
     """
     from workflows.export_model.bag_folder import write_bag_onnx, write_bag_torch
     from workflows.export_model.onnx_file import FILE_NAME, write_onnx
+    from workflows.export_model.program_file import PT2, TORCHSCRIPT, write_program
     from workflows.export_model.torch_folder import MODEL_JSON, SCRIPT, WEIGHTS, write_torch
 
     if source.of_bags:
@@ -89,7 +98,10 @@ def _write(
     if to == "torch":
         write_torch(source, folder)
         return [(WEIGHTS, "weights"), (MODEL_JSON, "what the model is"), (SCRIPT, f"`python {SCRIPT} IMAGE`")], None
-    difference = write_onnx(source, folder / FILE_NAME, size_px)
-    shape = "any multiples" if size_px is None else f"{size_px[0]} × {size_px[1]}"
+    shape = "any multiples" if size_px is None else f"{size_px[0]} × {size_px[1]}, multiples"
     what = f"pixels: uint8 RGB (1, 3, H, W), H and W {shape} of {source.align_px}; outputs and more"
-    return [(FILE_NAME, what)], difference
+    if to == "onnx":
+        return [(FILE_NAME, what)], write_onnx(source, folder / FILE_NAME, size_px)
+    name = PT2 if to == "pt2" else TORCHSCRIPT
+    how = "torch.export.load(FILE).module()" if to == "pt2" else "torch.jit.load(FILE)"
+    return [(name, f"`{how}`; {what}")], write_program(source, folder / name, size_px)

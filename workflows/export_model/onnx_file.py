@@ -11,13 +11,10 @@ import torch
 from torch import nn
 
 from hyfi_core.errors import RequestError
+from workflows.export_model.checked import TOLERANCE, first_line, largest_difference, sample_images
 from workflows.export_model.exported import ExportSource, PixelModel
 
 FILE_NAME = "model.onnx"
-_TOLERANCE = 1e-3
-"""Largest difference of an output from PyTorch's, relative to the largest output."""
-_CHECKED_PX = 256
-"""Height of the images by which a file for any size is checked; about twice a network's smallest."""
 
 
 def write_onnx(source: ExportSource, path: Path, size_px: tuple[int, int] | None) -> float:
@@ -36,11 +33,7 @@ def write_onnx(source: ExportSource, path: Path, size_px: tuple[int, int] | None
     """
     _require_packages()
     model = PixelModel(source).eval()
-    step = max(source.align_px, 32)
-    rows = -(-_CHECKED_PX // step) * step
-    sizes = [size_px] if size_px is not None else [(rows, rows + step), (rows + 2 * step, rows)]
-    generator = torch.Generator().manual_seed(0)
-    images = [torch.randint(0, 256, (1, 3, *size), dtype=torch.uint8, generator=generator) for size in sizes]
+    images = sample_images(source.align_px, size_px)
     dynamic = torch.export.Dim.DYNAMIC
     shapes = {"pixels": {2: dynamic, 3: dynamic}} if size_px is None else None
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that the model does not use
@@ -58,10 +51,10 @@ def write_onnx(source: ExportSource, path: Path, size_px: tuple[int, int] | None
             )
         except Exception as error:  # whatever the exporter meets in a user's forward
             advice = "; --size-px H,W exports it for one size" if size_px is None else ""
-            raise RequestError(f"PyTorch cannot export this model to ONNX: {_first_line(error)}{advice}") from error
+            raise RequestError(f"PyTorch cannot export this model to ONNX: {first_line(error)}{advice}") from error
     assert program is not None
     program.save(str(path))
-    return max(_difference(model, path, image) for image in images)
+    return largest_difference(model, images, "the ONNX file", lambda image: _computed(path, image))
 
 
 def checked_export(
@@ -94,7 +87,7 @@ def checked_export(
                 verbose=False,
             )
         except Exception as error:  # whatever the exporter meets in a user's forward
-            raise RequestError(f"PyTorch cannot export {path.name}: {_first_line(error)}; use --to torch") from error
+            raise RequestError(f"PyTorch cannot export {path.name}: {first_line(error)}; use --to torch") from error
     assert program is not None
     program.save(str(path))
     return max(_difference_of(module, path, sample, names) for sample in samples)
@@ -108,7 +101,7 @@ def _difference_of(module: nn.Module, path: Path, sample: torch.Tensor, names: t
     with torch.no_grad():
         outputs = module(sample)
     difference = float((computed - outputs).abs().max() / outputs.abs().max().clamp_min(1e-6))
-    if not difference <= _TOLERANCE:  # NaN, too
+    if not difference <= TOLERANCE:  # NaN, too
         raise RequestError(
             f"{path.name} computes other {names[1]} than PyTorch (relative difference {difference:.2g}); no file is "
             f"kept"
@@ -124,28 +117,8 @@ def _require_packages() -> None:
         raise RequestError(f"--to onnx needs {', '.join(missing)}: pip install 'hyfi[onnx]'")
 
 
-def _difference(model: PixelModel, path: Path, image: torch.Tensor) -> float:
-    """Return the largest difference of the file's outputs from the model's, relative to the largest output.
-
-    Raises:
-        RequestError: It is more than rounding explains.
-    """
+def _computed(path: Path, image: torch.Tensor) -> torch.Tensor:
     import onnxruntime
 
     session: Any = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    computed = torch.from_numpy(session.run(["outputs"], {"pixels": image.numpy()})[0])
-    with torch.no_grad():
-        outputs = model(image)[0]
-    difference = float((computed - outputs).abs().max() / outputs.abs().max().clamp_min(1e-6))
-    if not difference <= _TOLERANCE:
-        size = f"{image.shape[2]} × {image.shape[3]} px"
-        raise RequestError(
-            f"the ONNX file computes other outputs than PyTorch on an image of {size} (relative difference "
-            f"{difference:.2g}); no file is kept"
-        )
-    return difference
-
-
-def _first_line(error: Exception) -> str:
-    cause = error.__cause__ or error
-    return next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+    return torch.from_numpy(session.run(["outputs"], {"pixels": image.numpy()})[0])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import save
 
+from data.samples.colours.stain_normalisation import StainNormalisation
 from hyfi_core.models.by_name import call_of_model
 from workflows.export_model.exported import ExportSource
 
@@ -23,7 +24,7 @@ from PIL import Image
 from safetensors.torch import load_file
 {imports}
 HERE = Path(__file__).parent
-model = {call}
+{stain}model = {call}
 model.load_state_dict(load_file(HERE / "{weights}"))
 model.eval()
 
@@ -33,6 +34,8 @@ image = ((torch.from_numpy(pixels) / 255 - mean) / std).permute(2, 0, 1)[None]
 with torch.no_grad():
     outputs = model(image)
 '''
+_STAIN = """print("the image must be stain-normalised ({method}), as by hyfi predict", file=sys.stderr)
+"""
 _CLASSES = """for name, probability in zip({names}, torch.softmax(outputs / {temperature!r}, 1)[0].tolist()):
     print(f"{{name}}: {{probability:.4f}}")
 """
@@ -65,11 +68,13 @@ def _script(source: ExportSource) -> str:
     imports = [f"from {module} import {function}"]
     if source.temperature is None:
         imports = ["from workflows.tasks.by_name import readout_of", *imports]
+    stain = StainNormalisation.from_json(config.get("stain_normalisation"))
     text = _HEAD.format(
         script=SCRIPT,
         mpp=float(config["mpp"]),
         imports="\n".join(["", *imports, ""]),
         call=f"{function}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})",
+        stain="" if stain is None else _STAIN.format(method=stain.method),
         weights=WEIGHTS,
         mean=list(source.normalisation.mean),
         std=list(source.normalisation.std),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,16 @@ import pytest
 import torch
 from PIL import Image
 
+from data.samples.colours.stain_normalisation import StainNormalisation
+from data.samples.dataset import SlideRef
+from hyfi_core.plan.box import Box
 from hyfi_core.runtime.checkpoint import save_checkpoint
 from pathology.predict.members import Member
 from tests.conftest import ROOT, Hyfi
 from tests.pathology.slides import member_of
-from tests.workflows.predictions import save
+from tests.workflows.archive import make_store
+from tests.workflows.predictions import rows_of, save
+from workflows.evaluation.evaluator import dataset_of
 
 OWN = """
 import torch
@@ -103,15 +109,47 @@ def test_a_network_of_ones_own(hyfi_here: Hyfi, picture: Path, tmp_path: Path, m
     np.testing.assert_allclose(list(printed.values()), found, atol=1e-4)
 
 
-def test_onnx(hyfi_here: Hyfi, checkpoint: Path, picture: Path, tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    said = hyfi_here("export-model", checkpoint, "--to", "onnx", "--out", "away")
-    assert said.returncode == 0, said.stderr
-    assert "model.onnx, README.md; outputs differ from PyTorch's by" in said.stdout
-    session = onnxruntime.InferenceSession(tmp_path / "away" / "model.onnx")
+def test_files_of_pytorch(hyfi_here: Hyfi, checkpoint: Path, picture: Path, tmp_path: Path) -> None:
     pixels = np.asarray(Image.open(picture))
-    (probabilities,) = session.run(["probabilities"], {"pixels": pixels.transpose(2, 0, 1)[None]})
-    np.testing.assert_allclose(probabilities[0], expected(checkpoint, pixels), atol=1e-5)
+    image, wanted = torch.from_numpy(pixels.transpose(2, 0, 1)[None].copy()), expected(checkpoint, pixels)
+    assert hyfi_here("export-model", checkpoint, "--to", "pt2", "--out", "program").returncode == 0
+    program = torch.export.load(tmp_path / "program" / "model.pt2").module()
+    said = hyfi_here("export-model", checkpoint, "--to", "torchscript", "--out", "script")
+    assert said.returncode == 0 and "deprecated TorchScript; --to pt2" in said.stderr
+    script = torch.jit.load(str(tmp_path / "script" / "model.pt"))
+    for compute in (program, script):
+        with torch.no_grad():
+            np.testing.assert_allclose(compute(image)[1][0].numpy(), wanted, atol=1e-5)
+    assert "`torch.export.load(FILE).module()`" in (tmp_path / "program" / "README.md").read_text()
+
+
+def test_a_slide_has_the_numbers_of_predict(hyfi_here: Hyfi, tmp_path: Path) -> None:
+    """By onnxruntime, on the image of a stored slide that predict shows to the model."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    store, checkpoint = make_store(tmp_path), save(tmp_path / "step-00000012")
+    assert hyfi_here("predict", checkpoint, store / "slide-00.zarr", "--out", "out").returncode == 0
+    row = rows_of(tmp_path / "out")["slide-00"]
+    dataset = dataset_of(json.loads((checkpoint / "model.json").read_text()), store, [SlideRef("slide-00")])
+    [view] = dataset.whole_views(0, several=False)
+    pixels = dataset.read_view(0, view, Box(0, view.size_px[0], 0, view.size_px[1]))
+    said = hyfi_here("export-model", checkpoint, "--to", "onnx", "--out", "onnx")
+    assert said.returncode == 0 and "model.onnx, README.md; outputs differ from PyTorch's by" in said.stdout
+    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
+    (probabilities,) = session.run(["probabilities"], {"pixels": pixels[None]})
+    np.testing.assert_allclose(probabilities[0], [float(row["p_pale"]), float(row["p_dark"])], atol=2e-6)
+
+
+def test_stain_normalisation_is_said_wherever_a_user_looks(hyfi_here: Hyfi, checkpoint: Path, tmp_path: Path) -> None:
+    """It measures whole slides, so it is in no exported file; numbers without it are others."""
+    shutil.copytree(checkpoint, tmp_path / "step-00000012")
+    path = tmp_path / "step-00000012" / "model.json"
+    stain = StainNormalisation.of("macenko")
+    assert stain is not None
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"stain_normalisation": stain.to_json()}))
+    said = hyfi_here("export-model", "step-00000012", "--out", "away")
+    assert said.returncode == 0 and "takes pixels after stain normalisation (macenko)" in said.stderr
+    assert "must be stain-normalised (macenko)" in (tmp_path / "away" / "predict.py").read_text()
+    assert "| stain normalisation | macenko to" in (tmp_path / "away" / "README.md").read_text()
 
 
 def test_a_file_that_computes_something_else_is_not_kept(
@@ -120,9 +158,9 @@ def test_a_file_that_computes_something_else_is_not_kept(
     pytest.importorskip("onnxruntime")
     from hyfi_core.errors import RequestError
     from workflows.commands import export_model
-    from workflows.export_model import onnx_file
+    from workflows.export_model import checked
 
-    monkeypatch.setattr(onnx_file, "_TOLERANCE", -1.0)
+    monkeypatch.setattr(checked, "TOLERANCE", -1.0)
     with pytest.raises(RequestError, match="computes other outputs than PyTorch on an image of 64 × 64 px"):
         export_model.run(checkpoint, "onnx", tmp_path / "away", (64, 64), False)
     assert not any(tmp_path.iterdir())
@@ -132,9 +170,9 @@ def test_requests_that_cannot_be_met(hyfi_here: Hyfi, checkpoint: Path, tmp_path
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for words, cause in (
-        ((checkpoint, "--to", "tflite", "--out", "a"), "--to tflite: expected torch or onnx"),
+        ((checkpoint, "--to", "tflite", "--out", "a"), "--to tflite: expected one of torch, onnx, pt2, torchscript"),
         ((checkpoint, "--out", "full"), "full exists; choose another --out"),
-        ((checkpoint, "--out", "a", "--size-px", "64"), "--size-px is of --to onnx"),
+        ((checkpoint, "--out", "a", "--size-px", "64"), "--size-px is of files"),
         ((checkpoint, "--out", "a", "--to", "onnx", "--size-px", "x"), "--size-px x: use height and width"),
         (("nowhere", "--out", "a"), "nowhere"),
     ):
