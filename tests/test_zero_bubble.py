@@ -153,7 +153,7 @@ def test_weights_wait_and_maps_do_not() -> None:
     passes: list[Any] = []
 
     def watched_first(self: BackwardPass, *given: Any) -> Any:
-        found = first(self, *given)
+        found = yield from first(self, *given)
         kinds.append([type(one.record.step.call.operator) for one in self._deferred])
         passes.append(weakref.ref(self._deferred[0].record))
         return found
@@ -172,7 +172,7 @@ def test_on_parts_convolutions_with_halos_wait_too() -> None:
     first = BackwardPass.run_first
 
     def watched(self: BackwardPass, *given: Any) -> Any:
-        found = first(self, *given)
+        found = yield from first(self, *given)
         kinds.extend(type(one.record.step.call.operator) for one in self._deferred)
         return found
 

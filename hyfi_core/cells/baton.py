@@ -1,11 +1,12 @@
-"""The baton: the cells of a process are threads, and only the one that has it runs.
+"""The baton: the cells of a process are threads between their tapes, and only the one that has it runs.
 
-    cell 0   ── run ── needs a halo │                             │ ── run ── …
-    cell 1                          │ ── run ── needs a halo │    │
-    cell 2                                                   │ ── run
+    cell 0   ── run ── needs a loss │                  │   joins │                              │ ── run ── …
+    cell 1                          │ ── run ── joins  │         │                              │
+    the caller's thread                                          │ ── runs the tapes of all ──▶ │
 
 A cell keeps the baton until it has to wait; the next cell that can continue follows, in cyclic order, so that runs are
-reproducible.
+reproducible. When all cells have come to their tapes, the caller's thread runs these in lockstep: see
+``cells.lockstep``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
+from hyfi_core.cells.lockstep import NAP_S, run_in_lockstep
+from hyfi_core.comm.waits import Context, Waits, within
+
 T = TypeVar("T")
-_NAP_S = 1e-4  # sleep between two rounds in which all cells wait for other processes
 
 
 class OtherCellFailedError(RuntimeError):
@@ -28,10 +33,11 @@ class Baton:
 
     Args:
         size: number of cells.
-        switched: called with a cell whenever it has the baton again after others had it.
-        begun: called in the thread of each cell before anything else.
+        switched: called with a cell whenever it runs again after others have.
+        begun: called in each thread before anything else.
 
     Attributes:
+        cell: the one that runs.
         after_failure: called when all cells have ended and one of them had failed, to remove what it left unfinished.
     """
 
@@ -46,11 +52,15 @@ class Baton:
         self.after_failure: list[Callable[[], None]] = []
         self._switched, self._begun = switched, begun
         self._lock = threading.Lock()
-        # One for each cell: waking all of them for every hand-over would take time in the square of their number.
-        self._wake = [threading.Condition(self._lock) for _ in range(size)]
+        # One for each cell, and one for the thread that runs tapes: waking all of them for every hand-over would take
+        # time in the square of their number.
+        self._wake = [threading.Condition(self._lock) for _ in range(size + 1)]
         self._running: set[int] = set()
-        self._failed = False
+        self._joined: dict[int, Waits[Any]] = {}
+        self._results: dict[int, Any] = {}
+        self._failed = self._in_tapes = False
         self._idle = 0
+        self._noted_outside = False
         self._outside: set[int] = set()
 
     def run(self, body: Callable[[int], T]) -> list[T]:
@@ -78,40 +88,56 @@ class Baton:
         try:
             for thread in threads:
                 thread.start()
+            self._run_tapes(errors)
             for thread in threads:
                 thread.join()
         except BaseException:  # raised by a signal in the main thread
             self._fail()
             raise
         if errors:
+            self._joined, self._results = {}, {}
             for clear in self.after_failure:
                 clear()
             raise next((error for error in errors if not isinstance(error, OtherCellFailedError)), errors[0])
         return results
 
-    def wait(self, ready: Callable[[], bool], outside: bool = False) -> None:
+    def together(self, steps: Waits[T]) -> T:
+        """Return the result of a computation, which runs in lockstep with those of all other cells.
+
+        It runs in the thread that has called ``run``, without gradients unless it enables them.
+        """
+        cell = self.cell
+        self._joined[cell] = steps
+        self._idle = 0
+        self._pass()
+        self._take(cell)
+        self._switched(cell)
+        result: T = self._results.pop(cell)
+        return result
+
+    def wait(self, ready: Callable[[], bool]) -> None:
         """Return when ``ready()``; until then other cells run.
 
         Args:
-            ready: called by this cell only, while it has the baton.
-            outside: whether another process may make it true.
+            ready: called by this cell only, while it has the baton. If another process may make it true, it calls
+                ``note_outside``.
 
         Raises:
             RuntimeError: all cells wait for each other.
         """
+        assert not self._in_tapes, "a tape yields what it waits for"
         self._idle = 0  # this cell has run since its last wait, and others may be able to continue
         if ready():
             return
         cell = self.cell
         while True:
             self._idle += 1
-            if outside:
-                self._outside.add(cell)
-            # Every running cell has asked once since any of them ran: only another process can still change an answer.
-            if self._idle > len(self._running):
+            (self._outside.add if self.waited_outside() else self._outside.discard)(cell)
+            # Every cell has asked once since any of them ran: only another process can still change an answer.
+            if self._idle > len(self._running) - len(self._joined):
                 if not self._outside:
                     raise RuntimeError(f"cells {sorted(self._running)} wait for each other (deadlock)")
-                time.sleep(_NAP_S)
+                time.sleep(NAP_S)
             self._pass()
             self._take(cell)
             if ready():
@@ -120,11 +146,57 @@ class Baton:
         self._outside.discard(cell)
         self._switched(cell)
 
+    def note_outside(self) -> None:
+        """Record that a cell waits for another process."""
+        self._noted_outside = True
+
+    def waited_outside(self) -> bool:
+        """Return whether any has since this was last called."""
+        noted, self._noted_outside = self._noted_outside, False
+        return noted
+
+    def _run_tapes(self, errors: list[BaseException]) -> None:
+        """Run the tapes of all cells whenever they have come to them, until all cells have ended."""
+        while True:
+            try:
+                self._take(self.size)
+            except OtherCellFailedError:
+                return
+            if not self._running:
+                return
+            try:
+                # A step may be called in the user's contexts, which the threads of cells do not have.
+                with torch.inference_mode(False), torch.no_grad():
+                    self._results = self._run_joined()
+            except BaseException as error:
+                errors.append(error)
+                self._fail()
+                return
+            self.cell = self.size - 1
+            self._pass()
+
+    def _run_joined(self) -> dict[int, Any]:
+        ended = set(range(self.size)) - self._running
+        if ended:
+            raise RuntimeError(f"cells {sorted(self._joined)} wait for cells {sorted(ended)}, which have ended")
+        joined, self._joined = dict(sorted(self._joined.items())), {}
+        self._in_tapes = True
+        try:
+            return run_in_lockstep(joined, self._turn, self.waited_outside)
+        finally:
+            self._in_tapes = False
+
+    def _turn(self, cell: int, resumes: bool) -> None:
+        self.cell = cell
+        if resumes:
+            self._switched(cell)
+
     def _pass(self) -> None:
+        """Hand over to the next cell between its tapes; if there is none, to the thread that runs them."""
         with self._lock:
-            if self._running:
-                following = range(self.cell + 1, self.cell + 1 + self.size)
-                self.cell = next(cell % self.size for cell in following if cell % self.size in self._running)
+            cells = ((self.cell + step) % self.size for step in range(1, self.size + 1))
+            between = (cell for cell in cells if cell in self._running and cell not in self._joined)
+            self.cell = next(between, self.size)
             self._wake[self.cell].notify()
 
     def _take(self, cell: int) -> None:
@@ -144,3 +216,22 @@ class Baton:
             self._failed = True
             for wake in self._wake:
                 wake.notify()
+
+
+class Lockstep:
+    """The driver of a cell: its computations run together with those of all other cells of the process.
+
+    Args:
+        baton: of the cells.
+    """
+
+    def __init__(self, baton: Baton) -> None:
+        self._baton = baton
+
+    def run(self, steps: Waits[T]) -> T:
+        """Return the result of a computation, when all cells have called this."""
+        return self._baton.together(steps)
+
+    def within(self, context: Context, steps: Waits[T]) -> Waits[T]:
+        """Return a computation in a context that other cells do not see."""
+        return within(context, steps)

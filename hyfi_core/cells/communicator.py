@@ -68,7 +68,12 @@ class _Group:
 
     def finished(self, call: _Call) -> bool:
         """Whether all cells have entered a call and its communication with other processes has completed."""
-        return len(call.given) == len(self.here) and call.pending.test()
+        if len(call.given) < len(self.here):
+            return False
+        if not call.pending.test():
+            self.baton.note_outside()
+            return False
+        return True
 
     def leave(self, number: int, call: _Call) -> Any:
         """Return a call's result to a cell; the last cell removes the call."""
@@ -95,10 +100,49 @@ class _Exchange:
             else:
                 left.append(message)
         self._receives = left
-        return self._outside.test() and not left
+        if not self._outside.test():
+            self._group.baton.note_outside()
+            return False
+        return not left
 
     def wait(self) -> None:
-        self._group.baton.wait(self.test, outside=self._group.comm.size > 1)
+        self._group.baton.wait(self.test)
+
+
+class _Swap:
+    """Tensors of other cells of this process, by reference.
+
+    Args:
+        group: of the cells.
+        lanes: (cell that shows a tensor, cell that reads it), both as ranks of the group.
+    """
+
+    needs_polls = False
+
+    def __init__(self, group: _Group, lanes: Sequence[tuple[int, int]]) -> None:
+        self._group, self._lanes = group, lanes
+
+    def test(self) -> bool:
+        return all(self._group.shown.get(lane) for lane in self._lanes)
+
+    def wait(self) -> None:
+        self._group.baton.wait(self.test)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors, once all have been shown; call it once.
+
+        Raises:
+            RuntimeError: a tensor was changed before all cells had read it.
+        """
+        return tuple(self._read(lane) for lane in self._lanes)
+
+    def _read(self, lane: tuple[int, int]) -> torch.Tensor:
+        tensor, version = self._group.shown[lane].popleft()
+        if version_of(tensor) != version:
+            raise RuntimeError(
+                f"cell {lane[0]} changed a tensor of shape {tuple(tensor.shape)} before another cell had read it"
+            )
+        return tensor
 
 
 class _Reduction:
@@ -121,7 +165,7 @@ class _Reduction:
         return True
 
     def wait(self) -> None:
-        self._group.baton.wait(self.test, outside=self._group.comm.size > 1)
+        self._group.baton.wait(self.test)
 
 
 class CellCommunicator:
@@ -139,7 +183,6 @@ class CellCommunicator:
         self.group = group
         self._cell = cell
         self._rank = group.members.index((group.comm.rank, cell))
-        self._waits_at_once = False
 
     @property
     def rank(self) -> int:
@@ -155,13 +198,6 @@ class CellCommunicator:
     def in_order(self) -> bool:
         """Whether operations run in the order in which they are started: as for the processes' communicator."""
         return self.group.comm.in_order
-
-    def waiting_at_once(self) -> None:
-        """Make every exchange wait for its completion.
-
-        A cell that computed during its exchange would keep the result in memory during the turns of others.
-        """
-        self._waits_at_once = True
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives; messages to cells of this process are copied at once."""
@@ -183,16 +219,16 @@ class CellCommunicator:
             else:
                 landing.append(Message(process, message.tensor, self._tag(cell, self._cell, message.tag)))
         outside = group.comm.exchange(leaving, landing) if leaving or landing else Completed()
-        pending = _Exchange(group, self._rank, near, outside)
-        if self._waits_at_once:
-            pending.wait()
-        return pending
+        return _Exchange(group, self._rank, near, outside)
 
-    def swap(self, sends: Sequence[Message], peers: Sequence[int]) -> list[torch.Tensor]:
-        """Exchange tensors with cells of this process by reference, without copies; return those of ``peers``.
+    def swap(self, sends: Sequence[Message], peers: Sequence[int]) -> _Swap:
+        """Start exchanging tensors with cells of this process by reference, without copies.
+
+        Returns:
+            The pending exchange, whose ``tensors`` then returns those of ``peers``.
 
         Raises:
-            RuntimeError: a tensor was changed before all peers had read it, or a peer is a cell of another process.
+            RuntimeError: a peer is a cell of another process.
         """
         group = self.group
         if any(group.members[peer][0] != group.comm.rank for peer in (*peers, *(m.peer for m in sends))):
@@ -201,17 +237,7 @@ class CellCommunicator:
             # Nothing is copied, so the reader checks by the version that the tensor is still the one that was sent.
             shown = (message.tensor, version_of(message.tensor))
             group.shown.setdefault((self._rank, message.peer), deque()).append(shown)
-        lanes = [(peer, self._rank) for peer in peers]
-        group.baton.wait(lambda: all(group.shown.get(lane) for lane in lanes))
-        tensors = []
-        for lane in lanes:
-            tensor, version = group.shown[lane].popleft()
-            if version_of(tensor) != version:
-                raise RuntimeError(
-                    f"cell {lane[0]} changed a tensor of shape {tuple(tensor.shape)} before another cell had read it"
-                )
-            tensors.append(tensor)
-        return tensors
+        return _Swap(group, [(peer, self._rank) for peer in peers])
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; bitwise equal in every cell."""
@@ -285,7 +311,7 @@ class CellCommunicator:
 
     def _together(self, value: Any, last: Callable[[_Call], None]) -> Any:
         number, call = self.joined(value, last)
-        self.group.baton.wait(lambda: self.group.finished(call), outside=self.group.comm.size > 1)
+        self.group.baton.wait(lambda: self.group.finished(call))
         return self.group.leave(number, call)
 
     def _all_objects(self, value: Any) -> list[Any]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
 from hyfi_core.cells.communicator import CellCommunicator
 from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.bands import Banded
 from hyfi_core.ops.buffers import Buffers
 from hyfi_core.ops.convolution import Convolution
@@ -25,19 +27,26 @@ from hyfi_core.rules.instructions import CollectiveCall, Instruction
 class SharedHalo(Redistribute):
     """A redistribution in which cells read each other's tensors without copies; for forwards without backward."""
 
-    def start(self, comm: Communicator, own: torch.Tensor) -> PendingStrips:
+    def start(self, comm: Communicator, own: torch.Tensor) -> Waits[PendingStrips]:
         """Share views of ``own`` with the other cells, and return views of what this cell needs of theirs."""
         swap = getattr(comm, CellCommunicator.swap.__name__)  # counting communicators forward it
         transfer = self.transfer
         shown = [Message(strip.peer, self._view(own, strip.box, transfer.have)) for strip in transfer.sends]
-        return PendingStrips(None, tuple(swap(shown, [strip.peer for strip in transfer.receives])))
+        pending = swap(shown, [strip.peer for strip in transfer.receives])
+        yield pending
+        return PendingStrips(None, pending.tensors())
 
     def give_back(self, strips: Iterable[torch.Tensor]) -> None:
         """Do nothing: the strips belong to other cells."""
 
 
 class FreshHalo(Redistribute):
-    """A redistribution whose messages have their own memory, freed with the last reference."""
+    """A redistribution whose messages have their own memory, freed with the last reference.
+
+    A cell that computed during its exchange would keep the result in memory while others run.
+    """
+
+    waits_at_once: ClassVar[bool] = True
 
     @cached_property
     def _buffers(self) -> Buffers:

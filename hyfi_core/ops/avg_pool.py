@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
+from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.bands import AT_ONCE, Banded
 from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
 from hyfi_core.ops.constants import Constant
@@ -38,26 +39,26 @@ class AvgPool(Banded):
     include_pad: bool = True
     divisor: int | None = None
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (means,); saves the map's shape and format."""
         (own,) = inputs
         if self.own is None:
-            (canvas,), back = self.halo.forward(comm, (own,))
+            (canvas,), back = yield from self.halo.forward(comm, (own,))
             if self.output.empty:
                 return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas.shape, like(own, _PATTERN))
             result = self._sums(canvas, self.canvas_padding)
             return (result.div_(self._counts(result)),), (back, canvas.shape, like(own, _PATTERN))
-        pending_strips = self.halo.start(comm, own)
+        pending_strips = yield from self.halo.start(comm, own)
         with polled(pending_strips.pending):
             result = self._sums(self.seen(own), self.own.padding)
-        for band, canvas in self.canvases(own, pending_strips.wait()):
+        for band, canvas in self.canvases(own, (yield from pending_strips.wait())):
             at(result, band, self.output).copy_(self._sums(canvas, AT_ONCE))
         self.halo.give_back(pending_strips.strips)
         return (result.div_(self._counts(result)),), (None, own.shape, like(own, _PATTERN))
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
-    ) -> Cotangents:
+    ) -> Waits[Cotangents]:
         """Return (the cotangent of the map,): each output's cotangent is spread over its window."""
         back, shape, pattern = saved
         form = like(pattern, list(shape))
@@ -68,12 +69,13 @@ class AvgPool(Banded):
             dy = dy / self._counts(dy)
         if self.own is None:
             d_canvas = form.zero_() if self.output.empty else self._back(dy, form, self.canvas_padding)
-            return self.halo.backward(comm, back, (d_canvas,))
+            return (yield from self.halo.backward(comm, back, (d_canvas,)))
         d_bands = []
         for band in self.bands:
             canvas = like(pattern, [*shape[:2], *self.window.input_box(band).shape])
             d_bands.append(self._back(at(dy, band, self.output), canvas, AT_ONCE))
-        return (self.back(comm, form, d_bands, lambda: self._back_of_own(dy, form)),)
+        d_own = yield from self.back(comm, form, d_bands, lambda: self._back_of_own(dy, form))
+        return (d_own,)
 
     def _back_of_own(self, dy: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
         """Return the cotangent of the own part from the inner outputs, in the memory of ``form``."""

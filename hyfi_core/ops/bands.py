@@ -18,6 +18,7 @@ import torch
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
+from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.base import Tensors
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import Redistribute, like
@@ -104,7 +105,7 @@ class Banded:
         form: torch.Tensor,
         d_bands: Sequence[torch.Tensor],
         back_of_own: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
+    ) -> Waits[torch.Tensor]:
         """Return the cotangent of the own part.
 
         Args:
@@ -119,12 +120,12 @@ class Banded:
         for strip, back in zip(received, backs, strict=True):
             for box, d_band in zip(boxes, d_bands, strict=True):
                 _add(back, strip.box, d_band, box)
-        pending_strips = self.halo.start_back(comm, form, backs)
+        pending_strips = yield from self.halo.start_back(comm, form, backs)
         with polled(pending_strips.pending):
             d_own = back_of_own()
             for box, d_band in zip(boxes, d_bands, strict=True):
                 _add(d_own, self.halo.transfer.have, d_band, box)
-        self.halo.add_back(d_own, pending_strips)
+        yield from self.halo.add_back(d_own, pending_strips)
         return d_own
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from hyfi_core.comm.base import Communicator, Pending
+from hyfi_core.comm.waits import Waits
 
 Tensors = tuple[torch.Tensor, ...]
 Cotangents = tuple[torch.Tensor | None, ...]
@@ -49,15 +50,18 @@ class CustomOperator(Protocol):
 
 
 class Collective(Protocol):
-    """An operator with communication. All ranks of the stage call it in the same order, even if they own nothing."""
+    """An operator with communication. All ranks of the stage call it in the same order, even if they own nothing.
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    Its methods are generators that yield what they wait for: see ``comm.waits``.
+    """
+
+    def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (outputs, saved)."""
         ...
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
-    ) -> Cotangents:
+    ) -> Waits[Cotangents]:
         """Return the cotangent of every input, None for one that has none.
 
         Args:
@@ -120,7 +124,7 @@ class SplitBackward(ABC):
         cotangents: Cotangents,
         needs_grad: NeedsGrad = (),
         waits: bool = True,
-    ) -> tuple[Cotangents, Rest]:
+    ) -> Waits[tuple[Cotangents, Rest]]:
         """Return the map's cotangent (None for other inputs), and a function that computes the others.
 
         Args:

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from hyfi_core.comm.base import Communicator, Pending
+from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.base import AsyncBackward, Cotangents, NeedsGrad, Recomputable, Rest, Tensors, is_expanded
 from hyfi_core.plan.box import Box
 
@@ -59,10 +60,10 @@ class BatchNorm(AsyncBackward, Recomputable):
     eps: float
     overwrites_cotangent: bool = field(default=False, kw_only=True)
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (normalised, mean, variance)."""
         own, weight, bias = _in_plain_order(inputs[0]), *inputs[1:]
-        mean, variance = self._statistics(comm, self._counted(own))
+        mean, variance = yield from self._statistics(comm, self._counted(own))
         stats_dtype = torch.promote_types(own.dtype, torch.float32)
         mean, variance = mean.to(stats_dtype), variance.to(stats_dtype)
         return (self._normalised(own, weight, bias, mean, variance), mean, variance), (own, weight, mean, variance)
@@ -91,7 +92,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Return the pixels that count in the statistics, of a tensor that begins with row ``top``: here all."""
         return tensor
 
-    def _statistics(self, comm: Communicator, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _statistics(self, comm: Communicator, own: torch.Tensor) -> Waits[tuple[torch.Tensor, torch.Tensor]]:
         """Return mean and biased variance over all ranks: one message.
 
         Few ranks send their mean and variance in separate rows, which avoids cancellation for any mean. For many ranks
@@ -107,7 +108,7 @@ class BatchNorm(AsyncBackward, Recomputable):
             row[0], row[1], row[2] = pixels, mean, variance
             if not apart:
                 row[1], row[2] = pixels * mean, pixels * (variance + mean * mean)
-        comm.all_reduce(rows)
+        yield comm.start_all_reduce(rows)
         counts, means, variances = rows.unbind(1)
         if not apart:
             mean = means[0] / self.count
@@ -118,14 +119,14 @@ class BatchNorm(AsyncBackward, Recomputable):
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
-    ) -> Cotangents:
+    ) -> Waits[Cotangents]:
         """Return the cotangents of map, weight and bias; the latter two as this rank's partial sums.
 
         With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), which is gain · dy + slope · x + shift
         with numbers for each channel. It overwrites dy where allowed: allocating a map costs more than the arithmetic.
         """
         pending, finish = self.start_backward(comm, saved, cotangents, needs_grad)
-        pending.wait()
+        yield pending
         return finish()
 
     def start_backward(

@@ -21,6 +21,7 @@ import torch
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
+from hyfi_core.comm.waits import Waits
 from hyfi_core.ops import taps
 from hyfi_core.ops.base import Cotangents, HoldsBuffers, NeedsGrad, Recomputable, Rest, SplitBackward, Tensors
 from hyfi_core.ops.cut import at
@@ -122,21 +123,21 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
 
     # -- forward
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (convolved part,); saves the own part (without a copy) and the strips."""
         image, weight, bias = inputs
         own = image.to(_computed_in(image))
         kernel = weight.to(own.dtype)
         offset = None if bias is None else bias.to(own.dtype)
         if self.own is None:
-            (canvas,), _ = self.halo.forward(comm, (own,))
+            (canvas,), _ = yield from self.halo.forward(comm, (own,))
             result = self._convolve(canvas, kernel, offset, self.canvas_padding)
             return (result,), _SavedConvolution(canvas, (), weight, image.dtype, image.shape)
-        pending_strips = self.halo.start(comm, own)
+        pending_strips = yield from self.halo.start(comm, own)
         conv_input = own[:, :, self.own.start[0] :, self.own.start[1] :]
         with polled(pending_strips.pending):
             result = self._convolve(conv_input, kernel, offset, self.own.padding)
-        strips = pending_strips.wait()
+        strips = yield from pending_strips.wait()
         self._add_reached(result, kernel, conv_input, strips)
         return (result,), _SavedConvolution(conv_input, strips, weight, image.dtype, image.shape)
 
@@ -180,10 +181,10 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
-    ) -> Cotangents:
+    ) -> Waits[Cotangents]:
         """Return the cotangents of map, weight and bias; the latter two as this rank's partial sums."""
         back = self._backward_arguments(saved, cotangents, needs_grad)
-        d_own, weight_back = self._map_back(comm, back, at_once=True)
+        d_own, weight_back = yield from self._map_back(comm, back, at_once=True)
         return d_own, *(weight_back or self._weight_back(back))
 
     def backward_of_map(
@@ -193,10 +194,10 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         cotangents: Cotangents,
         needs_grad: NeedsGrad = (),
         waits: bool = True,
-    ) -> tuple[Cotangents, Rest]:
+    ) -> Waits[tuple[Cotangents, Rest]]:
         """Return (cotangent of the map, None, None), and the rest of the backward; see ``ops.base.SplitBackward``."""
         back = self._backward_arguments(saved, cotangents, needs_grad)
-        d_own, weight_back = self._map_back(comm, back, at_once=False, waits=waits)
+        d_own, weight_back = yield from self._map_back(comm, back, at_once=False, waits=waits)
         return (d_own, None, None), lambda: (None, *(weight_back or self._weight_back(back)))
 
     def give_back(self, saved: _SavedConvolution) -> None:
@@ -212,7 +213,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
 
     def _map_back(
         self, comm: Communicator, back: _Back, at_once: bool, waits: bool = True
-    ) -> tuple[torch.Tensor | None, _WeightBack | None]:
+    ) -> Waits[tuple[torch.Tensor | None, _WeightBack | None]]:
         """Return the cotangent of the own part and, if computed during the exchange, those of weight and bias.
 
             send cotangents of strips ──▶ cotangent of own part ──▶ (weight and bias) ──▶ add what is received
@@ -229,10 +230,10 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         if self.own is None:
             d_canvas = self._differentiate(back, only)[0]
             saved = (back.saved.shape, back.saved.conv_input.dtype, back.saved.conv_input.device)
-            d_own = self.halo.backward(comm, saved, (d_canvas,))[0]
+            (d_own,) = yield from self.halo.backward(comm, saved, (d_canvas,))
             assert d_own is not None
             return d_own.to(back.saved.dtype), None
-        pending_strips, weight_back = self._send_back(comm, back), None
+        pending_strips, weight_back = (yield from self._send_back(comm, back)), None
         pending = pending_strips.pending
         with polled(pending):
             d_input = self._differentiate(back, only)[0]
@@ -240,7 +241,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
             with polled(pending):
                 weight_back = self._weight_back(back)
         d_own = self._widened(d_input, back.saved)
-        self.halo.add_back(d_own, pending_strips)
+        yield from self.halo.add_back(d_own, pending_strips)
         return d_own, weight_back
 
     def _weight_back(self, back: _Back) -> _WeightBack:
@@ -252,7 +253,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
             self._add_strips(d_weight, back)
         return d_weight, d_bias
 
-    def _send_back(self, comm: Communicator, back: _Back) -> PendingStrips:
+    def _send_back(self, comm: Communicator, back: _Back) -> Waits[PendingStrips]:
         """Start sending the cotangents of strips to their owners."""
         saved, dy, kernel = back.saved, back.dy, back.kernel
         backs = [torch.zeros_like(strip) for strip in saved.strips]
@@ -265,7 +266,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
                 d_canvas = self._native_back(part, canvas, tapped, (0, 0), only)[0]
             common = piece.call.inputs.intersect(piece.box)
             at(backs[piece.index], common, piece.box).copy_(at(d_canvas, common, piece.call.inputs))
-        return self.halo.start_back(comm, saved.conv_input, backs)
+        return (yield from self.halo.start_back(comm, saved.conv_input, backs))
 
     def _add_strips(self, d_weight: torch.Tensor, back: _Back) -> None:
         """Add the contributions of strips to the weight's cotangent."""

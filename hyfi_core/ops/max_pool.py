@@ -14,6 +14,7 @@ import torch
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
+from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.bands import AT_ONCE, Banded
 from hyfi_core.ops.base import Cotangents, NeedsGrad, RemakesSaved, Tensors
 from hyfi_core.ops.cut import at
@@ -51,20 +52,20 @@ class MaxPool(Banded, RemakesSaved):
     leaves_wide: bool = False
     overwrites_map: bool = False
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (maxima,); saves their indices."""
         (own,) = inputs
         if self.own is None:
-            (canvas,), back = self.halo.forward(comm, (own,))
+            (canvas,), back = yield from self.halo.forward(comm, (own,))
             if self.output.empty:
                 return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas, None, ())
             result, indices = self._pool(canvas, self.canvas_padding)
             return (result,), (back, self._held(canvas), self._kept(canvas, indices, self.canvas_padding), ())
-        pending_strips = self.halo.start(comm, own)
+        pending_strips = yield from self.halo.start(comm, own)
         with polled(pending_strips.pending):
             result, indices = self._pool(self.seen(own), self.own.padding)
         places = []
-        for band, canvas in self.canvases(own, pending_strips.wait()):
+        for band, canvas in self.canvases(own, (yield from pending_strips.wait())):
             maxima, where = self._pool(canvas, AT_ONCE)
             at(result, band, self.output).copy_(maxima)
             places.append(_Places(self._held(canvas), self._narrow(canvas, where, AT_ONCE)))
@@ -101,11 +102,11 @@ class MaxPool(Banded, RemakesSaved):
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
-    ) -> Cotangents:
+    ) -> Waits[Cotangents]:
         """Return (the cotangent of the map,): each output's cotangent goes to the position of its maximum."""
         dy = cotangents[0]
         if self.own is None:
-            return self._back_from_canvas(comm, saved, dy)
+            return (yield from self._back_from_canvas(comm, saved, dy))
         own, indices, places = saved
         over = own if self.overwrites_map and self.holds_map else None
         if dy is None:
@@ -114,15 +115,16 @@ class MaxPool(Banded, RemakesSaved):
             self._back(at(dy, band, self.output), saved_band.seen, saved_band.indices, AT_ONCE)
             for band, saved_band in zip(self.bands, places, strict=True)
         ]
-        return (self.back(comm, own, d_bands, lambda: self._back_of_own(dy, own, indices, over)),)
+        d_own = yield from self.back(comm, own, d_bands, lambda: self._back_of_own(dy, own, indices, over))
+        return (d_own,)
 
-    def _back_from_canvas(self, comm: Communicator, saved: Any, dy: torch.Tensor | None) -> Cotangents:
+    def _back_from_canvas(self, comm: Communicator, saved: Any, dy: torch.Tensor | None) -> Waits[Cotangents]:
         back, canvas, indices, _ = saved
         if dy is None or indices is None:
             d_canvas = torch.zeros_like(canvas)
         else:
             d_canvas = self._back(dy, canvas, indices, self.canvas_padding)
-        return self.halo.backward(comm, back, (d_canvas,))
+        return (yield from self.halo.backward(comm, back, (d_canvas,)))
 
     def _held(self, own: torch.Tensor) -> torch.Tensor:
         """Return what backward keeps of a map: it needs only the shape."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
 from hyfi_core.ops.message_layout import as_sent, laid_out
 
@@ -90,26 +91,26 @@ class PlaneExchange:
         """Return the same with the cotangents of ``active`` values."""
         return replace(self, active=active.intersection(value.name for value in self.values))
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (the values of other planes); saves nothing. Received tensors are new memory."""
         own_values = {value.name: tensor for value, tensor in zip(self.sent, inputs, strict=True)}
-        received = self._swap(comm, self.values, own_values, back=False)
+        received = yield from self._swap(comm, self.values, own_values, back=False)
         return tuple(received[v.name][0] if v.name in received else self._zeros(v) for v in self.taken), None
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
-    ) -> Cotangents:
+    ) -> Waits[Cotangents]:
         """Return the sums of what other planes return for the values of this plane, None for inactive ones."""
         carried = [value for value in self.values if value.name in self.active]
         own_cotangents = {}
         for value, cotangent in zip(self.taken, cotangents, strict=True):
             own_cotangents[value.name] = self._zeros(value) if cotangent is None else cotangent
-        returned = self._swap(comm, carried, own_cotangents, back=True)
+        returned = yield from self._swap(comm, carried, own_cotangents, back=True)
         return tuple(_total(returned[value.name]) if value.name in returned else None for value in self.sent)
 
     def _swap(
         self, comm: Communicator, values: Sequence[PlaneValue], own: Mapping[str, torch.Tensor], back: bool
-    ) -> dict[str, list[torch.Tensor]]:
+    ) -> Waits[dict[str, list[torch.Tensor]]]:
         """Send what this plane has of the values, or of their cotangents; return what it receives, by plane."""
         sends: list[Message] = []
         receives: list[Message] = []
@@ -125,7 +126,7 @@ class PlaneExchange:
                 receives.append(Message(peer, buffer))
                 unpack.append(lambda bundle=bundle, buffer=buffer: self._unpacked(bundle, buffer))  # type: ignore[misc]
         if sends or receives:
-            comm.exchange(sends, receives).wait()
+            yield comm.exchange(sends, receives)
         received: dict[str, list[torch.Tensor]] = {}
         for pieces in unpack:
             for name, tensor in pieces():

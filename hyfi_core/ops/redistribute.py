@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from hyfi_core.comm.base import Communicator, Message, Pending
+from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
 from hyfi_core.ops.buffers import Buffers
 from hyfi_core.plan.box import Box
@@ -27,7 +28,7 @@ class PendingStrips:
     """Pending strips.
 
     Attributes:
-        pending: None if this rank neither sends nor receives.
+        pending: None if there is nothing to wait for.
         strips: received tensors, in the order of the transfer; valid after ``wait``.
         left: called once all messages have been sent.
     """
@@ -36,10 +37,10 @@ class PendingStrips:
     strips: tuple[torch.Tensor, ...]
     left: Callable[[], None] = lambda: None
 
-    def wait(self) -> tuple[torch.Tensor, ...]:
+    def wait(self) -> Waits[tuple[torch.Tensor, ...]]:
         """Wait and return the received strips; call it once."""
         if self.pending is not None:
-            self.pending.wait()
+            yield self.pending
         self.left()
         return self.strips
 
@@ -52,22 +53,25 @@ class Redistribute:
         transfer: of this rank.
         dims: which tensor dims are (y, x).
         fill: value outside the map (0 for a convolution, -inf for a maximum).
+        waits_at_once: whether to wait for an exchange before anything is computed during it.
     """
+
+    waits_at_once: ClassVar[bool] = False
 
     transfer: Transfer
     dims: tuple[int, int] = (2, 3)
     fill: float = 0.0
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (the box that this rank needs,); saves only shapes."""
         (own,) = inputs
         transfer = self.transfer
         saved = (own.shape, own.dtype, own.device)
         if transfer.idle:
             return (own,), saved
-        pending_strips = self.start(comm, own)
+        pending_strips = yield from self.start(comm, own)
         result = self.placed(own)
-        for strip, arrived in zip(transfer.receives, pending_strips.wait(), strict=True):
+        for strip, arrived in zip(transfer.receives, (yield from pending_strips.wait()), strict=True):
             self._view(result, strip.box, transfer.need).copy_(arrived)
         self.give_back(pending_strips.strips)
         return (result,), saved
@@ -83,7 +87,7 @@ class Redistribute:
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
-    ) -> Cotangents:
+    ) -> Waits[Cotangents]:
         """Return (the cotangent of the own part,): this rank's plus those of other ranks."""
         shape, dtype, device = saved
         transfer = self.transfer
@@ -92,14 +96,13 @@ class Redistribute:
             return (cotangent,)
         if cotangent is None:
             cotangent = torch.zeros(self._sized(shape, transfer.need), dtype=dtype, device=device)
-        pending_strips = self.start_back(
-            comm, cotangent, [self._view(cotangent, s.box, transfer.need) for s in transfer.receives]
-        )
+        strips = [self._view(cotangent, s.box, transfer.need) for s in transfer.receives]
+        pending_strips = yield from self.start_back(comm, cotangent, strips)
         result = self._own_cotangent(cotangent, shape)
-        self.add_back(result, pending_strips)
+        yield from self.add_back(result, pending_strips)
         return (result,)
 
-    def start(self, comm: Communicator, own: torch.Tensor) -> PendingStrips:
+    def start(self, comm: Communicator, own: torch.Tensor) -> Waits[PendingStrips]:
         """Start sending the strips of ``own`` that others need, and receiving those that this rank needs.
 
         The caller owns the received strips until it passes them to ``give_back``.
@@ -107,9 +110,12 @@ class Redistribute:
         transfer = self.transfer
         leaving = [(s.peer, self._view(own, s.box, transfer.have)) for s in transfer.sends]
         # Messages are contiguous: memory formats may differ between neighbours.
-        return self._start(comm, leaving, [Message(s.peer, self._landing(own, s.box)) for s in transfer.receives])
+        landing = [Message(s.peer, self._landing(own, s.box)) for s in transfer.receives]
+        return (yield from self._start(comm, leaving, landing))
 
-    def start_back(self, comm: Communicator, like: torch.Tensor, strips: Sequence[torch.Tensor]) -> PendingStrips:
+    def start_back(
+        self, comm: Communicator, like: torch.Tensor, strips: Sequence[torch.Tensor]
+    ) -> Waits[PendingStrips]:
         """Start sending the cotangents of received strips to their owners.
 
         Args:
@@ -119,15 +125,16 @@ class Redistribute:
         """
         transfer = self.transfer
         leaving = [(s.peer, back) for s, back in zip(transfer.receives, strips, strict=True)]
-        return self._start(comm, leaving, [Message(s.peer, self._landing(like, s.box)) for s in transfer.sends])
+        landing = [Message(s.peer, self._landing(like, s.box)) for s in transfer.sends]
+        return (yield from self._start(comm, leaving, landing))
 
     def give_back(self, strips: Iterable[torch.Tensor]) -> None:
         """Release the memory of received strips that are no longer read."""
         self._buffers.give_back(strips)
 
-    def add_back(self, cotangent: torch.Tensor, pending_strips: PendingStrips) -> None:
+    def add_back(self, cotangent: torch.Tensor, pending_strips: PendingStrips) -> Waits[None]:
         """Add the strips of ``start_back`` to the cotangent of the own part, in place."""
-        for strip, arrived in zip(self.transfer.sends, pending_strips.wait(), strict=True):
+        for strip, arrived in zip(self.transfer.sends, (yield from pending_strips.wait()), strict=True):
             self._view(cotangent, strip.box, self.transfer.have).add_(arrived)
         self.give_back(pending_strips.strips)
 
@@ -142,11 +149,14 @@ class Redistribute:
 
     def _start(
         self, comm: Communicator, leaving: Sequence[tuple[int, torch.Tensor]], receives: Sequence[Message]
-    ) -> PendingStrips:
+    ) -> Waits[PendingStrips]:
         sends = [Message(peer, self._buffers.dense(view)) for peer, view in leaving]
         pending = comm.exchange(sends, receives) if sends or receives else None
         staged = [sent.tensor for sent, (_, view) in zip(sends, leaving, strict=True) if sent.tensor is not view]
         strips = tuple(message.tensor for message in receives)
+        if pending is not None and self.waits_at_once:
+            yield pending
+            pending = None
         return PendingStrips(pending, strips, lambda: self._buffers.give_back(staged))
 
     def _landing(self, like: torch.Tensor, box: Box) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
 from hyfi_core.plan.box import Box
 
@@ -31,19 +32,19 @@ class SumOverRanks:
 
     own_cotangents: ClassVar[bool] = True
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (sum,)."""
         total = inputs[0].clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(_real(total))
+        yield comm.start_all_reduce(_real(total))
         return (total,), total
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
-    ) -> Cotangents:
+    ) -> Waits[Cotangents]:
         """Return (sum of all ranks' cotangents,)."""
         (cotangent,) = cotangents
         total = torch.zeros_like(saved) if cotangent is None else cotangent.to(saved.dtype).contiguous().clone()
-        comm.all_reduce(_real(total))
+        yield comm.start_all_reduce(_real(total))
         return (total,)
 
 
@@ -71,7 +72,7 @@ class MaxOverSpace:
     keepdim: bool
     nan_ties: bool = False
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (maximum,); the map and the maximum are saved."""
         (own,) = inputs
         if own.numel():
@@ -80,12 +81,12 @@ class MaxOverSpace:
             shape = [1 if dim in self.dims else side for dim, side in enumerate(own.shape)]
             top = own.new_full(shape, least(own.dtype))
         top = top.contiguous()
-        comm.all_reduce(top, "max")
+        yield comm.start_all_reduce(top, "max")
         return (top if self.keepdim else self._squeeze(top),), (own, top)
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
-    ) -> Cotangents:
+    ) -> Waits[Cotangents]:
         """Return (cotangent of the map,): one all-reduce of cotangents and of the number of ties."""
         own, top = saved
         (cotangent,) = cotangents
@@ -96,7 +97,7 @@ class MaxOverSpace:
         packed[1] = hits.sum(self.dims, keepdim=True)
         if cotangent is not None:
             packed[0] = cotangent.reshape(top.shape)
-        comm.all_reduce(packed)
+        yield comm.start_all_reduce(packed)
         return (hits * (packed[0] / packed[1]).to(own.dtype),)
 
     def _squeeze(self, top: torch.Tensor) -> torch.Tensor:
@@ -107,16 +108,17 @@ class MaxOverSpace:
 class LargestOverRanks:
     """Maximum over ranks; used as a shift that does not change results, so it has no gradient."""
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (maximum, or 0 where all are -inf,)."""
         top = inputs[0].clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(top, "max")
+        yield comm.start_all_reduce(top, "max")
         return (top.masked_fill_(top == -torch.inf, 0.0),), None
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
-    ) -> Cotangents:
+    ) -> Waits[Cotangents]:
         """Return (None,)."""
+        yield from ()
         return (None,)
 
 
@@ -136,7 +138,7 @@ class FirstMaximum:
     width: int
     last_nan: bool = True
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (maximum ``(B, C, 1, 1)``, its position in the flattened map): two small all-reduces."""
         (own,) = inputs
         batch, channels = own.shape[:2]
@@ -150,25 +152,25 @@ class FirstMaximum:
                 last = (flat.isnan() * torch.arange(flat.shape[2], device=own.device)).amax(2)
                 local = torch.where(mine.isnan(), last, local)
         top = mine.clone()
-        comm.all_reduce(top, "max")
+        yield comm.start_all_reduce(top, "max")
         if flat.numel():
             position = (self.box.y0 + local // self.box.width) * self.width + self.box.x0 + local % self.box.width
             if self.last_nan:
                 position = torch.where(mine.isnan(), -position, position)  # so that the minimum is the last
             where = torch.where((mine == top) | (mine.isnan() & top.isnan()), position, where)
         mine_at = where.clone()
-        comm.all_reduce(where, "min")
+        yield comm.start_all_reduce(where, "min")
         hits = (mine_at == where) & (where != _NOWHERE)
         return (top[:, :, None, None], where.abs()[:, :, None, None]), (own.shape, top, local, hits)
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
-    ) -> Cotangents:
+    ) -> Waits[Cotangents]:
         """Return (cotangent of the map,): zero except at the first maximum."""
         shape, top, local, hits = saved
         cotangent = cotangents[0]
         total = torch.zeros_like(top) if cotangent is None else cotangent.reshape(top.shape).clone()
-        comm.all_reduce(total)
+        yield comm.start_all_reduce(total)
         result = top.new_zeros((shape[0], shape[1], shape[2] * shape[3]))
         if result.numel():
             result.scatter_(2, local[:, :, None], torch.where(hits, total, 0.0)[:, :, None])

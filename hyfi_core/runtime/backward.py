@@ -27,6 +27,7 @@ import torch
 from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
+from hyfi_core.comm.waits import Waits, within
 from hyfi_core.lowering.reuse import Over
 from hyfi_core.lowering.segments import OperatorStep, Segment, Tape
 from hyfi_core.ops.base import (
@@ -110,7 +111,7 @@ class BackwardPass:
         self._keep = self._in_two = False
         self._used: list[str] = []
 
-    def run(self, records: list[Record], cotangents: Mapping[str, torch.Tensor], keep: bool) -> LocalValues:
+    def run(self, records: list[Record], cotangents: Mapping[str, torch.Tensor], keep: bool) -> Waits[LocalValues]:
         """Run the records backward.
 
         Args:
@@ -129,7 +130,7 @@ class BackwardPass:
             names = last.get(len(remaining), [])
             if isinstance(record, OperatorRecord):
                 self._memory.begin_back(record.step, record.saved, self._cotangents)
-                self._run_operator(record, names, remaining)
+                yield from self._run_operator(record, names, remaining)
                 self._memory.end_back(record.step, self._cotangents)
             else:
                 self._memory.begin_back(record.segment, None, self._cotangents)
@@ -138,7 +139,7 @@ class BackwardPass:
         self._flush()
         return self._cotangents
 
-    def run_first(self, records: list[Record], cotangents: Mapping[str, torch.Tensor]) -> LocalValues:
+    def run_first(self, records: list[Record], cotangents: Mapping[str, torch.Tensor]) -> Waits[LocalValues]:
         """Run the records backward, but for the gradients of weights that can wait; ``run_rest`` computes these.
 
         Args:
@@ -154,7 +155,7 @@ class BackwardPass:
         while records:
             record = records.pop()
             if isinstance(record, OperatorRecord):
-                self._run_operator(record, (), records)
+                yield from self._run_operator(record, (), records)
             else:
                 self._run_segment(record, ())
         found, self._cotangents = self._cotangents, {}
@@ -190,16 +191,18 @@ class BackwardPass:
         self._add(cotangents, record.segment.sums)
         self._complete(left)
 
-    def _run_operator(self, record: OperatorRecord, names: Sequence[str], before: Sequence[Record]) -> None:
+    def _run_operator(self, record: OperatorRecord, names: Sequence[str], before: Sequence[Record]) -> Waits[None]:
         call = record.step.call
         between_planes = isinstance(call, CollectiveCall) and call.between_planes
         if any(name in self._tape.active for name in (carried_by(call) if between_planes else call.inputs)):
             cotangents = tuple(self._cotangents.pop(name, None) if name is not None else None for name in call.outputs)
-            with torch.no_grad():
-                if isinstance(call, CustomCall):
+            if isinstance(call, CustomCall):
+                with torch.no_grad():
                     results, deferred = self._run_local(call, record.saved, cotangents)
-                else:
-                    results, deferred = self._run_collective(call, record.saved, cotangents, before)
+            else:
+                collective = self._run_collective(call, record.saved, cotangents, before)
+                results, deferred = yield from within(torch.no_grad, collective)
+                del collective
             # The last reference: nobody else may need this memory, and the results that are added next can have it.
             del cotangents
             self._add(self._named(call, results), record.step.sums)
@@ -217,18 +220,19 @@ class BackwardPass:
 
     def _run_collective(
         self, call: CollectiveCall, saved: Any, cotangents: Cotangents, before: Sequence[Record]
-    ) -> tuple[Cotangents, Rest | None]:
+    ) -> Waits[tuple[Cotangents, Rest | None]]:
         operator, comm, needs_grad = call.operator, self._comm_of(call), self._wanted(call)
         if self._deferred and isinstance(operator, AsyncBackward) and not self._in_two:
             pending, finish = operator.start_backward(comm, saved, cotangents, needs_grad)
             del cotangents
             with polled(pending):
                 self._flush()
-            pending.wait()
+            yield pending
             return finish(), None
         if isinstance(operator, SplitBackward) and comm.size > 1 and self._may_defer(call, before):
-            return operator.backward_of_map(comm, saved, cotangents, needs_grad, waits=not self._in_two)
-        return operator.backward(comm, saved, cotangents, needs_grad), None
+            waits = not self._in_two
+            return (yield from operator.backward_of_map(comm, saved, cotangents, needs_grad, waits=waits))
+        return (yield from operator.backward(comm, saved, cotangents, needs_grad)), None
 
     def _wanted(self, call: CustomCall | CollectiveCall) -> tuple[bool, ...]:
         return tuple(name in self._tape.active for name in call.inputs)

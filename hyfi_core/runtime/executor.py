@@ -13,7 +13,8 @@ from hyfi_core.capture.program import ValueInfo
 from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KindCommunicator
-from hyfi_core.lowering.segments import OperatorStep, Segment, Step, Tape
+from hyfi_core.comm.waits import Waits, within
+from hyfi_core.lowering.segments import OperatorStep, Segment, Tape
 from hyfi_core.ops.base import HoldsBuffers
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
 from hyfi_core.runtime.backward import (
@@ -72,7 +73,7 @@ class Executor:
         # Values enter a segment without a gradient of their own; autograd records ``_Entry`` because of this input.
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def forward(self, values: LocalValues, record: bool) -> list[Record]:
+    def forward(self, values: LocalValues, record: bool) -> Waits[list[Record]]:
         """Run all steps; ``values`` has the inputs, and afterwards all values that were not dropped.
 
         Args:
@@ -85,7 +86,10 @@ class Executor:
         records: list[Record] = []
         for step in self.tape.steps:
             self._memory.begin(step, values)
-            step_record = self.do(step, values, record)
+            if isinstance(step, OperatorStep):
+                step_record = yield from self._operate(step, values, record)
+            else:
+                step_record = self._run(step, values, record)
             kept_record = step_record if record else None
             if kept_record is not None:
                 records.append(kept_record)
@@ -95,21 +99,15 @@ class Executor:
                 self._memory.end(step, values, None)
         return records
 
-    def do(self, step: Step, values: LocalValues, record: bool = False) -> Record | None:
-        """Run one step of the tape; see ``forward``. If communication raises, ``values`` is unchanged."""
-        if isinstance(step, OperatorStep):
-            return self._operate(step, values, record)
-        return self._run(step, values, record)
-
-    def _operate(self, step: OperatorStep, values: LocalValues, record: bool) -> Record | None:
+    def _operate(self, step: OperatorStep, values: LocalValues, record: bool) -> Waits[Record | None]:
         call = step.call
         inputs: Any = tuple(values[name] if name is not None else None for name in call.inputs)
         # ``BackwardPass`` calls the operator's own backward; autograd must not record a second one.
-        with torch.no_grad():
-            if isinstance(call, CustomCall):
+        if isinstance(call, CustomCall):
+            with torch.no_grad():
                 outputs, saved = call.operator.forward(inputs)
-            else:
-                outputs, saved = call.operator.forward(self._comm_of(call), inputs)
+        else:
+            outputs, saved = yield from within(torch.no_grad, call.operator.forward(self._comm_of(call), inputs))
         values.update((n, out) for n, out in zip(call.outputs, outputs, strict=False) if n is not None)
         for name in step.drops:
             values.pop(name, None)
@@ -151,7 +149,7 @@ class Executor:
         parameters: Mapping[str, torch.Tensor],
         keep: bool = False,
         complete: Complete | None = None,
-    ) -> LocalValues:
+    ) -> Waits[LocalValues]:
         """Run the records backward; gradients of parameters are added to their ``grad``.
 
         Args:
@@ -166,11 +164,11 @@ class Executor:
             Cotangents of values that entered from outside.
         """
         backward = BackwardPass(self.tape, self._comm_of, parameters, complete, self._memory)
-        return backward.run(records, cotangents, keep)
+        return (yield from backward.run(records, cotangents, keep))
 
     def backward_in_two(
         self, records: list[Record], cotangents: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
-    ) -> tuple[LocalValues, BackwardPass]:
+    ) -> Waits[tuple[LocalValues, BackwardPass]]:
         """Run the records backward without the gradients of weights that can wait.
 
         Args:
@@ -182,7 +180,7 @@ class Executor:
             Cotangents of values that entered from outside, and the pass, whose ``run_rest`` computes what remains.
         """
         backward = BackwardPass(self.tape, self._comm_of, parameters, None, self._memory)
-        return backward.run_first(records, cotangents), backward
+        return (yield from backward.run_first(records, cotangents)), backward
 
     def _comm_of(self, call: CollectiveCall) -> Communicator:
         """Return the communicator of a call, which counts traffic as its kind."""

@@ -67,11 +67,6 @@ class Groups:
                 self.stages[stage, direction] = group
                 self.copies[stage, direction] = copies
 
-    def wait_at_once(self) -> None:
-        """Make exchanges inside of a stage wait for completion at once; for cells, which take turns."""
-        for comm in (*self.stages.values(), *self.copies.values()):
-            comm.waiting_at_once()
-
     def holders(self, stages: Iterable[int]) -> frozenset[int]:
         """Return the ranks of a plane that reduce the gradients of parameters used in these stages."""
         return self._ranks(stages, 1 if self._plan.mirror == "point_to_point" else self._plan.directions)

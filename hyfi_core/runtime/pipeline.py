@@ -14,6 +14,7 @@ from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.replay import Log, RecordingCommunicator, ReplayingCommunicator
+from hyfi_core.comm.waits import Driver, Waits, waited
 from hyfi_core.runtime.backward import BackwardPass, Complete, LocalValues, Record
 from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.losses.step_loss import StepLoss
@@ -103,6 +104,7 @@ class Pipeline:
         gradients: reduction of gradients; None for prediction, whose schedule has only forwards.
         autocasting: creates the autocast context.
         recomputes: whether a forward, as an action, keeps nothing and is computed again in backward.
+        driver: runs forwards and backwards.
         memory: creates the paging callbacks of a stage, given the tensors that must stay in memory; None: no paging.
     """
 
@@ -117,6 +119,7 @@ class Pipeline:
         gradients: Gradients | None,
         autocasting: Callable[[], AbstractContextManager[Any]],
         recomputes: Callable[[Action], bool],
+        driver: Driver,
         memory: Callable[[HostedStage, LocalValues], StepMemory] | None = None,
     ) -> None:
         self._lowered = lowered
@@ -128,6 +131,7 @@ class Pipeline:
         self._gradients = gradients
         self._autocasting = autocasting
         self._recomputes = recomputes
+        self._driver = driver
         self._memory = (lambda stage, values: AllStays()) if memory is None else memory
         self._flights: dict[tuple[Key, int], _MicroBatch] = {}
         self._rests: dict[tuple[Key, int], BackwardPass] = {}
@@ -156,7 +160,7 @@ class Pipeline:
         key, m, exchange = (action.stage, action.direction), action.microbatch or 0, self._exchange
         match action.verb:
             case Verb.F:
-                self._flights[key, m] = self._forward(key, m, step, self._recomputes(action))
+                self._flights[key, m] = self._driver.run(self._forward(key, m, step, self._recomputes(action)))
             case Verb.B | Verb.I:
                 self._backward(key, m, step, in_two=action.verb is Verb.I)
             case Verb.W:
@@ -200,28 +204,26 @@ class Pipeline:
         elif flight.sends == edges:
             flight.exits.clear()
 
-    def _forward(self, key: Key, microbatch: int, step: Step, recomputes: bool) -> _MicroBatch:
+    def _forward(self, key: Key, microbatch: int, step: Step, recomputes: bool) -> Waits[_MicroBatch]:
         stage, flight = self._lowered.hosted[key], _MicroBatch()
         values = step.begin(key, microbatch)
         if self._statistics is not None:
             values.update(self._statistics.given(stage))
         flight.memory = self._memory(stage, values)
-        entries = self._exchange.values(*key, microbatch)
+        entries = yield from self._exchange.values(*key, microbatch)
         # They may be the memory of messages, which belongs to the stage exchange.
         flight.memory.stay(entries)
         values.update(entries)
         self._begin_s = time.perf_counter()  # a forward begins when its inputs have arrived
-        with self._autocasting():
-            if self._gradients is None:
-                self._executor(stage, key, flight).forward(values, record=False)
-            elif recomputes:
-                recorder = RecordingCommunicator(self._groups[key])
-                copies, peers = (RecordingCommunicator(c, recorder.log) for c in (self._copies[key], self._peers))
-                # A copy: the forward removes values from its own dict as soon as no step needs them.
-                flight.again = (dict(values), recorder.log)
-                Executor(stage.tape, recorder, copies, flight.memory, peers).forward(values, record=False)
-            else:
-                flight.records = self._executor(stage, key, flight).forward(values, record=True)
+        executor, trains = self._executor(stage, key, flight), self._gradients is not None
+        if trains and recomputes:
+            recorder = RecordingCommunicator(self._groups[key])
+            copies, peers = (RecordingCommunicator(c, recorder.log) for c in (self._copies[key], self._peers))
+            # A copy: the forward removes values from its own dict as soon as no step needs them.
+            flight.again = (dict(values), recorder.log)
+            executor = Executor(stage.tape, recorder, copies, flight.memory, peers)
+        tape = executor.forward(values, record=trains and not recomputes)
+        flight.records = yield from self._driver.within(self._autocasting, tape)
         if self._statistics is not None:
             # The tape has ended, so the pager no longer knows of a use of these buffers.
             flight.memory.need([values[name] for name in stage.ranked.program.mutations.values()])
@@ -234,31 +236,44 @@ class Pipeline:
         return flight
 
     def _backward(self, key: Key, microbatch: int, step: Step, in_two: bool) -> None:
-        stage, flight = self._lowered.hosted[key], self._flights[key, microbatch]
+        flight = self._flights[key, microbatch]
         flight.sends = 0
-        cotangents = self._exchange.cotangents(*key, microbatch)
+        cotangents = waited(self._exchange.cotangents(*key, microbatch))
         self._begin_s = time.perf_counter()
         flight.memory.stay(cotangents)
         flight.memory.need(flight.leaves)
         for name, cotangent in self._from_loss(key, flight, microbatch, step).items():
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
-        if flight.again is not None:
-            values, log = flight.again
-            # Received messages are replayed: other ranks do not compute their forward again at the same time.
-            real = self._groups[key], self._copies[key], self._peers
-            comm, copies, peers = (ReplayingCommunicator(log, c.rank, c.size) for c in real)
-            with self._autocasting():
-                flight.records = Executor(stage.tape, comm, copies, flight.memory, peers).forward(values, record=True)
-            flight.again = None
-        executor, parameters = self._executor(stage, key, flight), step.parameters[key]
-        if in_two:
-            flight.cotangents, rest = executor.backward_in_two(flight.records, cotangents, parameters)
-            self._rests[key, microbatch] = rest
-        else:
-            complete = self._completes(key, microbatch)
-            flight.cotangents = executor.backward(flight.records, cotangents, parameters, complete=complete)
+        self._driver.run(self._run_back(key, microbatch, cotangents, step.parameters[key], in_two))
         if not any(edge[1] == key[0] for edge in self._lowered.boundaries):
             del self._flights[key, microbatch]
+
+    def _run_back(
+        self, key: Key, microbatch: int, cotangents: LocalValues, parameters: LocalValues, in_two: bool
+    ) -> Waits[None]:
+        """Run a micro-batch's records backward, after its forward if that is recomputed."""
+        flight = self._flights[key, microbatch]
+        if flight.again is not None:
+            yield from self._run_again(self._lowered.hosted[key], key, flight)
+        executor = self._executor(self._lowered.hosted[key], key, flight)
+        if in_two:
+            first = executor.backward_in_two(flight.records, cotangents, parameters)
+            flight.cotangents, self._rests[key, microbatch] = yield from first
+        else:
+            complete = self._completes(key, microbatch)
+            back = executor.backward(flight.records, cotangents, parameters, complete=complete)
+            flight.cotangents = yield from back
+
+    def _run_again(self, stage: HostedStage, key: Key, flight: _MicroBatch) -> Waits[None]:
+        """Compute a forward once more, and keep its records."""
+        assert flight.again is not None
+        values, log = flight.again
+        # Received messages are replayed: other ranks do not compute their forward again at the same time.
+        real = self._groups[key], self._copies[key], self._peers
+        comm, copies, peers = (ReplayingCommunicator(log, c.rank, c.size) for c in real)
+        tape = Executor(stage.tape, comm, copies, flight.memory, peers).forward(values, record=True)
+        flight.records = yield from self._driver.within(self._autocasting, tape)
+        flight.again = None
 
     def _completes(self, key: Key, microbatch: int) -> Complete | None:
         """Return what to call with complete gradients; None before the last micro-batch of a stage."""

@@ -12,6 +12,7 @@ from hyfi_core.capture.module_state import changed_since, describe_value
 from hyfi_core.cells.paged_steps import AllStays, PagedSteps, StepMemory, UseOrder
 from hyfi_core.cells.pager import Pager
 from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.waits import Driver, OwnThread, Waits
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import Tape
 from hyfi_core.plan.batch_shapes import Shape
@@ -46,8 +47,8 @@ class StageRunner:
         plan: of the run.
         comm: all runners of the plan.
         groups: the plan's groups, if they exist already.
-        cell: whether this is one of several cells in a process: it then has its own buffers, and reads its box of the
-            image when it needs it.
+        lockstep: what runs this and the other cells of the process: a cell has its own buffers, and reads its box of
+            the image when it needs it. None: this is no cell.
         pager: of all cells of the process; None: no paging.
     """
 
@@ -57,10 +58,11 @@ class StageRunner:
         plan: ParallelPlan,
         comm: Communicator,
         groups: Groups | None = None,
-        cell: bool = False,
+        lockstep: Driver | None = None,
         pager: Pager | None = None,
     ) -> None:
-        self._subject, self._cell, self._pager = subject, cell, pager
+        self._subject, self._cell, self._pager = subject, lockstep is not None, pager
+        self._driver = OwnThread() if lockstep is None else lockstep
         self._orders: dict[HostedStage, UseOrder] = {}
         cells = plan.cell_grid
         self._cells = 1 if cells is None else cells[0] * cells[1]
@@ -69,8 +71,6 @@ class StageRunner:
         self._placement = placement if cells is None else placement.by_cells(cells)
         self._plan = plan = plan.by_cells()
         self.groups = Groups(comm, plan, self._placement) if groups is None else groups
-        if cell:
-            self.groups.wait_at_once()
         whole = subject.shapes.whole
         self.reader = Reader(plan, whole, self.groups, subject.device, subject.dtype, subject.channels_last)
         self._cache: dict[Any, LoweredModel] = {}
@@ -214,7 +214,7 @@ class StageRunner:
 
     def predict(self, batch: ImageBatch) -> Any:
         """Return the output for a batch, the same in every runner; the model is in evaluation mode."""
-        with torch.no_grad(), self._autocasting():
+        with torch.no_grad():
             lowered, inputs = self._begin_evaluation(batch)
             pipeline = self._pipeline(lowered, None, None)
             step = self._step(lowered, inputs, NoLoss(self._subject.device))
@@ -224,29 +224,30 @@ class StageRunner:
 
     def explain(self, batch: ImageBatch) -> ExplainedPart:
         """Return the logits, and this runner's part of their contributions; see ``Engine.explain``."""
-        with self._autocasting():
-            lowered, inputs = self._begin_evaluation(batch)
-            pieces = []
-            for microbatch in range(batch.count):
-                pieces.append(self._explained(lowered, inputs, microbatch))
-        return join_explanations(pieces)
+        lowered, inputs = self._begin_evaluation(batch)
+        numbers = range(batch.count)
+        return join_explanations([self._driver.run(self._explained(lowered, inputs, number)) for number in numbers])
 
     def differentiate(self, batch: ImageBatch, use: UseGradient) -> torch.Tensor:
         """Return the logits, after ``use`` has this runner's parts of gradients; see ``Engine.input_gradients``."""
-        with self._autocasting():
-            lowered, inputs = self._begin_evaluation(batch)
-            logits = []
-            for microbatch in range(batch.count):
-                values = self._subject.bindings.begin(lowered.only, self._part(inputs, (0, 0), microbatch), microbatch)
-                memory = self._memory_of(lowered.only, values)
-                first = microbatch * batch.micro[0]
-                logits.append(differentiate(lowered, values, self.groups.stages[0, 0], first, use, memory))
-        return torch.cat(logits)
+        lowered, inputs = self._begin_evaluation(batch)
+        numbers = range(batch.count)
+        return torch.cat([self._driver.run(self._differentiated(lowered, inputs, number, use)) for number in numbers])
 
-    def _explained(self, lowered: LoweredModel, inputs: LocalInput, microbatch: int) -> ExplainedPart:
+    def _differentiated(
+        self, lowered: LoweredModel, inputs: LocalInput, microbatch: int, use: UseGradient
+    ) -> Waits[torch.Tensor]:
+        values = self._subject.bindings.begin(lowered.only, self._part(inputs, (0, 0), microbatch), microbatch)
+        memory_of, first = self._memory_of(lowered.only, values), microbatch * inputs.batch.micro[0]
+        steps = differentiate(lowered, values, self.groups.stages[0, 0], first, use, memory_of)
+        return (yield from self._driver.within(self._autocasting, steps))
+
+    def _explained(self, lowered: LoweredModel, inputs: LocalInput, microbatch: int) -> Waits[ExplainedPart]:
         """Return the explanation of a micro-batch; nothing here keeps its pixels once the first layer has used them."""
         values = self._subject.bindings.begin(lowered.only, self._part(inputs, (0, 0), microbatch), microbatch)
-        return attribute(lowered, values, self.groups.stages[0, 0], self._memory_of(lowered.only, values))
+        memory_of = self._memory_of(lowered.only, values)
+        steps = attribute(lowered, values, self.groups.stages[0, 0], memory_of)
+        return (yield from self._driver.within(self._autocasting, steps))
 
     def _begin_evaluation(self, batch: ImageBatch) -> tuple[LoweredModel, LocalInput]:
         """Return the model, and what this runner reads."""
@@ -269,6 +270,7 @@ class StageRunner:
             gradients,
             self._autocasting,
             (frozenset() if gradients is None else self._recomputed(lowered)).__contains__,
+            self._driver,
             None if self._pager is None else lambda stage, stays: self._memory(stage, stays, gradients is not None),
         )
 

@@ -13,6 +13,7 @@ import torch
 
 from hyfi_core.comm.base import Message, Pending
 from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.boundary import BoundaryTransfer, Pieces, pack
 from hyfi_core.plan.placement import Placement
 
@@ -97,22 +98,22 @@ class StageExchange:
         receives = [Message(peers[peer], buffer) for peer, buffer in buffers.items()]
         self._arrivals[edge, direction, microbatch, back] = _Arrival(buffers, self._comm.exchange([], receives))
 
-    def values(self, stage: int, direction: int, microbatch: int) -> dict[str, torch.Tensor]:
+    def values(self, stage: int, direction: int, microbatch: int) -> Waits[dict[str, torch.Tensor]]:
         """Wait for the values that a stage receives from others, and return them."""
         received: dict[str, torch.Tensor] = {}
         for edge, boundary in self._boundaries.items():
             if edge[1] == stage:
-                position, buffers = self._collect(edge, direction, microbatch, back=False)
+                position, buffers = yield from self._collect(edge, direction, microbatch, back=False)
                 received.update(boundary.arrived(position, buffers))
                 self._unpacked(edge, direction, buffers, back=False)
         return received
 
-    def cotangents(self, stage: int, direction: int, microbatch: int) -> dict[str, torch.Tensor]:
+    def cotangents(self, stage: int, direction: int, microbatch: int) -> Waits[dict[str, torch.Tensor]]:
         """Wait for the cotangents of the values that a stage has sent, and return their sums."""
         sums: dict[str, torch.Tensor] = {}
         for edge, boundary in self._boundaries.items():
             if edge[0] == stage:
-                position, buffers = self._collect(edge, direction, microbatch, back=True)
+                position, buffers = yield from self._collect(edge, direction, microbatch, back=True)
                 for name, cotangent in boundary.returned(position, buffers).items():
                     # In place: ``returned`` has put the first cotangent into new memory.
                     sums[name] = sums[name].add_(cotangent) if name in sums else cotangent
@@ -126,11 +127,13 @@ class StageExchange:
             item.left()
         self._leaving.clear()
 
-    def _collect(self, edge: Edge, direction: int, microbatch: int, back: bool) -> tuple[int, dict[int, torch.Tensor]]:
+    def _collect(
+        self, edge: Edge, direction: int, microbatch: int, back: bool
+    ) -> Waits[tuple[int, dict[int, torch.Tensor]]]:
         key = (edge, direction, microbatch, back)
         position, pieces, peers = self._side(edge, direction, back, at_source=back)
         arrival = self._arrivals.pop(key)
-        arrival.pending.wait()
+        yield arrival.pending
         for peer in pieces:
             if peers[peer] == self._comm.rank:
                 arrival.buffers[peer] = self._local.pop((key, peer))

@@ -18,6 +18,7 @@ import torch
 from hyfi_core.capture.program import Program, Ref, refs_in, substitute
 from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.comm.waits import Waits, waited
 from hyfi_core.errors import NoMapError, RequestError
 from hyfi_core.lowering.joined_calls import parts_of
 from hyfi_core.lowering.segments import Tape, build_tape
@@ -73,7 +74,7 @@ def attribute(
     values: LocalValues,
     stage: CountedCommunicator,
     memory_of: Callable[[Tape], StepMemory] = lambda tape: AllStays(),
-) -> ExplainedPart:
+) -> Waits[ExplainedPart]:
     """Return logits and this rank's part of the maps for a batch.
 
     Args:
@@ -91,8 +92,8 @@ def attribute(
     # The last map may be inside of joined calls.
     ranked = replace(ranked_model, instructions=parts_of(ranked_model.instructions))
     name, body, head = split_tape(ranked)
-    Executor(body, stage, memory=memory_of(body)).forward(values, record=False)
-    part = attribute_head(ranked, name, head, values, stage, memory_of(head))
+    yield from Executor(body, stage, memory=memory_of(body)).forward(values, record=False)
+    part = yield from attribute_head(ranked, name, head, values, stage, memory_of(head))
     return ExplainedPart(part, ranked.splits[name].layout, stage.rank)
 
 
@@ -131,7 +132,7 @@ def gather_explanation(
         for part, values in zip(parts if len(maps) > 1 else (), maps, strict=False):
             rows, columns = part.box.relative_to(own).slices()
             joined[:, :, rows, columns] = values
-        return Redistribute(transfer).forward(stage, (joined.contiguous(),))[0][0]
+        return waited(Redistribute(transfer).forward(stage, (joined.contiguous(),)))[0][0]
 
     positions = [part.found.positions for part in parts if part.found.positions is not None]
     return Explanation(
@@ -148,7 +149,7 @@ def attribute_head(
     values: LocalValues,
     stage: CountedCommunicator,
     memory: StepMemory | None = None,
-) -> Explanation:
+) -> Waits[Explanation]:
     """Return the logits, and this rank's part of the maps.
 
     Args:
@@ -167,14 +168,14 @@ def attribute_head(
     memory.need(activation)
     positions = position_logits(ranked.program, name, activation, values)
     executor = Executor(head, stage, memory=memory)
-    records = executor.forward(values, record=True)
+    records = yield from executor.forward(values, record=True)
     logits, output = output_logits(ranked, values)
     memory.stay(logits)
     maps = []
     for index in range(logits.shape[1]):
         seed = torch.zeros_like(logits)
         seed[:, index] = float(stage.rank == 0)  # a replicated output: its cotangent is a sum over ranks
-        gradient = executor.backward(records, {output: seed}, {}, keep=True).get(name)
+        gradient = (yield from executor.backward(records, {output: seed}, {}, keep=True)).get(name)
         memory.need([activation, gradient])
         contribution = torch.zeros_like(activation) if gradient is None else activation * gradient
         maps.append(contribution.float().sum(1, keepdim=True))

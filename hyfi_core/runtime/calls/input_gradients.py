@@ -17,6 +17,7 @@ import torch
 
 from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.comm.waits import Waits
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.plan.box import Box
@@ -56,7 +57,7 @@ def differentiate(
     first: int,
     use: UseGradient,
     memory_of: Callable[[Tape], StepMemory] = lambda tape: AllStays(),
-) -> torch.Tensor:
+) -> Waits[torch.Tensor]:
     """Return the outputs of a micro-batch ``(b, K)``, after ``use`` has been given each gradient of this part.
 
     Args:
@@ -78,14 +79,14 @@ def differentiate(
     tape = build_tape(ranked, (image,))
     memory = memory_of(tape)
     executor = Executor(tape, stage, memory=memory)
-    records = executor.forward(values, record=True)
+    records = yield from executor.forward(values, record=True)
     logits, output = output_logits(ranked, values)
     memory.stay(logits)
     for index in range(logits.shape[1]):
         seed = torch.zeros_like(logits)
         seed[:, index] = float(stage.rank == 0)  # a replicated output: its cotangent is a sum over ranks
         last = index == logits.shape[1] - 1
-        gradient = executor.backward(records, {output: seed}, {}, keep=not last).get(image)
+        gradient = (yield from executor.backward(records, {output: seed}, {}, keep=not last)).get(image)
         memory.need([pixels, gradient])
         found = torch.zeros_like(pixels) if gradient is None else gradient
         use(InputGradient(index, first, ranked.read_box, pixels, found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar, overload
 
-from hyfi_core.cells.baton import Baton
+from hyfi_core.cells.baton import Baton, Lockstep
 from hyfi_core.cells.communicator import cell_communicators
 from hyfi_core.cells.paging import Paging
 from hyfi_core.comm.base import Communicator
@@ -60,7 +60,8 @@ class Runners(Sequence[StageRunner]):
         baton = self._baton = Baton(self.cells, resumed, lambda: make_current(subject.device))
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(self.cells)]
         comms = cell_communicators(comm, baton, members)
-        self._runners = baton.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=pager))
+        lockstep = Lockstep(baton)
+        self._runners = baton.run(lambda cell: StageRunner(subject, plan, comms[cell], lockstep=lockstep, pager=pager))
         self.groups = [runner.groups for runner in self._runners]
 
     def each(self, call: Callable[[StageRunner], T]) -> list[T]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.waits import waited
 from hyfi_core.errors import RequestError
 from hyfi_core.ops.batch_norm import BatchNorm
 
@@ -87,14 +88,14 @@ class _OverTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, norm: BatchNorm, comm: Communicator, x: torch.Tensor, weight: Any, bias: Any) -> Any:
-        outputs, ctx.of_forward = norm.forward(comm, (x, weight, bias))
+        outputs, ctx.of_forward = waited(norm.forward(comm, (x, weight, bias)))
         ctx.norm, ctx.comm, ctx.affine = norm, comm, (weight is not None, bias is not None)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        dx, weight, bias = ctx.norm.backward(ctx.comm, ctx.of_forward, cotangents)
+        dx, weight, bias = waited(ctx.norm.backward(ctx.comm, ctx.of_forward, cotangents))
         ctx.of_forward = None
         return None, None, dx, weight if ctx.affine[0] else None, bias if ctx.affine[1] else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.waits import Waits
 from hyfi_core.lowering import in_place, reuse
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.segments import Tape, build_tape
@@ -106,6 +107,12 @@ def poisoned() -> Iterator[list[str]]:
     def with_spoilt_map(plain: Any, at: int) -> Any:
         def method(self: Any, *given: Any) -> Any:
             found = plain(replace(self, overwrites_map=False), *given)
+            return waited_for(self, found, given) if isinstance(found, Generator) else spoilt(self, found, given)
+
+        def waited_for(self: Any, steps: Any, given: Any) -> Waits[Any]:
+            return spoilt(self, (yield from steps), given)
+
+        def spoilt(self: Any, found: Any, given: Any) -> Any:
             if self.overwrites_map and getattr(self, "holds_map", True) and isinstance(given[at][0], torch.Tensor):
                 spoil("map", given[at][0])
             return found

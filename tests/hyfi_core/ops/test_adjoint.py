@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.comm.waits import waited
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.plane_exchange import PlaneExchange, PlaneValue
 from hyfi_core.ops.redistribute import Redistribute
@@ -36,10 +37,10 @@ def test_redistribution(data: st.DataObject) -> None:
         op = Redistribute(plan_transfer(layout.parts, need, layout.map, comm.rank))
         part = layout.parts[comm.rank]
         x = noise(2, 3, *part.shape, seed=comm.rank)
-        (out,), saved = op.forward(comm, (x,))
+        (out,), saved = waited(op.forward(comm, (x,)))
         assert out.shape[2:] == need[comm.rank].shape
         y = noise(*out.shape, seed=50 + comm.rank)
-        (back,) = op.backward(comm, saved, (y,))
+        (back,) = waited(op.backward(comm, saved, (y,)))
         assert back is not None
         return float((out * y).sum()), float((x * back).sum())
 
@@ -57,7 +58,7 @@ def test_redistribution_brings_the_very_pixels(layout_in_memory: torch.memory_fo
     def body(comm: Communicator) -> torch.Tensor:
         op = Redistribute(plan_transfer(layout.parts, need, layout.map, comm.rank), fill=-7.0)
         y, x = layout.parts[comm.rank].slices()
-        return op.forward(comm, (whole[:, :, y, x].contiguous(memory_format=layout_in_memory),))[0][0]
+        return waited(op.forward(comm, (whole[:, :, y, x].contiguous(memory_format=layout_in_memory),)))[0][0]
 
     padded = torch.full((2, 3, 17, 20), -7.0, dtype=torch.float64)
     padded[:, :, 5:12, 5:15] = whole
@@ -72,8 +73,8 @@ def test_a_missing_cotangent_is_zero_and_neighbours_still_get_theirs() -> None:
 
     def body(comm: Communicator) -> Any:
         op = Redistribute(plan_transfer(layout.parts, need, layout.map, comm.rank))
-        (out,), saved = op.forward(comm, (noise(1, 1, 4, 2, seed=comm.rank),))
-        return op.backward(comm, saved, (torch.ones_like(out) if comm.rank else None,))[0]
+        (out,), saved = waited(op.forward(comm, (noise(1, 1, 4, 2, seed=comm.rank),)))
+        return waited(op.backward(comm, saved, (torch.ones_like(out) if comm.rank else None,)))[0]
 
     left, right = run_ranks(2, body)
     assert left is not None and left[0, 0, 0].tolist() == [0.0, 1.0]
@@ -83,8 +84,8 @@ def test_a_missing_cotangent_is_zero_and_neighbours_still_get_theirs() -> None:
 def test_a_sum_over_ranks_is_its_own_adjoint() -> None:
     def body(comm: Communicator) -> tuple[float, float]:
         x, y = noise(5, seed=comm.rank), noise(5, seed=9 + comm.rank)
-        (out,), saved = SumOverRanks().forward(comm, (x,))
-        (back,) = SumOverRanks().backward(comm, saved, (y,))
+        (out,), saved = waited(SumOverRanks().forward(comm, (x,)))
+        (back,) = waited(SumOverRanks().backward(comm, saved, (y,)))
         assert back is not None
         return float((out * y).sum()), float((x * back).sum())
 
@@ -98,10 +99,10 @@ def gathered(op: Any, whole: torch.Tensor, cotangent: torch.Tensor, *rest: Any, 
 
     def body(comm: Communicator) -> Any:
         y, x = layout.parts[comm.rank].slices()
-        outputs, saved = op.forward(comm, (whole[:, :, y, x].contiguous(), *rest))
+        outputs, saved = waited(op.forward(comm, (whole[:, :, y, x].contiguous(), *rest)))
         split = outputs[0].shape[2:] == layout.parts[comm.rank].shape and cotangent.shape == whole.shape
         share = cotangent[:, :, y, x] if split else cotangent * (comm.rank == 0)
-        return outputs, op.backward(comm, saved, (share, *[None] * (len(outputs) - 1)))
+        return outputs, waited(op.backward(comm, saved, (share, *[None] * (len(outputs) - 1))))
 
     results = run_ranks(len(layout.parts), body)
     back = torch.zeros_like(whole)
@@ -156,8 +157,8 @@ def test_batch_norm_of_one_row_in_any_order_of_memory(strides: tuple[int, ...]) 
     F.batch_norm(leaf, None, None, training=True).backward(dy)
     own, cotangent = (torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(tensor) for tensor in (x, dy))
     op = BatchNorm(12, 1e-5)
-    _, saved = op.forward(AloneCommunicator(), (own, None, None))
-    found = op.backward(AloneCommunicator(), saved, (cotangent, None, None))[0]
+    _, saved = waited(op.forward(AloneCommunicator(), (own, None, None)))
+    found = waited(op.backward(AloneCommunicator(), saved, (cotangent, None, None)))[0]
     torch.testing.assert_close(found, leaf.grad, rtol=0, atol=1e-12)
 
 
@@ -177,11 +178,11 @@ def test_exchange_between_planes(channels_last: bool) -> None:
     def body(comm: Communicator) -> tuple[float, float]:
         op = PlaneExchange(values, comm.rank, torch.device("cpu"), channels_last).carrying(active)
         given = {v.name: noise(*v.shape, seed=at).to(v.dtype) for at, v in enumerate(values)}
-        outputs, saved = op.forward(comm, tuple(given[v.name] for v in op.sent))
+        outputs, saved = waited(op.forward(comm, tuple(given[v.name] for v in op.sent)))
         for value, output in zip(op.taken, outputs, strict=True):
             assert torch.equal(output, given[value.name]) and output.dtype == value.dtype
         y = [noise(*v.shape, seed=50 + comm.rank) if v.name in active else None for v in op.taken]
-        backs = op.backward(comm, saved, tuple(y))
+        backs = waited(op.backward(comm, saved, tuple(y)))
         assert all(back is None for v, back in zip(op.sent, backs, strict=True) if v.name not in active)
         forward = sum(float((out * z).sum()) for out, z in zip(outputs, y, strict=True) if z is not None)
         found = zip(op.sent, backs, strict=True)

@@ -15,6 +15,7 @@ from torch import nn
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.comm.waits import waited
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.ops.avg_pool import AvgPool
 from hyfi_core.ops.redistribute import Redistribute
@@ -62,12 +63,12 @@ def check(size: Pair, grid: Pair, pool: nn.AvgPool2d, order: torch.memory_format
         def body(comm: Communicator, ops: Any = ops, have: Layout = have, out: Layout = out) -> Any:
             mine, theirs = have.parts[comm.rank].slices(), out.parts[comm.rank].slices()
             own = x[:, :, *mine].contiguous(memory_format=order)
-            (found,), saved = ops[comm.rank].forward(comm, (own,))
+            (found,), saved = waited(ops[comm.rank].forward(comm, (own,)))
             tensors = [item for item in saved if isinstance(item, torch.Tensor)]
             assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) < 100
             cotangent = dy[:, :, *theirs].clone() if given_back else None
             kept = None if cotangent is None else cotangent.clone()
-            back = ops[comm.rank].backward(comm, saved, (cotangent,))[0]
+            back = waited(ops[comm.rank].backward(comm, saved, (cotangent,)))[0]
             assert kept is None or torch.equal(kept, cotangent)
             return found, back, own.stride()
 
@@ -154,7 +155,7 @@ def test_padding_that_hangs_over_the_end_never_counts(ceil_mode: bool) -> None:
     pool = made((3, 3), (2, 2), (1, 1), ceil_mode=ceil_mode)
     x = torch.ones(1, 1, 6, 6)
     have, _, ops = pools((6, 6), pool(x).shape[2:], (1, 2), pool, True)
-    found = run_ranks(2, lambda c: ops[c.rank].forward(c, (x[:, :, *have.parts[c.rank].slices()],))[0][0])
+    found = run_ranks(2, lambda c: waited(ops[c.rank].forward(c, (x[:, :, *have.parts[c.rank].slices()],)))[0][0])
     assert torch.equal(torch.cat(found, 3), F.avg_pool2d(x, 3, 2, 1, ceil_mode=ceil_mode))
 
 

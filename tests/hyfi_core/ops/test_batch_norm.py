@@ -15,6 +15,7 @@ import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.comm.waits import waited
 from hyfi_core.ops import batch_norm
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_freed_now
@@ -30,7 +31,7 @@ def test_statistics_do_not_cancel_far_from_zero(offset: float) -> None:
 
     def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
         own = x[:, :, ROWS[comm.rank] : ROWS[comm.rank + 1]].contiguous()
-        (_, mean, variance), _ = BatchNorm(70, 1e-5).forward(comm, (own, None, None))  # type: ignore[arg-type]
+        (_, mean, variance), _ = waited(BatchNorm(70, 1e-5).forward(comm, (own, None, None)))  # type: ignore[arg-type]
         return mean, variance
 
     mean = x.mean((0, 2, 3))
@@ -164,12 +165,12 @@ def test_a_norm_that_is_called_twice(grid: tuple[int, int]) -> None:
 def test_batch_norm_gives_the_same_numbers_in_place(kind: torch.dtype) -> None:
     x, dy = torch.randn(2, 3, 5, 6).to(kind), torch.randn(2, 3, 5, 6).to(kind)
     weight = torch.rand(3).to(torch.promote_types(kind, torch.float32))
-    _, saved = BatchNorm(2 * 5 * 6, 1e-5).forward(AloneCommunicator(), (x, weight, weight))
+    _, saved = waited(BatchNorm(2 * 5 * 6, 1e-5).forward(AloneCommunicator(), (x, weight, weight)))
     given = (dy.clone(),)
     place = given[0].data_ptr()
-    apart = BatchNorm(2 * 5 * 6, 1e-5).backward(AloneCommunicator(), saved, given)
+    apart = waited(BatchNorm(2 * 5 * 6, 1e-5).backward(AloneCommunicator(), saved, given))
     assert apart[0] is not None and apart[0].data_ptr() != place and torch.equal(given[0], dy)
-    over = BatchNorm(2 * 5 * 6, 1e-5, overwrites_cotangent=True).backward(AloneCommunicator(), saved, given)
+    over = waited(BatchNorm(2 * 5 * 6, 1e-5, overwrites_cotangent=True).backward(AloneCommunicator(), saved, given))
     assert over[0] is not None and over[0].data_ptr() == place
     for ours, theirs in zip(over, apart, strict=True):
         assert torch.equal(ours, theirs)
@@ -183,7 +184,7 @@ def test_gradients_of_16_bit_maps_are_computed_in_blocks(monkeypatch: pytest.Mon
     x, dy = (one.to(memory_format=torch.channels_last) for one in maps)
     scales = torch.rand(16, generator=generator), torch.zeros(16)
     operator = BatchNorm(x.numel() // 16, 1e-5, overwrites_cotangent=overwrites)
-    _, saved = operator.forward(AloneCommunicator(), (x, *scales))
+    _, saved = waited(operator.forward(AloneCommunicator(), (x, *scales)))
 
     def gradient(block: int) -> tuple[torch.Tensor, int]:
         monkeypatch.setattr(batch_norm, "_BLOCK_VALUES", block)

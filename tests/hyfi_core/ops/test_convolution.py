@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.comm.waits import waited
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Box, Layout, plan_transfer
@@ -54,8 +55,8 @@ def in_parts(x: torch.Tensor, w: torch.Tensor, b: Any, y: torch.Tensor, grid: An
 
     def body(comm: Communicator) -> Any:
         op, mine, theirs = ops[comm.rank], have.parts[comm.rank].slices(), out.parts[comm.rank].slices()
-        outputs, saved = op.forward(comm, (x[:, :, *mine].contiguous(memory_format=order), w, b))
-        return outputs[0], op.backward(comm, saved, (y[:, :, *theirs],), (True, True, b is not None))
+        outputs, saved = waited(op.forward(comm, (x[:, :, *mine].contiguous(memory_format=order), w, b)))
+        return outputs[0], waited(op.backward(comm, saved, (y[:, :, *theirs],), (True, True, b is not None)))
 
     result, back = torch.zeros_like(y), torch.zeros_like(x)
     d_weight, d_bias = torch.zeros_like(w), torch.zeros(w.shape[0], dtype=w.dtype)
@@ -142,8 +143,8 @@ def test_under_autocast_the_types_are_those_of_autocast() -> None:
     def body(comm: Communicator) -> Any:
         y, x_ = have.parts[comm.rank].slices()
         with torch.autocast("cpu", torch.bfloat16):
-            (found,), saved = ops[comm.rank].forward(comm, (x[:, :, y, x_], w, None))
-        return found, ops[comm.rank].backward(comm, saved, (torch.ones_like(found),), (True, True, False))
+            (found,), saved = waited(ops[comm.rank].forward(comm, (x[:, :, y, x_], w, None)))
+        return found, waited(ops[comm.rank].backward(comm, saved, (torch.ones_like(found),), (True, True, False)))
 
     (left, (d_left, d_weight, _)), (right, _) = run_ranks(2, body)
     assert left.dtype == torch.bfloat16 and d_left.dtype == torch.float32 and d_weight.dtype == torch.bfloat16
@@ -206,11 +207,13 @@ def test_messages_fly_while_the_own_part_is_computed() -> None:
             op.events.clear()
             return result
 
-        (found,), saved = tell(op.forward(recording, (noise(1, 4, 16, 10, seed=comm.rank), noise(4, 4, 3, 3), None)))
+        (found,), saved = tell(
+            waited(op.forward(recording, (noise(1, 4, 16, 10, seed=comm.rank), noise(4, 4, 3, 3), None)))
+        )
         asked = (recording, saved, (found,), (True, True, False))
-        d_own, d_weight, _ = tell(op.backward(*asked))
+        d_own, d_weight, _ = tell(waited(op.backward(*asked)))
         for recording.there in (True, False):
-            first, rest = tell(op.backward_of_map(*asked))
+            first, rest = tell(waited(op.backward_of_map(*asked)))
             later = tell(rest())
             assert torch.equal(first[0], d_own) and torch.equal(later[1], d_weight)
             assert first[1:] == (None, None) and later[0] is later[2] is None
@@ -230,7 +233,7 @@ def test_what_is_saved_is_the_own_part_itself_and_the_strips() -> None:
 
     def body(comm: Communicator) -> bool:
         own = noise(1, 4, 16, 10, seed=comm.rank)
-        _, saved = ops[comm.rank].forward(comm, (own, noise(4, 4, 3, 3), None))
+        _, saved = waited(ops[comm.rank].forward(comm, (own, noise(4, 4, 3, 3), None)))
         assert [tuple(strip.shape) for strip in saved.strips] == [(1, 4, 16, 1)]
         return saved.conv_input.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
 
@@ -243,11 +246,11 @@ def test_a_cotangent_that_is_of_no_use_is_neither_computed_nor_sent(apart: bool)
     _, _, ops = operators((16, 20), (1, 2), how, apart)
 
     def body(comm: Communicator) -> Any:
-        (found,), saved = ops[comm.rank].forward(comm, (noise(1, 4, 16, 10), noise(4, 4, 3, 3), None))
+        (found,), saved = waited(ops[comm.rank].forward(comm, (noise(1, 4, 16, 10), noise(4, 4, 3, 3), None)))
         counted = CountedCommunicator(comm)
-        no_map = ops[comm.rank].backward(counted, saved, (found,), (False, True, False))
+        no_map = waited(ops[comm.rank].backward(counted, saved, (found,), (False, True, False)))
         assert counted.counts.messages["halo"] == 0
-        no_weight = ops[comm.rank].backward(counted, saved, (found,), (True, False, False))
+        no_weight = waited(ops[comm.rank].backward(counted, saved, (found,), (True, False, False)))
         assert (counted.counts.messages["halo"], counted.counts.sent_bytes["halo"]) == (1, 16 * 4 * 8)
         return [item is None for item in (*no_map, *no_weight)]
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.waits import waited
 from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm
 from hyfi_core.ops.max_pool import WholeMaxPool
 from hyfi_core.plan.box import Box
@@ -99,8 +100,8 @@ def test_calls_of_a_batch_norm_are_accepted_by_cuda(kind: torch.dtype, affine: t
     weight, bias = (torch.rand(4) if has else None for has in affine)
     for norm in (BatchNorm(60, 1e-5), FusedBatchNorm(24, 1e-5, owned=Box(1, 5, 1, 4))):
         with CheckedCalls():
-            _, saved = norm.forward(AloneCommunicator(), (x, weight, bias))  # type: ignore[arg-type]
-            norm.backward(AloneCommunicator(), saved, (dy.contiguous(memory_format=torch.channels_last),))
+            _, saved = waited(norm.forward(AloneCommunicator(), (x, weight, bias)))  # type: ignore[arg-type]
+            waited(norm.backward(AloneCommunicator(), saved, (dy.contiguous(memory_format=torch.channels_last),)))
 
 
 @pytest.mark.parametrize("over", [True, False])

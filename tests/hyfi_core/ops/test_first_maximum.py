@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.comm.waits import waited
 from hyfi_core.ops.reduce import FirstMaximum
 from hyfi_core.plan.layout import Layout
 
@@ -24,9 +25,9 @@ def test_nan_wins_and_of_several_the_last(broken: tuple[tuple[int, ...], ...]) -
     def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         box = layout.parts[comm.rank]
         op, (y, x_) = FirstMaximum(box, 4), box.slices()
-        (top, where), saved = op.forward(comm, (x[:, :, y, x_].contiguous(),))
+        (top, where), saved = waited(op.forward(comm, (x[:, :, y, x_].contiguous(),)))
         share = torch.ones_like(top) if comm.rank == 0 else None
-        back = op.backward(comm, saved, (share, None))[0]
+        back = waited(op.backward(comm, saved, (share, None)))[0]
         assert back is not None
         return top, where, back
 

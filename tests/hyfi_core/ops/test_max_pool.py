@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.comm.waits import waited
 from hyfi_core.ops.max_pool import MaxPool
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Layout, plan_transfer
@@ -48,8 +49,8 @@ def check(size: Any, grid: Any, kernel: int, stride: int, padding: int, order: t
         def body(comm: Communicator, ops: list[MaxPool] = ops) -> Any:
             mine, theirs = have.parts[comm.rank].slices(), out.parts[comm.rank].slices()
             own = x[:, :, *mine].contiguous(memory_format=order)
-            (found,), saved = ops[comm.rank].forward(comm, (own,))
-            back = ops[comm.rank].backward(comm, saved, (dy[:, :, *theirs],))[0]
+            (found,), saved = waited(ops[comm.rank].forward(comm, (own,)))
+            back = waited(ops[comm.rank].backward(comm, saved, (dy[:, :, *theirs],)))[0]
             check_remade(comm, ops[comm.rank], own, dy[:, :, *theirs], back)
             return found, back
 
@@ -64,7 +65,7 @@ def check(size: Any, grid: Any, kernel: int, stride: int, padding: int, order: t
 def check_remade(comm: Communicator, op: MaxPool, own: torch.Tensor, dy: torch.Tensor, wanted: Any) -> None:
     """The input gives the indices again, and they give the same cotangent, in a byte or as PyTorch returns them."""
     wide = replace(op, holds_map=False, leaves_wide=True)
-    _, saved = wide.forward(comm, (own,))
+    _, saved = waited(wide.forward(comm, (own,)))
     remade = wide.remade(saved)
     needs_strips = op.own is None and bool(op.halo.transfer.receives)
     assert (remade is None) == (needs_strips or op.output.empty)
@@ -72,7 +73,7 @@ def check_remade(comm: Communicator, op: MaxPool, own: torch.Tensor, dy: torch.T
         assert remade.dtype == torch.int64 and torch.equal(remade, wide.remake(own.clone()))
         assert torch.equal(saved[1 if op.own is not None else 2], remade)
     for kept in (saved, wide.compact(saved)):
-        assert torch.equal(wide.backward(comm, kept, (dy,))[0], wanted)  # type: ignore[arg-type]
+        assert torch.equal(waited(wide.backward(comm, kept, (dy,)))[0], wanted)  # type: ignore[arg-type]
     narrow = wide.compact(saved)[1 if op.own is not None else 2]
     assert op.output.empty or narrow.dtype == torch.uint8 or own.shape[3] <= op.window.x.kernel
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyfi_core
+from hyfi_core.comm.waits import waited
 from hyfi_core.models import resnet
 from hyfi_core.ops.convolution import _SavedConvolution
 from hyfi_core.runtime.executor import Executor
@@ -82,8 +83,8 @@ def test_a_rank_of_four_keeps_a_quarter_and_its_strips(order: torch.memory_forma
 
     def watched(self: Executor, values: Any, record: bool) -> Any:
         if self._comm.rank:
-            return forward(self, values, record)
-        records = ours.during(lambda: forward(self, values, record))
+            return (yield from forward(self, values, record))
+        records = ours.during(lambda: waited(forward(self, values, record)))
         for saved in (getattr(item, "saved", None) for item in records):
             for tensor in tensors_in(saved):
                 ours.add(tensor)

@@ -225,6 +225,7 @@ def _exchange_s(comm: Communicator, device: torch.device, width_px: int) -> floa
     """Return the shortest time in seconds of a halo exchange of one row of 64 channels between two ranks."""
     import torch
 
+    from hyfi_core.comm.waits import waited
     from hyfi_core.ops.redistribute import Redistribute
     from hyfi_core.plan.box import Box
     from hyfi_core.plan.transfer import plan_transfer
@@ -236,7 +237,7 @@ def _exchange_s(comm: Communicator, device: torch.device, width_px: int) -> floa
     times = []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()
-        op.start(comm, own).wait()
+        waited(waited(op.start(comm, own)).wait())
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)

@@ -13,6 +13,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.waits import waited
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.plan.parallel_plan import ParallelPlan
 
@@ -109,9 +110,9 @@ class OperatorBench:
             cotangent = torch.ones_like(own)
             comm.barrier()
             begin = self._now()
-            _, saved = norm.forward(comm, (own, weight, torch.zeros_like(weight)))
+            _, saved = waited(norm.forward(comm, (own, weight, torch.zeros_like(weight))))
             middle = self._now()
-            norm.backward(comm, saved, (cotangent, None, None))
+            waited(norm.backward(comm, saved, (cotangent, None, None)))
             forward.append(middle - begin)
             backward.append(self._now() - middle)
         return statistics.median(forward[1:]), statistics.median(backward[1:])
