@@ -66,7 +66,7 @@ _MULTILABEL = TaskFacts(
 _ORDINAL = TaskFacts(
     "ordinal",
     "each slide has one of several grades with an order: that of their numbers, or of model.classes",
-    ("corn",),
+    ("corn", "cumulative_link"),
     ("quadratic_kappa", "mae", "balanced_accuracy", "loss"),
     ("quadratic_kappa", "mae", "balanced_accuracy", "accuracy"),
     weights_classes=True,

@@ -20,12 +20,6 @@ def above(outputs: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.logsigmoid(outputs).cumsum(-1)
 
 
-def grade_probabilities(outputs: torch.Tensor) -> torch.Tensor:
-    """Return the probability of each grade, (…, K), of outputs (…, K − 1)."""
-    higher = above(outputs).exp()
-    return torch.cat([torch.ones_like(higher[..., :1]), higher], -1) - torch.nn.functional.pad(higher, (0, 1))
-
-
 def outputs_of(log_above: torch.Tensor) -> torch.Tensor:
     """Return the outputs whose `above` is given."""
     before = torch.nn.functional.pad(log_above[..., :-1], (1, 0))

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from pathology.predict.readout import PageColumn, ReadBar, Readout, Values, percent
-from workflows.tasks.ordinal.corn import above, grade_probabilities, predicted_grades
+from workflows.tasks.ordinal.corn import predicted_grades
+from workflows.tasks.ordinal.links import LINKS
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,11 @@ class GradeReadout(Readout):
 
     Attributes:
         names: The grades, the lowest first.
+        link: Name of the loss, see `LINKS`.
     """
 
     names: tuple[str, ...]
+    link: str = "corn"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -35,12 +38,12 @@ class GradeReadout(Readout):
 
     def values(self, logits: Values) -> Values:
         """Return the probabilities."""
-        probabilities: Values = grade_probabilities(torch.from_numpy(np.asarray(logits, np.float64))).numpy()
+        probabilities: Values = LINKS[self.link].probabilities(torch.from_numpy(np.asarray(logits, np.float64))).numpy()
         return probabilities
 
     def position_scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the probability of a grade above each."""
-        return above(logits.float().movedim(0, -1)).exp().movedim(-1, 0)
+        return LINKS[self.link].above(logits.float().movedim(0, -1)).exp().movedim(-1, 0)
 
     def grade(self, values: Values) -> int:
         """Return the index of the median grade."""

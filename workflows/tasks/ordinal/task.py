@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from numpy.typing import NDArray
 
 from data.samples.grades import in_order
 from data.samples.labels import Labels, Target
+from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
+from workflows.config.targets import TargetKeys
 from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.bootstrap import Intervals, share_interval
 from workflows.tasks.cases import members_of
 from workflows.tasks.multiclass import Multiclass
-from workflows.tasks.ordinal.corn import (
-    above,
-    corn_losses,
-    grade_metrics,
-    grade_probabilities,
-    outputs_of,
-    predicted_grades,
-)
+from workflows.tasks.ordinal.corn import grade_metrics, predicted_grades
+from workflows.tasks.ordinal.links import LINKS, GradeLink
 from workflows.tasks.ordinal.page import grades_section
 from workflows.tasks.ordinal.readout import GradeReadout
 from workflows.tasks.page_section import PageSection
@@ -32,9 +28,36 @@ from workflows.tasks.task import Aggregation, LabelSource, Task, wide
 
 @dataclass(frozen=True)
 class Ordinal(Multiclass):
-    """Grades, which are classes with an order. A target is the index of a grade; there is an output for each step."""
+    """Grades, which are classes with an order. A target is the index of a grade; there is an output for each step.
+
+    Attributes:
+        kind: ``corn`` or ``cumulative_link``.
+    """
 
     facts: ClassVar[TaskFacts] = TASKS["ordinal"]
+    kind: str = "corn"
+
+    @classmethod
+    def fitted(cls, data: TargetKeys, labels: Labels, train: Sequence[Target]) -> Self:
+        """Return the grades, with their weights if they are to be balanced."""
+        return replace(super().fitted(data, labels, train), kind=data.named_loss)
+
+    @classmethod
+    def of_json(cls, model: Mapping[str, Any]) -> Self:
+        """Return the grades of a ``model.json``."""
+        kind = str(model.get("ordinal", {}).get("loss", "corn"))
+        if kind not in LINKS:
+            raise RequestError(f"model.json: ordinal loss {kind!r}; known are {', '.join(LINKS)}")
+        return replace(super().of_json(model), kind=kind)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return names, weights, and ``ordinal``: ``loss``."""
+        return {**super().to_json(), "ordinal": {"loss": self.kind}}
+
+    @property
+    def link(self) -> GradeLink:
+        """How outputs become probabilities."""
+        return LINKS[self.kind]
 
     @classmethod
     def read_labels(cls, source: LabelSource) -> Labels:
@@ -70,10 +93,10 @@ class Ordinal(Multiclass):
         The target of a case is the highest of its slides.
         """
         rows, highest = [], []
-        higher = above(outputs.double())
+        higher = self.link.above(outputs.double())
         for members in members_of(of_case):
             count = torch.tensor(len(members), dtype=torch.float64)
-            mean = outputs_of(higher[members].logsumexp(0) - count.log())
+            mean = self.link.outputs_of(higher[members].logsumexp(0) - count.log())
             most = outputs[members[higher[members].exp().sum(1).argmax()]].double()
             pooled = {
                 "mean": mean if len(members) > 1 else most,
@@ -108,7 +131,7 @@ class Ordinal(Multiclass):
 
     def readout(self, calibration: Mapping[str, Any] | None) -> GradeReadout:
         """Return probabilities and the median grade."""
-        return GradeReadout(self.classes)
+        return GradeReadout(self.classes, self.kind)
 
     def page(
         self,
@@ -122,10 +145,10 @@ class Ordinal(Multiclass):
         return grades_section(values, self.tensor(targets), draws, self.classes)
 
     def _predicted(self, outputs: torch.Tensor) -> torch.Tensor:
-        return predicted_grades(grade_probabilities(outputs.double()))
+        return predicted_grades(self.link.probabilities(outputs.double()))
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of each sample, (N,)."""
         logits = wide(outputs)
         weights = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
-        return corn_losses(logits, targets) * weights[targets]
+        return self.link.losses(logits, targets) * weights[targets]

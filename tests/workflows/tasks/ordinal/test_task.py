@@ -22,10 +22,10 @@ from workflows.tasks.ordinal.corn import (
     above,
     corn_losses,
     grade_metrics,
-    grade_probabilities,
     outputs_of,
     predicted_grades,
 )
+from workflows.tasks.ordinal.links import LINKS, GradeLink
 from workflows.tasks.ordinal.task import Ordinal
 from workflows.training.job import prepare
 from workflows.training.metrics_log import read_metrics
@@ -86,7 +86,7 @@ def test_losses_are_those_of_one_process(tmp_path: Path, store: Path) -> None:
 @given(st.lists(st.floats(-30, 30), min_size=3, max_size=3))
 def test_probabilities_are_consistent_and_the_loss_is_their_likelihood(values: list[float]) -> None:
     outputs = torch.tensor([values], dtype=torch.float64)
-    probabilities = grade_probabilities(outputs)
+    probabilities = LINKS["corn"].probabilities(outputs)
     assert bool((probabilities >= 0).all()) and float(probabilities.sum()) == pytest.approx(1)
     assert bool((above(outputs).diff() <= 0).all())
     for grade in range(4):
@@ -130,8 +130,8 @@ def test_outputs_are_read_as_the_median_grade() -> None:
 def test_a_case_has_the_mean_of_its_probabilities_and_the_highest_grade() -> None:
     outputs = torch.tensor([[2.0, -1.0], [-3.0, 0.5], [1.0, 1.0]], dtype=torch.float64)
     merged, grades = TASK.by_case(outputs, torch.tensor([0, 2, 1]), torch.tensor([0, 0, 1]), "mean")
-    expected = grade_probabilities(outputs[:2]).mean(0)
-    assert grade_probabilities(merged)[0].tolist() == pytest.approx(expected.tolist())
+    expected = LINKS["corn"].probabilities(outputs[:2]).mean(0)
+    assert LINKS["corn"].probabilities(merged)[0].tolist() == pytest.approx(expected.tolist())
     assert merged[1].tolist() == [1.0, 1.0] and grades.tolist() == [2, 1]
     most, _ = TASK.by_case(outputs, torch.tensor([0, 2, 1]), torch.tensor([0, 0, 1]), "max")
     assert most[0].tolist() == [2.0, -1.0]
@@ -150,3 +150,32 @@ def test_a_case_has_the_mean_of_its_probabilities_and_the_highest_grade() -> Non
 def test_what_does_not_fit_is_named(tmp_path: Path, store: Path, override: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         prepare(load_config(config_of(tmp_path, store, 1), [override]))
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+@given(seed=st.integers(0, 10_000), scale=st.sampled_from([0.1, 2.0, 8.0]))
+def test_a_link_has_consistent_probabilities_and_their_likelihood(link: GradeLink, seed: int, scale: float) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    outputs = (torch.randn(20, 3, generator=rng, dtype=torch.float64) * scale).requires_grad_()
+    grades = torch.randint(0, 4, (20,), generator=rng)
+    probabilities, above_k = link.probabilities(outputs), link.above(outputs)
+    assert bool((above_k[:, 1:] <= above_k[:, :-1]).all()) and bool((probabilities >= 0).all())
+    assert torch.allclose(probabilities.sum(1), torch.ones(20, dtype=torch.float64))
+    of_grade = probabilities.gather(1, grades[:, None])[:, 0]
+    losses = link.losses(outputs, grades)
+    likely = of_grade > 1e-9  # of smaller ones the difference of two probabilities has no digits
+    assert torch.allclose(losses[likely], -of_grade[likely].log(), rtol=1e-5)
+    assert bool(losses.isfinite().all()) and bool(torch.autograd.grad(losses.sum(), outputs)[0].isfinite().all())
+    assert torch.allclose(link.above(link.outputs_of(above_k)), above_k, rtol=1e-6, atol=1e-9)
+
+
+def test_the_cumulative_link_is_trained_stored_and_predicted(tmp_path: Path, store: Path) -> None:
+    config = config_of(tmp_path, store, 2)
+    assert run_here(config, "data.loss=cumulative_link") == 0
+    model = read_model_json(tmp_path / "run/checkpoints/latest")
+    assert model["ordinal"] == {"loss": "cumulative_link"} and Ordinal.of_json(model).kind == "cumulative_link"
+    outputs = np.array([0.5, -1.0])
+    values = Ordinal.of_json(model).readout(None).values(outputs)
+    assert values[0] == pytest.approx(1 - 1 / (1 + np.exp(-0.5)))
+    with pytest.raises(RequestError, match="known are corn, cumulative_link"):
+        Ordinal.of_json({**model, "ordinal": {"loss": "other"}})
