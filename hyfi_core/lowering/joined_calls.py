@@ -3,7 +3,11 @@
     conv │ norm │ add │ relu │ collective │ relu │ collective
     └────── one call ──────┘              └ alone: nothing to fuse it with
 
-Only what does not communicate is joined, so messages and their order stay as they are.
+Only what does not communicate is joined, so messages and their order stay as they are. A long run is cut where a
+single map is alive: equal blocks of a model become equal functions, which are compiled once, several at a time.
+
+    conv │ norm │ relu │ conv │ norm │ add │ relu ┊ conv │ norm │ relu │ conv │ norm │ add │ relu
+    └─────────────── one block ───────────────────┘└─────────── an equal one ────────────────────┘
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ from hyfi_core.rules.table import facts_of
 
 FUSED_FROM = 2
 """Number of operators on maps from which a run is joined: one alone has nothing to be fused with."""
+
+
+_PIECE_CALLS = 8
+"""Fewest calls of a piece of a long run: entering a piece takes tens of microseconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +118,41 @@ def _can_join(call: LocalCall, drawn: Set[str]) -> bool:
 
 
 def _joined(run: list[LocalCall], ranked: RankProgram, uses: Counter[str]) -> list[LocalCall]:
-    """Return one call for a run; the run itself if there is nothing to fuse."""
-    if sum(_fusible(call, ranked) for call in run) < FUSED_FROM:
-        return run
+    """Return one call for each piece of a run; its calls themselves where there is nothing to fuse."""
+    calls: list[LocalCall] = []
+    for piece in _pieces(run, ranked):
+        calls.extend(_as_one(piece, uses) if sum(_fusible(call, ranked) for call in piece) >= FUSED_FROM else piece)
+    return calls
+
+
+def _as_one(run: list[LocalCall], uses: Counter[str]) -> list[LocalCall]:
     within = Counter(name for call in run for name in call.inputs)
     computed = dict.fromkeys(name for call in run for name in call.outputs if name is not None)
     inputs = tuple(dict.fromkeys(name for call in run for name in call.inputs if name not in computed))
     outputs = tuple(name for name in computed if uses[name] > within[name])
     return [LocalCall(JoinedCalls(tuple(run), inputs, outputs), inputs, outputs, parts=tuple(run))]
+
+
+def _pieces(run: list[LocalCall], ranked: RankProgram) -> list[list[LocalCall]]:
+    """Return a run in pieces, cut where one map is alive and the next call, such as a convolution, is not fused."""
+    last_use = {name: at for at, call in enumerate(run) for name in call.inputs if _is_map(name, ranked)}
+    computed = {name for call in run for name in call.outputs}
+    alive = last_use.keys() - computed
+    pieces: list[list[LocalCall]] = [[]]
+    for at, call in enumerate(run):
+        fused_on = call.source is None or facts_of(call.source).fusible
+        if len(pieces[-1]) >= _PIECE_CALLS and len(alive) <= 1 and not fused_on:
+            pieces.append([])
+        pieces[-1].append(call)
+        alive = {name for name in alive.union(call.outputs) if name is not None and last_use.get(name, 0) > at}
+    return pieces
+
+
+def _is_map(name: str, ranked: RankProgram) -> bool:
+    """Whether a value is a map or features, not a weight or a statistic."""
+    info = ranked.values.get(name)
+    activation = name not in ranked.program.parameters and name not in ranked.program.buffers
+    return activation and info is not None and info.differentiable and len(info.shape) > 1
 
 
 def _fusible(call: LocalCall, ranked: RankProgram) -> bool:

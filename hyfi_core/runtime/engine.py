@@ -23,7 +23,7 @@ from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.model_flops import training_flops
 from hyfi_core.cost.search.cuts import with_cuts
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.segment_compiler import SegmentCompiler
+from hyfi_core.lowering.compiling.segment_compiler import SegmentCompiler
 from hyfi_core.plan.batch_shapes import BatchShapes, Shape
 from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.input_part import InputPart
@@ -142,6 +142,7 @@ class Engine(EngineState):
             images: the whole batch ``(B, C, H, W)``, a callable that returns ``(B, C, h, w)`` for a box of it, or an
                 object with ``read(box, first, stop)``. Each cell reads its own box in its turn.
         """
+        self._change_over()
         with evaluating(self._model, self.device):
             self._groups.reset_traffic(*self._runners.groups)
             batch = self._evaluation_batch("predict", images)
@@ -171,6 +172,7 @@ class Engine(EngineState):
                 f"contributions need a plan of one stage, not {self.plan.stages}; use grids=((rows, columns),), "
                 f"interleave=1"
             )
+        self._change_over()
         with evaluating(self._model, self.device):
             batch = self._evaluation_batch("attribute", images)
             self.reserve(batch.micro, trains=False)
@@ -225,6 +227,7 @@ class Engine(EngineState):
 
     def accumulate_unread(self, images: Images, labels: torch.Tensor) -> torch.Tensor:
         """Like ``accumulate``; the loss stays on the device, float64 without dims, and the host does not wait."""
+        self._change_over()
         self._groups.reset_traffic(*self._runners.groups)
         batch = self._runners[0].reader.training_batch(images, labels)
         ACTIVITY.begin_step()
@@ -327,6 +330,11 @@ class Engine(EngineState):
         call = PagedCall(micro or self._shapes.micro, trains, pixels)
         self._trained = call if trains else self._trained
         return self._paging.begin(call, lambda: self._forecasts(call), call.new_bytes(self._model, self._optimizer))
+
+    def _change_over(self) -> None:
+        """Between two calls: begin to use the segments that have been compiled since the last one."""
+        if self._subject.compiler is not None:
+            self._subject.compiler.change_over()
 
     def _forecasts(self, call: PagedCall) -> list[PagedForecast]:
         """Return what every stage needs in every cell."""

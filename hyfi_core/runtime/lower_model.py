@@ -22,10 +22,10 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.branch_packing import divide_stage
 from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.compiling.segment_compiler import SegmentCompiler
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.planes import Plane
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
-from hyfi_core.lowering.segment_compiler import SegmentCompiler
 from hyfi_core.lowering.segments import build_tape
 from hyfi_core.lowering.stage_values import boundary, entries_of
 from hyfi_core.ops.boundary import BoundaryTransfer

@@ -15,7 +15,7 @@ from hyfi_core.capture.released import device_of
 from hyfi_core.comm.agreement.agree import agree, compare_requests
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.segment_compiler import CompileMode, SegmentCompiler, why_not_compiled
+from hyfi_core.lowering.compiling.segment_compiler import CompileMode, SegmentCompiler, why_not_compiled
 from hyfi_core.plan.batch_shapes import Shape
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for

@@ -13,7 +13,7 @@ from torch import nn
 
 from hyfi_core.capture.verify import Output
 from hyfi_core.comm.agreement.described import describe_function
-from hyfi_core.lowering.segment_compiler import CompileMode
+from hyfi_core.lowering.compiling.segment_compiler import CompileMode
 from hyfi_core.runtime.batch_reader import MemoryFormat
 from hyfi_core.runtime.losses.loss_function import Loss, LossOver
 from hyfi_core.stored_state import Weights

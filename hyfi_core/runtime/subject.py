@@ -19,7 +19,7 @@ from hyfi_core.capture.state_watch import StateWatch
 from hyfi_core.capture.storing.filled_caches import compute_the_same, of_empty_caches
 from hyfi_core.capture.verify import verify_capture
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.segment_compiler import SegmentCompiler
+from hyfi_core.lowering.compiling.segment_compiler import SegmentCompiler
 from hyfi_core.plan.batch_shapes import BatchShapes, Shape
 from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.runtime.backward import LocalValues

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 import hyfi_core
-from hyfi_core.lowering.segment_compiler import CompileMode
+from hyfi_core.lowering.compiling.segment_compiler import CompileMode
 from hyfi_core.models import resnet
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_what_is_freed
 from workflows.launch.launch import RANK_SETTINGS, own_rank

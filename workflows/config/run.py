@@ -59,8 +59,9 @@ class RunConfig(Section):
     compile: Switch = Field(
         "auto",
         description="auto, off or on: whether torch.compile fuses the operators between messages; auto: on GPUs, "
-        "unless plan.spill is given; where compilation fails they run as they are, with a warning; affects speed and "
-        "rounding only",
+        "unless plan.spill is given; child processes compile while the first steps run as they are, with "
+        "run.deterministic the first step does; where compilation fails they run as they are, with a warning; "
+        "affects speed and rounding only",
     )
     compile_cache: UserPath | None = Field(
         None,

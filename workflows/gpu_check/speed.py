@@ -23,7 +23,7 @@ from data.loading.order import SampleStream
 from data.loading.remote_feed import RemoteFeed
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
-from hyfi_core.lowering.segment_compiler import CompileMode
+from hyfi_core.lowering.compiling.segment_compiler import CompileMode
 from hyfi_core.models import resnet
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart

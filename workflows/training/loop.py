@@ -185,9 +185,10 @@ class TrainingLoop:
         spent = self._time.end_step(seconds)
         if step == self._start + 1:
             self._time.discard()
-            segments = self._engine.segments
-            if self._recorder is not None and segments is not None and (text := segments.describe()) is not None:
-                say(f"{text}, in the first step")
+        segments = self._engine.segments
+        news = None if segments is None else segments.news()
+        if self._recorder is not None and news is not None:
+            say(f"step {step}: {news}")
         late = self._compare(step)
         if self._recorder is not None:
             split = {f"{kind}_seconds": spent[kind] for kind in spent if kind != "wait"}

@@ -20,7 +20,9 @@ def describe_start(job: TrainingJob, engine: TrainingEngine, start: int) -> str:
     machine = machine_of(job.config, chosen) if engine.plan.spill is not None else None
     plan = engine.describe(machine) if isinstance(engine, Engine) else engine.describe()
     action = f"continues after step {start}" if start else "starts"
-    compiling = "\nthe first step compiles segments of the model; run.compile=off omits it" if engine.segments else ""
+    compiling = ""
+    if engine.segments is not None and job.config.run.deterministic:
+        compiling = "\nthe first step compiles segments of the model; run.compile=off omits it"
     return (
         f"run {job.config.run.dir} {action}: {counted(len(job.train), 'slide')} to train on, {len(job.val):,} to "
         f"validate on, {job.task.describe()}, {counted(job.steps, 'step')} of "

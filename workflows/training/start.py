@@ -252,7 +252,7 @@ def make_engine(
     """
     optimizer = job.config.optimizer
     height, width = job.config.data.image_px
-    return parallelize(
+    engine = parallelize(
         model,
         (batch, 3, height, width),
         plan,
@@ -267,6 +267,9 @@ def make_engine(
         verify=not job.config.model.built_in,  # built-in models are covered by tests
         weights=drawn,
     )
+    if engine.segments is not None and not job.config.run.deterministic:
+        engine.segments.work_in_background()
+    return engine
 
 
 def make_evaluation_set(job: TrainingJob) -> EvaluationSet:

@@ -15,8 +15,8 @@ from torch import nn
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering import segment_compiler
-from hyfi_core.lowering.segment_compiler import SegmentCompiler, why_not_compiled
+from hyfi_core.lowering.compiling import graph_job, segment_compiler
+from hyfi_core.lowering.compiling.segment_compiler import SegmentCompiler, why_not_compiled
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from tests.harness import run_copies
 
@@ -61,7 +61,7 @@ class TinyNet(nn.Module):
 @pytest.fixture(autouse=True)
 def quick_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace, differentiate and split graphs as for compiled code, without writing code, which takes long."""
-    monkeypatch.setattr(segment_compiler, "BACKEND", "aot_eager")
+    monkeypatch.setattr(graph_job, "BACKEND", "aot_eager")
     monkeypatch.setattr(segment_compiler, "_CODE", {})
     monkeypatch.setattr("hyfi_core.runtime.parallelize.why_not_compiled", lambda device: None)
 
@@ -200,7 +200,7 @@ def test_equal_blocks_share_their_code() -> None:
     _trained(ParallelPlan(((1, 2),)), "on")
     graphs = [(key[1], key[3]) for key in segment_compiler._CODE]  # type: ignore[index]
     assert len(set(graphs)) == len(graphs)
-    with mock.patch.object(segment_compiler, "_compiled", side_effect=AssertionError("compiled again")):
+    with mock.patch.object(graph_job.GraphJob, "compiled", side_effect=AssertionError("compiled again")):
         ranks = _trained(ParallelPlan(((1, 2),)), "on")
     assert [rank["compiler"].left for rank in ranks] == [{}, {}]
     compiler = ranks[0]["compiler"]
@@ -209,18 +209,21 @@ def test_equal_blocks_share_their_code() -> None:
 
 
 def test_a_rank_that_cannot_compile_runs_as_it_is_and_says_so_once() -> None:
-    made = segment_compiler._compiled
+    made = graph_job.GraphJob.compiled
     calls = []
 
-    def fails_at_first(graph: Any) -> Any:
-        calls.append(graph)
+    def fails_at_first(job: Any) -> Any:
+        calls.append(job)
         if len(calls) == 1:
             raise RuntimeError("no space left for code")
-        return made(graph)
+        return made(job)
 
     plan = ParallelPlan(((1, 2),))
     wanted = _trained(plan, "off")
-    with mock.patch.object(segment_compiler, "_compiled", fails_at_first), warnings.catch_warnings(record=True) as said:
+    with (
+        mock.patch.object(graph_job.GraphJob, "compiled", fails_at_first),
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         found = _trained(plan, "on")
     _assert_same(found[0], wanted[0])
@@ -236,7 +239,7 @@ def test_the_warning_has_the_error_of_a_backend(monkeypatch: pytest.MonkeyPatch)
     def backend(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("the disk is full")
 
-    monkeypatch.setattr(segment_compiler, "BACKEND", backend)
+    monkeypatch.setattr(graph_job, "BACKEND", backend)
     with pytest.warns(UserWarning, match="uncompiled on this rank: .*RuntimeError: the disk is full"):
         _trained(ParallelPlan(((1, 1),)), "on")
 
@@ -270,7 +273,7 @@ def test_code_of_the_real_compiler_computes_the_same(monkeypatch: pytest.MonkeyP
     reason = why_not_compiled(torch.device("cpu"))
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(segment_compiler, "BACKEND", "inductor")
+    monkeypatch.setattr(graph_job, "BACKEND", "inductor")
 
     class Gated(nn.Module):
         def __init__(self) -> None:

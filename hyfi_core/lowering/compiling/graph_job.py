@@ -1,0 +1,180 @@
+"""Graph jobs: a graph and facts of its inputs, all that a process needs to compile it: no model and no values.
+
+this process      joined calls ──trace──▶ graph job ──compile──▶ function
+a child process                               └─────compile──▶ Inductor's cache on disk
+this process                                                          └──load──▶ function
+
+The cache is keyed by all that code depends on, so a process finds there only what it would compile itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config
+
+from hyfi_core.lowering.joined_calls import FUSED_FROM, JoinedCalls
+
+BACKEND: str | Callable[..., Any] = "inductor"
+"""Backend of ``torch.compile``."""
+CompiledFunction = Callable[..., Any]
+_NORMS = ("batch_norm", "layer_norm", "group_norm")
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """Facts of an input on which compiled code depends."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> InputFacts:
+        """Return the facts of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        """Return a tensor of these facts."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return tensor.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class GraphJob:
+    """A graph to compile.
+
+    Attributes:
+        graph: a ``torch.fx.GraphModule`` of ATen operators, pickled.
+        code: of the graph, in Python; equal for equal graphs, unlike the bytes.
+        inputs: facts of its inputs.
+        grad: whether gradients are computed.
+        holds_tensors: whether the graph has tensors in it, so that its code is not all.
+    """
+
+    graph: bytes
+    code: str
+    inputs: tuple[InputFacts, ...]
+    grad: bool
+    holds_tensors: bool
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for jobs whose compiled code is the same; None if there is no such key."""
+        return None if self.holds_tensors else (BACKEND, self.code, self.grad, self.inputs)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the job, of PyTorch and of the device: the same in later runs."""
+        device = next((facts.device for facts in self.inputs if facts.device.type == "cuda"), None)
+        name = "" if device is None else torch.cuda.get_device_name(device)
+        parts = (self.code, self.grad, self.inputs, torch.__version__, name, torch.get_num_threads(), arithmetic())
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+    def compiled(self) -> CompiledFunction:
+        """Return the graph as compiled code, forward and backward; from the cache on disk if it is there."""
+        from torch._dynamo.backends.registry import lookup_backend
+        from torch._guards import TracingContext, tracing
+
+        backend = lookup_backend(BACKEND) if isinstance(BACKEND, str) else BACKEND
+        mode = _fake_mode()
+        with mode:
+            inputs = [facts.empty() for facts in self.inputs]
+        graph = pickle.loads(self.graph)
+        # Backward, too, is compiled here, where a failure can still be avoided.
+        early = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+        with torch.set_grad_enabled(self.grad), tracing(TracingContext(mode)), early, _one_thread():
+            function: CompiledFunction = backend(graph, inputs)
+        return function
+
+
+def traced(joined: JoinedCalls, inputs: Sequence[InputFacts], grad: bool, cast: torch.dtype | None) -> GraphJob | None:
+    """Return the graph of joined calls, in which casts of autocast are operators; None if it fuses nothing.
+
+    Args:
+        joined: the calls.
+        inputs: facts of their inputs.
+        grad: whether gradients are computed.
+        cast: dtype of autocast; None without.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with _fake_mode():
+        alike = [facts.empty() for facts in inputs]
+    casting = torch.autocast(inputs[0].device.type, dtype=cast, enabled=cast is not None)
+    with torch.set_grad_enabled(grad), casting:
+        graph = make_fx(joined.traceable, tracing_mode="fake")(*alike)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    if sum(_is_fused(node) for node in graph.graph.nodes) < FUSED_FROM:
+        return None
+    holds_tensors = any(node.op == "get_attr" for node in graph.graph.nodes)
+    return GraphJob(pickle.dumps(graph), graph.code, tuple(inputs), grad, holds_tensors)
+
+
+def arithmetic() -> dict[Hashable, Any]:
+    """Return PyTorch's settings of this process that compiled code depends on: Inductor's cache is keyed by them."""
+    settings: dict[Hashable, Any] = {
+        "default_dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+    }
+    return settings | {(place, name): getattr(of, name) for place, of, name in _precisions() if hasattr(of, name)}
+
+
+def take_over_arithmetic(settings: Mapping[Hashable, Any]) -> None:
+    """Set what ``arithmetic`` has returned in another process."""
+    torch.set_default_dtype(settings["default_dtype"])
+    torch.use_deterministic_algorithms(settings["deterministic"])
+    torch.backends.cudnn.benchmark = settings["benchmark"]
+    for place, of, name in _precisions():
+        if (place, name) in settings and getattr(of, name) != settings[place, name]:
+            setattr(of, name, settings[place, name])
+
+
+def _precisions() -> list[tuple[str, Any, str]]:
+    """Return settings of precision on GPUs: (place, object, attribute); PyTorch since 2.9 has ``fp32_precision``."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    by_name = hasattr(products, "fp32_precision")
+    precision = "fp32_precision" if by_name else "allow_tf32"
+    return [
+        ("products", products, precision),
+        ("products", products, "allow_bf16_reduced_precision_reduction"),
+        ("convolutions", convolutions.conv if by_name else convolutions, precision),  # type: ignore[attr-defined]
+    ]
+
+
+def _fake_mode() -> Any:
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # caches on disk need the second
+
+
+def _one_thread() -> contextlib.AbstractContextManager[Any]:
+    """Context in which Inductor starts no processes of its own: otherwise each rank as many as there are cores."""
+    if BACKEND != "inductor" or "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
+        return contextlib.nullcontext()
+    import torch._inductor.config
+
+    patch: contextlib.AbstractContextManager[Any] = torch._inductor.config.patch(compile_threads=1)
+    return patch
+
+
+def _is_fused(node: torch.fx.Node) -> bool:
+    """Whether a compiler fuses an operator: of maps or features, value by value."""
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(value, torch.Tensor):
+        return False
+    pointwise = torch.Tag.pointwise in node.target.tags or any(norm in str(node.target) for norm in _NORMS)
+    return pointwise and value.is_floating_point() and value.dim() > 1

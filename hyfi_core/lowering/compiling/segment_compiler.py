@@ -1,0 +1,266 @@
+"""Segment compiler: joined calls run as ``torch.compile`` makes them, or as they are where it cannot.
+
+Compiled code fuses operators and so rounds differently; the algorithm is the same. It holds no messages, so ranks may
+differ in what they compile, and in when they begin to use it.
+
+    traced once         per gradient mode, autocast and layout of the inputs
+    compiled once       per graph, shapes and memory formats: equal blocks of a model share their code
+    as it is            until it is compiled in the background, or where tracing or compiling fails (with a warning
+                        that says why, once), or nothing is fused
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sysconfig
+import threading
+import time
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hyfi_core.comm.activity import ACTIVITY
+from hyfi_core.lowering.compiling.background import BackgroundBatch, reason
+from hyfi_core.lowering.compiling.graph_job import CompiledFunction, GraphJob, InputFacts, traced
+from hyfi_core.lowering.compiling.known_jobs import cached_on_disk, is_marked, mark
+from hyfi_core.lowering.joined_calls import JoinedCalls
+from hyfi_core.rules.instructions import Instruction, LocalCall, RankProgram
+
+CompileMode = Literal["auto", "off", "on"]
+"""Whether segments are compiled: ``auto`` on GPUs, ``on`` also on CPUs."""
+
+# Ranks may be threads, but the compiler's settings are those of the process.
+_COMPILING = threading.RLock()
+_CODE: dict[Hashable, CompiledFunction] = {}  # equal graphs -> compiled code, for all models of the process
+_CODES_KEPT = 512
+_LAYOUTS_KEPT = 8
+"""Layouts of inputs for which a segment is compiled; beyond them it runs as it is."""
+
+
+def why_not_compiled(device: torch.device) -> str | None:
+    """Return why this process cannot compile for a device; None if it can."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton is missing or does not support this GPU"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        compiler = get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler; install g++, or name one in CXX"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return f"{compiler} cannot find Python.h; install the headers of Python (python3-dev)"
+    return None
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """Joined calls to compile: for these inputs, in this mode."""
+
+    calls: _CompiledCalls
+    key: Hashable
+    inputs: tuple[InputFacts, ...]
+    grad: bool
+    cast: torch.dtype | None
+
+
+class SegmentCompiler:
+    """Compiles the joined calls of this process's programs, and says what it does, and once why it does not.
+
+    Attributes:
+        segments: number of functions that run compiled.
+        compiled: number of different graphs among them that were not in this process before.
+        seconds: since the start, in which this rank traced, compiled or loaded, or waited for other ranks of its
+            process that did; not those of child processes.
+        left: reason -> number of functions that run as they are.
+    """
+
+    def __init__(self) -> None:
+        self.segments = self.compiled = 0
+        self.seconds = 0.0
+        self.left: dict[str, int] = {}
+        self._background = False
+        self._wishes: list[_Wish] = []
+        self._batch: BackgroundBatch | None = None
+        self._jobs: list[tuple[GraphJob, list[_Wish]]] = []
+        self._news: list[str] = []
+        self._told = 0
+
+    def work_in_background(self) -> None:
+        """Let child processes compile from now on, while segments run as they are; by default their first call does.
+
+        Between two calls of the model, what is ready takes their place: at a step that depends on time.
+        """
+        self._background = cached_on_disk()
+
+    def compile(self, ranked: RankProgram) -> RankProgram:
+        """Return the program with its joined calls compiled when they are first called, or some calls later."""
+        return replace(ranked, instructions=tuple(map(self._compile, ranked.instructions)))
+
+    def _compile(self, instruction: Instruction) -> Instruction:
+        if isinstance(instruction, LocalCall) and isinstance(instruction.function, JoinedCalls):
+            return replace(instruction, function=_CompiledCalls(instruction.function, self))
+        return instruction
+
+    def function(self, wish: _Wish) -> CompiledFunction:
+        """Return what runs these calls now: compiled, or the joined calls, until compiled code is ready or for good."""
+        if self._background:
+            self._wishes.append(wish)
+            return wish.calls.joined
+        with self._timed(), _COMPILING:
+            job = self._traced(wish)
+            function = None if job is None else self._loaded(job, [wish])
+            return function or wish.calls.joined
+
+    def change_over(self) -> None:
+        """Between two calls of the model: begin to use what child processes have compiled, and start new ones."""
+        if self._batch is not None and (finished := self._batch.finished()):
+            with self._timed(), _COMPILING:
+                for index, failure in finished.items():
+                    self._take(*self._jobs[index], failure)
+            if not self._batch.left:
+                self._news.append(f"{self._counted()} in {time.monotonic() - self._batch.began_s:.0f} s")
+                self._batch = None
+        if self._batch is None and self._wishes:
+            with self._timed(), _COMPILING:
+                self._begin()
+
+    def news(self) -> str | None:
+        """Return what has happened since the last call, as text; None if nothing has."""
+        if not self._background and self.segments > self._told:  # compiled by the calls themselves
+            self._told = self.segments
+            self._news.append(f"{self._counted()} in {self.seconds:.0f} s")
+        text = "; ".join(self._news) or None
+        self._news = []
+        return text
+
+    def describe(self) -> str | None:
+        """Return what was compiled, as text; None if nothing was."""
+        return f"{self._counted()} in {self.seconds:.0f} s" if self.segments else None
+
+    def leave(self, why: str) -> None:
+        """Count a function that runs as it is because compilation failed; warn at a new reason."""
+        if why not in self.left:
+            warnings.warn(
+                f"a segment of the model runs uncompiled on this rank: {why[:300]}; results are the same, and no "
+                f"other rank need do the same",
+                stacklevel=2,
+            )
+        self.left[why] = self.left.get(why, 0) + 1
+
+    def _begin(self) -> None:
+        """Trace what was asked for, load what is compiled already, and start children for the rest."""
+        begin, before = time.monotonic(), self.segments
+        jobs: dict[Hashable, tuple[GraphJob, list[_Wish]]] = {}
+        for wish in self._wishes:
+            if (job := self._traced(wish)) is None:
+                continue
+            if job.key is None or job.key in _CODE or is_marked(job):
+                self._take(job, [wish], None)
+            else:
+                jobs.setdefault(job.key, (job, []))[1].append(wish)
+        self._wishes, self._jobs = [], [*jobs.values()]
+        if self.segments > before:
+            seconds = time.monotonic() - begin
+            self._news.append(f"{_segments(self.segments - before)} of the model loaded in {seconds:.0f} s")
+        if self._jobs:
+            self._batch = BackgroundBatch([job for job, _ in self._jobs])
+            count, processes = sum(len(wishes) for _, wishes in self._jobs), self._batch.children
+            self._news.append(
+                f"compiling {_segments(count)} of the model ({len(self._jobs)} different) in the background, in "
+                f"{processes} {'process' if processes == 1 else 'processes'}; until then they run as they are"
+            )
+
+    def _traced(self, wish: _Wish) -> GraphJob | None:
+        try:
+            return traced(wish.calls.joined, wish.inputs, wish.grad, wish.cast)
+        except Exception as error:
+            self.leave(reason(error))
+        return None
+
+    def _take(self, job: GraphJob, wishes: Sequence[_Wish], failure: str | None) -> None:
+        """Let the calls of some wishes run compiled, unless that has failed."""
+        if failure is not None:
+            for _ in wishes:
+                self.leave(failure)
+            return
+        function = self._loaded(job, wishes)
+        for wish in wishes:
+            wish.calls.use(wish.key, function or wish.calls.joined)
+
+    def _loaded(self, job: GraphJob, wishes: Sequence[_Wish]) -> CompiledFunction | None:
+        """Return the function of a job; None if it cannot be compiled."""
+        function = None if job.key is None else _CODE.get(job.key)
+        try:
+            if function is None:
+                function = job.compiled()
+                self.compiled += 1
+                mark(job)
+        except Exception as error:
+            for _ in wishes:
+                self.leave(reason(error))
+            return None
+        if job.key is not None:
+            if len(_CODE) >= _CODES_KEPT:
+                _CODE.pop(next(iter(_CODE)))
+            _CODE[job.key] = function
+        self.segments += len(wishes)
+        return function
+
+    def _counted(self) -> str:
+        anew = f" ({self.compiled} compiled anew)" if self.segments > 1 else ""
+        return f"compiled {_segments(self.segments)}{anew} of the model"
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            with ACTIVITY.slowly("compiling"):
+                yield
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+class _CompiledCalls:
+    """Joined calls that run as they are until a compiled function takes their place.
+
+    Attributes:
+        joined: as they are.
+    """
+
+    def __init__(self, joined: JoinedCalls, compiler: SegmentCompiler) -> None:
+        self.joined = joined
+        self._compiler = compiler
+        self._functions: dict[Hashable, CompiledFunction] = {}
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        kind = tensors[0].device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        grad = torch.is_grad_enabled()
+        # Shapes and dtypes follow from the program; how a neighbouring operator lays its result out does not.
+        key = (grad, cast, *((tensor.stride(), tensor.requires_grad) for tensor in tensors))
+        function = self._functions.get(key)
+        if function is None:
+            function = self.joined
+            if len(self._functions) < _LAYOUTS_KEPT:
+                wish = _Wish(self, key, tuple(map(InputFacts.of, tensors)), grad, cast)
+                function = self._compiler.function(wish)
+            self._functions[key] = function
+        if function is self.joined or cast is None:
+            return function(*tensors)
+        with torch.autocast(kind, enabled=False):  # the graph has the casts in it
+            return function(*tensors)
+
+    def use(self, key: Hashable, function: CompiledFunction) -> None:
+        """Run as a function from now on, for inputs of a key."""
+        self._functions[key] = function
+
+
+def _segments(count: int) -> str:
+    return "one segment" if count == 1 else f"{count} segments"
