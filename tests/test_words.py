@@ -182,7 +182,7 @@ def test_a_repeated_alias_is_seen(tmp_path: Path) -> None:
 _TERMS = {
     "recipes?": ("workflows/benchmarks",),
     "compil(e|es|ed|er|ing)": (
-        *("hyfi_core/lowering/compiling/segment_compiler.py", "hyfi_core/runtime/parallelize.py"),
+        *("hyfi_core/lowering/compiling", "hyfi_core/runtime/parallelize.py"),
         *("workflows/gpu_check", "workflows/launch/compile_cache.py", "workflows/training"),
     ),
     "schedules?": ("hyfi_core/schedule", "hyfi_core/cost", "hyfi_core/runtime", "workflows/config"),
