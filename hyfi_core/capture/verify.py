@@ -35,7 +35,7 @@ from hyfi_core.capture.storing.stored_tensors import Caches, OfImage, StoredTens
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.batch_shapes import Shape
 
-_SIDES_PX = (64, 128, 256, 512)
+_SIDES_PX = (64, 128, 224, 256, 384, 448, 512)  # with the usual sides of tiles
 _MOST_IMAGES = 2
 _STEPS = 2
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}

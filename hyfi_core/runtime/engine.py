@@ -32,10 +32,11 @@ from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import resident_bytes
 from hyfi_core.rules.batch_norm import has_live_statistics
 from hyfi_core.runtime.batch_reader import ImageBatch, Images
-from hyfi_core.runtime.calls.attribution import Explanation, gather_explanation, has_last_map
+from hyfi_core.runtime.calls.attribution import Explanation, gather_explanation
 from hyfi_core.runtime.calls.engine_state import EngineState
 from hyfi_core.runtime.calls.gradient_scale import GradientScale
 from hyfi_core.runtime.calls.input_gradients import UseGradient
+from hyfi_core.runtime.calls.last_map import has_last_map
 from hyfi_core.runtime.calls.local_use import mark_stale, watch_local_use
 from hyfi_core.runtime.calls.paged_call import PagedCall, pixels_of
 from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks

@@ -4,7 +4,7 @@
                                         ◀── one backward for each class ──
 
 Activation times gradient, summed over channels. The last map is followed by a mean or a maximum over space and a linear
-layer, so the contributions plus the bias sum to the logit.
+layer, so the contributions plus the bias sum to the logit. Vectors of tiles are such a map, too (see ``last_map``).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from hyfi_core.capture.program import Program, Ref, refs_in, substitute
+from hyfi_core.capture.program import Program, Ref, substitute
 from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.waits import Waits, waited
-from hyfi_core.errors import NoMapError, RequestError
+from hyfi_core.errors import RequestError
 from hyfi_core.lowering.joined_calls import parts_of
-from hyfi_core.lowering.segments import Tape, build_tape
+from hyfi_core.lowering.segments import Tape
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.boxes import Boxes
@@ -29,6 +29,7 @@ from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.transfer import plan_transfer
 from hyfi_core.rules.instructions import RankProgram
 from hyfi_core.runtime.backward import LocalValues
+from hyfi_core.runtime.calls.last_map import as_map, is_feature_map, split_tape
 from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.lowered_model import LoweredModel
 
@@ -42,7 +43,7 @@ class Explanation(NamedTuple):
         logits: ``(B, K)``.
         contributions: ``(B, K, h, w)``: of each position of the last map; plus the bias they sum to the logits.
         positions: ``(B, K, h, w)``: the logits of the head at each position alone, without pooling; None if the head
-            needs a whole map.
+            needs a whole map, and for tiles.
     """
 
     logits: torch.Tensor
@@ -166,7 +167,8 @@ def attribute_head(
     memory = AllStays() if memory is None else memory
     activation = values[name]
     memory.need(activation)
-    positions = position_logits(ranked.program, name, activation, values)
+    pools_maps = is_feature_map(ranked, name)
+    positions = position_logits(ranked.program, name, activation, values) if pools_maps else None
     executor = Executor(head, stage, memory=memory)
     records = yield from executor.forward(values, record=True)
     logits, output = output_logits(ranked, values)
@@ -178,7 +180,7 @@ def attribute_head(
         gradient = (yield from executor.backward(records, {output: seed}, {}, keep=True)).get(name)
         memory.need([activation, gradient])
         contribution = torch.zeros_like(activation) if gradient is None else activation * gradient
-        maps.append(contribution.float().sum(1, keepdim=True))
+        maps.append(as_map(ranked, name, contribution, stage.rank).float().sum(1, keepdim=True))
     return Explanation(logits.float(), torch.cat(maps, 1), positions)
 
 
@@ -238,47 +240,3 @@ def output_logits(ranked: RankProgram, values: LocalValues) -> tuple[torch.Tenso
             f"with parallelize(..., output=...)"
         )
     return values[names[0]], names[0]
-
-
-def last_map(ranked: RankProgram) -> tuple[str, int] | None:
-    """Return (name, index of the instruction behind it) of the last split map on which the output depends.
-
-    None if the output is not reduced from a map.
-    """
-    needed_names = set(refs_in(ranked.outputs))
-    for index in range(len(ranked.instructions) - 1, -1, -1):
-        instruction = ranked.instructions[index]
-        outputs = [o for o in instruction.outputs if o in needed_names and o is not None]
-        if not outputs:
-            continue
-        map_name = next((o for o in outputs if o in ranked.splits and o in ranked.program.values), None)
-        if map_name is not None and ranked.floating(map_name) and _is_map(ranked, map_name):
-            return map_name, index + 1
-        needed_names.update(name for name in instruction.inputs if name is not None)
-    return None
-
-
-def has_last_map(ranked: RankProgram) -> bool:
-    """Whether the output is reduced from a map."""
-    return last_map(replace(ranked, instructions=parts_of(ranked.instructions))) is not None
-
-
-def _is_map(ranked: RankProgram, name: str) -> bool:
-    """Whether a split value is ``(B, C, H, W)``, not some other shape with space in it."""
-    split = ranked.splits[name]
-    return split.plain and split.dims == (2, 3) and len(ranked.values[name].shape) == 4
-
-
-def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:
-    """Return (map, tape up to the last map, tape from there to the output), the latter with gradients of the map.
-
-    Raises:
-        NoMapError: the output is not reduced from a map.
-    """
-    split = last_map(ranked)
-    if split is None:
-        raise NoMapError("the model does not pool a feature map into its output, so its pixels have no contributions")
-    name, index = split
-    body = build_tape(ranked, (), stop=index)
-    head = build_tape(ranked, (name,), start=index)
-    return name, body, head

@@ -135,3 +135,18 @@ def test_a_model_of_one_size_is_checked_at_that_size() -> None:
 
     with pytest.raises(RequestError, match=r"on images of shape \(1, 3, 200, 120\)"):
         verify_capture(Fixed(), (1, 3, 200, 120), torch.float32)
+
+
+@pytest.mark.parametrize("side", [224, 384])
+def test_a_model_that_takes_whole_tiles_only_is_compared(side: int) -> None:
+    class OfTiles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 2, 32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            b, c, h, w = x.shape
+            x = x.view(b, c, h // side, side, w // side, side).permute(0, 2, 4, 1, 3, 5).reshape(-1, c, side, side)
+            return self.first(x).reshape(b, -1).mean(1)
+
+    assert verify_capture(OfTiles(), (1, 3, 4 * side, 8 * side), torch.float32) is None

@@ -1,0 +1,103 @@
+"""The last map before the output: what is explained, position by position.
+
+    feature maps      ── (B, C, h, w) ── mean or maximum over space ── linear ── logits
+    tiles of an image ── (B · h · w, C), or (B, h · w, C) ── aggregator ── linear ── logits      positions are tiles
+
+Of tiles it is the last value with a vector for each: behind attention, the weighted vectors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hyfi_core.capture.program import refs_in
+from hyfi_core.errors import NoMapError
+from hyfi_core.lowering.joined_calls import parts_of
+from hyfi_core.lowering.segments import Tape, build_tape
+from hyfi_core.rules.instructions import RankProgram
+
+
+def last_map(ranked: RankProgram) -> tuple[str, int] | None:
+    """Return (name, index of the instruction behind it) of the last split map on which the output depends.
+
+    None if the output is not reduced from a map.
+    """
+    needed_names = set(refs_in(ranked.outputs))
+    grids = _grids_of_tiles(ranked)
+    for index in range(len(ranked.instructions) - 1, -1, -1):
+        instruction = ranked.instructions[index]
+        outputs = [o for o in instruction.outputs if o in needed_names and o is not None]
+        if not outputs:
+            continue
+        map_name = next((o for o in outputs if o in ranked.splits and o in ranked.program.values), None)
+        if map_name is not None and ranked.floating(map_name) and _is_explained(ranked, map_name, grids):
+            return map_name, index + 1
+        needed_names.update(name for name in instruction.inputs if name is not None)
+    return None
+
+
+def has_last_map(ranked: RankProgram) -> bool:
+    """Whether the output is reduced from a map."""
+    return last_map(replace(ranked, instructions=parts_of(ranked.instructions))) is not None
+
+
+def is_feature_map(ranked: RankProgram, name: str) -> bool:
+    """Whether a split value is ``(B, C, H, W)``, not some other shape with space in it."""
+    split = ranked.splits[name]
+    return split.plain and split.dims == (2, 3) and len(ranked.values[name].shape) == 4
+
+
+def as_map(ranked: RankProgram, name: str, part: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return a rank's part of the last map as ``(B, C, h, w)``; a view where possible.
+
+    Args:
+        ranked: the rank's program.
+        name: the last map.
+        part: the rank's tensor of it.
+        rank: its position in the layout.
+    """
+    if is_feature_map(ranked, name):
+        return part
+    split, shape = ranked.splits[name].owned, ranked.values[name].shape
+    opened, (y, x) = part.reshape(split.opened_here(shape, rank)), split.opened(shape)[1]
+    if y == 0:  # one image, whose batch dim is that of its tiles
+        opened, y, x = opened[None], y + 1, x + 1
+    return opened.movedim((y, x), (-2, -1)).flatten(1, -3)
+
+
+def _is_explained(ranked: RankProgram, name: str, grids: set[tuple[int, int]]) -> bool:
+    return is_feature_map(ranked, name) or _has_vectors_of_tiles(ranked, name, grids)
+
+
+def _grids_of_tiles(ranked: RankProgram) -> set[tuple[int, int]]:
+    """Return the rows and columns of the tiles ``(N, C, h, w)`` that the model encodes."""
+    maps = (split for name, split in ranked.splits.items() if len(ranked.values[name].shape) == 4 and split.in_batch)
+    return {split.layout.map.shape for split in maps}
+
+
+def _has_vectors_of_tiles(ranked: RankProgram, name: str, grids: set[tuple[int, int]]) -> bool:
+    """Whether a split value has one vector for each tile of each image: ``(N, C)``, ``(B, N, C)`` or ``(B, C, N)``."""
+    split, shape = ranked.splits[name], ranked.values[name].shape
+    if not split.flat or split.layout.map.shape not in grids:
+        return False
+    images = ranked.values[ranked.program.image].shape[0]
+    if split.in_batch:
+        return len(shape) == 2 and split.leads == (images, 1)
+    return len(shape) == 3 and shape[0] == images and split.leads == (1, 1)
+
+
+def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:
+    """Return (map, tape up to the last map, tape from there to the output), the latter with gradients of the map.
+
+    Raises:
+        NoMapError: the output is not reduced from a map.
+    """
+    split = last_map(ranked)
+    if split is None:
+        raise NoMapError("the model does not pool a feature map into its output, so its pixels have no contributions")
+    name, index = split
+    body = build_tape(ranked, (), stop=index)
+    head = build_tape(ranked, (name,), start=index)
+    return name, body, head
