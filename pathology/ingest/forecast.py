@@ -9,7 +9,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data.errors import StoreError
 from data.location import is_remote
+from data.store.slide_store import SlideStore, slide_path
 from pathology.errors import SlideError
 from pathology.ingest.discover import SlideJob
 from pathology.ingest.identity import SourceStamp
@@ -25,6 +27,7 @@ _PX_PER_CORE_S = 25e6
 MIN_BYTES_PER_PX = 0.15
 """Lower bound of a slide's size, pyramid included: mostly glass, zstd."""
 RESERVE_BYTES = 64 * 2**20
+_MANY_TIMES, _MEASURED = 4, 50
 _SAMPLED = 8
 """Number of slides opened to estimate whether all fit."""
 
@@ -106,6 +109,37 @@ def free_bytes(folder: Path) -> int | None:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def size_note(store: Path, slide_ids: Sequence[str], options: IngestOptions) -> str:
+    """Return what stored slides take beside their files, if that is many times as much, and what would take less.
+
+    Args:
+        store: The store.
+        slide_ids: Slides that were ingested now; a sample of them is opened.
+        options: How they were ingested.
+    """
+    if not options.pixel_codec.exact or options.lossless:
+        return ""
+    stored_bytes = source_bytes = pixels = 0
+    sampled = slide_ids[:: max(1, len(slide_ids) // _MEASURED)]
+    for slide_id in sampled:
+        try:
+            slide = SlideStore.open(slide_path(store, slide_id), check_files=False)
+        except StoreError:
+            continue
+        stored_bytes += sum(int(shard["size"]) for shard in slide.attributes.get("shards", {}).values())
+        source_bytes += int(slide.attributes.get("size_bytes", 0))
+        pixels += slide.levels[0].height_px * slide.levels[0].width_px
+    if not source_bytes or stored_bytes < _MANY_TIMES * source_bytes:
+        return ""
+    scale = len(slide_ids) / len(sampled) / 1e9
+    return (
+        f"note: these slides take {stored_bytes * scale:.2g} GB in the store, {stored_bytes / source_bytes:.0f} times "
+        f"their files, as their pixels are kept exactly; --codec jpeg:85 would take about "
+        f"{pixels * _BYTES_PER_PX['jpeg'] * scale:.2g} GB, --lossless, which keeps a scanner's own tiles at its "
+        f"resolution, about {source_bytes * scale:.2g} GB"
+    )
 
 
 def require_room(store: Path, finest_px: int) -> None:

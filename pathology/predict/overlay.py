@@ -22,6 +22,8 @@ MAX_OPACITY = 0.62
 VISIBLE = 0.03  # opacity from which the colour of a class, or a mark, is in the legend
 MOST_OUTLINES = 100
 LEAST_HOLE_PX = 64.0
+_BAND_PX = 128
+Plane = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,40 +54,49 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
     tissue = _resize(overlay.tissue.astype(np.float32), shape, extent)
     seen_share = _resize(overlay.heatmap.seen_cells.astype(np.float32), shape, _cells_extent(overlay.heatmap))
     unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen_share, 0, 1))
-    canvas = _greyed(overlay.thumbnail)
-    canvas = _blend(canvas, np.full(3, 255.0), 0.65 * unseen * _hatching(shape))
+    paints: list[tuple[Plane, Plane]] = [(np.full(3, 255, np.float32), 0.65 * unseen * _hatching(shape))]
     classes: list[int] = []
     if overlay.shown:
         colors, certainty = score_colors(overlay.heatmap, shape)
         opacity = MAX_OPACITY * certainty * seen_share * _near(tissue)
-        canvas = _blend(canvas, colors, opacity)
+        paints.append((colors, opacity))
         classes = _visible_classes(overlay.heatmap, opacity)
     line = _line(tissue)
-    canvas = _blend(canvas, np.array(OUTLINE_RGB, dtype=np.float64), 0.8 * line)
-    image = Image.fromarray(np.round(canvas).clip(0, 255).astype(np.uint8))
+    paints.append((np.array(OUTLINE_RGB, np.float32), 0.8 * line))
+    image = Image.fromarray(_painted(overlay.thumbnail, paints))
     left_out = _draw_regions(image, overlay)
     items = _legend(overlay, classes, left_out, outlined=_shows(line), some_unseen=_shows(unseen))
     return add_legend(image, items)
 
 
-def _visible_classes(heatmap: Heatmap, opacity: NDArray[np.float64]) -> list[int]:
+def _visible_classes(heatmap: Heatmap, opacity: Plane) -> list[int]:
     """Return the classes that a picture with this opacity of colours, (h, w), visibly shows somewhere.
 
     Of exclusive classes, a position shows the one with the highest score, though its colour is mixed with others.
     """
     extent = _cells_extent(heatmap)
-    scores = [_resize(np.nan_to_num(score).astype(np.float32), opacity.shape, extent) for score in heatmap.scores]
-    highest = np.maximum.reduce(scores)
-    weights = (np.where(score >= highest, score, 0.0) if heatmap.exclusive else score for score in scores)
-    return [index for index, weight in enumerate(weights) if _shows(weight * opacity, VISIBLE)]
+
+    def score_of(index: int) -> Plane:  # one at a time: a picture of each class would be large
+        return _resize(np.nan_to_num(heatmap.scores[index]).astype(np.float32), opacity.shape, extent)
+
+    every = range(len(heatmap.scores))
+    highest = np.zeros_like(opacity)
+    for index in every if heatmap.exclusive else ():
+        np.maximum(highest, score_of(index), out=highest)
+    visible = []
+    for index in every:
+        score = score_of(index)
+        if _shows(np.where(score >= highest, score, np.float32(0)) * opacity, VISIBLE):
+            visible.append(index)
+    return visible
 
 
-def _shows(weights: NDArray[np.float64], least: float = 0.5) -> bool:
+def _shows(weights: Plane, least: float = 0.5) -> bool:
     """Whether more than a few pixels, one in 10,000, have at least this weight."""
     return bool((weights >= least).mean() > 1e-4)
 
 
-def score_colors(heatmap: Heatmap, shape: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def score_colors(heatmap: Heatmap, shape: Sequence[int]) -> tuple[Plane, Plane]:
     """Return the mean of the class colours weighted by score, (h, w, 3) from 0 to 255, and the certainty, (h, w).
 
     Args:
@@ -93,10 +104,11 @@ def score_colors(heatmap: Heatmap, shape: Sequence[int]) -> tuple[NDArray[np.flo
         shape: (h, w) of a picture of the whole slide.
     """
     extent = _cells_extent(heatmap)
-    colors = np.zeros((*shape[:2], 3))
+    colors = np.zeros((*shape[:2], 3), np.float32)
     for index, score in enumerate(heatmap.scores):
         part = _resize(np.nan_to_num(score).astype(np.float32), shape, extent)
-        colors += part[..., None] * np.array(class_color(index), dtype=np.float64)
+        for channel, value in enumerate(class_color(index)):
+            colors[..., channel] += part * np.float32(value)
     return colors, _resize(heatmap.certainty.astype(np.float32), shape, extent)
 
 
@@ -137,47 +149,58 @@ def tissue_cells(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], hea
     return cells
 
 
-def _near(soft_mask: NDArray[np.float64]) -> NDArray[np.float64]:
+def _near(soft_mask: Plane) -> Plane:
     """Return weights: 1 in the tissue and close to it, decreasing to 0 on the glass."""
     from skimage.filters import gaussian
 
-    wide: NDArray[np.float64] = gaussian(soft_mask, max(soft_mask.shape) / 400)  # type: ignore[no-untyped-call]
+    wide: Plane = gaussian(soft_mask, max(soft_mask.shape) / 400)  # type: ignore[no-untyped-call]
     return np.clip(wide * 3, 0.0, 1.0)
 
 
-def _resize(values: NDArray[np.float32], shape: Sequence[int], extent: tuple[float, float]) -> NDArray[np.float64]:
+def _resize(values: NDArray[np.float32], shape: Sequence[int], extent: tuple[float, float]) -> Plane:
     """Resample values to (h, w), cropped to ``extent`` (height, width), which excludes parts off the slide."""
     box = (0.0, 0.0, min(extent[1], values.shape[1]), min(extent[0], values.shape[0]))
     image = Image.fromarray(values).resize((shape[1], shape[0]), Image.Resampling.BILINEAR, box=box)
-    return np.asarray(image, dtype=np.float64)
+    return np.asarray(image, dtype=np.float32)
 
 
-def _greyed(thumbnail: NDArray[np.uint8]) -> NDArray[np.float64]:
+def _painted(thumbnail: NDArray[np.uint8], paints: Sequence[tuple[Plane, Plane]]) -> NDArray[np.uint8]:
+    """Return the greyed slide with colours, (3,) or (h, w, 3), blended in with their opacity, (h, w), one by one.
+
+    Band by band, as pictures in floating point take many times the memory of the result.
+    """
+    result = np.empty_like(thumbnail)
+    for top in range(0, len(thumbnail), _BAND_PX):
+        band = slice(top, top + _BAND_PX)
+        canvas = _greyed(thumbnail[band])
+        for color, alpha in paints:
+            canvas += ((color if color.ndim == 1 else color[band]) - canvas) * alpha[band, :, None]
+        result[band] = np.round(canvas).clip(0, 255)
+    return result
+
+
+def _greyed(thumbnail: NDArray[np.uint8]) -> Plane:
     """Reduce the saturation; structure and lightness stay."""
-    rgb = thumbnail.astype(np.float64)
-    grey = (rgb @ np.array([0.299, 0.587, 0.114]))[..., None]
-    mixed: NDArray[np.float64] = grey + SATURATION * (rgb - grey)
+    rgb = thumbnail.astype(np.float32)
+    grey = (rgb @ np.array([0.299, 0.587, 0.114], np.float32))[..., None]
+    mixed: Plane = grey + np.float32(SATURATION) * (rgb - grey)
     return mixed
 
 
-def _blend(canvas: NDArray[np.float64], color: NDArray[np.float64], alpha: NDArray[np.float64]) -> NDArray[np.float64]:
-    return canvas + (color - canvas) * alpha[..., None]
-
-
-def _hatching(shape: Sequence[int]) -> NDArray[np.float64]:
+def _hatching(shape: Sequence[int]) -> Plane:
     """Return weights (h, w) of diagonal stripes."""
     y, x = np.ogrid[: shape[0], : shape[1]]
-    return np.where((y + x) % 8 < 4, 1.0, 0.55)
+    return np.where((y + x) % 8 < 4, np.float32(1), np.float32(0.55))
 
 
-def _line(soft_mask: NDArray[np.float64], width_px: float = 1.6) -> NDArray[np.float64]:
+def _line(soft_mask: Plane, width_px: float = 1.6) -> Plane:
     """Return the opacity, per pixel, of an antialiased line along the mask's border."""
     from skimage.filters import gaussian
 
-    smooth: NDArray[np.float64] = gaussian(soft_mask, 1.2)  # type: ignore[no-untyped-call]
+    smooth: Plane = gaussian(soft_mask, 1.2)  # type: ignore[no-untyped-call]
     slope = np.hypot(*np.gradient(smooth))
     distance_px = np.abs(smooth - 0.5) / np.maximum(slope, 1e-3)
-    covered: NDArray[np.float64] = np.clip(width_px / 2 + 0.5 - distance_px, 0.0, 1.0)
+    covered: Plane = np.clip(width_px / 2 + 0.5 - distance_px, 0.0, 1.0)
     return covered
 
 

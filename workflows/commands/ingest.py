@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from data.store.manifest import SameContent, SlideRecord
     from pathology.ingest.archive import IngestReport, IngestWork, Request
     from pathology.ingest.discover import SlideJob
-    from pathology.ingest.work import Outcome
 
 _MAX_SHOWN = 20
 
@@ -123,7 +122,7 @@ def run(arguments: IngestArguments) -> int:
         return _dry_run(work, request, processes, arguments.as_json)
     run_ingest = partial(ingest, request, workers=processes, memory_bytes=memory_bytes, work=work)
     with _progress(work.jobs) as shown:
-        report = run_ingest(finished=shown.finished, progress=shown.progress)
+        report = run_ingest(progress=shown.progress)
     return _report(report, request, arguments.as_json)
 
 
@@ -153,7 +152,7 @@ def _ingest_as_rank(arguments: IngestArguments) -> int:
         run_ingest()
         return int(comm.broadcast_object(None))
     with _progress(work.jobs) as shown:
-        report = run_ingest(finished=shown.finished, progress=shown.progress)
+        report = run_ingest(progress=shown.progress)
     return int(comm.broadcast_object(_report(report, request, arguments.as_json)))
 
 
@@ -202,16 +201,13 @@ class _ByteProgress:
 
     def __init__(self, bar: console.Progress, pace: Pace) -> None:
         self._bar, self._pace = bar, pace
-        self._steps, self._name = 0.0, ""
-
-    def finished(self, outcome: Outcome) -> None:
-        self._name = outcome.record.slide_id
+        self._steps = 0.0
 
     def progress(self, shares: Sequence[float]) -> None:
         fraction = self._pace.done(shares)
         steps = round(fraction * len(self._pace.jobs), 2)
         if steps > self._steps:
-            note = ", ".join(text for text in (self._pace.text(fraction), self._name) if text)
+            note = ", ".join(text for text in (self._pace.text(fraction), self._pace.at_work(shares)) if text)
             self._bar.advance(steps - self._steps, note)
             self._steps = steps
 
@@ -236,6 +232,11 @@ class Pace:
         """Return the fraction done of all bytes, 0 to 1, given the fraction done of each job."""
         total = sum(self._bytes)
         return sum(size * share for size, share in zip(self._bytes, shares, strict=False)) / total if total else 1.0
+
+    def at_work(self, shares: Sequence[float]) -> str:
+        """Return the name of a slide that is begun and not finished, with the number of others; empty: none is."""
+        names = [job.slide_id for job, share in zip(self.jobs, shares, strict=False) if 0 < share < 1]
+        return "" if not names else names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     def text(self, fraction: float) -> str:
         """Return the rate and the remaining time as text; ``fraction``: the fraction done."""
@@ -274,6 +275,7 @@ def _refuse_too_little_room(work: IngestWork, request: Request) -> None:
 
 
 def _report(report: IngestReport, request: Request, as_json: bool) -> int:
+    from pathology.ingest.forecast import size_note
     from pathology.readers.mpp import not_used_note
 
     out = request.store
@@ -290,6 +292,8 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
         console.warn(note)
     for same in _same_content(report, out):
         console.warn(f"note: {same.text}: {', '.join(same.slides)}")
+    if note := size_note(out, [record.slide_id for record in report.done], request.options):
+        console.say(note)
     if report.stopped:
         console.warn(f"stopped: {report.stopped}. Finished slides are kept; run the same command to continue")
     counts = f"{len(report.done)} done, {len(report.failed)} failed, {len(report.skipped)} finished before"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -116,3 +117,23 @@ def test_cells_with_tissue_have_no_holes_whatever_the_mask(pixel_um: float) -> N
     expected = np.zeros((16, 16), bool)
     expected[:8, :4] = True
     np.testing.assert_array_equal(tissue_cells(tissue, (pixel_um, pixel_um), heatmap), expected)
+
+
+def test_its_memory_does_not_grow_with_the_classes() -> None:
+    """Bytes for each pixel of the picture, of which the result has three."""
+    overlay, shape, classes = overlay_of(), (900, 900), 12
+    scores = np.full((classes, *overlay.heatmap.scores.shape[1:]), 1 / classes, np.float32)
+    heatmap = replace(
+        overlay.heatmap,
+        scores=scores,
+        values=scores,
+        class_names=tuple("abcdefghijkl"),
+        **{name: (0.0,) * classes for name in ("logits", "bias", "shared")},
+    )
+    large = replace(overlay, heatmap=heatmap, thumbnail=np.full((*shape, 3), 200, np.uint8), regions=RankedRegions())
+    draw_overlay(large)  # what libraries keep
+    tracemalloc.start()
+    draw_overlay(large)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 80 * shape[0] * shape[1]

@@ -186,5 +186,7 @@ def test_the_pace_weighs_slides_by_their_bytes(tmp_path: Path) -> None:
     large.write_bytes(bytes(9000))
     pace = Pace([SlideJob(small, "s"), SlideJob(large, "l")])
     assert pace.done([1.0, 0.0]) == pytest.approx(0.1) and pace.done([1, 1]) == 1 and Pace([]).done([]) == 1
+    assert pace.at_work([1.0, 0.5]) == "l" and pace.at_work([0.1, 0.5]) == "s and 1 more"
+    assert pace.at_work([1.0, 1.0]) == pace.at_work([1.0, 0.0]) == ""
     assert pace.text(0.0) == "" and pace.text(0.5).endswith(" s left") and pace.text(1.0).endswith(" MB/s")
     assert [duration(s) for s in (40, 720, 12_000)] == ["40 s", "12 min", "3 h 20 min"]

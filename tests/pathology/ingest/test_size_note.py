@@ -1,0 +1,28 @@
+"""What a store takes beside its slides is said if it is many times as much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from pathology.ingest.forecast import size_note
+from pathology.ingest.options import IngestOptions
+from pathology.ingest.slide import ingest_slide
+from tests.pathology.slides import write_slide
+
+
+def test_a_store_many_times_its_slides_is_named_with_what_would_take_less(tmp_path: Path) -> None:
+    rng, store = np.random.default_rng(0), tmp_path / "store"
+    noise = rng.integers(0, 255, (64, 64, 3)).astype(np.uint8)
+    large = np.kron(noise, np.ones((16, 16, 1), np.uint8))  # JPEG takes little of it, noise added later takes much
+    path = write_slide(tmp_path / "one.tiff", large)
+    assert ingest_slide(path, store, IngestOptions(mpp=0.5), {"source_path": str(path)}).status == "done"
+    attributes = store / "one.zarr" / "zarr.json"
+    text = attributes.read_text()
+    assert size_note(store, [], IngestOptions()) == ""
+    attributes.write_text(text.replace('"size_bytes": ', '"size_bytes": 1, "was": ', 1))
+    note = size_note(store, ["one"], IngestOptions(mpp=0.5))
+    assert "times their files" in note and "--codec jpeg:85 would take about" in note and "--lossless" in note
+    assert size_note(store, ["one"], IngestOptions(mpp=0.5, lossless=True)) == ""
+    assert size_note(store, ["other"], IngestOptions(mpp=0.5)) == ""
