@@ -165,11 +165,25 @@ def _planned(request: Request, arguments: IngestArguments) -> IngestWork:
     from pathology.ingest.archive import compare_with_store
 
     work = compare_with_store(request)
-    if work.note:
-        console.warn(f"note: {work.note}")
+    for note in (work.note, *map(_of_manifest, request.paths)):
+        if note:
+            console.warn(f"note: {note}")
     if not arguments.dry_run:
         _refuse_too_little_room(work, request)
     return work
+
+
+def _of_manifest(path: Path) -> str:
+    """Return that the manifest in a folder of slides is not read; empty if it has none."""
+    from data.location import is_remote
+
+    manifest = path / "manifest.csv"
+    if path.suffix == ".csv" or is_remote(path) or not manifest.is_file() or (path / ".records").is_dir():
+        return ""
+    return (
+        f"{manifest} is not read, as its folder was given: the store will not have its columns, such as labels and "
+        f"cases; give the file itself to keep them"
+    )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from data.store.manifest import load_manifest
 from tests.conftest import ROOT, Hyfi
 from tests.pathology.tiffs import stained, write_slide
 from workflows.cli import app
-from workflows.commands.ingest import Pace, duration
+from workflows.commands.ingest import Pace, _of_manifest, duration
 
 
 @pytest.fixture
@@ -190,3 +190,10 @@ def test_the_pace_weighs_slides_by_their_bytes(tmp_path: Path) -> None:
     assert pace.at_work([1.0, 1.0]) == pace.at_work([1.0, 0.0]) == ""
     assert pace.text(0.0) == "" and pace.text(0.5).endswith(" s left") and pace.text(1.0).endswith(" MB/s")
     assert [duration(s) for s in (40, 720, 12_000)] == ["40 s", "12 min", "3 h 20 min"]
+
+
+def test_a_manifest_that_is_not_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "manifest.csv").write_text("path,label\n")
+    assert "manifest.csv is not read" in _of_manifest(tmp_path)
+    (tmp_path / ".records").mkdir()  # a store's own
+    assert _of_manifest(tmp_path) == _of_manifest(tmp_path / "manifest.csv") == _of_manifest(tmp_path / "none") == ""
