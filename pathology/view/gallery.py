@@ -173,7 +173,8 @@ def _predicted(
         path = location(row["path"])
         if not is_remote(path) and not path.is_absolute() and not path.exists() and (folder.parent / path).exists():
             path = folder.parent / path
-        missing = "" if path.exists() else f"{path} no longer exists; give its store or folder as another PATH"
+        advice = "is not there now; give its store or folder as another PATH"
+        missing = "" if path.exists() else f"{path}, where it was predicted, {advice}"
         slide = GallerySlide(slide_id, slide_id, path, is_own_slide(path), reason=missing)
     return replace(slide, prediction=row["prediction"], predictions=folder, annotations=annotations)
 
