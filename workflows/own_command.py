@@ -7,19 +7,24 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from data.children import die_with_parent
 from workflows.console import say
 from workflows.exit_codes import FAULT
 
+_WATCHED_EVERY_S = 1.0
 
-def run_command(arguments: Sequence[object], seconds_to_stop: float | None = None) -> int:
+
+def run_command(
+    arguments: Sequence[object], seconds_to_stop: float | None = None, watch: Callable[[], bool] | None = None
+) -> int:
     """Run ``hyfi arguments…`` in a process of its own and return its exit code; `FAULT` if it was killed.
 
     Args:
         arguments: Of ``hyfi``.
         seconds_to_stop: How long the command may take to end after a request to stop; None: as long as it needs.
+        watch: Is called every second; the command is stopped when it returns True.
 
     Raises:
         KeyboardInterrupt: Stopped on request; the command has ended.
@@ -34,11 +39,22 @@ def run_command(arguments: Sequence[object], seconds_to_stop: float | None = Non
         preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
     )
     try:
-        code = process.wait()
+        code = process.wait() if watch is None else _watched(process, watch)
     except KeyboardInterrupt:
         _stop(process, seconds_to_stop)
         raise
     return code if code >= 0 else FAULT
+
+
+def _watched(process: subprocess.Popen[bytes], watch: Callable[[], bool]) -> int:
+    """Wait for the end of a command, which is stopped when ``watch`` returns True."""
+    while True:
+        try:
+            return process.wait(timeout=_WATCHED_EVERY_S)
+        except subprocess.TimeoutExpired:
+            if watch():
+                process.send_signal(signal.SIGTERM)
+                return process.wait()
 
 
 def _stop(process: subprocess.Popen[bytes], seconds: float | None) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from data.csv_table import write_table
@@ -12,17 +13,27 @@ from data.files import write_atomically
 from hyfi_core.errors import RequestError
 from workflows.commands.train_folds import pool_folds, run_fold
 from workflows.console import counted, emit_json, plain_json, say, warn
+from workflows.cross_validation.fold_runs import FoldRuns
 from workflows.exit_codes import DONE
 from workflows.launch.request import is_finished
 from workflows.own_command import run_command
-from workflows.sweep.settings import same_keys, text_of
+from workflows.sweep.optuna_search import SearchOptions
+from workflows.sweep.search_command import SearchResult, check_search, run_search
+from workflows.sweep.settings import SweptSetting, same_keys, text_of
 from workflows.sweep.sweep_runs import TABLE_FILE, SettingScore, SweepRuns, chosen_of
 
 SUMMARY_FILE = "sweep.json"
+_Tried = tuple[int | None, Sequence[SweptSetting], Sequence[SettingScore]]
+"""A fold, None without folds; settings; what validation says of each."""
 
 
-def run(sweep: SweepRuns, as_json: bool) -> int:
+def run(sweep: SweepRuns, as_json: bool, search: SearchOptions | None = None) -> int:
     """Train every setting, and write ``sweep.csv`` and ``sweep.json``.
+
+    Args:
+        sweep: The runs; without settings if they are searched.
+        as_json: Print the summary as one JSON object.
+        search: What is searched; None: the settings of ``sweep`` are trained.
 
     Returns:
         0, or the exit code of the first command that did not return 0.
@@ -30,12 +41,20 @@ def run(sweep: SweepRuns, as_json: bool) -> int:
     Raises:
         RequestError: The request is not valid; nothing was written.
     """
-    sweep.check()
+    if search is None:
+        sweep.check()
+    else:
+        check_search(sweep, search)
+    number = len(sweep.settings) if search is None else search.trials
+    each = " for each fold" if search is not None and sweep.folds else ""
     say(
-        f"{counted(len(sweep.settings), 'setting')}; validation's {sweep.metric} chooses (validation.metric), the test "
+        f"{counted(number, 'setting')}{each}; validation's {sweep.metric} chooses (validation.metric), the test "
         f"{'fold' if sweep.folds else 'split'} never does"
     )
-    code, summary = _one_split(sweep) if sweep.folds is None else _folds(sweep)
+    if search is not None:
+        code, summary = _searched_split(sweep, search) if sweep.folds is None else _searched_folds(sweep, search)
+    else:
+        code, summary = _one_split(sweep) if sweep.folds is None else _folds(sweep)
     if code == DONE and as_json:
         emit_json(summary)
     return code
@@ -50,7 +69,19 @@ def _one_split(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
             if code != DONE:
                 return _stopped(setting.number, code), {}
         scores.append(sweep.score(sweep.folder_of(setting)))
-        _write_table(sweep, [(None, scores)])
+        _write_table(sweep, [(None, sweep.settings, scores)])
+    return DONE, _report_split(sweep, scores)
+
+
+def _searched_split(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[str, Any]]:
+    result = run_search(sweep, search, lambda now: _write_table(sweep, [(None, now.settings, now.scores)]))
+    if result.code != DONE:
+        return _stopped(len(result.settings), result.code), {}
+    return DONE, _report_split(replace(sweep, settings=result.settings), result.scores)
+
+
+def _report_split(sweep: SweepRuns, scores: Sequence[SettingScore]) -> dict[str, Any]:
+    """Print which setting is chosen, and return the summary."""
     best = chosen_of(scores)
     setting = sweep.settings[best]
     say(f"chosen: setting {setting.number} ({setting.describe()}), {scores[best].describe(sweep.metric)}")
@@ -60,7 +91,7 @@ def _one_split(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
         f"split: {_validate_words(sweep, scores[best])}"
     )
     chosen = {"setting": setting.values, "run": scores[best].run, "value": scores[best].value}
-    return DONE, _summary(sweep, {"chosen": chosen, "metric": sweep.metric, "settings": len(scores)})
+    return _summary(sweep, {"chosen": chosen, "metric": sweep.metric, "settings": len(scores)})
 
 
 def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
@@ -76,24 +107,45 @@ def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
             if code != DONE:
                 return _stopped(setting.number, code), {}
     scores = {fold: [sweep.score(one.run_of(fold)) for one in runs] for fold in folds}
-    _write_table(sweep, scores.items())
-    chosen = {fold: chosen_of(of_fold) for fold, of_fold in scores.items()}
-    for fold, number in chosen.items():
-        setting, best = sweep.settings[number], scores[fold][number]
-        validating = runs[0].table.validating(fold)
+    _write_table(sweep, [(fold, sweep.settings, of_fold) for fold, of_fold in scores.items()])
+    return _report_folds(sweep, {fold: (sweep.settings, of_fold) for fold, of_fold in scores.items()})
+
+
+def _searched_folds(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[str, Any]]:
+    results: dict[int, SearchResult] = {}
+    for fold in sweep.fold_runs_of(SweptSetting(0, {})).chosen:
+        before: list[_Tried] = [(of, result.settings, result.scores) for of, result in results.items()]
+
+        def tell(now: SearchResult, fold: int = fold, before: Sequence[_Tried] = before) -> None:
+            _write_table(sweep, [*before, (fold, now.settings, now.scores)])
+
+        results[fold] = run_search(sweep, search, tell, fold)
+        if results[fold].code != DONE:
+            return _stopped(len(results[fold].settings), results[fold].code), {}
+    return _report_folds(sweep, {fold: (result.settings, result.scores) for fold, result in results.items()})
+
+
+def _report_folds(
+    sweep: SweepRuns, tried: Mapping[int, tuple[Sequence[SweptSetting], Sequence[SettingScore]]]
+) -> tuple[int, dict[str, Any]]:
+    """Evaluate each fold by the setting that its validation fold has chosen, and pool all folds."""
+    chosen: dict[int, SweptSetting] = {}
+    runs: dict[int, FoldRuns] = {}
+    for fold, (settings, scores) in tried.items():
+        best = chosen_of(scores)
+        setting = chosen[fold] = settings[best]
+        runs[fold] = sweep.fold_runs_of(setting)
         say(
-            f"fold {fold}: setting {setting.number} ({setting.describe()}), {best.describe(sweep.metric)}, on "
-            f"fold {validating}; evaluated on fold {fold}"
+            f"fold {fold}: setting {setting.number} ({setting.describe()}), {scores[best].describe(sweep.metric)}, on "
+            f"fold {runs[fold].table.validating(fold)}; evaluated on fold {fold}"
         )
-        code = run_fold(runs[number], fold)
+        code = run_fold(runs[fold], fold)
         if code != DONE:
             return _stopped(setting.number, code), {}
-    summary = pool_folds(
-        sweep.folder, {fold: runs[number] for fold, number in chosen.items()}, len(runs[0].table.folds)
-    )
+    summary = pool_folds(sweep.folder, runs, len(next(iter(runs.values())).table.folds))
     say(f"all settings: {sweep.folder / TABLE_FILE}")
-    settings = {str(fold): sweep.settings[number].values for fold, number in chosen.items()}
-    return DONE, _summary(sweep, {"chosen": settings, "metric": sweep.metric, **summary})
+    values = {str(fold): setting.values for fold, setting in chosen.items()}
+    return DONE, _summary(sweep, {"chosen": values, "metric": sweep.metric, **summary})
 
 
 def _stopped(setting: int, code: int) -> int:
@@ -101,20 +153,21 @@ def _stopped(setting: int, code: int) -> int:
     return code
 
 
-def _write_table(sweep: SweepRuns, scores: Iterable[tuple[int | None, list[SettingScore]]]) -> None:
-    """Write a row for each setting and fold, as far as they are known; ``scores``: of each fold, None without."""
-    keys = same_keys(sweep.settings)
+def _write_table(sweep: SweepRuns, tried: Sequence[_Tried]) -> None:
+    """Write a row for each setting and fold, as far as they are known; ``tried``: of each fold, None without."""
+    keys = same_keys(tried[0][1])
     rows = []
-    for fold, of_fold in scores:
-        best = chosen_of(of_fold)
-        for setting, score in zip(sweep.settings, of_fold, strict=False):
+    for fold, settings, of_fold in tried:
+        best = settings[chosen_of(of_fold)].number
+        for setting, score in zip(settings, of_fold, strict=False):
             values = {key: text_of(setting.values[key]) for key in keys}
             value = "" if score.value is None else f"{score.value:.6f}"
             own = {"step": "" if score.step is None else score.step, "chosen": "yes" if setting.number == best else ""}
+            own |= {"given_up": "yes" if score.given_up else ""}
             rows.append(
                 {"setting": setting.number, "fold": fold, **values, sweep.metric: value, **own, "run": score.run}
             )
-    columns = ["setting", *(["fold"] if sweep.folds else []), *keys, sweep.metric, "step", "chosen", "run"]
+    columns = ["setting", *(["fold"] if sweep.folds else []), *keys, sweep.metric, "step", "chosen", "given_up", "run"]
     try:
         sweep.folder.mkdir(parents=True, exist_ok=True)
         write_table(sweep.folder / TABLE_FILE, columns, rows)

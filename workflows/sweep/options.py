@@ -14,7 +14,21 @@ Settings = Annotated[
     Path, typer.Argument(metavar="SETTINGS.yaml", help="Keys with lists of values: optimizer.lr: [1e-3, 1e-4].")
 ]
 Trials = Annotated[
-    int | None, typer.Option("--trials", min=1, help="Number of random settings; default: every combination.")
+    int | None,
+    typer.Option("--trials", min=1, help="Number of random or searched settings; default: every combination."),
+]
+Search = Annotated[
+    str | None,
+    typer.Option(
+        "--search",
+        metavar="grid|random|optuna",
+        help="Every combination; random ones; or each proposed from the results of those before (pip install "
+        "'hyfi[sweep]'). Default: grid, or random with --trials.",
+    ),
+]
+Prune = Annotated[
+    bool,
+    typer.Option("--prune", help="With optuna: stop settings that are worse than the median at the same step."),
 ]
 SweepFolds = Annotated[
     str | None,
@@ -27,7 +41,9 @@ def sweep(
     settings: Settings,
     overrides: Overrides = None,
     trials: Trials = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of random settings.")] = 0,
+    search: Search = None,
+    prune: Prune = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of random or searched settings.")] = 0,
     ranks: PlanRanks = None,
     folds: SweepFolds = None,
     fold_column: FoldColumn = None,
@@ -39,12 +55,12 @@ def sweep(
     def body() -> int:
         from workflows.launch.resumption import Resumption
         from workflows.sweep import command
-        from workflows.sweep.settings import read_settings
+        from workflows.sweep.optuna_search import requested_settings
         from workflows.sweep.sweep_runs import SweepRuns
 
-        chosen = tuple(read_settings(settings, trials, seed))
+        chosen, searched = requested_settings(settings, search, trials, seed, prune)
         resumption = Resumption.of(resume, None, False)
         runs = SweepRuns(config, tuple(overrides or ()), ranks, resumption, chosen, folds, fold_column)
-        return command.run(runs, as_json)
+        return command.run(runs, as_json, searched)
 
     exit_with(body)

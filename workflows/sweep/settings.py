@@ -1,4 +1,4 @@
-"""The settings of a sweep: every combination of a YAML's lists, or a number of random ones."""
+"""The settings of a sweep: every combination of a YAML's lists, random ones, or what a search may choose."""
 
 from __future__ import annotations
 
@@ -38,10 +38,18 @@ class SweptSetting:
     Attributes:
         number: From 0.
         values: ``section.key`` to its value.
+        fold: The fold for which a search has proposed it; None: it is one for all folds, or there are none.
     """
 
     number: int
     values: Mapping[str, Any]
+    fold: int | None = None
+
+    @property
+    def folder_name(self) -> str:
+        """Where its run lies in the folder of the sweep."""
+        name = f"setting-{self.number:03d}"
+        return name if self.fold is None else f"for-fold-{self.fold}/{name}"
 
     @property
     def overrides(self) -> list[str]:
@@ -64,9 +72,7 @@ def read_settings(path: Path, trials: int | None, seed: int) -> list[SweptSettin
     Raises:
         RequestError: It cannot be read, or has something else; the message names the key.
     """
-    grid = {key: _with_numbers(values) for key, values in _read(path).items()}
-    for key, values in grid.items():
-        _check(path, key, values, trials)
+    grid = read_space(path, ranges=trials is not None)
     if trials is None:
         count = math.prod(len(values) for values in grid.values())
         if count > _MOST:
@@ -81,6 +87,51 @@ def read_settings(path: Path, trials: int | None, seed: int) -> list[SweptSettin
         if len(found) == trials:
             break
     return [SweptSetting(number, values) for number, values in enumerate(found)]
+
+
+def read_space(path: Path, ranges: bool) -> dict[str, Any]:
+    """Return each key of a YAML of settings with its list of values, or with its range (low, high, log).
+
+    Args:
+        path: The file.
+        ranges: Whether ranges are allowed.
+
+    Raises:
+        RequestError: It cannot be read, or has something else; the message names the key.
+    """
+    space = {key: _with_numbers(values) for key, values in _read(path).items()}
+    for key, values in space.items():
+        _check(path, key, values, ranges)
+    return space
+
+
+def corners(space: Mapping[str, Any]) -> list[SweptSetting]:
+    """Return settings in which each value of each list, and both ends of each range, come once, the first others."""
+    ends = {
+        key: values if isinstance(values, list) else [range_value(values, u) for u in (0, 1)]
+        for key, values in space.items()
+    }
+    first = {key: values[0] for key, values in ends.items()}
+    varied = [first, *(first | {key: value} for key, values in ends.items() for value in values[1:])]
+    return [SweptSetting(number, values) for number, values in enumerate(varied)]
+
+
+def range_value(values: Mapping[str, Any], uniform: float) -> float:
+    """Return the number of a range at a share of it from 0 to 1, with four digits."""
+    low, high = range_ends(values)
+    return rounded(low * (high / low) ** uniform if values.get("log") else low + uniform * (high - low))
+
+
+def range_ends(values: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the lowest and the highest number of a range."""
+    low, high = _number(values["low"]), _number(values["high"])
+    assert low is not None and high is not None
+    return low, high
+
+
+def rounded(value: float) -> float:
+    """Return a drawn number with four digits."""
+    return float(f"{value:.4g}")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -104,7 +155,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-def _check(path: Path, key: str, values: Any, trials: int | None) -> None:
+def _check(path: Path, key: str, values: Any, ranges: bool) -> None:
     if key in _REFUSED:
         raise RequestError(f"{path}: {key} may not differ between settings: {_REFUSED[key]}")
     if isinstance(values, Mapping):
@@ -113,7 +164,7 @@ def _check(path: Path, key: str, values: Any, trials: int | None) -> None:
         low, high = map(_number, numbers)
         if not right or low is None or high is None or not low < high or (values.get("log") and low <= 0):
             raise RequestError(f"{path}: {key}: given {values}; allowed: {{low: 1e-5, high: 1e-2, log: true}}")
-        if trials is None:
+        if not ranges:
             raise RequestError(f"{path}: {key} is a range, which is for random settings: give --trials N, or a list")
     elif not isinstance(values, list) or not values:
         raise RequestError(f"{path}: {key}: given {values!r}; allowed: a list of values, or {{low: …, high: …}}")
@@ -122,11 +173,7 @@ def _check(path: Path, key: str, values: Any, trials: int | None) -> None:
 def _drawn(values: Any, uniform: float) -> Any:
     if isinstance(values, list):
         return values[int(uniform * len(values))]
-    low, high = _number(values["low"]), _number(values["high"])
-    assert low is not None and high is not None
-    if values.get("log"):
-        return float(f"{low * (high / low) ** uniform:.4g}")
-    return float(f"{low + uniform * (high - low):.4g}")
+    return range_value(values, uniform)
 
 
 def text_of(value: Any) -> str:

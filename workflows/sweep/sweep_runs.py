@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class SweepRuns(RunFamily):
 
     def folder_of(self, setting: SweptSetting) -> Path:
         """Return the folder of a setting."""
-        return self.folder / f"setting-{setting.number:03d}"
+        return self.folder / setting.folder_name
 
     def overrides_of(self, setting: SweptSetting) -> list[str]:
         """Return the overrides of a setting's run."""
@@ -115,12 +116,14 @@ class SettingScore:
         step: Of its best checkpoint; None: it has none.
         value: The metric there; None: undefined.
         merit: Higher is better.
+        given_up: Whether a search has stopped it before its end; it is not chosen then.
     """
 
     run: Path
     step: int | None
     value: float | None
     merit: tuple[float, float]
+    given_up: bool = False
 
     def describe(self, metric: str) -> str:
         """Return what decided, as text: the metric, or the loss where that is undefined."""
@@ -131,6 +134,6 @@ class SettingScore:
         return f"{metric} undefined, so by its loss, {-self.merit[1]:.4f}"
 
 
-def chosen_of(scores: list[SettingScore]) -> int:
+def chosen_of(scores: Sequence[SettingScore]) -> int:
     """Return the index of the best score, the first of equals."""
-    return max(range(len(scores)), key=lambda k: (scores[k].merit, -k))
+    return max(range(len(scores)), key=lambda k: (not scores[k].given_up, scores[k].merit, -k))

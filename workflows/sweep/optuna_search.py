@@ -1,0 +1,189 @@
+"""A search for settings by Optuna: each next setting is proposed from what validation said of those before it.
+
+::
+
+    trial n    sampler seeded by (seed, n) ─▶ setting n ─▶ run ─▶ metric of validation ─▶ RUN/optuna.journal
+                        ▲ results of trials 0 … n − 1, from the journal
+
+Nothing that decides is kept in memory only, so a search that was stopped goes on as if it had not been.
+Sampler: TPE, Bergstra et al., Algorithms for Hyper-Parameter Optimization, NeurIPS 2011; the first ten are random.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from data.samples.keyed import keyed_uniforms
+from hyfi_core.errors import RequestError
+from workflows.sweep.settings import SweptSetting, range_ends, read_settings, read_space, rounded
+
+JOURNAL_FILE = "optuna.journal"
+_IDENTITY = "hyfi"
+_JUDGED_AFTER = 4
+"""Trials before the first that may be given up."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What is searched, and how.
+
+    Attributes:
+        space: As `read_space` returns it.
+        trials: Number of settings; with folds, of each fold.
+        seed: Of the proposals.
+        prune: Whether settings are given up whose validation is worse than the median of those before at the same step.
+    """
+
+    space: Mapping[str, Any]
+    trials: int
+    seed: int
+    prune: bool = False
+
+
+def requested_settings(
+    path: Path, search: str | None, trials: int | None, seed: int, prune: bool
+) -> tuple[tuple[SweptSetting, ...], SearchOptions | None]:
+    """Return the settings of a sweep, or what is searched, as the options of ``hyfi sweep`` say.
+
+    Args:
+        path: The YAML of settings.
+        search: ``grid``, ``random``, ``optuna``, or None.
+        trials: Number of settings.
+        seed: Of random or searched ones.
+        prune: Whether settings may be given up.
+
+    Raises:
+        RequestError: The options do not fit, or the YAML is wrong.
+    """
+    if search not in (None, "grid", "random", "optuna"):
+        raise RequestError(f"--search {search}: expected grid, random or optuna")
+    if prune and search != "optuna":
+        raise RequestError("--prune is of --search optuna, which knows the settings before")
+    if search in ("random", "optuna") and trials is None:
+        raise RequestError(f"--search {search} needs --trials N, the number of settings")
+    if search == "grid" and trials is not None:
+        raise RequestError("--search grid trains every combination; leave out --trials, or use --search random")
+    if search != "optuna" or trials is None:
+        return tuple(read_settings(path, trials, seed)), None
+    return (), SearchOptions(read_space(path, ranges=True), trials, seed, prune)
+
+
+def require_optuna() -> None:
+    """Check that Optuna is installed.
+
+    Raises:
+        RequestError: It is not.
+    """
+    if find_spec("optuna") is None:
+        raise RequestError("--search optuna needs optuna: pip install 'hyfi[sweep]'")
+
+
+class OptunaSearch:
+    """The search of one split or of one fold; a trial is a setting.
+
+    Args:
+        folder: Of the sweep.
+        options: What is searched.
+        identity: What else must be the same when a search goes on: the metric, the length of a run.
+        fold: The fold; None without folds.
+
+    Raises:
+        RequestError: The journal has a search of something else.
+    """
+
+    def __init__(
+        self, folder: Path, options: SearchOptions, identity: Mapping[str, Any], fold: int | None = None
+    ) -> None:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        logging.getLogger("optuna").setLevel(logging.WARNING)
+        self._optuna: Any = optuna
+        self._options, self._fold = options, fold
+        path = folder / JOURNAL_FILE
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=_JUDGED_AFTER) if options.prune else None
+        self._study: Any = optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(path))),
+            study_name="split" if fold is None else f"fold-{fold}",
+            direction="maximize",
+            pruner=pruner or optuna.pruners.NopPruner(),
+            load_if_exists=True,
+        )
+        self._check_identity(
+            path, {**identity, "space": dict(options.space), "seed": options.seed, "prune": options.prune}
+        )
+
+    def _check_identity(self, path: Path, now: Mapping[str, Any]) -> None:
+        before = self._study.user_attrs.get(_IDENTITY)
+        if before is None:
+            self._study.set_user_attr(_IDENTITY, dict(now))
+            return
+        changed = [key for key in now if json.loads(json.dumps(now[key])) != before.get(key)]
+        if changed:
+            raise RequestError(
+                f"{path}: the search has another {' and '.join(changed)}; give what it had, or another run.dir"
+            )
+
+    def setting(self, number: int) -> SweptSetting:
+        """Return a trial's setting, which is proposed if it is new; ``number``: at most the trials so far."""
+        trials = self._study.get_trials(deepcopy=False)
+        if number == len(trials):
+            [uniform] = keyed_uniforms(
+                1, "optuna", self._options.seed, -1 if self._fold is None else self._fold, number
+            )
+            self._study.sampler = self._optuna.samplers.TPESampler(seed=int(uniform * 2**32))
+            self._study.ask(self._distributions())
+            trials = self._study.get_trials(deepcopy=False)
+        params = trials[number].params
+        values = {
+            key: json.loads(params[key]) if isinstance(values, list) else rounded(params[key])
+            for key, values in self._options.space.items()
+        }
+        return SweptSetting(number, values, self._fold)
+
+    def _distributions(self) -> dict[str, Any]:
+        kinds = self._optuna.distributions
+        return {
+            key: kinds.CategoricalDistribution(tuple(json.dumps(value) for value in values))
+            if isinstance(values, list)
+            else kinds.FloatDistribution(*range_ends(values), log=bool(values.get("log")))
+            for key, values in self._options.space.items()
+        }
+
+    def is_over(self, number: int) -> bool:
+        """Whether a trial has its result, or none for good."""
+        return bool(self._study.get_trials(deepcopy=False)[number].state.is_finished())
+
+    def was_given_up(self, number: int) -> bool:
+        """Whether a trial was pruned."""
+        return bool(self._study.get_trials(deepcopy=False)[number].state == self._optuna.trial.TrialState.PRUNED)
+
+    def gives_up(self, number: int, values: Sequence[tuple[int, float]]) -> bool:
+        """Whether a trial is to be given up, by its (step, value) so far; the first of them that says so decides."""
+        if not self._options.prune:
+            return False
+        trial = self._optuna.trial.Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)
+        known = self._study.get_trials(deepcopy=False)[number].intermediate_values
+        for step, value in values:
+            if step not in known:
+                trial.report(value, step)
+                if trial.should_prune():
+                    return True
+        return bool(known) and bool(trial.should_prune())
+
+    def tell(self, number: int, value: float | None, given_up: bool = False) -> None:
+        """Record the result of a trial; None: its metric is undefined, or it failed."""
+        states = self._optuna.trial.TrialState
+        if given_up:
+            self._study.tell(number, state=states.PRUNED)
+        elif value is None:
+            self._study.tell(number, state=states.FAIL)
+        else:
+            self._study.tell(number, value)

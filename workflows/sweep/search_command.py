@@ -1,0 +1,133 @@
+"""``hyfi sweep --search optuna``: trains one proposed setting after the other, for each fold by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hyfi_core.errors import RequestError
+from workflows.console import say, warn
+from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
+from workflows.launch.request import is_finished
+from workflows.own_command import run_command
+from workflows.sweep.optuna_search import JOURNAL_FILE, OptunaSearch, SearchOptions, require_optuna
+from workflows.sweep.settings import SweptSetting, corners
+from workflows.sweep.sweep_runs import SettingScore, SweepRuns
+from workflows.training.best import merit
+from workflows.training.metrics_log import read_metrics
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search has tried.
+
+    Attributes:
+        settings: In order.
+        scores: What validation says of each.
+        code: 0, or the exit code of the run that ended the search.
+    """
+
+    settings: tuple[SweptSetting, ...]
+    scores: tuple[SettingScore, ...]
+    code: int
+
+
+def check_search(sweep: SweepRuns, options: SearchOptions) -> None:
+    """Check all that can be known before the first run: every value of the lists, both ends of the ranges.
+
+    Raises:
+        RequestError: Something is not as it must be; nothing was written.
+    """
+    require_optuna()
+    exists = (sweep.folder / JOURNAL_FILE).exists()
+    if exists and not sweep.resumption.allowed:
+        raise RequestError(f"run.dir {sweep.folder}: has a search; continue it with --resume, or use another run.dir")
+    # In a folder that no setting has, so that those that are trained do not matter.
+    fold = None if sweep.folds is None else -1
+    replace(sweep, settings=tuple(replace(one, number=-1, fold=fold) for one in corners(options.space))).check()
+    if exists:
+        _search(sweep, options, None if sweep.folds is None else sweep.fold_runs_of(SweptSetting(0, {})).chosen[0])
+
+
+def run_search(
+    sweep: SweepRuns, options: SearchOptions, tell: Callable[[SearchResult], None], fold: int | None = None
+) -> SearchResult:
+    """Train proposed settings until there are as many as asked for.
+
+    Args:
+        sweep: The runs.
+        options: What is searched.
+        tell: Is given the result so far, after each setting.
+        fold: By whose validation fold settings are judged; the fold itself is not looked at.
+    """
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    search = _search(sweep, options, fold)
+    settings: list[SweptSetting] = []
+    scores: list[SettingScore] = []
+    for number in range(options.trials):
+        setting = search.setting(number)
+        twin = next((one for one in settings if one.values == setting.values), setting)
+        code = DONE if search.is_over(number) else _trial(sweep, search, number, twin)
+        if code not in (DONE, SOME_FAILED):
+            return SearchResult(tuple(settings), tuple(scores), code)
+        if twin is setting:
+            settings.append(setting)
+            scores.append(replace(sweep.score(_run_of(sweep, setting)), given_up=search.was_given_up(number)))
+            tell(SearchResult(tuple(settings), tuple(scores), DONE))
+    if all(score.step is None or score.given_up for score in scores):
+        raise RequestError(f"{sweep.folder}: no setting has a checkpoint with a finite loss; choose other ranges")
+    return SearchResult(tuple(settings), tuple(scores), DONE)
+
+
+def _search(sweep: SweepRuns, options: SearchOptions, fold: int | None) -> OptunaSearch:
+    run = sweep.config.run
+    identity = {"metric": sweep.metric, "run.steps": run.steps, "run.epochs": run.epochs}
+    return OptunaSearch(sweep.folder, options, identity, fold)
+
+
+def _trial(sweep: SweepRuns, search: OptunaSearch, number: int, setting: SweptSetting) -> int:
+    """Train a setting, watch its validations, and tell the search what they say; one that is trained already is not."""
+    of_fold = "" if setting.fold is None else f" for fold {setting.fold}"
+    run = _run_of(sweep, setting)
+
+    def gives_up() -> bool:
+        records = [one for one in read_metrics(run / "metrics.jsonl") if one["kind"] == "validation"]
+        values = [(int(one["step"]), merit(one, sweep.metric)[0]) for one in records]
+        return search.gives_up(number, [pair for pair in values if pair[1] > float("-inf")])
+
+    if setting.number == number and not _is_finished(sweep, setting):
+        say(f"setting {setting.number}{of_fold}: {setting.describe()}")
+        code = run_command(_words(sweep, setting), watch=gives_up)
+        given_up = gives_up()
+        if code == STOPPED and not given_up:
+            return code
+        if code not in (DONE, SOME_FAILED, STOPPED):
+            return code
+        if given_up:
+            say(f"setting {setting.number}{of_fold}: given up, worse than the median of those before at the same step")
+        elif code == SOME_FAILED:
+            warn(f"hyfi: setting {setting.number}{of_fold} has failed; the search goes on with what it has validated")
+    else:
+        given_up = gives_up()
+    score = sweep.score(run)
+    search.tell(number, None if score.value is None else score.merit[0], given_up)
+    return DONE
+
+
+def _run_of(sweep: SweepRuns, setting: SweptSetting) -> Path:
+    return sweep.folder_of(setting) if setting.fold is None else sweep.fold_runs_of(setting).run_of(setting.fold)
+
+
+def _is_finished(sweep: SweepRuns, setting: SweptSetting) -> bool:
+    if setting.fold is None:
+        return is_finished(sweep.config_of(setting))
+    return sweep.fold_runs_of(setting).is_trained(setting.fold)
+
+
+def _words(sweep: SweepRuns, setting: SweptSetting) -> list[str]:
+    if setting.fold is None:
+        return sweep.train_words(setting)
+    runs = sweep.fold_runs_of(setting)
+    runs.write_splits()
+    return runs.train_words(setting.fold)
