@@ -40,6 +40,10 @@ def on_tiles(builder: Builder, op: Operator) -> None:
     emit_on_part(builder, op, split, split, op)
 
 
+ALL_TILES = "all tiles at once: each rank computes its own, and with plan.cells cell by cell"
+"""What works instead of loops over tiles."""
+
+
 def on_maps(rule: Rule, tiles: Rule = on_tiles) -> Rule:
     """Return a rule that refuses anything but one map ``(B, C, H, W)``, or tiles ``(N, C, h, w)``, as first argument.
 

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from hyfi_core.capture.program import Operator, Ref
-from hyfi_core.rules.accepted_maps import one_map
+from hyfi_core.rules.accepted_maps import ALL_TILES, one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, emit, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
@@ -114,6 +114,8 @@ def select(builder: Builder, op: Operator) -> None:
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
     if dim in split.dims and split.plain and op.text == "aten.select.int":
         _row(builder, op, dim)
+    elif dim == 0 and split.in_batch:
+        builder.refuse(op, "takes single tiles", ALL_TILES)
     elif dim in split.dims:
         gathered(builder, op, f"splits dim {dim}, which is height or width")
     else:
@@ -187,6 +189,8 @@ def sliced(builder: Builder, op: Operator) -> None:
     """``slice``: along height or width, pixels are redistributed."""
     name = op.args[0].name
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
+    if dim == 0 and builder.splits[name].in_batch:
+        builder.refuse(op, "takes a group of tiles", ALL_TILES)
     if dim in builder.splits[name].dims and not builder.splits[name].plain:
         builder.refuse(op, "slices a dim in which height and width are flattened", "a slice of either height or width")
     if dim in builder.splits[name].dims:

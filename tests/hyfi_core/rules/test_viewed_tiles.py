@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
+import hyfi_core
 from hyfi_core.capture.export import capture
+from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.plan import ParallelPlan
-from tests.harness import captured_once, compare, identity, one_process, parallel
+from tests.harness import Result, captured_once, compare, identity, one_process, parallel, run_copies
 
 SIDE = 8  # of a tile
 WIDTH = 6  # of its vector
@@ -184,10 +186,33 @@ def test_plans_equal_one_process(name: str) -> None:
 
 
 def test_statistics_are_those_of_all_replicas() -> None:
-    """Of maps and of vectors, which without tiles would be refused."""
-    program = captured_once(model_of("einops", "mean").double(), SHAPE, torch.float64)
-    lowered = lower(program, Target((1, 2), 0, replicas=2, gather_bytes=0))
-    assert sum(getattr(instruction, "all_replicas", False) for instruction in lowered.instructions) == 2
+    """Of maps and of vectors: two replicas of one image each are one process with both."""
+    model = model_of("einops", "mean").double()
+    images = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    labels, plan = torch.tensor([0, 1]), ParallelPlan(grids=((1, 2),), replicas=2, sync_batch_norm=True, gather_bytes=0)
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        engine = hyfi_core.parallelize(module, (1, *SHAPE[1:]), plan, comm, loss=F.cross_entropy)
+        own = slice(comm.rank // 2, comm.rank // 2 + 1)
+        loss = engine.accumulate(images[own], labels[own])
+        return loss, engine.gather_gradients(), engine.gather_state_dict()
+
+    found = run_copies(model, 4, body)[0]
+    wanted = one_process(copy.deepcopy(model), images, labels, 1, F.cross_entropy, identity)
+    compare(Result(*found, wanted.logits, []), wanted)
+
+
+@pytest.mark.parametrize("plan", [{"grids": ((2, 2),)}, {"grids": ((1, 1),), "cells": (2, 2)}], ids=["ranks", "cells"])
+def test_dropout_of_tiles_is_the_same_on_any_plan(plan: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    encoder = nn.Sequential(small(), nn.Flatten(), nn.Dropout(0.4), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4))
+    model = OfTiles("einops", "max", encoder).double()
+    images = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    alone, divided = (
+        parallel(model, images, torch.tensor([0, 1]), ParallelPlan(**chosen, gather_bytes=0), F.cross_entropy, None)
+        for chosen in ({"grids": ((1, 1),)}, plan)
+    )
+    compare(divided, alone)
 
 
 def test_an_image_of_a_slide_takes_no_gather() -> None:
@@ -208,6 +233,36 @@ def test_an_image_of_a_slide_takes_no_gather() -> None:
     assert not lowered.gathered
     box = lowered.read_box
     assert box.shape == (10 * global_side, 10 * global_side)  # whole tiles of its own part
+
+
+LOOPS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "groups": lambda tiles: tiles.split(4),
+    "slices": lambda tiles: [tiles[start : start + 6] for start in range(0, len(tiles), 6)],
+    "single tiles": lambda tiles: [tile[None] for tile in tiles],
+}
+
+
+class Looping(nn.Module):
+    def __init__(self, loop: str) -> None:
+        super().__init__()
+        self.loop, self.encoder = loop, nn.Sequential(nn.Conv2d(3, 2, 4, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+
+    def extra_repr(self) -> str:
+        return self.loop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        vectors = torch.cat([self.encoder(group) for group in LOOPS[self.loop](viewed(x))])
+        return vectors.view(len(x), -1, 2).mean(1)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loops_over_tiles_gather_small_images_and_are_refused_for_large_ones(loop: str) -> None:
+    torch.manual_seed(0)
+    model, shape = Looping(loop), (1, 3, 24, 40)
+    assert_equal(model, shape, ParallelPlan(grids=((1, 2),)))
+    program = captured_once(model, shape, torch.float64)
+    with pytest.raises(RequestError, match=r"tiles.*all tiles at once.*plan\.gather_bytes=23040 or more"):
+        lower(program, Target((1, 2), 0, gather_bytes=0))
 
 
 @pytest.mark.parametrize(
