@@ -120,6 +120,10 @@ class TileFeed:
         self._expect(pieces(chunks, self._numbers) + (self._later if last else []))
         return self._taken(chunks, like, waited)
 
+    def kept_bytes(self, slides: Sequence[TileSource]) -> int:
+        """Return 0: slides are not read here."""
+        return 0
+
     def close(self, stopped: bool) -> None:
         """Say goodbye to the loaders, receive what was requested, and then their reports."""
         self._link.close(stopped)

@@ -36,6 +36,15 @@ class DecodedChunks:
         self._most = cache_bytes // (3 * self._px[0] * self._px[1])
         self._recent: OrderedDict[ChunkPlace, NDArray[np.uint8]] = OrderedDict()
 
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes that stay in memory: of so many chunks, or of the whole level."""
+        return min(self._most * 3 * self._px[0] * self._px[1], 3 * self.bounds.area)
+
+    def forget(self) -> None:
+        """Free what is in memory."""
+        self._recent.clear()
+
     def places(self, box: Box) -> list[ChunkPlace]:
         """Return where the chunks are that hold a box."""
         inside = box.intersect(self.bounds)

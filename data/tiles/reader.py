@@ -65,6 +65,15 @@ class StoreTiles:
         """(shape, dtype) of a tile."""
         return (3, self.tiles.size_px, self.tiles.size_px), torch.uint8
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of decoded chunks that may stay in memory until `forget` is called."""
+        return self._chunks.most_bytes
+
+    def forget(self) -> None:
+        """Free decoded chunks; they are read again if they are needed."""
+        self._chunks.forget()
+
     @cached_property
     def identity(self) -> str:
         """Text that is another one whenever a tile is; empty if tiles are augmented, or the store has no digest."""

@@ -363,7 +363,8 @@ class TilesEngine(EngineState):
         facts, comm = known.facts, self._groups.all
         numbers, read = torch.Size(known.like[0]).numel(), known.like[1].itemsize
         tiles = numbers * (read + self._call.dtype.itemsize) * 2 + numbers * read * (self.reader.ahead - 1)
-        lasting = known.lasting(encoding.parts.tiles) + new_bytes(self._model, self._optimizer, comm.size > 1)
+        lasting = known.lasting(encoding.parts.tiles) + encoding.reader.kept_bytes(encoding.slides)
+        lasting += new_bytes(self._model, self._optimizer, comm.size > 1)
         work = facts.peak if facts.trained else facts.forward
         needs = MemoryNeeds(lasting, work.of(largest) + tiles * largest, facts.kept.of(largest))
         return KeepingRoom(needs, self.plan.memory_bytes, self.device)

@@ -23,6 +23,8 @@ SLACK = 1.15
 """Workspaces of operators, and the allocator's own."""
 _HEAP_BYTES = 8 << 20
 """Small blocks that glibc keeps, see `return_what_is_freed`."""
+LARGE_BLOCK_BYTES = 16 << 20
+"""Blocks that glibc returns at once in a process with a limit: smaller ones are cleared too often, which takes time."""
 
 
 @dataclass(frozen=True)

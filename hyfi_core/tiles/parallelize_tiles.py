@@ -14,10 +14,12 @@ from hyfi_core.comm.agreement.described import describe_function
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.process_memory import return_what_is_freed
 from hyfi_core.runtime.losses.loss_function import Loss
 from hyfi_core.runtime.parallelize import check_choices, check_functions, check_model, check_weights
 from hyfi_core.runtime.settings import OptimizerFactory
 from hyfi_core.tiles.engine import BatchNormMode, TilesEngine, TileSettings
+from hyfi_core.tiles.memory_budget import LARGE_BLOCK_BYTES
 from hyfi_core.tiles.model import TileModel
 
 
@@ -69,6 +71,8 @@ def parallelize_tiles(
     settings |= {"loss": describe_function(loss, own), "output": describe_function(output, own)}
     compare_requests(comm, model, (0, 0, 0, 0), plan, settings)
     size = None if chunk == "auto" else chunk
+    if plan.memory_bytes is not None:
+        return_what_is_freed(LARGE_BLOCK_BYTES)
     return TilesEngine(model, plan, comm, loss, optimizer, TileSettings(output, autocast, batch_norm, size))
 
 

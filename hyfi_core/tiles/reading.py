@@ -44,6 +44,10 @@ class ChunkReader(Protocol):
         """
         ...
 
+    def kept_bytes(self, slides: Sequence[TileSource]) -> int:
+        """Return the most bytes that slides of a batch keep between reads."""
+        ...
+
 
 class SourceReader:
     """Reads from the slides themselves, one chunk ahead."""
@@ -61,6 +65,10 @@ class SourceReader:
         """Yield chunks with their tiles, in order; see `read_ahead`."""
         return read_ahead(slides, chunks, like, waited)
 
+    def kept_bytes(self, slides: Sequence[TileSource]) -> int:
+        """Return what the slide keeps that keeps most: the others forget."""
+        return max((getattr(slide, "kept_bytes", 0) for slide in slides), default=0)
+
 
 def read_ahead(
     slides: Sequence[TileSource],
@@ -69,6 +77,8 @@ def read_ahead(
     waited: Callable[[float], None] = lambda seconds: None,
 ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
     """Yield chunks with their tiles, in order; one chunk is read ahead by another thread.
+
+    A slide forgets what it keeps between reads when another is read, and at the end.
 
     Args:
         slides: of the batch.
@@ -79,10 +89,14 @@ def read_ahead(
     Raises:
         RequestError: a source returns something else than tiles.
     """
+    reading: list[int] = []  # the slide whose chunks are read
 
     def read(chunk: TileChunk) -> torch.Tensor:
         if not len(chunk):
             return torch.empty((0, *like[0]), dtype=like[1])
+        if reading != [chunk.slide]:
+            _forget(slides, reading)
+            reading[:] = [chunk.slide]
         return read_tiles(slides[chunk.slide], chunk.slide, chunk.tiles)
 
     with ThreadPoolExecutor(1, thread_name_prefix="hyfi-tiles") as reader:
@@ -94,3 +108,11 @@ def read_ahead(
             ahead = reader.submit(read, chunks[number + 1]) if number + 1 < len(chunks) else None
             yield chunk, tiles
             del tiles
+    _forget(slides, reading)
+
+
+def _forget(slides: Sequence[TileSource], which: Sequence[int]) -> None:
+    for slide in which:
+        forget = getattr(slides[slide], "forget", None)
+        if forget is not None:
+            forget()

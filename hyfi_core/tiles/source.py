@@ -17,7 +17,8 @@ class TileSource(Protocol):
 
     ``read`` may be called from another thread, by one at a time. A source may have a ``name``, which messages state; an
     ``identity``: text that is another one whenever a tile is, by which vectors of a frozen encoder are kept; and
-    ``like``: (shape, dtype) of a tile, so that none is read to learn it.
+    ``like``: (shape, dtype) of a tile, so that none is read to learn it. One that keeps memory between reads says how
+    much (``kept_bytes``), and frees it when ``forget`` is called.
     """
 
     @property

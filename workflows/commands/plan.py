@@ -193,7 +193,6 @@ def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: b
         RequestError: No plan fits, or the roles leave no rank to train.
     """
     settings = load_config(config, overrides, ignore_plan=True)
-    refuse_tiles(settings, "plan: auto")
     saved = settings.run.dir / "config.yaml"
     if resume and saved.is_file():
         return _as_overrides(load_config(saved).plan.build())
@@ -205,6 +204,10 @@ def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: b
     if trainers < 1:
         raise RequestError(f"--ranks {ranks}: loaders and validators take {without_model}, and none is left to train")
     machine = replace(machine, memory_bytes=machine.memory_bytes // max(1, -(-trainers // devices)))
+    if settings.data.kind != "images":
+        from workflows.tile_plans.report import plan_bags
+
+        return _as_overrides(plan_bags(settings, machine, trainers, settings.data.batch_size, 1, False).plan)
     search = _search(settings, machine, trainers, settings.data.batch_size, 1)
     _print_plans(search, settings, settings.data.batch_size, machine)
     return _as_overrides(search.plans[0].plan)

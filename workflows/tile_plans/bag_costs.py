@@ -40,7 +40,7 @@ class BagCosts:
         tile_bytes: Bytes of a tile as it is read and as the encoder takes it.
         file_bytes: Bytes of a stored vector, whose reading no encoder hides; 0 with pixels, which are read ahead.
         chunk: Tiles that are read at once; None: as many as fit.
-        lasting_bytes: Tiles of each slide of a batch -> bytes of their vectors and of the aggregator.
+        lasting_bytes: Tiles of each slide of a batch -> bytes of vectors, of the aggregator and of decoded chunks.
         process_bytes: Of a process with the libraries that the run imports, measured on this one, without weights.
         weight_bytes: Bytes of all weights.
         trained_bytes: Bytes of those that are trained.
@@ -95,7 +95,7 @@ class BagCosts:
             tile_bytes=torch.Size(shape).numel() * (read.itemsize + dtype.itemsize),
             file_bytes=facts.features * read.itemsize if config.data.kind == "features" else 0,
             chunk=None if inputs.chunk == "auto" else inputs.chunk,
-            lasting_bytes=lambda tiles: sum(2 * n * each + bag_bytes(n) for n in tiles),
+            lasting_bytes=lambda tiles: inputs.kept_bytes + sum(2 * n * each + bag_bytes(n) for n in tiles),
             process_bytes=process_bytes,
             weight_bytes=weight_bytes,
             trained_bytes=sum(p.numel() * p.element_size() for p in trained),

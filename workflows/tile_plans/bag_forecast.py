@@ -76,11 +76,12 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
     kept_chunks = min(chunks, (limit - least) // max(1, one)) if trains else 0
     kept = kept_chunks / max(1, chunks) if trains else 1.0
     parts = _parts_s(costs, plan, slides, machine, kept)
+    of_kept = max(0, kept_chunks - 1) * costs.facts.kept.of(-(-tiles // max(1, chunks)))
     return BagForecast(
         plan=replace(plan, memory_bytes=limit),
         step_s=sum(parts.values()),
         parts_s=parts,
-        memory_bytes=least + max(0, kept_chunks - 1) * costs.facts.kept.of(-(-tiles // max(1, chunks))),
+        memory_bytes=min(limit, least + int(of_kept * SLACK)),
         least_bytes=least,
         chunk=chunk,
         kept=kept,

@@ -73,3 +73,11 @@ def test_commands(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     assert re.search(r"6 slides of 64 tiles in the mean, 64 at most\nplan.tiles=", said)
     assert json.loads(said.splitlines()[-1])["plan"] == best
+
+
+def test_an_automatic_plan_is_the_best_one(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tile_config(tmp_path, store, data=WHOLE)
+    words = plan.chosen_plan(config, [], 2, False)
+    assert "chunks of" in capsys.readouterr().out
+    chosen = load_config(config, words).plan.build()
+    assert chosen.ranks == 2 and chosen.memory_bytes is not None

@@ -16,7 +16,9 @@ from data.tiles.case_bags import grouped
 from data.tiles.rows import BagRows, TileRow
 from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.errors import RequestError
+from hyfi_core.process_memory import return_what_is_freed
 from hyfi_core.tiles.engine import BatchNormMode, TilesEngine
+from hyfi_core.tiles.memory_budget import LARGE_BLOCK_BYTES
 from hyfi_core.tiles.model import TileModel
 from hyfi_core.tiles.parallelize_tiles import parallelize_tiles
 from workflows.evaluation.evaluate import EvaluationSet, InferenceEngine
@@ -109,6 +111,7 @@ class BagInputs(RunInputs):
         """Return the engine of ``parallelize_tiles``."""
         job, optimizer = self.job, self.job.config.optimizer
         assert isinstance(model, TileModel) and roles.trainers is not None
+        return_what_is_freed(LARGE_BLOCK_BYTES)  # so that memory is as it was forecast
         return parallelize_tiles(
             model.encoder,
             model.aggregator,
@@ -183,6 +186,13 @@ class BagInputs(RunInputs):
     def counts(self) -> list[int]:
         """Tiles of each training sample, a slide or a case, in an epoch."""
         return [self.train_bags.count(index) for index in range(len(self.train_bags))]
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes that a trainer's longest slide keeps between reads; 0 with loaders."""
+        if self.job.config.roles.loaders:
+            return 0
+        return int(getattr(self.train.of(self._longest(1)[0], 0), "kept_bytes", 0))
 
     def checked(self) -> list[dict[str, Any]]:
         """Return the rows of ``coverage.csv`` of both splits: the tissue in each slide's tiles, and their number."""
