@@ -49,6 +49,7 @@ class Baton:
     ) -> None:
         self.size = size
         self.cell = 0
+        self._holder = 0  # a cell, or ``size`` for the thread that runs tapes, in which ``cell`` goes on changing
         self.after_failure: list[Callable[[], None]] = []
         self._switched, self._begun = switched, begun
         self._lock = threading.Lock()
@@ -71,7 +72,7 @@ class Baton:
         """
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
-        self.cell, self._failed, self._idle = 0, False, 0
+        self.cell, self._holder, self._failed, self._idle = 0, 0, False, 0
         self._running = set(range(self.size))
 
         def target(cell: int) -> None:
@@ -172,7 +173,6 @@ class Baton:
                 errors.append(error)
                 self._fail()
                 return
-            self.cell = self.size - 1
             self._pass()
 
     def _run_joined(self) -> dict[int, Any]:
@@ -194,16 +194,19 @@ class Baton:
     def _pass(self) -> None:
         """Hand over to the next cell between its tapes; if there is none, to the thread that runs them."""
         with self._lock:
-            cells = ((self.cell + step) % self.size for step in range(1, self.size + 1))
+            first = 0 if self._holder == self.size else self._holder + 1
+            cells = ((first + step) % self.size for step in range(self.size))
             between = (cell for cell in cells if cell in self._running and cell not in self._joined)
-            self.cell = next(between, self.size)
-            self._wake[self.cell].notify()
+            self._holder = next(between, self.size)
+            self._wake[self._holder].notify()
 
     def _take(self, cell: int) -> None:
         with self._lock:
-            self._wake[cell].wait_for(lambda: self._failed or self.cell == cell)
+            self._wake[cell].wait_for(lambda: self._failed or self._holder == cell)
         if self._failed:
             raise OtherCellFailedError("another cell has failed")
+        if cell < self.size:
+            self.cell = cell
 
     def _end(self, cell: int) -> None:
         self._running.discard(cell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -127,6 +128,29 @@ def test_tapes_that_wait_for_each_other_are_an_error_at_once() -> None:
 
     with pytest.raises(RuntimeError, match=r"cells \[0, 1\] wait for each other"):
         on_cells(2, lambda comm, driver: driver.run(receive(comm)))
+
+
+def test_a_cell_sleeps_while_its_tape_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last cell to come falls asleep only after its tape has begun, in the other thread."""
+    begun, asleep, take, taken = threading.Event(), threading.Event(), Baton._take, []
+
+    def late(self: Baton, cell: int) -> None:
+        taken.append(cell)
+        if cell == 1 and taken.count(1) == 2:  # first to begin, then to wait for its tape
+            assert begun.wait(60)
+            asleep.set()
+        take(self, cell)
+
+    def steps(comm: CellCommunicator) -> Waits[int]:
+        if comm.rank == 1:
+            begun.set()
+            assert asleep.wait(60)
+            time.sleep(0.02)  # a cell that did not sleep would go on now, without a result
+        yield comm.start_all_reduce(torch.ones(1))
+        return comm.rank
+
+    monkeypatch.setattr(Baton, "_take", late)
+    assert on_cells(2, lambda comm, driver: driver.run(steps(comm))) == [0, 1]
 
 
 def test_a_cell_that_comes_to_no_tape_is_an_error() -> None:
