@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from data.arrays import Pixels
 from hyfi_core.plan.box import Box, hull
@@ -29,6 +29,15 @@ class Samples(Protocol):
 
     def vary(self, index: int, epoch: int | None, pixels: Pixels) -> Pixels:
         """Return the augmented pixels; ``pixels`` are not changed."""
+        ...
+
+
+@runtime_checkable
+class SamplesInto(Samples, Protocol):
+    """Images that are decoded where they are needed, without a copy."""
+
+    def read_plain_into(self, index: int, box: Box, out: Pixels) -> None:
+        """Fill ``out``, ``(3, h, w)`` uint8, with what `read_plain` returns."""
         ...
 
 
@@ -62,7 +71,8 @@ class Lease:
 def decode(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> int:
     """Write a sample's parts into its slot, and the original image into its cache entry if it has one.
 
-    One read covers all parts. Memory: the original and the augmented image, in addition to the slot.
+    One read covers all parts; that of a single part decodes into its slot. Memory: the original and the augmented
+    image, in addition to the slot.
 
     Args:
         samples: Reads and augments images.
@@ -73,14 +83,15 @@ def decode(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> int:
     Returns:
         Bytes of pixels read from ``samples``: 0 if the cache had them.
     """
-    original, read_bytes = _original(samples, lease, cache)
+    original, read_bytes = _original(samples, lease, slots, cache)
     augmented = samples.vary(lease.index, lease.epoch, original)
     extent = hull(lease.boxes)
     start = lease.slot_offset
     for box in lease.boxes:
-        part = slots[start : start + part_bytes(box)].reshape(BANDS, *box.shape)
+        part = _part(slots, start, box)
         rows, columns = box.relative_to(extent).slices()
-        part[...] = augmented[:, rows, columns]
+        if not _is_same(augmented, part):
+            part[...] = augmented[:, rows, columns]
         start += part.size
     return read_bytes
 
@@ -90,14 +101,32 @@ def part_bytes(box: Box) -> int:
     return BANDS * box.area
 
 
-def _original(samples: Samples, lease: Lease, cache: Pixels) -> tuple[Pixels, int]:
+def _part(slots: Pixels, start: int, box: Box) -> Pixels:
+    """Return the memory of a part that begins at a byte of the slots."""
+    return slots[start : start + part_bytes(box)].reshape(BANDS, *box.shape)
+
+
+def _is_same(pixels: Pixels, part: Pixels) -> bool:
+    """Whether pixels are in their place already: the same memory in the same order."""
+    place, target = pixels.__array_interface__["data"], part.__array_interface__["data"]
+    return place == target and pixels.shape == part.shape and pixels.strides == part.strides
+
+
+def _original(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> tuple[Pixels, int]:
     """Return the original image, from the cache if it is there, and the number of bytes read."""
     if lease.cache_offset is None:
+        if isinstance(samples, SamplesInto) and [box.shape for box in lease.boxes] == [lease.source.shape]:
+            part = _part(slots, lease.slot_offset, lease.boxes[0])
+            samples.read_plain_into(lease.index, lease.source, part)
+            return part, part.size
         original = samples.read_plain(lease.index, lease.source)
         return original, original.size
     size = part_bytes(lease.source)
     entry = cache[lease.cache_offset : lease.cache_offset + size].reshape(BANDS, *lease.source.shape)
     if lease.cached:
         return entry, 0
-    entry[...] = samples.read_plain(lease.index, lease.source)
+    if isinstance(samples, SamplesInto):
+        samples.read_plain_into(lease.index, lease.source, entry)
+    else:
+        entry[...] = samples.read_plain(lease.index, lease.source)
     return entry, size

@@ -279,17 +279,30 @@ class SlideDataset:
         """Return a box of a training image without augmentation, (3, h, w) uint8 that the caller owns."""
         return self.read_view(index, self.view(index), box)
 
+    def read_plain_into(self, index: int, box: Box, out: NDArray[np.uint8]) -> None:
+        """Fill ``out``, (3, h, w) of any strides, with a box of a training image without augmentation."""
+        self._fill(index, self.view(index), box, out)
+        if (colours := self.colour_map(index)) is not None:
+            out[...] = colours(out)
+
     def read_view(self, index: int, view: View, box: Box) -> NDArray[np.uint8]:
         """Return a box of the image that ``view`` describes, (3, h, w) uint8 that the caller owns.
 
         Colours are normalised, see :meth:`colour_map`.
         """
-        pixels = np.full((3, *box.shape), BACKGROUND, np.uint8)
-        for piece in view.to_slide(box):
-            rows, columns = piece.target.relative_to(box).slices()
-            self.slide(index).read(piece.source, self.level(index), out=pixels[:, rows, columns])
+        pixels = np.empty((3, *box.shape), np.uint8)
+        self._fill(index, view, box, pixels)
         colours = self.colour_map(index)
         return pixels if colours is None else colours(pixels)
+
+    def _fill(self, index: int, view: View, box: Box, out: NDArray[np.uint8]) -> None:
+        """Fill ``out`` with a box of a view: pieces of the slide on background."""
+        pieces = list(view.to_slide(box))
+        if sum(piece.target.intersect(box).area for piece in pieces) < box.area:
+            out[...] = BACKGROUND
+        for piece in pieces:
+            rows, columns = piece.target.relative_to(box).slices()
+            self.slide(index).read(piece.source, self.level(index), out=out[:, rows, columns])
 
     def _view_factory(self, index: int) -> Callable[[tuple[int, int], float], View]:
         """Return a function of (image size, factor of the mpp) that makes a view of the slide."""

@@ -12,11 +12,13 @@ that the parts printed, with whole tracebacks), DIR/profiles, and DIR/gpu-check.
     commands     hyfi synth, ingest, train, also with a loader and a validator, validate, predict; against the CPU's
     speed        a step of ResNet-50, bfloat16, channels-last: engine on one rank and plain PyTorch
     profile      of both: kernels and calls, and how many calls the engine adds
-    cells        a step by cells against one in core
+    cells        a step by cells, 2 × 2 and 4 × 4, in memory and spilled, against one in core: time and peak memory
+    pieces       the same of a model in pieces that are recomputed one after the other (plan.interleave, plan.recompute)
     memory       peak memory against the forecast of a plan
     staged       two ranks on one GPU, whose messages go through the host, against one rank
     feed         images sent by a loader against an image on the GPU, and the waiting for them
     largest      the largest square image in core and by cells
+    background   the first step, and when steps run what child processes have compiled: cache empty, then full
     compiled     first and later steps of the compiled engine and of compiled plain PyTorch
     machine      hyfi doctor --measure
 
@@ -71,7 +73,7 @@ def _check(out: Path, minutes: float, device: str, only: str) -> int:
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if device == "cuda" and not gpus:
         raise RequestError("no GPU was found; run this on a machine with one, or add --device cpu to run its code here")
-    every_part = all_parts((FULL if gpus else SMALL).speed_px)
+    every_part = all_parts(FULL if gpus else SMALL)
     parts = [part for part in every_part if fnmatch.fnmatch(part.name, only)]
     if not parts:
         raise RequestError(f"--only {only}: no part has such a name; parts are {', '.join(p.name for p in every_part)}")

@@ -21,13 +21,16 @@ from workflows.gpu_check.equality import equal
 from workflows.gpu_check.measure_step import Row
 from workflows.gpu_check.profile import profile
 from workflows.gpu_check.programs import machine, tests
-from workflows.gpu_check.room import cells, largest, memory
+from workflows.gpu_check.room import cells, largest, memory, pieces
 from workflows.gpu_check.setting import FULL, SMALL, Setting
-from workflows.gpu_check.speed import compiled, feed, speed, staged
+from workflows.gpu_check.speed import background, compiled, feed, speed, staged
 
 BODIES: dict[str, Callable[[Setting, str], Iterator[Row]]] = {
     body.__name__: body
-    for body in (equal, tests, commands, speed, compiled, profile, staged, feed, cells, largest, memory, machine)
+    for body in (
+        *(equal, tests, commands, speed, background, compiled, profile, staged, feed),
+        *(cells, pieces, largest, memory, machine),
+    )
 }
 
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+from workflows.gpu_check.setting import CheckSizes
 from workflows.launch.mpiexec import find
 
 Launcher = Literal["none", "mpiexec", "torchrun"]
@@ -40,6 +41,7 @@ class CheckPart:
         weight: share of the time, relative to other parts: about the seconds that it takes on an H100.
         gpus: GPUs that it needs.
         together: whether it may run beside others: it measures no time and no memory.
+        gpu_only: whether its code does nothing without a GPU.
     """
 
     name: str
@@ -50,6 +52,7 @@ class CheckPart:
     weight: float = 1.0
     gpus: int = 1
     together: bool = False
+    gpu_only: bool = False
 
     @property
     def file_name(self) -> str:
@@ -74,13 +77,13 @@ class CheckPart:
         return [sys.executable, *program]
 
 
-def all_parts(sides_px: tuple[int, ...]) -> list[CheckPart]:
+def all_parts(sizes: CheckSizes) -> list[CheckPart]:
     """Return all parts.
 
     Args:
-        sides_px: sides of the images of timed steps.
+        sizes: of the images.
     """
-    first_px, *others_px = sides_px
+    first_px, *others_px = sizes.speed_px
     return [
         *(
             CheckPart(f"equal: {network}, {_ranks_text(n)}", "equal", network, n, launcher, EQUAL_S, together=True)
@@ -95,17 +98,19 @@ def all_parts(sides_px: tuple[int, ...]) -> list[CheckPart]:
             CheckPart(f"equal: {network}, 2 GPUs", "equal", network, 2, "torchrun", EQUAL_S, 2, together=True)
             for network in NETWORKS
         ),
-        CheckPart("tests of GPUs", "tests", weight=30.0),
+        CheckPart("tests of GPUs", "tests", weight=30.0, gpu_only=True),
         CheckPart("commands", "commands", weight=60.0),
         CheckPart(f"speed: {first_px} px", "speed", str(first_px), weight=20.0),
         *(CheckPart(f"speed: {side} px", "speed", str(side), weight=20.0) for side in others_px),
         CheckPart("profile", "profile", str(first_px), weight=10.0),
         CheckPart("cells", "cells", weight=45.0),
+        *(CheckPart(f"pieces: {side} px", "pieces", str(side), weight=20.0) for side in sizes.pieces_px),
         CheckPart("memory forecast", "memory", weight=15.0),
         CheckPart("staged messages", "staged", ranks=2, launcher="mpiexec", weight=15.0),
         CheckPart("feed", "feed", ranks=2, launcher="mpiexec", weight=20.0),
         CheckPart("largest image", "largest", "in core", weight=20.0),
         CheckPart("largest image by cells", "largest", "cells", weight=45.0),
+        CheckPart("compiled in the background", "background", str(first_px), weight=60.0),
         CheckPart(f"compiled: {first_px} px", "compiled", str(first_px), weight=100.0),
         CheckPart("machine", "machine", weight=30.0),
     ]

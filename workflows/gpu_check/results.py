@@ -36,7 +36,10 @@ def as_json(machine: Mapping[str, Any], results: Sequence[PartResult]) -> dict[s
 
 def as_text(machine: Mapping[str, Any], results: Sequence[PartResult]) -> str:
     """Return all results as a page of text."""
-    lines = [", ".join(f"{key} {value}" for key, value in machine.items()), ""]
+    lines = [", ".join(f"{key} {value}" for key, value in machine.items())]
+    if not machine.get("gpus"):
+        lines.append("no GPU: the parts ran their code on the processor, at tiny sizes; times and memory mean nothing")
+    lines.append("")
     for result in results:
         head = f"{result.outcome:8} {result.part} ({result.seconds:.0f} s)"
         lines.append(f"{head}: {result.reason}" if result.reason else head)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -20,25 +21,48 @@ _ONE_RANK = hyfi_core.ParallelPlan(grids=((1, 1),))
 
 
 def cells(setting: Setting, _: str) -> Iterator[Row]:
-    """Time a step computed cell by cell, with half of the free memory, against one in core."""
-    side_px, device, seconds = setting.sizes.speed_px[-1], setting.device, {}
-    by_cells = hyfi_core.ParallelPlan(
-        grids=((1, 1),), cells=setting.sizes.cells, spill="memory", memory_bytes=free_bytes(device) // 2
-    )
-    for name, plan in (("in core", _ONE_RANK), (f"cells {setting.sizes.cells}", by_cells)):
+    """Time a step computed cell by cell, in memory and with half of the free memory, against one in core."""
+    plans = {f"cells {cells}": replace(_ONE_RANK, cells=cells) for cells in setting.sizes.cells}
+    most = setting.sizes.cells[-1]
+    half = free_bytes(setting.device) // 2
+    plans[f"cells {most}, spilled"] = replace(_ONE_RANK, cells=most, spill="memory", memory_bytes=half)
+    yield from _against_in_core(setting, setting.sizes.speed_px[-1], plans, "cells")
+
+
+def pieces(setting: Setting, side: str) -> Iterator[Row]:
+    """Time a step of a model in pieces that are recomputed one by one, against one in core at the first side."""
+    plan = replace(_ONE_RANK, interleave=setting.sizes.pieces, recompute=True)
+    named = {f"{setting.sizes.pieces} pieces, recomputed": plan}
+    yield from _against_in_core(setting, int(side), named, "pieces", int(side) == setting.sizes.pieces_px[0])
+
+
+def _against_in_core(
+    setting: Setting, side_px: int, plans: Mapping[str, hyfi_core.ParallelPlan], word: str, in_core: bool = True
+) -> Iterator[Row]:
+    """Measure a step of each plan, and give the ratios of time and memory to a step in core."""
+    rows: dict[str, Row] = {}
+    for name, plan in {**({"in core": _ONE_RANK} if in_core else {}), **plans}.items():
+        if rows and setting.seconds_left < 2 * max(row.get("took_s", 0.0) for row in rows.values()):
+            yield {"what": f"{name}, {side_px} px", "not measured": f"{setting.seconds_left:.0f} s are left"}
+            continue
 
         def measured(plan: hyfi_core.ParallelPlan = plan) -> Row:
+            begin_s = time.monotonic()
             images, labels = batch(setting, side_px)
             engine = engine_of(setting, side_px, plan, AloneCommunicator())
-            return {"step_s": step_s(lambda: engine.train_step(images, labels), device, setting.sizes.steps)}
+            peak_bytes = step_peak_bytes(lambda: engine.train_step(images, labels), setting.device)
+            took_s = step_s(lambda: engine.train_step(images, labels), setting.device, setting.sizes.steps)
+            return {"step_s": took_s, "peak_bytes": peak_bytes, "took_s": time.monotonic() - begin_s}
 
-        row = tried(f"{name}, {side_px} px", measured, device)
-        seconds[name] = row.get("step_s")
-        yield row
-        free(device)
-    in_core_s, cells_s = seconds.values()
-    if in_core_s and cells_s:
-        yield {"what": f"{setting.sizes.network}, {side_px} px", "cells_to_in_core": cells_s / in_core_s}
+        rows[name] = tried(f"{name}, {side_px} px", measured, setting.device)
+        yield rows[name]
+        free(setting.device)
+    base = rows.get("in core", {})
+    for name in plans:
+        if "step_s" in base and "step_s" in rows.get(name, {}):
+            ratios = {key: rows[name][key] / max(base[key], 1e-9) for key in ("step_s", "peak_bytes")}
+            what = f"{setting.sizes.network}, {side_px} px, {name}"
+            yield {"what": what, f"{word}_to_in_core": ratios["step_s"], "memory_to_in_core": ratios["peak_bytes"]}
 
 
 def largest(setting: Setting, how: str) -> Iterator[Row]:

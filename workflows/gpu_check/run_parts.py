@@ -115,7 +115,9 @@ def _run(part: CheckPart, gpus: int, limit_s: float, options: list[str], logs: P
 
 def _lacking(part: CheckPart, gpus: int) -> str | None:
     """Return what a part lacks here, if anything."""
-    return f"needs {part.gpus} GPUs, found {gpus}" if gpus and part.gpus > gpus else None
+    if not gpus:
+        return "needs a GPU" if part.gpu_only else None
+    return f"needs {part.gpus} GPUs, found {gpus}" if part.gpus > gpus else None
 
 
 def _environment(part: CheckPart, gpus: int) -> Mapping[str, str]:

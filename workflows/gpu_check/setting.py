@@ -24,7 +24,9 @@ class CheckSizes:
         ladder_px: sides to try for the largest image, rising.
         slides_px: side of the slides that commands train on.
         steps: timed steps.
-        cells: grid of cells.
+        cells: grids of cells.
+        pieces_px: sides of the images of steps that are computed piece by piece; the first in core, too.
+        pieces: number of pieces.
     """
 
     equal_px: int
@@ -36,7 +38,9 @@ class CheckSizes:
     ladder_px: tuple[int, ...]
     slides_px: int
     steps: int
-    cells: tuple[int, int]
+    cells: tuple[tuple[int, int], ...]
+    pieces_px: tuple[int, ...]
+    pieces: int
 
 
 FULL = CheckSizes(
@@ -49,7 +53,9 @@ FULL = CheckSizes(
     ladder_px=(4096, 6144, 8192, 10240, 12288, 16384, 20480, 24576, 32768),
     slides_px=2048,
     steps=5,
-    cells=(4, 4),
+    cells=((2, 2), (4, 4)),
+    pieces_px=(4096, 16384),
+    pieces=8,
 )
 SMALL = CheckSizes(
     equal_px=64,
@@ -61,7 +67,9 @@ SMALL = CheckSizes(
     ladder_px=(64, 96),
     slides_px=512,
     steps=1,
-    cells=(2, 2),
+    cells=((2, 2),),
+    pieces_px=(64,),
+    pieces=2,
 )
 """For processors: they run the code of every part, and their figures mean nothing."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ from data.loading.order import SampleStream
 from data.loading.remote_feed import RemoteFeed
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
-from hyfi_core.lowering.compiling.segment_compiler import CompileMode
+from hyfi_core.lowering.compiling.segment_compiler import CompileMode, forget_code
 from hyfi_core.models import resnet
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart
@@ -90,6 +92,32 @@ def compiled(setting: Setting, side: str) -> Iterator[Row]:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*uncompiled")  # it would time something else
         yield from _compared(setting, int(side), sides, (("compiled_engine", "compiled"),))
+
+
+def background(setting: Setting, side: str) -> Iterator[Row]:
+    """Time the first step, and when steps run what child processes have compiled: cache empty, then full."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        for cache in ("empty", "full"):
+            forget_code()
+            yield tried(f"{side} px, {cache} cache", partial(_change_over, setting, int(side)), setting.device)
+            free(setting.device)
+
+
+def _change_over(setting: Setting, side_px: int) -> Row:
+    """Train until steps run compiled, or half of the time that is left is over."""
+    images, labels = batch(setting, side_px)
+    engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator(), compile="on")
+    if engine.segments is None:
+        return {"not compiled": "there is no compiler here"}
+    engine.segments.work_in_background()
+    begin_s, times, stop_s = time.monotonic(), list[float](), setting.seconds_left / 2
+    while not times or not (engine.segments.idle or times[-1] > stop_s):
+        engine.train_step(images, labels)
+        finish(setting.device)
+        times.append(time.monotonic() - begin_s)
+    row: Row = {"first_step_s": times[0], "segments": engine.segments.segments, "steps": len(times)}
+    return row | ({"compiled_after_s": times[-1]} if engine.segments.idle else {"not compiled": f"{times[-1]:.0f} s"})
 
 
 def plain_step(setting: Setting, side_px: int, compiled: bool = False) -> StepBody:

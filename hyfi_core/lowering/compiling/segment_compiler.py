@@ -59,6 +59,11 @@ def why_not_compiled(device: torch.device) -> str | None:
     return None
 
 
+def forget_code() -> None:
+    """Forget the compiled code of this process; that on disk stays."""
+    _CODE.clear()
+
+
 @dataclass(frozen=True)
 class _Wish:
     """Joined calls to compile: for these inputs, in this mode."""
@@ -130,6 +135,11 @@ class SegmentCompiler:
         if self._batch is None and self._wishes:
             with self._timed(), _COMPILING:
                 self._begin()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being compiled, and nothing waits for it."""
+        return self._batch is None and not self._wishes
 
     def news(self) -> str | None:
         """Return what has happened since the last call, as text; None if nothing has."""

@@ -16,6 +16,7 @@ import torch
 
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.compiling.graph_job import GraphJob
 from tests.conftest import ROOT
 from workflows.gpu_check import equality
 from workflows.gpu_check.__main__ import main
@@ -43,7 +44,7 @@ def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_part_has_a_body() -> None:
-    assert {part.body for part in all_parts((64,))} == set(BODIES)
+    assert {part.body for part in all_parts(SMALL)} == set(BODIES)
 
 
 @pytest.fixture
@@ -64,10 +65,11 @@ def test_equality_compares_all_that_a_step_changes(setting: Setting, monkeypatch
 
 
 def test_room_and_speed_give_their_ratios(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(model: object) -> object:
+    def broken(_: object) -> object:
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", broken)  # takes a minute
+    monkeypatch.setattr(GraphJob, "compiled", broken)
     compiled, compiled_engine = BODIES["compiled"](setting, "64")
     assert compiled["failed"] == "RuntimeError: no compiler"
     assert "uncompiled" in compiled_engine["failed"]  # it is not timed as it is
@@ -76,6 +78,8 @@ def test_room_and_speed_give_their_ratios(setting: Setting, monkeypatch: pytest.
     copies, *_ = BODIES["profile"](setting, "64")
     assert copies["what"] == "aten::copy_, calls in a step" and copies["eager"] >= 0 and copies["engine"] > 0
     assert (setting.out / "profiles" / "engine-64.txt").stat().st_size > 1000
+    in_core, pieces, ratio = BODIES["pieces"](setting, "64")
+    assert in_core["step_s"] > 0 and pieces["peak_bytes"] > 0 and ratio["pieces_to_in_core"] > 0
     (memory,) = BODIES["memory"](setting, "")
     assert memory["peak_to_forecast"] > 0
     assert [row["largest_px"] for row in BODIES["largest"](setting, "in core")] == list(SMALL.ladder_px)
@@ -97,10 +101,11 @@ def test_all_parts_run_on_a_processor(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "out" / "gpu-check.json").read_text())
     assert {part["part"]: part["outcome"] for part in found["parts"]} == {
-        part.name: "passed" for part in all_parts(SMALL.speed_px)
+        part.name: "not run" if part.name == "tests of GPUs" else "passed" for part in all_parts(SMALL)
     }
+    assert "no GPU: " in done.stdout
     assert (tmp_path / "out" / "gpu-check.txt").read_text() in done.stdout + "\n"
     with tarfile.open(tmp_path / "out" / "gpu-check.tar.gz") as archive:
         names = set(archive.getnames())
     assert {"gpu-check/machine.yaml", "gpu-check/gpu-check.txt", "gpu-check/profiles/engine-64.txt"} <= names
-    assert {f"gpu-check/logs/{part.file_name}.txt" for part in all_parts(SMALL.speed_px)} <= names
+    assert {f"gpu-check/logs/{part.file_name}.txt" for part in all_parts(SMALL)} <= names

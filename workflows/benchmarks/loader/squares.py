@@ -35,9 +35,15 @@ class Squares:
 
     def read_plain(self, index: int, box: Box) -> npt.NDArray[np.uint8]:
         """Return a box of a square, (3, h, w)."""
+        pixels = np.empty((3, *box.shape), np.uint8)
+        self.read_plain_into(index, box, pixels)
+        return pixels
+
+    def read_plain_into(self, index: int, box: Box, out: npt.NDArray[np.uint8]) -> None:
+        """Fill ``out``, (3, h, w), with a box of a square."""
         if not self._open:
             self._open.append(SlideStore.open(self.path))
-        return self._open[0].read(box.shift(self.boxes[index].y0, self.boxes[index].x0))
+        self._open[0].read(box.shift(self.boxes[index].y0, self.boxes[index].x0), out=out)
 
     def vary(self, index: int, epoch: int | None, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Return the augmented pixels."""
