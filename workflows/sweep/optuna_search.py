@@ -117,7 +117,8 @@ class OptunaSearch:
             load_if_exists=True,
         )
         self._check_identity(
-            path, {**identity, "space": dict(options.space), "seed": options.seed, "prune": options.prune}
+            path,
+            {**identity, "settings": dict(options.space), "--seed": options.seed, "--prune": options.prune},
         )
 
     def _check_identity(self, path: Path, now: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ def run_search(
 
 def _search(sweep: SweepRuns, options: SearchOptions, fold: int | None) -> OptunaSearch:
     run = sweep.config.run
-    identity = {"metric": sweep.metric, "run.steps": run.steps, "run.epochs": run.epochs}
+    identity = {"validation.metric": sweep.metric, "run.steps": run.steps, "run.epochs": run.epochs}
     return OptunaSearch(sweep.folder, options, identity, fold)
 
 

@@ -103,7 +103,7 @@ def test_proposals_learn_from_validation_and_a_stopped_search_goes_on_as_if_it_h
     with pytest.raises(RequestError, match="continue it with --resume"):
         command.run(halves, False, SearchOptions(SPACE, 25, 1))
     again = replace(halves, resumption=Resumption.of(True, None, False))
-    with pytest.raises(RequestError, match=r"optuna.journal: the search has another seed"):
+    with pytest.raises(RequestError, match=r"optuna.journal: the search has another --seed"):
         command.run(again, False, SearchOptions(SPACE, 25, 2))
     assert command.run(again, False, SearchOptions(SPACE, 25, 1)) == 0
     other = rows_of(tmp_path / "halves/run")

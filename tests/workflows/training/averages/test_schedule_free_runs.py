@@ -16,7 +16,7 @@ from workflows.config.load import load_config
 
 pytestmark = pytest.mark.usefixtures("in_process")
 CHIMERA = ("plan.grids=[[1,1],[1,1]]", "plan.cuts=[norm1]", "plan.schedule=chimera", "plan.mirror=point_to_point")
-PLANS = {"parts": ("plan.grids=[[1,2]]",), "chimera": CHIMERA}
+PLANS = {"parts": (3, "plan.grids=[[1,2]]", "roles.validators=1"), "chimera": (2, *CHIMERA)}
 OWN = "tests.workflows.finetuning.test_optimizer_class:BeginsInEvaluation"
 Tensors = Any
 
@@ -52,8 +52,8 @@ def test_any_plan_has_the_average_of_one_rank_and_a_resume_goes_on_bitwise(tmp_p
     assert run_here(config, f"run.dir={tmp_path / 'one'}") == 0
     one = saved(tmp_path / "one")
     assert not same(one.weights, one.averaged)
-    for name, plan in PLANS.items():
-        assert run_on(2, config, *plan, f"run.dir={tmp_path / name}") == [0, 0]
+    for name, (ranks, *plan) in PLANS.items():
+        assert run_on(ranks, config, *plan, f"run.dir={tmp_path / name}") == [0] * ranks
         two = saved(tmp_path / name)
         assert near(two.weights, one.weights) and near(two.averaged, one.averaged)
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-8)
