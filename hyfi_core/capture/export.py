@@ -29,6 +29,7 @@ from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
 from hyfi_core.capture.released import device_of, stood_in
 from hyfi_core.capture.storing.later_forwards import Stored, check_later_forwards
 from hyfi_core.capture.storing.stored_tensors import StoredTensors
+from hyfi_core.collection import collection_paused
 from hyfi_core.errors import RequestError
 
 
@@ -70,7 +71,7 @@ def _exported(
     stored: StoredTensors,
     assigned: list[Stored] | None,
 ) -> ExportedProgram:
-    with PATCHING, warnings.catch_warnings():
+    with PATCHING, collection_paused(), _graphs_without_code(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             image = torch.empty(shape, dtype=dtype, device=device_of(model))  # a norm refuses another one
@@ -137,6 +138,15 @@ def _own_composites_only(traced: ExportedProgram) -> contextlib.AbstractContextM
 
 
 _LISTED = "_collect_all_valid_cia_ops"
+
+
+def _graphs_without_code() -> contextlib.AbstractContextManager[None]:
+    """Context in which PyTorch writes and compiles the Python code of a graph only if it is run.
+
+    An export has about twenty graphs on the way to its last, whose operators are read, and runs two or three.
+    """
+    lazy = getattr(importlib.import_module("torch.fx._lazy_graph_module"), "_use_lazy_graph_module", None)
+    return contextlib.nullcontext() if lazy is None else lazy(True)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
