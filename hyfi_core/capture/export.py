@@ -146,7 +146,7 @@ def _graphs_without_code() -> contextlib.AbstractContextManager[None]:
     An export has about twenty graphs on the way to its last, whose operators are read, and runs two or three.
     """
     lazy = getattr(importlib.import_module("torch.fx._lazy_graph_module"), "_use_lazy_graph_module", None)
-    return contextlib.nullcontext() if lazy is None else lazy(True)  # type: ignore[no-any-return]
+    return contextlib.nullcontext() if lazy is None else lazy(True)
 
 
 @contextlib.contextmanager
