@@ -11,17 +11,20 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from hyfi_core.errors import RequestError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from data.store.slide_store import SlideStore
     from pathology.ingest.archive import IngestReport
     from pathology.predict.table import PredictionReport
 
 StrPath = str | os.PathLike[str]
+Slides = Union[StrPath, "SlideStore", Sequence[Union[StrPath, "SlideStore"]]]
+"""Paths of slides, or opened slides of a store."""
 Options = TypeVar("Options")
 
 
@@ -58,7 +61,7 @@ def ingest_slides(
 
 def predict_slides(
     checkpoints: StrPath | Sequence[StrPath],
-    slides: StrPath | Sequence[StrPath],
+    slides: Slides,
     out: StrPath,
     *,
     model: nn.Module | None = None,
@@ -66,11 +69,12 @@ def predict_slides(
 ) -> PredictionReport:
     """Predict slides with a checkpoint, as ``hyfi predict`` does, in this process (or all started ranks).
 
-    Writes ``predictions.csv`` and a folder for each slide into ``out``.
+    Writes ``predictions.csv`` and a folder for each slide into ``out``. It knows models of classes; for those of other
+    tasks, of tiles and of features there is `workflows.predict_slides`.
 
     Args:
         checkpoints: The folder that a run wrote, as in ``runs/first/checkpoints/best``; several form an ensemble.
-        slides: Slide files, folders, manifest CSVs or stores; one or several.
+        slides: Slide files, folders, manifest CSVs, stores, or opened slides; one or several.
         out: The folder of results; created if it does not exist.
         model: A module of the checkpoint's architecture, which is copied; None: build it by the name in the
             checkpoint.
@@ -93,13 +97,16 @@ def predict_slides(
     return predict_inputs(members, find_inputs(several(slides)), Path(out), hyfi_core.init(), chosen)
 
 
-def several(paths: StrPath | Sequence[StrPath]) -> list[Path]:
-    """Return one path, or a sequence of them, as a list.
+def several(paths: Slides) -> list[Path]:
+    """Return one path or opened slide, or a sequence of them, as a list of paths.
 
     Raises:
         RequestError: There is none.
     """
-    listed = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
+    from data.store.slide_store import SlideStore
+
+    given = [paths] if isinstance(paths, (str, os.PathLike, SlideStore)) else list(paths)
+    listed = [Path(one.path if isinstance(one, SlideStore) else one) for one in given]
     if not listed:
         raise RequestError("no paths were given; give at least one")
     return listed

@@ -1,17 +1,21 @@
 """The command line and what it runs: commands, configuration, training, evaluation, launchers.
 
-From Python, `train_model` trains as ``hyfi train`` does.
+From Python, `train_model` trains as ``hyfi train`` does, and `predict_slides` predicts as ``hyfi predict`` does.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["TrainedRun", "train_model"]
+if TYPE_CHECKING:
+    from pathology.predict.table import PredictionReport
+    from pathology.scripts import Slides, StrPath
+
+__all__ = ["TrainedRun", "predict_slides", "train_model"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,12 @@ class TrainedRun:
     checkpoint: Path
     records: tuple[dict[str, Any], ...]
     stopped: bool
+
+    def __repr__(self) -> str:
+        """Return folder, checkpoint and the number of steps and validations, in a line."""
+        done = len(self.validations)
+        steps, ended = len(self.records) - done, ", stopped on request" if self.stopped else ""
+        return f"<TrainedRun {self.folder}: {steps} steps and {done} validations recorded, {self.checkpoint}{ended}>"
 
     @property
     def validations(self) -> tuple[dict[str, Any], ...]:
@@ -85,3 +95,62 @@ def train_model(
     checkpoints = folder / "checkpoints"
     best = checkpoints / ("best" if (checkpoints / "best").exists() else "latest")
     return TrainedRun(folder, best, tuple(read_metrics(folder / "metrics.jsonl")), done.returncode == STOPPED)
+
+
+def predict_slides(
+    checkpoints: StrPath | Sequence[StrPath],
+    slides: Slides,
+    out: StrPath,
+    *,
+    labels: StrPath | None = None,
+    target: str | None = None,
+    id_column: str | None = None,
+    split: str | None = None,
+    **options: Any,
+) -> PredictionReport:
+    """Predict slides in this process, as ``hyfi predict`` does: models of every task, of images, tiles and features.
+
+    Args:
+        checkpoints: A checkpoint, such as that of a `TrainedRun`; several form an ensemble.
+        slides: Slide files, folders, manifest CSVs, stores, or opened slides; one or several.
+        out: The folder of results, with a page of all slides.
+        labels: A CSV of the slides' labels.
+        target: Its column; None: as in training.
+        id_column: Its column with the names of slides; None: as in training.
+        split: Predict only slides of this split.
+        options: As of ``hyfi predict``: ``features=…``, ``evidence="gradient"``, ``memory="8GB"``, ``cells="4,4"``,
+            ``device="cpu"``, ``overwrite=True`` …
+
+    Returns:
+        The predictions that are done, those that are incomplete, and those that failed, each with its reason.
+
+    Raises:
+        RequestError: A checkpoint, an input, an option or ``out`` cannot be used; nothing was written.
+    """
+    from dataclasses import fields
+
+    from hyfi_core.errors import RequestError
+    from pathology.predict.options import PredictOptions
+    from pathology.scripts import several
+    from workflows.commands.predict import PredictArguments, predicted
+
+    own = {name: options.pop(name) for name in ("cells", "memory", "device") if name in options}
+    names = [field.name for field in fields(PredictOptions) if field.name != "memory_bytes"]
+    unknown = [name for name in options if name not in names]
+    if unknown:
+        raise RequestError(f"there is no option {unknown[0]!r}; the options are {', '.join((*names, 'memory'))}")
+    if options.get("features") is not None:
+        options["features"] = Path(options["features"])
+    arguments = PredictArguments(
+        checkpoints=several(checkpoints),
+        inputs=several(slides),
+        out=Path(out),
+        labels=None if labels is None else Path(labels),
+        target=target,
+        id_column=id_column,
+        split=split,
+        ranks_per_slide=options.pop("ranks_per_slide", None),
+        options=options,
+        **own,
+    )
+    return predicted(arguments.request())

@@ -141,7 +141,9 @@ class Member:
             return self.own_readout
         task = self.config.get("task", "multiclass")
         if task != "multiclass":
-            raise RequestError(f"{self.path}: its task is {task!r}; load it with `hyfi predict`, or give a readout")
+            raise RequestError(
+                f"{self.path}: its task is {task!r}; predict with `hyfi predict`, or workflows.predict_slides"
+            )
         return ClassReadout(tuple(map(str, self.config["class_names"])), self.temperature)
 
     @property

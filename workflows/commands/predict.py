@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -192,6 +192,19 @@ def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list
 
 def _predict(request: PredictionRequest) -> int:
     """Predict as this rank, or alone; return the exit code."""
+    report = predicted(request)
+    if report.stopped:
+        return STOPPED
+    withheld = [one for one in report.incomplete if not one.prediction]
+    return SOME_FAILED if report.failed or withheld else DONE
+
+
+def predicted(request: PredictionRequest) -> PredictionReport:
+    """Predict as this rank, or alone; return what became of the slides.
+
+    Raises:
+        RequestError: As `run`.
+    """
     from hyfi_core.comm.agreement.agree import agree
     from pathology.predict.cohort import predict_slides
     from workflows.launch.owner import FolderOwner
@@ -205,12 +218,14 @@ def _predict(request: PredictionRequest) -> int:
     number, parts = request.part
     part = f"{number}-of-{parts}" if parts > 1 else ""
     advice = "choose another --out, or give each its own --part"
-    owner = agree(comm, lambda: FolderOwner(out, advice, part) if comm.rank == 0 else None)
     if ranks is not None and ranks != comm.size:
         raise RequestError(
             f"--ranks {ranks}: {comm.size} ranks were started; give the same number, or leave --ranks out"
         )
-    with _progress(len(slides), comm) as bar:
+    owner = agree(comm, lambda: FolderOwner(out, advice, part) if comm.rank == 0 else None)
+    with ExitStack() as released, _progress(len(slides), comm) as bar:
+        if owner is not None:
+            released.callback(owner.release)
         report = predict_slides(
             members,
             slides,
@@ -222,15 +237,13 @@ def _predict(request: PredictionRequest) -> int:
             stop_wanted=signals.requested,
             say=console.say,
         )
-    if owner is not None:
-        page = _write_page(out, members, {one.slide_id: one.label for one in slides if one.label is not None})
-        owner.release()
+        page = None
+        if owner is not None:
+            page = _write_page(out, members, {one.slide_id: one.label for one in slides if one.label is not None})
+    if page is not None:
         _report(report, request, page, members[0].readout)
     comm.barrier()  # when one rank exits with a code other than 0, a launcher may kill the one that still writes
-    if report.stopped:
-        return STOPPED
-    withheld = [one for one in report.incomplete if not one.prediction]
-    return SOME_FAILED if report.failed or withheld else DONE
+    return report
 
 
 def load_member(checkpoint: Path) -> Member:

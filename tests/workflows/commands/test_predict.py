@@ -122,7 +122,7 @@ def test_one_rank_and_two_give_the_same(
     ours, theirs = (tifffile.imread(tmp_path / out / "one" / "heatmap.tiff") for out in "ab")
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
     left = {path.name for path in (tmp_path / "b").iterdir() if path.name != ".owner"}
-    assert left == {"one", "predictions.csv", "predictions.json", "index.html"}
+    assert left == {"one", "predictions.csv", "predictions.json", "cases.csv", "index.html"}
 
 
 def test_corrupt_checkpoint_is_refused_and_nothing_written(hyfi_here: Hyfi, slides: Path, tmp_path: Path) -> None:
