@@ -138,8 +138,9 @@ class NativeBatchNorm:
 
     def __call__(self, x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, ...]:
         """Return (result, None, None, running mean, running variance)."""
-        # Copies, because they may be outputs of an earlier call of the same norm.
-        mean, variance = mean.detach().clone(), variance.detach().clone()
+        # A copy, because they may be outputs of an earlier call of the same norm; one for both, to start one kernel.
+        with torch.no_grad():
+            mean, variance = torch.stack((mean, variance)).unbind()
         result = F.batch_norm(x, mean, variance, *self._affine(affine), True, self.momentum, self.eps)
         return result, None, None, mean, variance
 

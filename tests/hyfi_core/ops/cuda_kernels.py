@@ -112,6 +112,15 @@ KERNELS: Mapping[str, Kernel] = {
         "one dtype for dy, map, kernel; what the mask leaves out is undefined",
         _convolved,
     ),
+    "mul.out": Kernel("cuda/BinaryMulKernel.cu", "the cotangent's own memory as output", "as TensorIterator"),
+    "_foreach_copy_.default": Kernel(
+        "cuda/ForeachBinaryOpList.cu", "values of other dtypes and strides", "any: one by one where they differ"
+    ),
+    "_foreach_add_.List": Kernel("cuda/ForeachBinaryOpList.cu", "statistics in float32", "as many on both sides"),
+    "_foreach_mul_.Scalar": Kernel("cuda/ForeachBinaryOpScalar.cu", "statistics in float32", "any"),
+    "_foreach_mul_.Tensor": Kernel(
+        "cuda/ForeachBinaryOpScalarTensor.cu", "a factor on the gradients' device", "one value on their device"
+    ),
     "threshold_backward.default": Kernel(),
     "threshold_backward.grad_input": Kernel("cuda/ActivationThresholdKernel.cu", "dy as output", "as TensorIterator"),
     **{
