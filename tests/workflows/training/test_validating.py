@@ -192,7 +192,7 @@ def test_the_average_of_the_weights(tmp_path: Path, store: Path, capfd: pytest.C
     assert json.loads(said.splitlines()[-1])["loss"] == validations(run)[6]["loss"]
     member = predict.load_member(run / "checkpoints/latest")
     assert torch.equal(member.model.state_dict()["fc.weight"], steps[5].averaged["fc.weight"])
-    assert "average of the weights (EMA)" in capfd.readouterr().out
+    assert "predicting with the average of the weights" in capfd.readouterr().out
 
 
 def test_the_average_is_the_same_on_another_plan(tmp_path: Path, store: Path) -> None:
