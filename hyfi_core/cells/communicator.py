@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,15 +17,18 @@ from hyfi_core.cells.baton import Baton
 from hyfi_core.comm.base import Communicator, Completed, Message, Pending, ReduceOp, version_of
 from hyfi_core.comm.wire import reduced
 
+T = TypeVar("T")
+
 
 @dataclass
 class _Call:
-    """One collective call of a group: the inputs of this process's cells, and the result."""
+    """One collective call of a group: the inputs of this process's cells, the result, and what is computed from it."""
 
     given: dict[int, Any] = field(default_factory=dict)
     result: Any = None
     pending: Pending = field(default_factory=Completed)
     taken: int = 0
+    computed: list[Any] = field(default_factory=list)
 
 
 class _Group:
@@ -88,15 +91,21 @@ class _Exchange:
 
     needs_polls = False
 
-    def __init__(self, group: _Group, rank: int, receives: list[Message], outside: Pending) -> None:
+    def __init__(
+        self, group: _Group, rank: int, receives: list[Message], outside: Pending, leaving: Sequence[torch.Tensor]
+    ) -> None:
         self._group, self._rank, self._receives, self._outside = group, rank, receives, outside
+        self._leaving = leaving  # alive until they have been sent
 
     def test(self) -> bool:
         left = []
         for message in self._receives:
             lane = self._group.lanes.get((message.peer, self._rank, message.tag))
             if lane:
-                message.tensor.copy_(lane.popleft())
+                if message.moves:
+                    message.tensor.data = lane.popleft()
+                else:
+                    message.tensor.copy_(lane.popleft())
             else:
                 left.append(message)
         self._receives = left
@@ -167,6 +176,13 @@ class _Reduction:
     def wait(self) -> None:
         self._group.baton.wait(self.test)
 
+    def once(self, compute: Callable[[], T]) -> T:
+        """See ``comm.base.computed_once``."""
+        if not self._call.computed:
+            self._call.computed.append(compute())
+        result: T = self._call.computed[0]
+        return result
+
 
 class CellCommunicator:
     """One cell's view of a group whose ranks are cells.
@@ -200,7 +216,10 @@ class CellCommunicator:
         return self.group.comm.in_order
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Start sends and receives; messages to cells of this process are copied at once."""
+        """Start sends and receives; messages to cells of this process are copied at once.
+
+        Messages need not be contiguous.
+        """
         group = self.group
         process_rank = group.comm.rank
         leaving, landing, near = [], [], []
@@ -209,9 +228,10 @@ class CellCommunicator:
             if process == process_rank:
                 lane = group.lanes.setdefault((self._rank, message.peer, message.tag), deque())
                 # A copy: the sender may overwrite its tensor before the receiver has its turn.
-                lane.append(message.tensor.detach().clone())
+                lane.append(message.tensor.detach().clone(memory_format=torch.contiguous_format))
             else:
-                leaving.append(Message(process, message.tensor, self._tag(self._cell, cell, message.tag)))
+                dense = message.tensor.contiguous()
+                leaving.append(Message(process, dense, self._tag(self._cell, cell, message.tag)))
         for message in receives:
             process, cell = group.members[message.peer]
             if process == process_rank:
@@ -219,7 +239,7 @@ class CellCommunicator:
             else:
                 landing.append(Message(process, message.tensor, self._tag(cell, self._cell, message.tag)))
         outside = group.comm.exchange(leaving, landing) if leaving or landing else Completed()
-        return _Exchange(group, self._rank, near, outside)
+        return _Exchange(group, self._rank, near, outside, [message.tensor for message in leaving])
 
     def swap(self, sends: Sequence[Message], peers: Sequence[int]) -> _Swap:
         """Start exchanging tensors with cells of this process by reference, without copies.

@@ -46,7 +46,7 @@ class FreshHalo(Redistribute):
     A cell that computed during its exchange would keep the result in memory while others run.
     """
 
-    waits_at_once: ClassVar[bool] = True
+    in_turn: ClassVar[bool] = True
 
     @cached_property
     def _buffers(self) -> Buffers:
@@ -58,6 +58,10 @@ class _Fresh(Buffers):
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def dense(self, view: torch.Tensor) -> torch.Tensor:
+        """Return the view itself: cells copy what they send."""
+        return view
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do nothing: they are freed with the last reference."""

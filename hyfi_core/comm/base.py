@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 
+T = TypeVar("T")
 ReduceOp = Literal["sum", "max", "min"]
 
 
@@ -19,11 +20,14 @@ class Message:
         peer: rank of the group.
         tensor: contiguous; the sender owns it until the exchange is finished, the receiver's is written in place.
         tag: pairs a send with its receive; between two ranks, messages of one tag arrive in order.
+        moves: of a receive: whether its tensor may take over the memory in which the message arrives; else it is
+            copied.
     """
 
     peer: int
     tensor: torch.Tensor
     tag: int = 0
+    moves: bool = False
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -46,6 +50,17 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when it has completed. Backs off instead of spinning in long waits."""
         ...
+
+
+def computed_once(pending: Pending, compute: Callable[[], T]) -> T:
+    """Return what ``compute`` returns from the result of a completed reduction.
+
+    Ranks that share memory (cells of a process) compute it once: all of them must pass the same function of the same
+    values, and must not change what it returns.
+    """
+    once = getattr(pending, "once", None)
+    result: T = compute() if once is None else once(compute)
+    return result
 
 
 class Completed:

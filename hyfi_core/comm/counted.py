@@ -9,14 +9,15 @@ which is read when both have completed, so that the host does not wait for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import torch
 
-from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending, ReduceOp, computed_once
 
+T = TypeVar("T")
 KINDS = ("halo", "stage", "reduce", "input")
 Span = tuple[str, float, float]
 """Kind, begin and end by ``time.perf_counter``."""
@@ -163,6 +164,9 @@ class _TimedPending:
 
     def test(self) -> bool:
         return self._pending.test()
+
+    def once(self, compute: Callable[[], T]) -> T:
+        return computed_once(self._pending, compute)
 
     def wait(self) -> None:
         if self._on_stream:

@@ -8,14 +8,15 @@ Only received tensors are kept (halo strips, sums of statistics), in the order o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from hyfi_core.comm.base import Completed, ForwardingCommunicator, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Completed, ForwardingCommunicator, Message, Pending, ReduceOp, computed_once
 from hyfi_core.comm.counted import KindCommunicator
 
+T = TypeVar("T")
 Log = list[list[torch.Tensor]]
 
 
@@ -83,6 +84,9 @@ class _RecordedPending:
     def wait(self) -> None:
         self._pending.wait()
         self._keep()
+
+    def once(self, compute: Callable[[], T]) -> T:
+        return computed_once(self._pending, compute)
 
     def _keep(self) -> None:
         self._entry.extend(tensor.clone() for tensor in self._tensors)

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Pending
+from hyfi_core.comm.base import Communicator, Pending, computed_once
 from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.base import AsyncBackward, Cotangents, NeedsGrad, Recomputable, Rest, Tensors, is_expanded
 from hyfi_core.plan.box import Box
@@ -64,8 +64,6 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Return (normalised, mean, variance)."""
         own, weight, bias = _in_plain_order(inputs[0]), *inputs[1:]
         mean, variance = yield from self._statistics(comm, self._counted(own))
-        stats_dtype = torch.promote_types(own.dtype, torch.float32)
-        mean, variance = mean.to(stats_dtype), variance.to(stats_dtype)
         return (self._normalised(own, weight, bias, mean, variance), mean, variance), (own, weight, mean, variance)
 
     def recompute(self, inputs: Tensors, saved: Any) -> torch.Tensor:
@@ -93,7 +91,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         return tensor
 
     def _statistics(self, comm: Communicator, own: torch.Tensor) -> Waits[tuple[torch.Tensor, torch.Tensor]]:
-        """Return mean and biased variance over all ranks: one message.
+        """Return mean and biased variance over all ranks, in float32 for a 16-bit map: one message.
 
         Few ranks send their mean and variance in separate rows, which avoids cancellation for any mean. For many ranks
         this message would be too long: they sum Σ x and Σ x².
@@ -103,12 +101,24 @@ class BatchNorm(AsyncBackward, Recomputable):
         apart = comm.size <= MOST_ROWS
         rows = own.new_zeros((comm.size if apart else 1, 3, channels), dtype=torch.float64)
         if pixels:
-            mean, variance = (item.double() for item in _mean_and_variance(own))
+            mean, variance = _mean_and_variance(own)
             row = rows[comm.rank if apart else 0]
             row[0], row[1], row[2] = pixels, mean, variance
             if not apart:
+                mean, variance = mean.double(), variance.double()
                 row[1], row[2] = pixels * mean, pixels * (variance + mean * mean)
-        yield comm.start_all_reduce(rows)
+        pending = comm.start_all_reduce(rows)
+        yield pending
+        dtype = torch.promote_types(own.dtype, torch.float32)
+
+        def in_dtype() -> tuple[torch.Tensor, torch.Tensor]:
+            mean, variance = self._of_all(rows, apart)
+            return mean.to(dtype), variance.to(dtype)
+
+        return computed_once(pending, in_dtype)
+
+    def _of_all(self, rows: torch.Tensor, apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and biased variance from the sum of what ranks send, in rows of their own or in one."""
         counts, means, variances = rows.unbind(1)
         if not apart:
             mean = means[0] / self.count
@@ -144,7 +154,8 @@ class BatchNorm(AsyncBackward, Recomputable):
         def finish() -> Cotangents:
             if needs_grad and not needs_grad[0]:
                 return None, *d_affine
-            gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
+            terms = computed_once(pending, lambda: self._terms(weight, mean, variance, sums / self.count, own.dim()))
+            gain, slope, shift = terms
             in_place = self.overwrites_cotangent and not is_expanded(dy)
             dx = dy if in_place else torch.empty_like(dy)
             if mean.dtype == dx.dtype:

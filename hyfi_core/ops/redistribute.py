@@ -53,10 +53,11 @@ class Redistribute:
         transfer: of this rank.
         dims: which tensor dims are (y, x).
         fill: value outside the map (0 for a convolution, -inf for a maximum).
-        waits_at_once: whether to wait for an exchange before anything is computed during it.
+        in_turn: whether other ranks run in this thread, too: then nothing is computed during an exchange, and received
+            strips may have the memory in which they arrive.
     """
 
-    waits_at_once: ClassVar[bool] = False
+    in_turn: ClassVar[bool] = False
 
     transfer: Transfer
     dims: tuple[int, int] = (2, 3)
@@ -110,7 +111,7 @@ class Redistribute:
         transfer = self.transfer
         leaving = [(s.peer, self._view(own, s.box, transfer.have)) for s in transfer.sends]
         # Messages are contiguous: memory formats may differ between neighbours.
-        landing = [Message(s.peer, self._landing(own, s.box)) for s in transfer.receives]
+        landing = [Message(s.peer, self._landing(own, s.box), moves=self.in_turn) for s in transfer.receives]
         return (yield from self._start(comm, leaving, landing))
 
     def start_back(
@@ -125,7 +126,7 @@ class Redistribute:
         """
         transfer = self.transfer
         leaving = [(s.peer, back) for s, back in zip(transfer.receives, strips, strict=True)]
-        landing = [Message(s.peer, self._landing(like, s.box)) for s in transfer.sends]
+        landing = [Message(s.peer, self._landing(like, s.box), moves=self.in_turn) for s in transfer.sends]
         return (yield from self._start(comm, leaving, landing))
 
     def give_back(self, strips: Iterable[torch.Tensor]) -> None:
@@ -154,7 +155,7 @@ class Redistribute:
         pending = comm.exchange(sends, receives) if sends or receives else None
         staged = [sent.tensor for sent, (_, view) in zip(sends, leaving, strict=True) if sent.tensor is not view]
         strips = tuple(message.tensor for message in receives)
-        if pending is not None and self.waits_at_once:
+        if pending is not None and self.in_turn:
             yield pending
             pending = None
         return PendingStrips(pending, strips, lambda: self._buffers.give_back(staged))
