@@ -27,6 +27,7 @@ SMALL = {
     "fused": ["--size", "64", "--rounds", "1"],
     "headlines": ["--only", "Chimera"],
     "heartbeats": ["--rounds", "1"],
+    "host_work": ["--size", "32", "--cells", "2,1", "--steps", "1", "--model", "resnet6"],
     "ingest_memory": ["--size", "1024", "--mpp", "0.5"],
     "layers": ["--depth", "3", "--filters", "16", "--stages", "2", "--size", "64"],
     "loader": ["SLIDE", "--px", "256", "--images", "2", "--rounds", "1"],
