@@ -1,7 +1,7 @@
 """Cells as ranks: the communicator of a group whose ranks are the cells of all processes.
 
 Messages between cells of one process are copies; messages to cells of other processes, and the last step of every
-reduction, use the process's communicator. For the order of execution see ``cells.baton``.
+reduction, use the process's communicator. For the order of execution see ``cells.lockstep``.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from hyfi_core.cells.baton import Baton
-from hyfi_core.comm.base import Communicator, Completed, Message, Pending, ReduceOp, version_of
+from hyfi_core.comm.base import Communicator, Completed, Message, Pending, ReduceOp, Tensors, version_of
 from hyfi_core.comm.wire import reduced
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -28,7 +26,7 @@ class _Call:
     result: Any = None
     pending: Pending = field(default_factory=Completed)
     taken: int = 0
-    computed: list[Any] = field(default_factory=list)
+    computed: Tensors | None = None
 
 
 class _Group:
@@ -176,12 +174,12 @@ class _Reduction:
     def wait(self) -> None:
         self._group.baton.wait(self.test)
 
-    def once(self, compute: Callable[[], T]) -> T:
+    def once(self, compute: Callable[[], Tensors], kept: bool) -> Tensors:
         """See ``comm.base.computed_once``."""
-        if not self._call.computed:
-            self._call.computed.append(compute())
-        result: T = self._call.computed[0]
-        return result
+        if self._call.computed is None:
+            self._call.computed = compute()
+        # What a cell keeps, the pager may spill before the next cell comes here.
+        return tuple(tensor.clone() for tensor in self._call.computed) if kept else self._call.computed
 
 
 class CellCommunicator:

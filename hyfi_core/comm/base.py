@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 
-T = TypeVar("T")
+Tensors = tuple[torch.Tensor, ...]
 ReduceOp = Literal["sum", "max", "min"]
 
 
@@ -52,14 +52,19 @@ class Pending(Protocol):
         ...
 
 
-def computed_once(pending: Pending, compute: Callable[[], T]) -> T:
+def computed_once(pending: Pending, compute: Callable[[], Tensors], kept: bool = False) -> Tensors:
     """Return what ``compute`` returns from the result of a completed reduction.
 
     Ranks that share memory (cells of a process) compute it once: all of them must pass the same function of the same
     values, and must not change what it returns.
+
+    Args:
+        pending: the reduction.
+        compute: see above.
+        kept: whether tensors are used again after the next wait: then each rank has copies, which may be spilled.
     """
     once = getattr(pending, "once", None)
-    result: T = compute() if once is None else once(compute)
+    result: Tensors = compute() if once is None else once(compute, kept)
     return result
 
 

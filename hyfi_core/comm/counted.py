@@ -11,13 +11,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self
 
 import torch
 
-from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending, ReduceOp, computed_once
+from hyfi_core.comm.base import (
+    Communicator,
+    ForwardingCommunicator,
+    Message,
+    Pending,
+    ReduceOp,
+    Tensors,
+    computed_once,
+)
 
-T = TypeVar("T")
 KINDS = ("halo", "stage", "reduce", "input")
 Span = tuple[str, float, float]
 """Kind, begin and end by ``time.perf_counter``."""
@@ -165,8 +172,8 @@ class _TimedPending:
     def test(self) -> bool:
         return self._pending.test()
 
-    def once(self, compute: Callable[[], T]) -> T:
-        return computed_once(self._pending, compute)
+    def once(self, compute: Callable[[], Tensors], kept: bool) -> Tensors:
+        return computed_once(self._pending, compute, kept)
 
     def wait(self) -> None:
         if self._on_stream:

@@ -9,14 +9,21 @@ Only received tensors are kept (halo strips, sums of statistics), in the order o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Completed, ForwardingCommunicator, Message, Pending, ReduceOp, computed_once
+from hyfi_core.comm.base import (
+    Completed,
+    ForwardingCommunicator,
+    Message,
+    Pending,
+    ReduceOp,
+    Tensors,
+    computed_once,
+)
 from hyfi_core.comm.counted import KindCommunicator
 
-T = TypeVar("T")
 Log = list[list[torch.Tensor]]
 
 
@@ -85,8 +92,8 @@ class _RecordedPending:
         self._pending.wait()
         self._keep()
 
-    def once(self, compute: Callable[[], T]) -> T:
-        return computed_once(self._pending, compute)
+    def once(self, compute: Callable[[], Tensors], kept: bool) -> Tensors:
+        return computed_once(self._pending, compute, kept)
 
     def _keep(self) -> None:
         self._entry.extend(tensor.clone() for tensor in self._tensors)

@@ -115,7 +115,8 @@ class BatchNorm(AsyncBackward, Recomputable):
             mean, variance = self._of_all(rows, apart)
             return mean.to(dtype), variance.to(dtype)
 
-        return computed_once(pending, in_dtype)
+        mean, variance = computed_once(pending, in_dtype, kept=True)
+        return mean, variance
 
     def _of_all(self, rows: torch.Tensor, apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and biased variance from the sum of what ranks send, in rows of their own or in one."""

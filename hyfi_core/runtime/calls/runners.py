@@ -65,7 +65,7 @@ class Runners(Sequence[StageRunner]):
         self.groups = [runner.groups for runner in self._runners]
 
     def each(self, call: Callable[[StageRunner], T]) -> list[T]:
-        """Call each runner, cells in turn, and return the results."""
+        """Call each runner, cells in turn and their tapes in lockstep, and return the results."""
         if self._baton is None:
             return [call(self._runners[0])]
         return self._baton.run(lambda cell: call(self._runners[cell]))
