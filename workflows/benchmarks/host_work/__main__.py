@@ -46,7 +46,7 @@ def main() -> None:
     if args.way is not None:
         print(json.dumps(measured(args)))
         return
-    here = Path(__file__).parents[2]
+    here = Path(__file__).parents[3]
     for checkout in (here, *([args.against] if args.against else [])):
         for way in args.cells:
             command = [sys.executable, __file__, "--way", way, "--model", args.model]

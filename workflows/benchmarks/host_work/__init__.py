@@ -1,0 +1,1 @@
+"""Benchmark of what the host does in a training step by cells."""
