@@ -41,7 +41,7 @@ def on_tiles(builder: Builder, op: Operator) -> None:
 
 
 ALL_TILES = "all tiles at once: each rank computes its own, and with plan.cells cell by cell"
-"""What works instead of loops over tiles."""
+"""What works instead of a loop over single tiles."""
 
 
 def on_maps(rule: Rule, tiles: Rule = on_tiles) -> Rule:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.rules.accepted_maps import ALL_TILES, on_maps, one_map
+from hyfi_core.rules.accepted_maps import on_maps, one_map
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.calls import arguments, emit, emit_on_part
 from hyfi_core.rules.instructions import Split
@@ -183,9 +183,8 @@ def channelwise(at: int, over_space: AlongSpace) -> Rule:
 
 
 def _split_over_space(builder: Builder, op: Operator, dim: int) -> None:
-    if builder.splits[op.args[0].name].in_batch:
-        builder.refuse(op, "takes groups of tiles", ALL_TILES)
-    if not builder.splits[op.args[0].name].plain:
+    split = builder.splits[op.args[0].name]
+    if not split.in_batch and not split.plain:
         builder.refuse(
             op,
             f"works along dim {dim}, which is height or width",

@@ -18,6 +18,7 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, emit, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.blocks import view_of_blocks
+from hyfi_core.rules.moves.groups import group
 from hyfi_core.rules.moves.place import slice_of_space
 from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.operator_facts import view as view_record
@@ -190,13 +191,24 @@ def sliced(builder: Builder, op: Operator) -> None:
     name = op.args[0].name
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
     if dim == 0 and builder.splits[name].in_batch:
-        builder.refuse(op, "takes a group of tiles", ALL_TILES)
+        _group(builder, op)
+        return
     if dim in builder.splits[name].dims and not builder.splits[name].plain:
         builder.refuse(op, "slices a dim in which height and width are flattened", "a slice of either height or width")
     if dim in builder.splits[name].dims:
         slice_of_space(builder, op, dim)
     else:
         pointwise(builder, op)
+
+
+def _group(builder: Builder, op: Operator) -> None:
+    """Emit a slice of tiles."""
+    name = op.args[0].name
+    start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
+    tiles = range(builder.shape(name)[0])[start:stop:step]
+    if tiles.step != 1 or not tiles:
+        builder.refuse(op, "takes every so many tiles, or none", "consecutive tiles")
+    group(builder, name, op.first_output, tiles.start, tiles.stop)
 
 
 FACTS = {

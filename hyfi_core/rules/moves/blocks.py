@@ -57,9 +57,10 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
     if factors is None:
         return False
     along = [[at for at, factor in enumerate(factors) if factor.before == dim] for dim in dims]
-    if not all(along):  # a single row or column: its dim after the view is ambiguous
+    if not any(along):
         return False
     second = _second_is_shared(builder, op, factors, along)
+    factors, along = _with_unit(factors, along, second, dims)
     carriers = tuple(members[-1] if is_second else members[0] for members, is_second in zip(along, second, strict=True))
     blocks = []
     for members, is_second in zip(along, second, strict=True):
@@ -85,6 +86,24 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
     builder.compute(lambda tensor: tensor.reshape(local), (part,), (folded,), split)
     _ungridded(builder, folded, op.first_output)
     return True
+
+
+def _with_unit(
+    factors: list[_Factor], along: list[list[int]], second: list[bool], dims: tuple[int, int]
+) -> tuple[list[_Factor], list[list[int]]]:
+    """Return (factors, along) with a factor of size 1 for a map of one row or column, whose dim the view leaves open.
+
+    It is put beside the factor of the other axis that ranks share: the map is then flat.
+    """
+    missing = next((axis for axis in (0, 1) if not along[axis]), None)
+    if missing is None:
+        return factors, along
+    other = 1 - missing
+    shared = along[other][-1 if second[other] else 0]
+    at = shared + missing  # a row is before its columns
+    unit = _Factor(1, dims[missing], factors[shared].after)
+    moved = [factor + (factor >= at) for factor in along[other]]
+    return [*factors[:at], unit, *factors[at:]], [moved, [at]] if missing else [[at], moved]
 
 
 def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], along: list[list[int]]) -> list[bool]:

@@ -24,6 +24,7 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit_on_part
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.axis import Axis, Selection, reach
+from hyfi_core.rules.moves.groups import cat_of_groups, group
 from hyfi_core.rules.moves.slices import pad_circular
 from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.windows.taps import of_pad
@@ -113,14 +114,16 @@ def slice_of_space(builder: Builder, op: Operator, dim: int) -> None:
 
 
 def split_of_space(builder: Builder, op: Operator, dim: int) -> None:
-    """``split`` and ``chunk`` along y or x: one slice for each used output."""
+    """``split`` and ``chunk`` along y or x, or of tiles: one slice for each used output."""
     name = op.args[0].name
-    shape, dims = builder.shape(name), builder.splits[name].dims
+    shape, dims, in_batch = builder.shape(name), builder.splits[name].dims, builder.splits[name].in_batch
     start = 0
     for output, length in zip(op.outputs, _lengths(op, shape[dim]), strict=True):
         tables = [list(range(start, start + length)) if d == dim else list(range(shape[d])) for d in dims]
         start += length
-        if output is not None:
+        if output is not None and in_batch:
+            group(builder, name, output, start - length, start)
+        elif output is not None:
             _by_table(builder, (output,), name, tables)
 
 
@@ -135,6 +138,9 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
     """``cat`` along y or x: each rank receives the pixels of each input that are in its part."""
     names = [item.name for item in op.args[0]]
     first = next(builder.splits[name] for name in names if name in builder.splits)
+    if first.in_batch:
+        cat_of_groups(builder, op)
+        return
     shape = builder.shape(op.first_output)
     for name in names:
         split = builder.splits.get(name)

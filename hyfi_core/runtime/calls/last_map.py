@@ -72,9 +72,12 @@ def _is_explained(ranked: RankProgram, name: str, grids: set[tuple[int, int]]) -
 
 
 def _grids_of_tiles(ranked: RankProgram) -> set[tuple[int, int]]:
-    """Return the rows and columns of the tiles ``(N, C, h, w)`` that the model encodes."""
+    """Return the rows and columns of the tiles ``(N, C, h, w)`` that the model encodes.
+
+    Those of one row do not count: such are groups of tiles, whose places in the image are not known.
+    """
     maps = (split for name, split in ranked.splits.items() if len(ranked.values[name].shape) == 4 and split.in_batch)
-    return {split.layout.map.shape for split in maps}
+    return {split.layout.map.shape for split in maps if split.layout.height > 1}
 
 
 def _has_vectors_of_tiles(ranked: RankProgram, name: str, grids: set[tuple[int, int]]) -> bool:

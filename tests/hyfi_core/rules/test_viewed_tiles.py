@@ -14,10 +14,9 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.capture.export import capture
-from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.plan import ParallelPlan
-from tests.harness import Result, captured_once, compare, identity, one_process, parallel, run_copies
+from tests.harness import Result, compare, identity, one_process, parallel, run_copies
 
 SIDE = 8  # of a tile
 WIDTH = 6  # of its vector
@@ -233,36 +232,6 @@ def test_an_image_of_a_slide_takes_no_gather() -> None:
     assert not lowered.gathered
     box = lowered.read_box
     assert box.shape == (10 * global_side, 10 * global_side)  # whole tiles of its own part
-
-
-LOOPS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "groups": lambda tiles: tiles.split(4),
-    "slices": lambda tiles: [tiles[start : start + 6] for start in range(0, len(tiles), 6)],
-    "single tiles": lambda tiles: [tile[None] for tile in tiles],
-}
-
-
-class Looping(nn.Module):
-    def __init__(self, loop: str) -> None:
-        super().__init__()
-        self.loop, self.encoder = loop, nn.Sequential(nn.Conv2d(3, 2, 4, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
-
-    def extra_repr(self) -> str:
-        return self.loop
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        vectors = torch.cat([self.encoder(group) for group in LOOPS[self.loop](viewed(x))])
-        return vectors.view(len(x), -1, 2).mean(1)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_loops_over_tiles_gather_small_images_and_are_refused_for_large_ones(loop: str) -> None:
-    torch.manual_seed(0)
-    model, shape = Looping(loop), (1, 3, 24, 40)
-    assert_equal(model, shape, ParallelPlan(grids=((1, 2),)))
-    program = captured_once(model, shape, torch.float64)
-    with pytest.raises(RequestError, match=r"tiles.*all tiles at once.*plan\.gather_bytes=23040 or more"):
-        lower(program, Target((1, 2), 0, gather_bytes=0))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""Groups of tiles, for models that encode the tiles of their image group by group, and join the vectors.
+
+    tiles 0 … 14 on 2 ranks     0 1 2 3 4 5 6 │ 7 8 9 10 11 12 13 14        in order: one exchange, none if rows of
+    tiles[0:6], tiles[6:12], …  0 1 2 3 4 5   │                             tiles are whole on each rank
+                                            6 │ 7 8 9 10 11
+                                              │              12 13 14
+    cat                         0 1 2 3 4 5 6 │ 7 8 9 10 11 12 13 14        nothing moves
+
+Tiles in order are a flat map of one row. A rank that has none of a group does nothing for it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.plan.boxes import Boxes
+from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.instructions import Split
+
+_IN_ORDER: WeakKeyDictionary[Builder, dict[str, tuple[str, Split]]] = WeakKeyDictionary()
+"""Tiles -> the same in order, so that all groups share one exchange."""
+
+
+def group(builder: Builder, name: str, output: str | None, start: int, stop: int) -> None:
+    """Emit tiles ``[start, stop)`` of a value with tiles in dim 0."""
+    ordered = _in_order(builder, name)
+    cuts, rank = builder.splits[ordered].layout.columns, builder.rank
+    inner = tuple(min(max(cut, start), stop) - start for cut in cuts)
+    first, count = max(start - cuts[rank], 0), inner[rank + 1] - inner[rank]
+    builder.compute(lambda tiles: tiles.narrow(0, first, count), (ordered,), (output,), _row(inner))
+
+
+def cat_of_groups(builder: Builder, op: Operator) -> None:
+    """Emit a ``cat`` of groups, each rank's part of which are consecutive tiles.
+
+    Raises:
+        RequestError: they are not.
+    """
+    names = [item.name for item in op.args[0]]
+    splits = [builder.splits.get(name) for name in names]
+    cuts = _joined([split for split in splits if split is not None and _is_row(split)])
+    if cuts is None or not all(split is not None and _is_row(split) for split in splits):
+        builder.refuse(op, "joins tiles in another order than theirs", "groups of tiles, in order")
+    some = [split is not None and not split.held[builder.rank].empty for split in splits]
+
+    def call(*parts: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part for part, present in zip(parts, some, strict=True) if present])
+
+    builder.compute(call, tuple(names), op.outputs, _row(cuts))
+
+
+def _row(cuts: tuple[int, ...]) -> Split:
+    return Split(Layout((0, 1), cuts), (0, 0))
+
+
+def _is_row(split: Split) -> bool:
+    return split.in_batch and split.leads == (1, 1) and split.layout.rows == (0, 1)
+
+
+def _joined(rows: list[Split]) -> tuple[int, ...] | None:
+    """Return the cuts of consecutive groups as one; None if some rank's parts are not consecutive, in rank order."""
+    ranks = {len(split.layout.parts) for split in rows}
+    if len(ranks) != 1:
+        return None
+    cuts = [0]
+    for rank in range(ranks.pop()):
+        end, offset = cuts[-1], 0
+        for split in rows:
+            start, stop = (offset + cut for cut in split.layout.columns[rank : rank + 2])
+            if stop > start and start != end:
+                return None
+            end = stop if stop > start else end
+            offset += split.layout.width
+        cuts.append(end)
+    return tuple(cuts) if cuts[-1] == sum(split.layout.width for split in rows) else None
+
+
+def _in_order(builder: Builder, name: str) -> str:
+    """Return tiles in order: each rank has consecutive ones, as many as others where they are redistributed."""
+    if _is_row(builder.splits[name]):
+        return name
+    known = _IN_ORDER.setdefault(builder, {})
+    result, split = known.get(name, ("", None))
+    if split is None or builder.splits.get(result) is not split:  # a builder may have been rewound
+        result = _put_in_order(builder, name)
+        known[name] = result, builder.splits[result]
+    return result
+
+
+def _put_in_order(builder: Builder, name: str) -> str:
+    split, shape, result = builder.splits[name].owned, builder.shape(name), builder.fresh(name)
+    part, (down, across) = builder.part(name, split), split.layout.map.shape
+    images, ranks = split.leads[0], len(split.layout.parts)
+    whole_rows = images == 1 and len(split.layout.columns) == 2
+    cuts = tuple(cut * across for cut in split.layout.rows) if whole_rows else _even(shape[0], ranks)
+    if ranks == 1:
+        builder.compute(lambda tiles: tiles.view_as(tiles), (part,), (result,), _row(cuts))
+        return result
+    opened, pieces, kept = builder.opened(part), [], []
+    for image in range(images):
+        first = image * down * across
+        wanted = [
+            (max(start, first) - first, min(stop, first + down * across) - first) for start, stop in pairwise(cuts)
+        ]
+        rows = tuple((start // across, -(-stop // across)) if start < stop else (0, 0) for start, stop in wanted)
+        pieces.append(builder.moved(_image(builder, opened, image, images), Boxes(rows, ((0, across),))))
+        start, stop = wanted[builder.rank]
+        kept.append((start - rows[builder.rank][0] * across, max(stop - start, 0)))
+
+    def call(*tiles: torch.Tensor) -> torch.Tensor:
+        chosen = [piece.flatten(0, 1).narrow(0, *own) for piece, own in zip(tiles, kept, strict=True) if own[1]]
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+    builder.compute(call, tuple(pieces), (result,), _row(cuts))
+    return result
+
+
+def _image(builder: Builder, opened: str, image: int, images: int) -> str:
+    """Return the tiles of one image, (rows, columns, …), of those of all."""
+    if images == 1:
+        return opened
+    result = builder.fresh(opened, builder.shape(opened)[1:])
+    split = Split(builder.splits[opened].layout, (0, 1))
+    builder.compute(lambda tiles: tiles[image], (opened,), (result,), split)
+    return result
+
+
+def _even(length: int, count: int) -> tuple[int, ...]:
+    return Layout.even(1, length, (1, count)).columns
