@@ -54,24 +54,152 @@ def cut_program(program: Program, results: tuple[Any, ...], cuts: Sequence[str])
     Raises:
         RequestError: a cut is no module with operators, cuts are out of order, or a buffer is used in two stages.
     """
-    alive = program.needed({*refs_in(results), *program.mutations.values()})
-    operators = tuple(op for op in program.operators if any(o in alive for o in op.outputs if o is not None))
-    ends = _ends(operators, cuts)
-    owner = _owners(program, operators, ends, results)
-    free = free_values(program, operators)
-    pieces = [_operators_of(operators, free, owner, stage) for stage in range(len(ends))]
-    travels = _travels(operators, results, owner, free, len(ends))
-    _check_buffers(program, pieces)
-    ordinals = {op.name: at for at, op in enumerate(program.operators)}
-    return tuple(
-        Stage(
-            _part_of(program, pieces[stage], ordinals),
-            {a: names for (a, b), names in travels.items() if b == stage},
-            {b: names for (a, b), names in travels.items() if a == stage},
-            results if stage == len(ends) - 1 else (),
+    return ProgramCutter(program, results).cut(cuts)
+
+
+class ProgramCutter:
+    """Cuts a program in many ways: what does not depend on the cuts is computed once.
+
+    Operators are known by their position among those that the results need.
+
+    Args:
+        program: the captured model.
+        results: the leaves of its output that are needed.
+    """
+
+    def __init__(self, program: Program, results: tuple[Any, ...]) -> None:
+        alive = program.needed({*refs_in(results), *program.mutations.values()})
+        self._program, self._results = program, results
+        self._operators = tuple(op for op in program.operators if any(o in alive for o in op.outputs if o is not None))
+        self._free = free_values(program, self._operators)
+        self._ordinals = {op.name: at for at, op in enumerate(program.operators)}
+        self._makers = {o: at for at, op in enumerate(self._operators) for o in op.outputs if o is not None}
+        self._beside = self._serving_mutations_only()
+        self._uses = self._uses_of_values()
+        self._last = {name: at for at, op in enumerate(self._operators) for name in _enclosing(op.module)}
+        self._watched = _watched_buffers(program)
+
+    def cut(self, cuts: Sequence[str]) -> tuple[Stage, ...]:
+        """Return the stages between these cuts; see ``cut_program``."""
+        ends = self._ends(cuts)
+        owner, stages = self._owners(ends), len(ends)
+        pieces, travels = self._pieces(owner, stages), self._travels(owner)
+        self._check_buffers(pieces)
+        return tuple(
+            Stage(
+                _part_of(self._program, pieces[stage], self._ordinals),
+                {a: names for (a, b), names in travels.items() if b == stage},
+                {b: names for (a, b), names in travels.items() if a == stage},
+                self._results if stage == stages - 1 else (),
+            )
+            for stage in range(stages)
         )
-        for stage in range(len(ends))
-    )
+
+    def _serving_mutations_only(self) -> dict[int, tuple[int, ...]]:
+        """Return operators that only serve changed buffers -> those that compute their inputs, if there are any."""
+        serving = self._program.needed(set(refs_in(self._results)))
+        beside = {}
+        for at, op in enumerate(self._operators):
+            inputs = tuple(self._makers[name] for name in op.inputs if name in self._makers)
+            if inputs and not any(name in serving for name in op.outputs if name is not None):
+                beside[at] = inputs
+        return beside
+
+    def _uses_of_values(self) -> tuple[tuple[str, int, tuple[int, ...], bool], ...]:
+        """Return (value, what makes it, what uses it, whether its users follow each other in the order of stages).
+
+        What takes the results stands behind all operators.
+        """
+        users: dict[str, list[int]] = {name: [] for name in self._makers}
+        for at, op in enumerate(self._operators):
+            for name in op.inputs:
+                if name in users and name not in self._free:
+                    users[name].append(at)
+        for name in refs_in(self._results):
+            if name in users:
+                users[name].append(len(self._operators))
+        return tuple(
+            (name, at, tuple(users[name]), self._beside.keys().isdisjoint((at, *users[name])))
+            for name, at in self._makers.items()
+            if users[name]
+        )
+
+    def _ends(self, cuts: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the half-open range of operators of each stage."""
+        bounds = [0]
+        for cut in cuts:
+            last = self._last.get(cut)
+            if last is None:
+                raise RequestError(f"plan.cuts names {cut!r}, {_nearest(self._operators, cut)}")
+            if last + 1 <= bounds[-1]:
+                raise RequestError(
+                    f"plan.cuts lists {cut!r} after {cuts[len(bounds) - 2]!r}, but the model runs it earlier; list the "
+                    f"cuts in the order in which the model runs them"
+                )
+            bounds.append(last + 1)
+        if cuts and bounds[-1] == len(self._operators):
+            raise RequestError(
+                f"plan.cuts ends with {cuts[-1]!r}, but the model computes nothing after it, so the last "
+                f"stage would be empty; cut earlier"
+            )
+        bounds.append(len(self._operators))
+        return list(pairwise(bounds))
+
+    def _owners(self, ends: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the stage of each operator; behind them, that of what takes the results.
+
+        A capture writes changed buffers behind everything else. What only serves them belongs to the stage that
+        computes its inputs, which is where the model changes them.
+        """
+        owner = [stage for stage, (a, b) in enumerate(ends) for _ in range(a, b)]
+        for at, makers in self._beside.items():
+            owner[at] = min(owner[at], max(owner[maker] for maker in makers))
+        return [*owner, len(ends) - 1]
+
+    def _pieces(self, owner: Sequence[int], stages: int) -> list[tuple[Operator, ...]]:
+        """Return the operators of each stage, with copies of earlier ones whose values it recomputes."""
+        if self._free:
+            return [self._with_copies(owner, stage) for stage in range(stages)]
+        pieces: list[list[Operator]] = [[] for _ in range(stages)]
+        for op, stage in zip(self._operators, owner, strict=False):
+            pieces[stage].append(op)
+        return [tuple(piece) for piece in pieces]
+
+    def _with_copies(self, owner: Sequence[int], stage: int) -> tuple[Operator, ...]:
+        chosen = {at for at, of in enumerate(owner[:-1]) if of == stage}
+        names = {name for at in chosen for name in self._operators[at].inputs}
+        for at in reversed(range(len(self._operators))):
+            outputs = {o for o in self._operators[at].outputs if o is not None}
+            if owner[at] < stage and outputs & names & self._free:
+                chosen.add(at)
+                names.update(self._operators[at].inputs)
+        return tuple(self._operators[at] for at in sorted(chosen))
+
+    def _travels(self, owner: Sequence[int]) -> dict[tuple[int, int], tuple[str, ...]]:
+        """Return (from, to) -> values, in the order in which they are computed."""
+        travels: dict[tuple[int, int], list[str]] = {}
+        for name, maker, users, in_order in self._uses:
+            first = owner[maker]
+            if in_order and owner[users[-1]] == first:
+                continue
+            for to in sorted({owner[user] for user in users} - {first}):
+                travels.setdefault((first, to), []).append(name)
+        return {edge: tuple(names) for edge, names in sorted(travels.items())}
+
+    def _check_buffers(self, pieces: Sequence[Sequence[Operator]]) -> None:
+        """Refuse a buffer that one stage changes and another reads: within a step their values would differ."""
+        stages: dict[str, set[int]] = {name: set() for name in self._watched.values()}
+        for stage, operators in enumerate(pieces):
+            for op in operators:
+                for value in (*op.inputs, *op.outputs):
+                    if value in self._watched:
+                        stages[self._watched[value]].add(stage)
+        for buffer, users in stages.items():
+            if len(users) > 1:
+                raise RequestError(
+                    f"buffer {buffer!r} is read or changed in several stages ({sorted(users)}); choose cuts "
+                    f"that keep all calls of its module in one stage"
+                )
 
 
 def edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
@@ -102,52 +230,16 @@ def active_values(program: Program, results: tuple[Any, ...], sources: Iterable[
     return frozenset(reached & names)
 
 
-def _ends(operators: Sequence[Operator], cuts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the half-open range of operators of each stage."""
-    bounds = [0]
-    for cut in cuts:
-        inside = [index for index, op in enumerate(operators) if op.module == cut or op.module.startswith(cut + ".")]
-        if not inside:
-            raise RequestError(f"plan.cuts names {cut!r}, {_nearest(operators, cut)}")
-        if inside[-1] + 1 <= bounds[-1]:
-            raise RequestError(
-                f"plan.cuts lists {cut!r} after {cuts[len(bounds) - 2]!r}, but the model runs it earlier; list the "
-                f"cuts in the order in which the model runs them"
-            )
-        bounds.append(inside[-1] + 1)
-    if cuts and bounds[-1] == len(operators):
-        raise RequestError(
-            f"plan.cuts ends with {cuts[-1]!r}, but the model computes nothing after it, so the last "
-            f"stage would be empty; cut earlier"
-        )
-    bounds.append(len(operators))
-    return list(pairwise(bounds))
-
-
-def _owners(
-    program: Program, operators: Sequence[Operator], ends: Sequence[tuple[int, int]], results: tuple[Any, ...]
-) -> dict[str, int]:
-    """Return operator -> its stage.
-
-    A capture writes changed buffers behind everything else. What only serves them belongs to the stage that computes
-    its inputs, which is where the model changes them.
-    """
-    owner = {op.name: stage for stage, (a, b) in enumerate(ends) for op in operators[a:b]}
-    serving = program.needed(set(refs_in(results)))
-    maker: dict[str, int] = {}
-    for op in operators:
-        inputs = [maker[name] for name in op.inputs if name in maker]
-        if inputs and not any(name in serving for name in op.outputs if name is not None):
-            owner[op.name] = min(owner[op.name], max(inputs))
-        maker |= {name: owner[op.name] for name in op.outputs if name is not None}
-    return owner
+def _enclosing(module: str) -> list[str]:
+    """Return a module and those around it."""
+    parts = module.split(".")
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def _nearest(operators: Sequence[Operator], cut: str) -> str:
     modules: dict[str, None] = {}
     for op in operators:
-        parts = op.module.split(".")
-        modules.update((".".join(parts[: n + 1]), None) for n in range(len(parts)) if op.module)
+        modules.update((name, None) for name in _enclosing(op.module) if op.module)
     close = difflib.get_close_matches(cut, modules, n=3) or [name for name in modules if "." not in name]
     return f"but the model has no such module, or it computes nothing; available: {', '.join(close[:8])} …"
 
@@ -165,61 +257,10 @@ def free_values(program: Program, operators: Sequence[Operator]) -> set[str]:
     return free
 
 
-def _operators_of(
-    operators: Sequence[Operator], free: set[str], owner: Mapping[str, int], stage: int
-) -> tuple[Operator, ...]:
-    """Return a stage's operators, with copies of earlier ones whose values it recomputes."""
-    chosen = [op for op in operators if owner[op.name] == stage]
-    names = {name for op in chosen for name in op.inputs}
-    copies: set[str] = set()
-    for op in reversed(operators):
-        outputs = {o for o in op.outputs if o is not None}
-        if owner[op.name] < stage and outputs & names & free:
-            copies.add(op.name)
-            names.update(op.inputs)
-    return tuple(op for op in operators if owner[op.name] == stage or op.name in copies)
-
-
-def _travels(
-    operators: Sequence[Operator],
-    results: tuple[Any, ...],
-    owner: Mapping[str, int],
-    free: set[str],
-    stages: int,
-) -> dict[tuple[int, int], tuple[str, ...]]:
-    """Return (from, to) -> values, in the order in which they are computed."""
-    maker = {o: owner[op.name] for op in operators for o in op.outputs if o is not None}
-    users: dict[str, set[int]] = {name: set() for name in maker}
-    for op in operators:
-        for name in op.inputs:
-            if name in maker and name not in free:
-                users[name].add(owner[op.name])
-    for name in refs_in(results):
-        if name in maker:
-            users[name].add(stages - 1)
-    travels: dict[tuple[int, int], list[str]] = {}
-    for name, first in maker.items():
-        for to in sorted(users[name] - {first}):
-            travels.setdefault((first, to), []).append(name)
-    return {edge: tuple(names) for edge, names in sorted(travels.items())}
-
-
-def _check_buffers(program: Program, pieces: Sequence[Sequence[Operator]]) -> None:
-    """Refuse a buffer that one stage changes and another reads: within a step their values would differ."""
+def _watched_buffers(program: Program) -> dict[str, str]:
+    """Return value -> the changed buffer of the user's module that it is, before or after the change."""
     changed = {name: value for value, name in program.buffers.items() if name in program.mutations}
-    watched = {value: name for name, value in changed.items()} | {program.mutations[name]: name for name in changed}
-    stages: dict[str, set[int]] = {name: set() for name in changed}
-    for stage, operators in enumerate(pieces):
-        for op in operators:
-            for value in (*(name for name in op.inputs if name in program.buffers), *op.outputs):
-                if value in watched:
-                    stages[watched[value]].add(stage)
-    for buffer, users in stages.items():
-        if len(users) > 1:
-            raise RequestError(
-                f"buffer {buffer!r} is read or changed in several stages ({sorted(users)}); choose cuts "
-                f"that keep all calls of its module in one stage"
-            )
+    return {value: name for name, value in changed.items()} | {program.mutations[name]: name for name in changed}
 
 
 def _part_of(program: Program, operators: tuple[Operator, ...], ordinals: dict[str, int]) -> Program:

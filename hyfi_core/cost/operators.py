@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -79,11 +79,16 @@ class OperatorCost:
         return count * machine.call_s(name, backward=True) + seconds + weights_s + forks * added_s
 
 
+KnownCosts = dict[Hashable, OperatorCost]
+"""All of an operator that its cost depends on -> the cost."""
+
+
 def operator_costs(
     program: Program,
     machine: MachineModel | None = None,
     dtype: str | None = None,
     active: frozenset[str] | None = None,
+    known: KnownCosts | None = None,
 ) -> tuple[OperatorCost, ...]:
     """Return the cost of every operator, in order.
 
@@ -92,12 +97,22 @@ def operator_costs(
         machine: the machine model; None: the reference machine.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
         active: values that carry gradients; None: all between parameters and the program's outputs.
+        known: costs of the same model's operators on the same machine and with the same dtype, to which these are
+            added; None: nothing is known.
     """
     machine = machine or reference_machine()
     if active is None:
         active = active_values(program, program.outputs, program.parameters)
     users = Counter(name for op in program.operators for name in set(op.inputs) if set(op.outputs) & active)
-    return tuple(_cost(program, op, machine, active, dtype, users) for op in program.operators)
+    known = {} if known is None else known
+    costs = []
+    for op in program.operators:
+        used = tuple(users.get(name, 0) if name in active else -1 for name in op.outputs if name is not None)
+        key = op.name, op.outputs, op.inputs, used, tuple(name in active for name in op.inputs)
+        if key not in known:
+            known[key] = _cost(program, op, machine, active, dtype, users)
+        costs.append(known[key])
+    return tuple(costs)
 
 
 def value_bytes(program: Program, name: str) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import cached_property, lru_cache, reduce
 
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.boxes import Boxes
@@ -74,6 +74,13 @@ class Sketch:
     readers: Mapping[str, int]
     image: str
     fixed: frozenset[str] = frozenset()
+
+    @cached_property
+    def grows(self) -> tuple[tuple[str, ...], ...]:
+        """For each operator, the inputs of which a rank that computes its own part needs more than it owns."""
+        return tuple(
+            tuple(value for value, _ in reaching(self, flow, self.layouts[flow.makes[0]].parts)) for flow in self.flows
+        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ def _owned(layout: Layout, need: Boxes) -> bool:
 def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
     """Return the values at which runs begin."""
     made_by = {value: at for at, flow in enumerate(sketch.flows) for value in flow.makes}
-    grows = [[v for v, _ in reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts)] for flow in sketch.flows]
+    grows = sketch.grows
     windows: dict[str, float] = {sketch.image: 0}
     exchanged: set[str] = set()
     at = 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +178,20 @@ def _search(settings: Config, machine: MachineModel, ranks: int, images: int, to
         spill="memory" if machine.device == "cuda" else ".",
         spills=SpillForecast(machine, PROCESS_BYTES, programs.autocast_dtype),
     )
-    return best_of_all_plans(programs.of, request, top)
+    with _without_collections():
+        return best_of_all_plans(programs.of, request, top)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Context in which cycles of objects are not collected: millions of objects stay that would be searched again."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: bool) -> list[str]:

@@ -227,7 +227,8 @@ def _agreed_start(world: Communicator, config: Config, resumption: Resumption) -
     start: int = world.broadcast_object(agree_everywhere(world, lambda: check_run(config, resumption)))
     agree_everywhere(world, lambda: check_checkpoint(config, start))
     if missing is not None:
-        warn(f"hyfi: {missing}")
+        text, is_warning = missing
+        warn(f"hyfi: {text}") if is_warning else say(text)
     chosen = resumption.describe(config.run.dir, start) if world.rank == 0 else None
     if chosen is not None:
         say(chosen)

@@ -60,10 +60,11 @@ def check_unused(config: Config) -> None:
     check_free(config.run.dir, _OTHER)
 
 
-def describe_missing_run(config: Config) -> str | None:
-    """Return what a request to resume finds where there is no run; None if there is one.
+def describe_missing_run(config: Config) -> tuple[str, bool] | None:
+    """Return (what a request to resume finds where there is no run, whether it is a warning); None if there is a run.
 
-    Scripts resume at their first start, too, so this is no error; but the folder may have been mistyped.
+    Scripts resume at their first start, too, as they should; but beside a run of a similar name, the folder may have
+    been mistyped.
     """
     folder = config.run.dir
     if (folder / "config.yaml").exists():
@@ -71,8 +72,12 @@ def describe_missing_run(config: Config) -> str | None:
     parent = folder.absolute().parent
     siblings = [path.parent.name for path in parent.glob("*/config.yaml")] if parent.is_dir() else []
     like = get_close_matches(folder.name, siblings, n=1)
-    meant = f"; did you mean {folder.parent / like[0]}?" if like else ""
-    return f"run.dir {folder}: there is no run to resume, a new one starts{meant}"
+    if not like:
+        return f"run.dir {folder}: first start of this run", False
+    return (
+        f"run.dir {folder}: there is no run to resume, a new one starts; did you mean {folder.parent / like[0]}?",
+        True,
+    )
 
 
 def check_checkpoint(config: Config, start: int) -> None:

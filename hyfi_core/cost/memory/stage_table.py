@@ -44,11 +44,13 @@ class StageTable:
         names: the module that ends at each place but the first and the last.
         places: positions between operators at which a stage may begin or end.
         maps: as those of a stage, with a ``Table`` of all stages in each field.
+        copies: whether some operators depend on neither image nor weights, so that stages may have copies of them.
     """
 
     names: tuple[str, ...]
     places: tuple[int, ...]
     maps: StageMaps
+    copies: bool
 
     @classmethod
     def of(cls, program: Program) -> StageTable:
@@ -91,7 +93,7 @@ class StageTable:
             "first_in_two": TablePeak(in_two, first=True),
             "later_in_two": TablePeak(in_two, first=False),
         }
-        return cls(tuple(candidate.module for candidate in candidates), places, StageMaps(**maps))
+        return cls(tuple(candidate.module for candidate in candidates), places, StageMaps(**maps), bool(free))
 
     def stages(self, cuts: Sequence[str]) -> list[StageMaps]:
         """Return those of the stages between cuts.

@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from hyfi_core.capture.program import Operator, Program, refs_in
-from hyfi_core.capture.stages import Stage, cut_program
+from hyfi_core.capture.stages import ProgramCutter, Stage
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import OperatorCost, operator_costs
 from hyfi_core.cost.step.stage_cost import update_s
@@ -122,6 +122,7 @@ class PlanBounds:
         self._operators: dict[tuple[int, _Mode], dict[str, _Work]] = {}
         self._whole: dict[int, _Work] = {}
         self._totals: dict[tuple[int, frozenset[tuple[int, int]]], float] = {}
+        self._cutters: dict[int, ProgramCutter] = {}
         self._pieces: dict[tuple[int, tuple[str, ...] | str], tuple[Stage, ...]] = {}
         self._stages: dict[tuple[int, tuple[str, ...] | str, tuple[_Mode, ...]], tuple[tuple[_Work, ...], float]] = {}
         self._parts: dict[tuple[int, _Mode], list[_Work]] = {}
@@ -196,8 +197,10 @@ class PlanBounds:
         """
         key = self._images(plan), plan.cuts
         if key not in self._pieces:
-            program, cuts = self._programs(key[0]), () if plan.cuts == "auto" else plan.cuts
-            self._pieces[key] = cut_program(program, program.outputs, cuts)
+            if key[0] not in self._cutters:
+                program = self._programs(key[0])
+                self._cutters[key[0]] = ProgramCutter(program, program.outputs)
+            self._pieces[key] = self._cutters[key[0]].cut(() if plan.cuts == "auto" else plan.cuts)
         return self._pieces[key]
 
     def _images(self, plan: ParallelPlan) -> int:

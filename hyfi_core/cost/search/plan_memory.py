@@ -35,8 +35,8 @@ class StudiedMemory:
 class PlanMemory:
     """Knows what plans need, and makes them fit.
 
-    Many plans are asked for and few are cut: ``ways`` takes the tables of all stages, ``fits`` and ``needed_bytes`` the
-    stages themselves.
+    Many plans are asked for and few are cut: ``ways`` takes the tables of all stages. So do ``fits`` and
+    ``needed_bytes`` where the tables are exact; else they take the stages themselves.
 
     Args:
         programs: captures the model.
@@ -68,7 +68,9 @@ class PlanMemory:
         """
         program, key = self._programs(self._images(plan)), (self._images(plan), plan.cuts)
         if key not in self._maps:
-            self._maps[key] = StageMaps.of(program, self._bounds.pieces(plan))
+            pieces, table, cuts = self._bounds.pieces(plan), self._table(plan), () if plan.cuts == "auto" else plan.cuts
+            exact = not table.copies and set(cuts) <= set(table.names)
+            self._maps[key] = table.stages(cuts) if exact else StageMaps.of(program, pieces)
         return self._forecast(plan, self._maps[key])
 
     def fits(self, plan: ParallelPlan) -> bool:

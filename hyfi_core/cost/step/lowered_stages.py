@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hyfi_core.capture.program import Operator, Program, refs_in
-from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
+from hyfi_core.capture.stages import ProgramCutter, Stage, active_values, edges
 from hyfi_core.cost.branch_packing import divide_stage
 from hyfi_core.cost.fused_depth import runs_and_trial
 from hyfi_core.cost.links.node_links import Messages
 from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.operators import KnownCosts
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import NOT_FUSED, Target, lower, lowered_operators
 from hyfi_core.lowering.planes import Plane, exchanges, on_plane
@@ -80,7 +81,7 @@ class PartlyLowered:
     ) -> None:
         assert fine.cuts != "auto" or fine.stages == 1, "cuts must be resolved first"
         self._program, self._fine, self._machine, self._known = program, fine, machine, lowered_plans
-        self._pieces = cut_program(program, program.outputs, () if fine.cuts == "auto" else fine.cuts)
+        self._pieces = lowered_plans.cutter(program).cut(() if fine.cuts == "auto" else fine.cuts)
         self.active = lowered_plans.active(program)
         self._splits: list[SplitsByName] = []
         self._entries: list[Mapping[str, Any]] = []
@@ -144,6 +145,8 @@ class LoweredPlans:
         self._plans: dict[Hashable, PartlyLowered] = {}
         self._stages: dict[Hashable, tuple[DividedStage, list[Operator]]] = {}
         self._active: dict[int, tuple[Program, frozenset[str]]] = {}
+        self._cutters: dict[int, tuple[Program, ProgramCutter]] = {}
+        self._costs: dict[tuple[int, str | None], tuple[Program, KnownCosts]] = {}
         self._derived: dict[Hashable, tuple[DividedStage, Any]] = {}
 
     def derived(self, stage: DividedStage, way: Hashable, compute: Callable[[], Derived]) -> Derived:
@@ -160,6 +163,16 @@ class LoweredPlans:
         if id(program) not in self._active:
             self._active[id(program)] = program, active_values(program, program.outputs, program.parameters)
         return self._active[id(program)][1]
+
+    def costs(self, program: Program, dtype: str | None) -> KnownCosts:
+        """Return the known costs of a model's operators under autocast to ``dtype``; it is kept as by ``active``."""
+        return self._costs.setdefault((id(program), dtype), (program, {}))[1]
+
+    def cutter(self, program: Program) -> ProgramCutter:
+        """Return what cuts a model, which is kept as by ``active``."""
+        if id(program) not in self._cutters:
+            self._cutters[id(program)] = program, ProgramCutter(program, program.outputs)
+        return self._cutters[id(program)][1]
 
     def plan(self, program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel) -> PartlyLowered:
         """Return the stages of a plan; see ``lowered_stages``."""

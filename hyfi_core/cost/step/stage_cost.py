@@ -152,6 +152,7 @@ class StageCosts:
         self.watch_s = machine.watch_s(len(program.parameters))
         cells = plan.cell_grid or (1, 1)
         self._cells = cells[0] * cells[1]
+        self._program = program
         self._fine = plan.by_cells()
         self._turn_s = machine.turns_s(plan.ranks)
         self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
@@ -205,7 +206,8 @@ class StageCosts:
         leaving = tuple(Ref(name) for names in piece.exits.values() for name in names if name in active)
         entering = [name for names in piece.entries.values() for name in names if name in active]
         active_here = active_values(program, (piece.outputs, leaving), (*program.parameters, *entering))
-        cost_list = operator_costs(program, self.machine, dtype, active_here)
+        known = self._known.costs(self._program, dtype)
+        cost_list = operator_costs(program, self.machine, dtype, active_here, known)
         costs = {op.name: cost for op, cost in zip(program.operators, cost_list, strict=True)}
         return self._computed(divided, operators, costs, ranks)
 

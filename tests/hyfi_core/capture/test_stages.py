@@ -10,7 +10,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
-from hyfi_core.capture.stages import active_values, cut_program, edges
+from hyfi_core.capture.stages import ProgramCutter, active_values, cut_program, edges
 from hyfi_core.errors import RequestError
 from tests.harness import assert_equal_to_one_process, compare, identity, one_process, parallel
 
@@ -48,6 +48,19 @@ def test_values_travel_straight_to_where_they_are_used(program: Program) -> None
     assert len(stages[1].exits[2]) == 2  # a · ramp is made behind the cut, in stage 1, and b
     assert [stage.reads_image for stage in stages] == [True, False, False]
     assert stages[2].outputs and not stages[0].outputs
+
+
+@pytest.mark.parametrize("cuts", [(), ("a",), ("b",), ("a", "b")])
+def test_a_cutter_of_many_plans_sends_what_later_stages_use(program: Program, cuts: tuple[str, ...]) -> None:
+    cutter = ProgramCutter(program, program.outputs)
+    cutter.cut(("c",))
+    stages = cutter.cut(cuts)
+    assert stages == cut_program(program, program.outputs, cuts)
+    makes = [{name for op in stage.program.operators for name in op.outputs} for stage in stages]
+    for to, stage in enumerate(stages):
+        received = {name for names in stage.entries.values() for name in names}
+        used = {name for op in stage.program.operators for name in op.inputs}
+        assert received == {name for name in used - makes[to] if any(name in before for before in makes[:to])}
 
 
 def test_what_depends_on_nothing_is_made_again(program: Program) -> None:

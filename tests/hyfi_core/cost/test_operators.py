@@ -7,7 +7,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hyfi_core.capture.export import capture
-from hyfi_core.cost.operators import operator_costs
+from hyfi_core.capture.stages import cut_program
+from hyfi_core.cost.operators import KnownCosts, operator_costs
 
 
 class Products(nn.Module):
@@ -34,3 +35,16 @@ def test_operations_are_as_many_as_torch_counts() -> None:
         model(torch.randn(shape))
     costs = operator_costs(capture(model, shape, torch.float32))
     assert sum(cost.flops for cost in costs) == counter.get_total_flops() > 0
+
+
+def test_known_costs_are_those_of_each_stage_alone() -> None:
+    """Plans share what they know of operators, whose cost depends on which gradients a stage has."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    program = capture(model, (1, 3, 8, 8), torch.float32)
+    known: KnownCosts = {}
+    for cuts in ((), ("0",), ("1",), ("0", "2")):
+        for piece in cut_program(program, program.outputs, cuts):
+            for active in (None, frozenset[str](), frozenset(program.parameters), frozenset(program.values)):
+                alone = operator_costs(piece.program, active=active)
+                assert operator_costs(piece.program, active=active, known=known) == alone
+    assert len(known) > 4

@@ -155,8 +155,13 @@ def test_resume_of_a_mistyped_folder_names_the_one_beside_it(
     assert "no run to resume" not in capfd.readouterr().err
 
 
-def test_resume_of_nothing_begins(tmp_path: Path, store: Path) -> None:
+def test_resume_of_nothing_begins_without_a_warning(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The script of `hyfi launch slurm` resumes at its first start, too."""
     assert run_here(make_config(tmp_path, store, run={"steps": 1}), resume=True) == 0
+    said = capfd.readouterr()
+    assert f"{tmp_path / 'run'}: first start of this run" in said.out and "resume" not in said.err
 
 
 def everything_in(folder: Path) -> dict[str, bytes]:
