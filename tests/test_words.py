@@ -185,7 +185,11 @@ _TERMS = {
         *("hyfi_core/lowering/compiling", "hyfi_core/runtime/parallelize.py"),
         *("workflows/gpu_check", "workflows/launch/compile_cache.py", "workflows/training"),
     ),
-    "schedules?": ("hyfi_core/schedule", "hyfi_core/cost", "hyfi_core/runtime", "workflows/config"),
+    # Schedule-free optimizers are called so by their paper.
+    "schedules?": (
+        *("hyfi_core/schedule", "hyfi_core/cost", "hyfi_core/runtime", "workflows/config"),
+        "workflows/finetuning/optimizers/schedule_free.py",
+    ),
     "plan(s|ned|ner|ning)?": ("hyfi_core", "workflows"),
     # Of batches; ``turn_s`` is a key of a machine's YAML.
     "turns?": ("data", "workflows/training", "workflows/benchmarks", "workflows/commands/bench", "hyfi_core/cost"),

@@ -182,11 +182,11 @@ class Baton:
         joined, self._joined = dict(sorted(self._joined.items())), {}
         self._in_tapes = True
         try:
-            return run_in_lockstep(joined, self._turn, self.waited_outside)
+            return run_in_lockstep(joined, self._set_running, self.waited_outside)
         finally:
             self._in_tapes = False
 
-    def _turn(self, cell: int, resumes: bool) -> None:
+    def _set_running(self, cell: int, resumes: bool) -> None:
         self.cell = cell
         if resumes:
             self._switched(cell)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-Pooling = Literal["mean", "max", "logits"]
+CasePooling = Literal["mean", "max", "logits"]
 """How the predictions of a case's slides become one."""
 Aggregate = Literal["mean", "max", "logits", "none"]
 
@@ -43,7 +43,7 @@ def members_of(of_slide: torch.Tensor) -> list[torch.Tensor]:
     return list(of_slide.argsort(stable=True).split(of_slide.bincount().tolist())) if len(of_slide) else []
 
 
-def by_case(logits: torch.Tensor, targets: torch.Tensor, cases: Sequence[str], how: Pooling) -> Cases:
+def by_case(logits: torch.Tensor, targets: torch.Tensor, cases: Sequence[str], how: CasePooling) -> Cases:
     """Aggregate the predictions of N slides by case.
 
     ``mean`` averages the probabilities of a case's slides, ``logits`` their logits. ``max`` takes the prediction of the
@@ -59,7 +59,7 @@ def by_case(logits: torch.Tensor, targets: torch.Tensor, cases: Sequence[str], h
     return aggregated(logits, targets, case_indices(cases), how)
 
 
-def aggregated(logits: torch.Tensor, targets: torch.Tensor, of_slide: torch.Tensor, how: Pooling) -> Cases:
+def aggregated(logits: torch.Tensor, targets: torch.Tensor, of_slide: torch.Tensor, how: CasePooling) -> Cases:
     """Return the same as `by_case`; ``of_slide``: (N,) index of each slide's case."""
     log_p = logits.double().log_softmax(1)
     expected = log_p.exp() @ torch.arange(log_p.shape[1], dtype=torch.float64)
