@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.base import Communicator, Tensors
 from hyfi_core.comm.progress import polled
 from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.bands import AT_ONCE, Banded
-from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
+from hyfi_core.ops.base import Cotangents, NeedsGrad
 from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import like

@@ -16,10 +16,9 @@ from functools import cached_property
 
 import torch
 
-from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.base import Communicator, Tensors
 from hyfi_core.comm.progress import polled
 from hyfi_core.comm.waits import Waits
-from hyfi_core.ops.base import Tensors
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import Redistribute, like
 from hyfi_core.plan.box import Box

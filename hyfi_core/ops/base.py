@@ -16,10 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Pending
+from hyfi_core.comm.base import Communicator, Pending, Tensors
 from hyfi_core.comm.waits import Waits
 
-Tensors = tuple[torch.Tensor, ...]
 Cotangents = tuple[torch.Tensor | None, ...]
 NeedsGrad = tuple[bool, ...]
 Rest = Callable[[], Cotangents]

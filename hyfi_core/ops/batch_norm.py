@@ -27,9 +27,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Pending, computed_once
+from hyfi_core.comm.base import Communicator, Pending, Tensors, computed_once
 from hyfi_core.comm.waits import Waits
-from hyfi_core.ops.base import AsyncBackward, Cotangents, NeedsGrad, Recomputable, Rest, Tensors, is_expanded
+from hyfi_core.ops.base import AsyncBackward, Cotangents, NeedsGrad, Recomputable, Rest, is_expanded
 from hyfi_core.plan.box import Box
 
 MOST_ROWS = 64

@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.base import Communicator, Tensors
 from hyfi_core.comm.progress import polled
 from hyfi_core.comm.waits import Waits
 from hyfi_core.ops import taps
-from hyfi_core.ops.base import Cotangents, HoldsBuffers, NeedsGrad, Recomputable, Rest, SplitBackward, Tensors
+from hyfi_core.ops.base import Cotangents, HoldsBuffers, NeedsGrad, Recomputable, Rest, SplitBackward
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import PendingStrips, Redistribute, like
 from hyfi_core.plan.box import Box

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.comm.base import Communicator, Message, Tensors
 from hyfi_core.comm.waits import Waits
-from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
+from hyfi_core.ops.base import Cotangents, NeedsGrad
 from hyfi_core.ops.message_layout import as_sent, laid_out
 
 SMALL_BYTES = 1 << 16

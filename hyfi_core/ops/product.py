@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hyfi_core.ops.base import Cotangents, LocalSplitBackward, NeedsGrad, Rest, Tensors
+from hyfi_core.comm.base import Tensors
+from hyfi_core.ops.base import Cotangents, LocalSplitBackward, NeedsGrad, Rest
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Message, Pending
+from hyfi_core.comm.base import Communicator, Message, Pending, Tensors
 from hyfi_core.comm.waits import Waits
-from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
+from hyfi_core.ops.base import Cotangents, NeedsGrad
 from hyfi_core.ops.buffers import Buffers
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.transfer import Transfer

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.base import Communicator, Tensors
 from hyfi_core.comm.waits import Waits
-from hyfi_core.ops.base import Cotangents, NeedsGrad, Tensors
+from hyfi_core.ops.base import Cotangents, NeedsGrad
 from hyfi_core.plan.box import Box
 
 _NOWHERE = torch.iinfo(torch.int64).max

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from hyfi_core.ops.base import Cotangents, NeedsGrad, Recomputable, Tensors, is_expanded
+from hyfi_core.comm.base import Tensors
+from hyfi_core.ops.base import Cotangents, NeedsGrad, Recomputable, is_expanded
 
 
 @dataclass(frozen=True)
