@@ -191,6 +191,11 @@ _TERMS = {
         "workflows/finetuning/optimizers/schedule_free.py",
     ),
     "plan(s|ned|ner|ning)?": ("hyfi_core", "workflows"),
+    # Of plans in the core; of heatmaps and of tissue where these are drawn. AmoebaNet's are called so by its paper.
+    "cells?": (
+        *("hyfi_core/cells", "hyfi_core/cost", "hyfi_core/plan", "hyfi_core/runtime", "hyfi_core/models/amoebanet.py"),
+        *("data/loading", "data/tiles", "pathology", "workflows"),
+    ),
     # Of batches; ``turn_s`` is a key of a machine's YAML.
     "turns?": ("data", "workflows/training", "workflows/benchmarks", "workflows/commands/bench", "hyfi_core/cost"),
     # Of memory in the core, of TIFF in readers, of HTML elsewhere.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.csv_table import Table, natural_key, read_table
 from data.missing import MISSING
-from data.samples.labels import Labels, cases_of, named_cells, one_of_each
+from data.samples.labels import Labels, cases_of, named_entries, one_of_each
 from data.samples.names import with_one_name_each, without_missing
 from data.spelling import canonical, joined_note, one_spelling, shown
 from hyfi_core.errors import RequestError
@@ -62,7 +62,7 @@ def load_label_sets(
             raise RequestError(f"{table.name}: the columns are {', '.join(names)}; the labels {', '.join(classes)}")
         targets = _of_columns(table, names)
     else:
-        names, targets, note = _of_cells(table, columns[0], classes, merge_alike)
+        names, targets, note = _of_entries(table, columns[0], classes, merge_alike)
         notes += [note] if note else []
     wrong = [name for name in names if ";" in name or "|" in name or name == NONE]
     if wrong:
@@ -100,7 +100,7 @@ def _of_columns(table: Table, columns: tuple[str, ...]) -> list[States | None]:
         wrong = [(line, shown(text)) for line, text in cells if text and state_of(text) is None]
         if wrong:
             raise RequestError(
-                f"{table.name}: {column}: {named_cells(wrong)}: write 1 or 0 (also yes and no, true and false, "
+                f"{table.name}: {column}: {named_entries(wrong)}: write 1 or 0 (also yes and no, true and false, "
                 "positive and negative), and nothing where it is unknown; words that mean missing belong into "
                 "data.missing"
             )
@@ -112,7 +112,7 @@ def _of_columns(table: Table, columns: tuple[str, ...]) -> list[States | None]:
     return targets
 
 
-def _of_cells(
+def _of_entries(
     table: Table, column: str, classes: Sequence[str] | None, merge: bool
 ) -> tuple[tuple[str, ...], list[States | None], str]:
     """Return the labels, the target of each row, and a note.

@@ -173,7 +173,7 @@ def one_of_each(
     return values_of
 
 
-def named_cells(cells: Sequence[tuple[int, str]]) -> str:
+def named_entries(cells: Sequence[tuple[int, str]]) -> str:
     """Return the first of some cells, (line, text), for a message: ``'-3' (line 2), 'x' (line 5) and 4 more``."""
     more = f" and {len(cells) - _NAMED} more" if len(cells) > _NAMED else ""
     return ", ".join(f"{text} (line {line})" for line, text in cells[:_NAMED]) + more

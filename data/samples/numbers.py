@@ -10,7 +10,7 @@ from statistics import median
 
 from data.csv_table import Table, read_table
 from data.missing import MISSING
-from data.samples.labels import Labels, Target, cases_of, named_cells, one_of_each
+from data.samples.labels import Labels, Target, cases_of, named_entries, one_of_each
 from data.samples.names import with_one_name_each, without_missing
 from data.spelling import shown
 from hyfi_core.errors import RequestError
@@ -68,7 +68,7 @@ def numbers_by_key(table: Table, column: str) -> dict[str, float | None]:
         first = next(text for _, text in cells if _is_wrong(text)).strip()
         hint = next((hint for form, hint in _HINTS if form.fullmatch(first)), "is not a number")
         raise RequestError(
-            f"{table.name}: {column}: {named_cells(wrong)}: the first {hint}; words that mean missing belong into "
+            f"{table.name}: {column}: {named_entries(wrong)}: the first {hint}; words that mean missing belong into "
             "data.missing"
         )
     numbers = (float(text) if text else None for _, text in cells)

@@ -8,7 +8,7 @@ from statistics import median
 
 from data.csv_table import Table, read_table
 from data.missing import MISSING
-from data.samples.labels import Labels, Target, cases_of, named_cells, one_of_each
+from data.samples.labels import Labels, Target, cases_of, named_entries, one_of_each
 from data.samples.names import with_one_name_each, without_missing
 from data.samples.numbers import numbers_by_key
 from data.spelling import canonical, shown
@@ -84,7 +84,7 @@ def _events_by_key(table: Table, column: str) -> dict[str, float | None]:
     wrong = [(line, shown(text)) for line, text in cells if text and event_of(text) is None]
     if wrong:
         raise RequestError(
-            f"{table.name}: {column}: {named_cells(wrong)}: write 1 for an event (also true, yes, dead) and 0 for a "
+            f"{table.name}: {column}: {named_entries(wrong)}: write 1 for an event (also true, yes, dead) and 0 for a "
             f"censored time (also false, no, alive){_hint({text for _, text in cells if text})}"
         )
     return one_of_each(table, column, (event_of(text) for _, text in cells), str, f"values of {column}")
@@ -104,7 +104,7 @@ def _refuse_negative(table: Table, time: str) -> None:
     negative = [(line, row[time]) for line, row in rows if row[time] and float(row[time]) < 0]
     if negative:
         raise RequestError(
-            f"{table.name}: {time}: {named_cells(negative)}: a time is not negative; leave the cell empty if it is "
+            f"{table.name}: {time}: {named_entries(negative)}: a time is not negative; leave the cell empty if it is "
             "unknown"
         )
 

@@ -256,13 +256,13 @@ def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
     if isinstance(value, types.FunctionType):
         members.append(value.__code__)  # a notebook that reloads a file replaces it
         if depth < _DEPTH:  # what an attribute itself takes from around it is outside of the model
-            members += _cells(value)
+            members += _closure_values(value)
     if isinstance(value, functools.partial):
         members += [value.func, value.args, value.keywords]
     return (_Same(value), *(_comparable(item, depth - 1, values) for item in members))
 
 
-def _cells(function: types.FunctionType) -> Iterator[Any]:
+def _closure_values(function: types.FunctionType) -> Iterator[Any]:
     """Yield what a user's function has taken from the functions around it."""
     for cell in function.__closure__ or () if is_users(function.__code__) else ():
         with contextlib.suppress(ValueError):  # not assigned yet

@@ -17,7 +17,7 @@ def time_grid(events: Iterable[TraceEvent], ranks: int) -> str:
     rank 0 │ F0.s0.d0  F1.s0.d0            B0.s0.d0
     rank 1 │           F0.s1.d0  B0.s1.d0
     """
-    rows = _cells(events, ranks)
+    rows = _slots(events, ranks)
     return _lines(rows, {})
 
 
@@ -30,7 +30,7 @@ def error_grid(events: Iterable[TraceEvent], current: Sequence[str], blamed: Col
         blamed: ranks at fault.
         ranks: number of ranks.
     """
-    rows = _cells(events, ranks)
+    rows = _slots(events, ranks)
     width = max(map(len, rows), default=0)
     for row, text in zip(rows, current, strict=True):
         row += [""] * (width - len(row)) + [text]
@@ -50,7 +50,7 @@ def list_grid(rows: Sequence[Sequence[object]], places: Mapping[int, int]) -> st
     return _lines(shown, dict.fromkeys(places, MARK))
 
 
-def _cells(events: Iterable[TraceEvent], ranks: int) -> list[list[str]]:
+def _slots(events: Iterable[TraceEvent], ranks: int) -> list[list[str]]:
     compute = [event for event in events if event.kind in COMPUTE]
     columns = {start: column for column, start in enumerate(sorted({event.start_s for event in compute}))}
     rows: list[list[str]] = [[""] * len(columns) for _ in range(ranks)]

@@ -57,11 +57,11 @@ def class_section(
 def threshold_table(caption: str, score: Array, positive: NDArray[np.bool_]) -> PageTable:
     """Return the rates of a class at several thresholds on its score, both (N,)."""
 
-    def cells(row: ThresholdRow) -> tuple[str, ...]:
+    def texts(row: ThresholdRow) -> tuple[str, ...]:
         rates = (row.sensitivity, row.specificity, row.precision, row.negative_value)
         return (f"{row.threshold}", f"{row.positives}", *("–" if rate is None else f"{rate:.3f}" for rate in rates))
 
-    return PageTable(caption, RATES, tuple(map(cells, threshold_rows(score, positive))))
+    return PageTable(caption, RATES, tuple(map(texts, threshold_rows(score, positive))))
 
 
 def _metrics(

@@ -194,7 +194,7 @@ class Multilabel(Task):
     def target_of(self, text: str) -> Target | None:
         """Return the target of such a text, or of the cells of all columns with ``;`` between them: ``1;0;1``."""
         parts = [part.strip() for part in text.replace("|", ";").split(";")]
-        if len(self.columns) > 1 and len(parts) == len(self.labels) and all(map(_is_cell, parts)):
+        if len(self.columns) > 1 and len(parts) == len(self.labels) and all(map(_is_entry, parts)):
             states = [UNKNOWN if (state := state_of(part)) is None else state for part in parts]
             return tuple(states) if any(state != UNKNOWN for state in states) else None
         named = set(parts) - {"", NONE}
@@ -263,7 +263,7 @@ class Multilabel(Task):
         return losses.sum(1) / len(self.labels)
 
 
-def _is_cell(text: str) -> bool:
+def _is_entry(text: str) -> bool:
     return state_of(text) is not None or is_missing(text)
 
 
