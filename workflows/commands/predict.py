@@ -145,7 +145,7 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     from pathology.predict.inputs import find_inputs
     from pathology.predict.members import InputSpec, check_complete
     from pathology.predict.table import predicted_files
-    from pathology.predict.tiles.case_slides import with_case_slides
+    from pathology.predict.tiles.case_slides import alone_note, with_case_slides
 
     options, out = request.options, request.out
     for checkpoint in request.checkpoints:
@@ -165,8 +165,9 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     if spec.bag == "case":
         found = with_case_slides(found)
     names = [one.slide_id for one in found]
-    if (note := options.check_tissue(names)) and own_rank() == 0:
-        console.warn(f"note: {note}")
+    for note in (options.check_tissue(names), alone_note(found) if spec.bag == "case" else ""):
+        if note and own_rank() == 0:
+            console.warn(f"note: {note}")
     require_writable(out)
     mine = part_of_names(names, *request.part)
     return _with_features(request, [one for one in found if one.slide_id in mine])

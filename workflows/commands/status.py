@@ -52,7 +52,7 @@ def run(folder: Path, as_json: bool) -> int:
         if status["throughput"]:
             say(status["throughput"])
     if status["loading"]:
-        say(describe_loading(status["loading"]))
+        say(describe_loading(status["loading"], of_tiles=_unit(folder) != "images"))
     slow = describe_stragglers(status["stragglers"])
     if slow:
         say(f"{slow} (until step {status['stragglers_step']})")
@@ -171,8 +171,15 @@ def _throughput_text(folder: Path, trained: Mapping[str, Any]) -> str:
     if any(trained.get(key) is None for key in _RATES if key != "utilisation"):
         return ""  # written by an earlier version
     rates = {key: trained.get(key) for key in _RATES}
-    of_tiles = re.search(r"^  (tiles: \{|features: [^n])", _config(folder), re.MULTILINE) is not None
-    return f"{describe_speed(trained['images_per_second'], rates, of_tiles)} on rank 0"
+    return f"{describe_speed(trained['images_per_second'], rates, _unit(folder))} on rank 0"
+
+
+def _unit(folder: Path) -> str:
+    """Return what the run counts, see `unit_of`, from the text of its configuration: loading it needs torch."""
+    config = _config(folder)
+    if re.search(r"^  (tiles: \{|features: [^n])", config, re.MULTILINE) is None:
+        return "images"
+    return "cases" if re.search(r"^  bag: case$", config, re.MULTILINE) else "slides"
 
 
 def _logs_text(folder: Path, state: str, logs: list[dict[str, Any]]) -> list[str]:

@@ -52,7 +52,7 @@ def write_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], u
         path: The page.
         title: Of the run.
         records: Of its metrics.
-        unit: What is counted in a second: images, or slides that are bags of tiles.
+        unit: What is counted in a second: see `unit_of` of `throughput`.
 
     Raises:
         OSError: The file cannot be written.

@@ -23,7 +23,7 @@ from workflows.training.loggers.record import RunOutcome, scalars
 from workflows.training.loggers.run_loggers import RunLoggers
 from workflows.training.metrics_log import MetricsLog, describe_nonfinite, nonfinite_steps
 from workflows.training.saving.run_folder import RunFolder
-from workflows.training.throughput import Throughput, describe_speed
+from workflows.training.throughput import Throughput, describe_speed, unit_of
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
@@ -119,7 +119,7 @@ class Recorder:
         }
         self._log.write("train", step=step, **values)
         of_many = " on rank 0" if self._job.plan.ranks > 1 else ""
-        speed = describe_speed(images_per_s, throughput, self._job.config.data.kind != "images") + of_many
+        speed = describe_speed(images_per_s, throughput, unit_of(self._job.config.data)) + of_many
         self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {speed}"
         self._show("train", step, values)
 
@@ -213,7 +213,7 @@ class Recorder:
 
     def _write_curves(self) -> None:
         """Replace ``curves.html``; errors are ignored."""
-        folder, unit = self._job.config.run.dir, "images" if self._job.config.data.kind == "images" else "slides"
+        folder, unit = self._job.config.run.dir, unit_of(self._job.config.data)
         with contextlib.suppress(OSError):
             write_curves(folder / "curves.html", str(folder), self._log.records, unit)
 

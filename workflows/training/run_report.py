@@ -24,11 +24,21 @@ def describe_start(job: TrainingJob, engine: TrainingEngine, start: int) -> str:
     if engine.segments is not None and job.config.run.deterministic:
         compiling = "\nthe first step compiles segments of the model; run.compile=off omits it"
     return (
-        f"run {job.config.run.dir} {action}: {counted(len(job.train), 'slide')} to train on, {len(job.val):,} to "
-        f"validate on, {job.task.describe()}, {counted(job.steps, 'step')} of "
-        f"{counted(job.step_samples, 'slide')}{_selecting(job)}\n"
+        f"run {job.config.run.dir} {action}: {_samples(job)}, {job.task.describe()}, {counted(job.steps, 'step')} of "
+        f"{counted(job.step_samples, job.config.data.bag)}{_selecting(job)}\n"
         f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
         f"{describe_pace(job)}{plan}{compiling}"
+    )
+
+
+def _samples(job: TrainingJob) -> str:
+    """Return how many slides, or cases of how many slides, are trained and validated on."""
+    if job.config.data.bag == "slide":
+        return f"{counted(len(job.train), 'slide')} to train on, {len(job.val):,} to validate on"
+    train, val = job.train_samples, job.val_samples
+    return (
+        f"{counted(len(train), 'case')} of {counted(train.slides, 'slide')} to train on, {len(val):,} of "
+        f"{counted(val.slides, 'slide')} to validate on"
     )
 
 

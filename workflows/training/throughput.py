@@ -14,6 +14,7 @@ from workflows.run_machine import machine_of
 if TYPE_CHECKING:  # `hyfi status` needs no torch
     import torch
 
+    from workflows.config.data import DataConfig
     from workflows.config.run import Config
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -46,9 +47,14 @@ class Throughput:
         }
 
 
-def describe_speed(images_per_s: float, throughput: Mapping[str, Any], of_tiles: bool) -> str:
-    """Return the speed as text: ``0.8 images/s, 170 MP/s, …``, or slides if each is a bag of tiles."""
-    return f"{plain_number(images_per_s, 3)} {'slides' if of_tiles else 'images'}/s, {describe_throughput(throughput)}"
+def unit_of(data: DataConfig) -> str:
+    """Return what a run counts: ``images``, or the ``slides`` or ``cases`` that are bags."""
+    return "images" if data.kind == "images" else f"{data.bag}s"
+
+
+def describe_speed(images_per_s: float, throughput: Mapping[str, Any], unit: str) -> str:
+    """Return the speed as text: ``0.8 images/s, 170 MP/s, …``; ``unit``: see `unit_of`."""
+    return f"{plain_number(images_per_s, 3)} {unit}/s, {describe_throughput(throughput)}"
 
 
 def describe_throughput(throughput: Mapping[str, Any]) -> str:

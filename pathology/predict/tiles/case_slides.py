@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from pathology.predict.inputs import SlideInput
 
+_NAMED = 5
+"""Slides in a message."""
+
 
 def with_case_slides(inputs: Sequence[SlideInput]) -> list[SlideInput]:
     """Return slides with all slides of their case, case by case, in the order of the first slide of each.
@@ -25,6 +28,18 @@ def with_case_slides(inputs: Sequence[SlideInput]) -> list[SlideInput]:
         why = "" if len(slides) == 1 else _reason(slides)
         result += [replace(slide, case_slides=paths, reason=slide.reason or why) for slide in slides]
     return result
+
+
+def alone_note(inputs: Sequence[SlideInput]) -> str:
+    """Return that slides whose case is unknown are predicted alone; empty if none is."""
+    alone = [slide.slide_id for slide in inputs if not slide.case_id]
+    if not alone:
+        return ""
+    names = ", ".join(alone[:_NAMED]) + (f" and {len(alone) - _NAMED} more" if len(alone) > _NAMED else "")
+    return (
+        f"the model takes all slides of a case together, but the case of {names} is unknown: predicted as a case of "
+        f"one slide; a store that was ingested from a manifest with case_id knows it"
+    )
 
 
 def _reason(slides: Sequence[SlideInput]) -> str:

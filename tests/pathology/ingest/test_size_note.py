@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from pathology.ingest.forecast import size_note
 from pathology.ingest.options import IngestOptions
@@ -24,5 +26,7 @@ def test_a_store_many_times_its_slides_is_named_with_what_would_take_less(tmp_pa
     attributes.write_text(text.replace('"size_bytes": ', '"size_bytes": 1, "was": ', 1))
     note = size_note(store, ["one"], IngestOptions(mpp=0.5))
     assert "times their files" in note and "--codec jpeg:85 would take about" in note and "--lossless" in note
+    stored, jpeg = (float(re.search(rf"{text} ([\d.]+) MB", note).group(1)) for text in ("take", "take about"))  # type: ignore[union-attr]
+    assert jpeg == pytest.approx(stored / 7, abs=0.1) and "for files with JPEG tiles" in note
     assert size_note(store, ["one"], IngestOptions(mpp=0.5, lossless=True)) == ""
     assert size_note(store, ["other"], IngestOptions(mpp=0.5)) == ""

@@ -17,10 +17,12 @@ from data.tiles.case_bags import JoinedTiles
 from data.tiles.grouping import Grouping
 from hyfi_core.errors import RequestError
 from hyfi_core.tiles.source import TensorTiles
+from pathology.predict.inputs import SlideInput
+from pathology.predict.tiles.case_slides import alone_note
 from tests.workflows.archive import SPLITS, make_store, write_config
 from tests.workflows.runs import losses, run_on
 from tests.workflows.training.test_feature_runs import feature_config, write_features
-from workflows.commands import predict, validate
+from workflows.commands import predict, status, validate
 from workflows.commands.validate import EvaluationRequest
 from workflows.config.load import load_config
 from workflows.training.inputs.features import FeatureInputs
@@ -72,10 +74,18 @@ def run(store: Path, features: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def test_ranks_train_the_same_run(run: Path, store: Path, features: Path, tmp_path: Path) -> None:
+def test_ranks_train_the_same_run(
+    run: Path, store: Path, features: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     roles = ("plan.tiles=2", "roles.loaders=1", "roles.validators=1", "data.workers=1")
     assert run_on(4, config_of(tmp_path, store, features), *roles) == [0] * 4
     assert losses(tmp_path / "run") == pytest.approx(losses(run / "run"), rel=1e-8)
+    said = capsys.readouterr().out
+    assert "4 cases of 6 slides to train on, 3 of 4 slides to validate on" in said and "steps of 2 cases" in said
+    text = status.read_status(tmp_path / "run")["throughput"]
+    assert " cases/s, " in text
+    assert status.run(tmp_path / "run", as_json=False) == 0
+    assert "images" not in capsys.readouterr().out
 
 
 def test_a_case_has_all_tiles_of_its_slides_and_one_label(run: Path) -> None:
@@ -123,6 +133,12 @@ def test_validate_and_predict_tell_the_same_of_a_case(
         assert float(row["p_malignant"]) == pytest.approx(float(theirs[case]["p_malignant"]), abs=2e-6)
     slides = table(tmp_path / "out" / "predictions.csv", "slide_id")
     assert all(row["p_malignant"] == mine[row["case_id"]]["p_malignant"] for row in slides.values())
+
+
+def test_a_slide_whose_case_is_unknown_is_said_to_be_alone() -> None:
+    slides = [SlideInput(name, case, Path(name), True) for name, case in (("a", "c"), ("b", ""), ("c", "c"))]
+    assert alone_note([slides[0], slides[2]]) == ""
+    assert "the case of b is unknown" in alone_note(slides)
 
 
 def cases_of(labels: Path) -> list[str]:

@@ -25,8 +25,8 @@ def test_rates_are_those_of_the_images() -> None:
     assert found["memory_bytes"] is not None and found["memory_bytes"] > 1e7
     found["memory_bytes"] = 3.14e9
     assert describe_throughput(found) == "4 MP/s, 6 TFLOP/s (25 % of peak), 3.1 GB"
-    assert describe_speed(2.0, found, of_tiles=False) == f"2 images/s, {describe_throughput(found)}"
-    assert describe_speed(2.0, found, of_tiles=True) == f"2 slides/s, {describe_throughput(found)}"
+    assert describe_speed(2.0, found, "images") == f"2 images/s, {describe_throughput(found)}"
+    assert describe_speed(2.0, found, "slides") == f"2 slides/s, {describe_throughput(found)}"
 
 
 def test_operations_of_a_tile_are_those_of_what_is_trained() -> None:

@@ -24,11 +24,11 @@ class MlflowLogger(MetricsLogger):
 
     def begin(self) -> str:
         """Open the run in the experiment MLFLOW_EXPERIMENT_NAME, by default ``hyfi``; return its id."""
-        for noisy in ("mlflow", "alembic"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
+        for noisy in ("mlflow", "alembic"):  # after the import, which sets its own levels
+            logging.getLogger(noisy).setLevel(logging.WARNING)
         own = self.folder / "mlflow"
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:

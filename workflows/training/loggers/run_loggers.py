@@ -73,7 +73,8 @@ class RunLoggers:
             finite = {name: value for name, value in scalars(kind, values) if math.isfinite(value)}
             record = LoggedRecord(kind, step, finite)
             for thread in self._threads:
-                thread.records.put(record)
+                if thread.is_alive():  # else it has failed, and nobody takes its records
+                    thread.records.put(record)
 
     def end(self, outcome: RunOutcome) -> None:
         """Record how the run has ended; wait for what is not written yet, but not for long."""

@@ -68,6 +68,9 @@ def test_a_broken_logger_is_said_once_and_the_others_have_everything(
         loggers.add("train", step, {"loss": 0.5, "epoch": 0, "slowest": {"rank": 3}, "lr": float("nan"), "who": "x"})
     loggers.add("validation", 2, {"auroc": 0.9, "intervals": {"auroc": [0.8, 1.0]}, "f1": None})
     loggers.end(OUTCOME)
+    left = [thread.records.qsize() for thread in loggers._threads]
+    loggers.add("train", 3, {"loss": 0.5})
+    assert [thread.records.qsize() for thread in loggers._threads] == left  # nothing piles up that nobody takes
     settings, *records, outcome = Memory.runs[json.loads((tmp_path / "loggers.json").read_text())["mlflow"]]
     assert settings == {"optimizer.lr": 0.1} and outcome == OUTCOME
     assert [(r.step, r.values) for r in records] == [
