@@ -73,6 +73,8 @@ class Baton:
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
         self.cell, self._holder, self._failed, self._idle = 0, 0, False, 0
+        # A run that a signal has ended may have left some.
+        self._joined, self._results, self._noted_outside, self._outside = {}, {}, False, set()
         self._running = set(range(self.size))
 
         def target(cell: int) -> None:

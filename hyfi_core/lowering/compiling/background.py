@@ -40,6 +40,9 @@ class BackgroundBatch:
     Args:
         jobs: to compile.
 
+    Raises:
+        OSError: a process cannot be started; none is left.
+
     Attributes:
         children: number of processes.
         began_s: when they were started, by ``time.monotonic``.
@@ -52,8 +55,10 @@ class BackgroundBatch:
         for index in sorted(range(len(jobs)), key=lambda index: -len(jobs[index].code)):
             min(shares, key=lambda share: sum(len(jobs[one].code) for one in share)).append(index)
         self._open = dict.fromkeys(range(len(jobs)))
-        self._running = [_Child(share, [jobs[index] for index in share]) for share in shares]
+        self._running: list[_Child] = []
         self._stop = weakref.finalize(self, _end, self._running)
+        for share in shares:
+            self._running.append(_Child(share, [jobs[index] for index in share]))
 
     @property
     def left(self) -> int:
@@ -87,7 +92,7 @@ class _Child:
             pickle.dump((settings, jobs), file)
             file.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-P", "-m", __name__],  # without the current folder: a file there may hide a module
                 stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # a job that fails says why in its result

@@ -10,10 +10,11 @@ The cache is keyed by all that code depends on, so a process finds there only wh
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,7 @@ class GraphJob:
         graph = pickle.loads(self.graph)
         # Backward, too, is compiled here, where a failure can still be avoided.
         early = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-        with torch.set_grad_enabled(self.grad), tracing(TracingContext(mode)), early, _one_thread():
+        with torch.set_grad_enabled(self.grad), tracing(TracingContext(mode)), early, _one_thread(), same_keys():
             function: CompiledFunction = backend(graph, inputs)
         return function
 
@@ -151,6 +152,24 @@ def _precisions() -> list[tuple[str, Any, str]]:
         ("products", products, "allow_bf16_reduced_precision_reduction"),
         ("convolutions", convolutions.conv if by_name else convolutions, precision),  # type: ignore[attr-defined]
     ]
+
+
+@contextlib.contextmanager
+def same_keys() -> Iterator[None]:
+    """Context in which keys of Inductor's cache do not depend on what a process has imported first.
+
+    Keys are digests of pickles. Pickle names a memory format by the first module that has ``torch.contiguous_format``:
+    a module that was loaded before torch and imports it, if it is still being imported or was loaded by hand, as pytest
+    does. A child, which does not have that module, would fill the cache with code that this process never finds.
+    """
+    before = copyreg.dispatch_table.get(torch.memory_format)
+    copyreg.pickle(torch.memory_format, lambda value: str(value).removeprefix("torch."))  # an attribute of torch
+    try:
+        yield
+    finally:
+        del copyreg.dispatch_table[torch.memory_format]
+        if before is not None:
+            copyreg.dispatch_table[torch.memory_format] = before
 
 
 def _fake_mode() -> Any:

@@ -179,13 +179,19 @@ class SegmentCompiler:
         if self.segments > before:
             seconds = time.monotonic() - begin
             self._news.append(f"{_segments(self.segments - before)} of the model loaded in {seconds:.0f} s")
-        if self._jobs:
+        if not self._jobs:
+            return
+        try:
             self._batch = BackgroundBatch([job for job, _ in self._jobs])
-            count, processes = sum(len(wishes) for _, wishes in self._jobs), self._batch.children
-            self._news.append(
-                f"compiling {_segments(count)} of the model ({len(self._jobs)} different) in the background, in "
-                f"{processes} {'process' if processes == 1 else 'processes'}; until then they run as they are"
-            )
+        except OSError as error:  # no memory for a process, no room for a temporary file
+            for job, wishes in self._jobs:
+                self._take(job, wishes, f"no process to compile it could be started: {reason(error)}")
+            return
+        count, processes = sum(len(wishes) for _, wishes in self._jobs), self._batch.children
+        self._news.append(
+            f"compiling {_segments(count)} of the model ({len(self._jobs)} different) in the background, in "
+            f"{processes} {'process' if processes == 1 else 'processes'}; until then they run as they are"
+        )
 
     def _traced(self, wish: _Wish) -> GraphJob | None:
         try:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
+import pickletools
+import sys
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,6 +135,20 @@ def test_a_failure_of_a_child_leaves_segments_as_they_are(
     assert engine.segments.left == {"no room on the disk": 4} and engine.segments.segments == 0
 
 
+def test_a_child_that_cannot_be_started_leaves_segments_as_they_are(
+    later: type[LaterBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(jobs: Sequence[GraphJob]) -> BackgroundBatch:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(segment_compiler, "BackgroundBatch", no_memory)
+    engine, images, labels = _engine("on")
+    engine.train_step(images, labels)
+    with pytest.warns(UserWarning, match="could be started: OSError.*Cannot allocate memory"):
+        engine.train_step(images, labels)
+    assert engine.segments is not None and engine.segments.idle and sum(engine.segments.left.values()) == 4
+
+
 def _job() -> GraphJob:
     graph = torch.fx.symbolic_trace(lambda x: (torch.ops.aten.silu.default(x), torch.ops.aten.exp.default(x)))
     facts = InputFacts.of(torch.empty(2, 3))
@@ -153,6 +171,18 @@ def test_a_child_ends_with_its_batch() -> None:
     batch.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_keys_of_the_cache_do_not_depend_on_what_was_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = types.ModuleType("imported_before_all_others")
+    vars(first)["torch"] = torch
+    monkeypatch.setattr(sys, "modules", {first.__name__: first, **sys.modules})
+    with graph_job.same_keys():
+        named = [text for _, text, _ in pickletools.genops(pickle.dumps(torch.channels_last)) if isinstance(text, str)]
+        assert pickle.loads(pickle.dumps(torch.channels_last)) is torch.channels_last
+    assert named == ["torch", "channels_last"]
+    with pytest.raises(pickle.PicklingError, match=first.__name__):
+        pickle.dumps(torch.channels_last)
 
 
 @pytest.mark.soak  # writes code and compiles it
