@@ -24,7 +24,8 @@ _APART_PX = 100_000
 class JoinedTiles:
     """The tiles of several slides, one slide after the other; a `hyfi_core.tiles.source.TileSource`.
 
-    Positions of the slides are side by side, so that tiles of different slides are never neighbours:
+    Memory: only the slide that was read last keeps something between reads, such as decoded chunks. Positions of the
+    slides are side by side, so that tiles of different slides are never neighbours:
 
     ::
 
@@ -41,6 +42,7 @@ class JoinedTiles:
     def __init__(self, name: str, parts: Sequence[BagSource]) -> None:
         self.name, self._parts = name, tuple(parts)
         self._ends = [*accumulate(map(len, parts))]
+        self._keeping: int | None = None  # the slide that was read last
 
     def __len__(self) -> int:
         """Return the number of tiles of all slides."""
@@ -50,6 +52,18 @@ class JoinedTiles:
     def like(self) -> tuple[tuple[int, ...], torch.dtype]:
         """(shape, dtype) of a tile."""
         return tile_like(self._parts[0])
+
+    @property
+    def kept_bytes(self) -> int:
+        """Most bytes that stay in memory between reads, until `forget` is called."""
+        return max(int(getattr(part, "kept_bytes", 0)) for part in self._parts)
+
+    def forget(self) -> None:
+        """Free what stays in memory."""
+        forget = None if self._keeping is None else getattr(self._parts[self._keeping], "forget", None)
+        if forget is not None:
+            forget()
+        self._keeping = None
 
     @cached_property
     def identity(self) -> str:
@@ -76,6 +90,9 @@ class JoinedTiles:
         starts = [0, *self._ends]
         read: dict[int, torch.Tensor] = {}
         for slide in dict.fromkeys(slides):
+            if slide != self._keeping:
+                self.forget()
+                self._keeping = slide
             own = [k for k, one in enumerate(slides) if one == slide]
             tiles = self._parts[slide].read([indices[k] - starts[slide] for k in own])
             read |= dict(zip(own, tiles, strict=True))

@@ -166,6 +166,32 @@ def test_slides_of_a_case_are_apart() -> None:
     assert joined.read([3, 0])[:, 0, 0, 0].tolist() == [1.0, 0.0] and joined.identity == ""
 
 
+class KeepingTiles(TensorTiles):
+    """Keeps something between reads."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        super().__init__(torch.zeros(2, 3, 1, 1))
+        self.kept_bytes, self.forgotten = kept_bytes, 0
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+def test_only_one_slide_of_a_case_keeps_what_it_has_decoded() -> None:
+    first, second = parts = [KeepingTiles(5), KeepingTiles(7)]
+    joined = JoinedTiles("case", [*parts, TensorTiles(torch.zeros(1, 3, 1, 1))])
+    assert joined.kept_bytes == 7
+    for index in (0, 1):
+        joined.read([index])
+    assert (first.forgotten, second.forgotten) == (0, 0)
+    joined.read([1, 2])
+    assert (first.forgotten, second.forgotten) == (1, 0)
+    joined.forget()
+    joined.forget()
+    joined.read([4])
+    assert (first.forgotten, second.forgotten) == (1, 1)
+
+
 def test_unknown_numbers_of_a_case_are_alike() -> None:
     nan = float("nan")
     same = [SlideRef("a", "c", (1.0, nan)), SlideRef("b", "c", (1.0, float("nan")))]

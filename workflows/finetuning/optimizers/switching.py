@@ -14,3 +14,16 @@ class SwitchingOptimizer(Protocol):
 
     def train(self, /) -> None:
         """Make them those to train."""
+
+
+def statistics_warning(name: str, instead: str) -> str:
+    """Return the warning of a run with batch norm: an optimizer averages its parameters only.
+
+    Args:
+        name: The optimizer's.
+        instead: The setting without such statistics.
+    """
+    return (
+        f"validation and prediction use the average of the weights that {name} keeps, but batch norm's running "
+        f"statistics of the weights in training; {instead} has none"
+    )

@@ -189,10 +189,10 @@ class BagInputs(RunInputs):
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Bytes that a trainer's longest slide keeps between reads; 0 with loaders."""
+        """Bytes that a trainer's longest sample keeps between reads; 0 with loaders."""
         if self.job.config.roles.loaders:
             return 0
-        return int(getattr(self.train.of(self._longest(1)[0], 0), "kept_bytes", 0))
+        return int(getattr(self.train_bags.of(self._longest(1)[0], 0), "kept_bytes", 0))
 
     def checked(self) -> list[dict[str, Any]]:
         """Return the rows of ``coverage.csv`` of both splits: the tissue in each slide's tiles, and their number."""

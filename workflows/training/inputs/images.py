@@ -17,7 +17,7 @@ from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.launch import made_current
 from workflows.evaluation.evaluate import EvaluationSet, InferenceEngine
 from workflows.finetuning.freezing import Freezing
-from workflows.finetuning.optimizers.switching import SwitchingOptimizer
+from workflows.finetuning.optimizers.switching import SwitchingOptimizer, statistics_warning
 from workflows.training import start as starting
 from workflows.training.feeding import BatchImages, make_feed, preparation
 from workflows.training.inputs.run_inputs import Batches, RunInputs, Tell, TrainingEngine
@@ -113,10 +113,7 @@ class ImageInputs(RunInputs):
             "the model pools no feature map into its output: predictions with it will have no heatmap; "
             "`hyfi predict --evidence occlusion` shows which parts of a slide matter to it"
         )
-        statistics = (
-            f"validation and prediction use the average of the weights that {self.job.config.optimizer.name} keeps, "
-            f"but batch norm's running statistics of the weights in training; model.norm=group or frozen has none"
-        )
+        statistics = statistics_warning(self.job.config.optimizer.name, "model.norm=group or frozen")
         switches = isinstance(engine.optimizer, SwitchingOptimizer) and engine.normalises_batches
         return [
             *self.job.warnings(),

@@ -20,6 +20,7 @@ from workflows.encoders.trained_part import frozen_patterns
 from workflows.evaluation.models import convert_model
 from workflows.evaluation.tile_models import build_tile_model, tile_model_fields, with_architecture
 from workflows.finetuning.freezing import Freezing, freeze
+from workflows.finetuning.optimizers.switching import SwitchingOptimizer, statistics_warning
 from workflows.training.inputs.bags import BagInputs
 from workflows.training.inputs.flops import tile_flops
 from workflows.training.inputs.run_inputs import Tell, TrainingEngine
@@ -135,6 +136,9 @@ class TileInputs(BagInputs):
                 "the encoder has batch norm and random weights: its running statistics are not those of tissue, "
                 "and are not updated; use model.encoder.batch_norm=exact for small slides, or another norm"
             )
+        updates = norms and encoder.batch_norm == "exact" and encoder.train != "none"
+        if updates and isinstance(engine.optimizer, SwitchingOptimizer):
+            found.append(statistics_warning(self.job.config.optimizer.name, "an encoder with another norm"))
         return found
 
     def _freeze_parts(self, model: TileModel, train: str) -> Freezing | None:

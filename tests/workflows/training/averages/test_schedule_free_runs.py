@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import Checkpoint, load_checkpoint
 from tests.workflows.archive import make_config
 from tests.workflows.runs import losses, run_here, run_on
+from tests.workflows.training.test_tile_runs import tile_config
 from workflows.config.load import load_config
+from workflows.finetuning.optimizers.schedule_free import ScheduleFreeSGD
+from workflows.training.inputs.tiles import TileInputs
+from workflows.training.job import prepare
 
 pytestmark = pytest.mark.usefixtures("in_process")
 CHIMERA = ("plan.grids=[[1,1],[1,1]]", "plan.cuts=[norm1]", "plan.schedule=chimera", "plan.mirror=point_to_point")
@@ -114,3 +119,14 @@ def test_lamb_on_two_directions_and_after_a_resume_is_that_of_one_rank(tmp_path:
     assert run_here(config, "run.steps=3", resume=True) == 0
     assert near(saved(tmp_path / "run").weights, saved(tmp_path / "one").weights)
     assert saved(tmp_path / "run").averaged is None
+
+
+def test_tiles_whose_batch_norm_is_not_averaged_are_warned_of(store: Path, tmp_path: Path) -> None:
+    encoder = {"name": "tests.workflows.tile_networks:normed_cnn", "batch_norm": "exact"}
+    config = tile_config(tmp_path, store, model={"encoder": encoder})
+    inputs = TileInputs(prepare(load_config(config)))
+    model, _ = inputs.make_model("cpu", False, lambda line: None)
+    averaged: Any = SimpleNamespace(optimizer=ScheduleFreeSGD(model.parameters()))
+    plain: Any = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters()))
+    said = [[line for line in inputs.warnings(engine) if "running statistics" in line] for engine in (averaged, plain)]
+    assert len(said[0]) == 1 and not said[1]
