@@ -10,16 +10,16 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from hyfi_core.capture.program import Operator
+from hyfi_core.capture.program import Operator, Ref
 from hyfi_core.ops.reduce import SumOverRanks
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.calls import bound
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.replicated import cut_of_whole
@@ -94,19 +94,30 @@ def _product(builder: Builder, op: Operator, letters: Letters) -> None:
     space = anchor_term[anchor.dims[0]], anchor_term[anchor.dims[1]]
     if builder.splits[anchor_name].flat and builder.shape(anchor_name)[anchor.dims[0]] == 1:
         builder.refuse(op, "takes a map of a single pixel", "a map of more than one pixel")
-    names: dict[str, str] = {}
-    for name, term in letters.factors:
-        if name not in names:
-            names[name] = _laid_out(builder, op, name, term, anchor, space)
-    function, inputs = bound(renamed(op, names))
     survives = [letter in letters.result for letter in space]
+    if survives[0] != survives[1]:
+        builder.refuse(op, "sums over only one of height and width", "a sum over both, or over neither")
+    # By letters, too: a value that is multiplied by itself may be a factor twice, once as its part and once whole.
+    names: dict[tuple[str, int, int], str] = {}
+    factors = [(name, term.find(space[0]), term.find(space[1])) for name, term in letters.factors]
+    for (name, term), factor in zip(letters.factors, factors, strict=True):
+        if factor not in names:
+            names[factor] = _laid_out(builder, op, name, term, anchor, space)
+    function, inputs = bound(replace(op, args=_with_factors(op.args, iter([names[factor] for factor in factors]))))
     if all(survives):
         dims = letters.result.index(space[0]), letters.result.index(space[1])
         builder.compute(function, inputs, op.outputs, replace(anchor, dims=dims))
-    elif any(survives):
-        builder.refuse(op, "sums over only one of height and width", "a sum over both, or over neither")
     else:
         sum_of_parts(builder, function, inputs, op.first_output)
+
+
+def _with_factors(argument: Any, names: Iterator[str]) -> Any:
+    """Return arguments of an operator whose values are others, in the order of its factors."""
+    if isinstance(argument, Ref):
+        return Ref(next(names))
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_with_factors(item, names) for item in argument)
+    return argument
 
 
 def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Split, space: tuple[str, str]) -> str:

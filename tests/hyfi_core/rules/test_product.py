@@ -1,0 +1,37 @@
+"""A value that is both factors of a product: once as each rank's part, once whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import assert_equal_also_by_cells
+
+PRODUCTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all pairs of positions": lambda x: torch.einsum("bnc,bmc->bnm", x, x),
+    "all pairs of channels": lambda x: torch.einsum("bnc,bnd->bcd", x, x),
+}
+
+
+class OfItself(nn.Module):
+    """A product of a map and itself, behind a layer that ranks share."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.first, self.last = name, nn.Conv2d(3, 4, 3, padding=1), nn.Linear(1, 3)
+
+    def extra_repr(self) -> str:
+        return self.name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = PRODUCTS[self.name](torch.tanh(self.first(x)).flatten(2).mT)
+        return self.last((result * result.sin()).flatten(1).mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_a_value_with_itself_equal_one_process(name: str) -> None:
+    torch.manual_seed(0)
+    assert_equal_also_by_cells(OfItself(name), (2, 3, 6, 6), (2, 2), classes=3)
