@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -33,6 +34,21 @@ from pathology.predict.options import PredictOptions
 from pathology.predict.tiles.tile_heatmap import TileValues, place_tiles
 
 
+@dataclass(frozen=True)
+class _OpenCase:
+    """The case whose slides are predicted one after the other.
+
+    Attributes:
+        paths: Its slides.
+        bags: These, and the tiles of each.
+        explained: What each member says of all tiles together, by its index.
+    """
+
+    paths: tuple[Path, ...]
+    bags: Sequence[tuple[SlideStore, TissueTiles]]
+    explained: dict[int, TileExplanation] = field(default_factory=dict)
+
+
 class TileEnsemble:
     """The members' engines on all ranks of a group. Every method is collective.
 
@@ -59,7 +75,7 @@ class TileEnsemble:
         size, stride, least = spec.tiles or (1, 1, 0.0)
         self._tiling, self._stain = Tiling(size, stride, spec.mpp, least), spec.stain
         self._open = options.opened
-        self._last: dict[int, tuple[tuple[Path, ...], TileExplanation]] = {}
+        self._case: _OpenCase | None = None
 
     def look(self, dataset: SlideDataset, all_tissue: bool) -> Sight:
         """Return the tissue tiles of the dataset's slide.
@@ -107,14 +123,16 @@ class TileEnsemble:
 
     def _of_case(self, member: int, slide: SlideStore, tiles: TissueTiles, paths: tuple[Path, ...]) -> Heatmap:
         """Return what a member says of one slide of a case, whose slides are one bag; computed once a case."""
-        slides = together(self._comm, lambda: [self._open(path) for path in paths])
-        bags = together(self._comm, lambda: [(one, self.tiles_of(one)) for one in slides])
-        if member not in self._last or self._last[member][0] != paths:
-            self._last[member] = (paths, self._explained(self._engines[member], bags))
+        if self._case is None or self._case.paths != paths:
+            slides = together(self._comm, lambda: [self._open(path) for path in paths])
+            self._case = _OpenCase(paths, together(self._comm, lambda: [(one, self.tiles_of(one)) for one in slides]))
+        bags, explained = self._case.bags, self._case.explained
+        if member not in explained:
+            explained[member] = self._explained(self._engines[member], bags)
         counts = [len(of_slide) for _, of_slide in bags]
-        own = next(k for k, one in enumerate(slides) if one.slide_id == slide.slide_id)
+        own = next(k for k, (one, _) in enumerate(bags) if one.slide_id == slide.slide_id)
         first = sum(counts[:own])
-        return place_explanation(self._members[member], tiles, self._last[member][1], slice(first, first + counts[own]))
+        return place_explanation(self._members[member], tiles, explained[member], slice(first, first + counts[own]))
 
     def _explained(self, engine: TilesEngine, bags: Sequence[tuple[SlideStore, TissueTiles]]) -> TileExplanation:
         """Return what the tiles of some slides say together, one slide after the other.
