@@ -19,6 +19,7 @@ import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.comm.waits import waited
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Box, plan_transfer
 from hyfi_core.rules.moves.axis import Selection
@@ -94,8 +95,8 @@ def test_a_part_that_owns_nothing_keeps_the_shape_of_what_it_owns() -> None:
     def body(comm: Communicator) -> Any:
         op = Redistribute(plan_transfer(have, need, Box(0, 3, 0, 4), comm.rank))
         own = torch.zeros(1, 2, *have[comm.rank].shape)
-        (out,), saved = op.forward(comm, (own,))
-        (back,) = op.backward(comm, saved, (torch.ones_like(out),))
+        (out,), saved = waited(op.forward(comm, (own,)))
+        (back,) = waited(op.backward(comm, saved, (torch.ones_like(out),)))
         assert back is not None
         return out.shape[2:] == need[comm.rank].shape, back.shape == own.shape
 
@@ -108,7 +109,7 @@ def test_half_empty_boxes_of_other_shapes_are_not_the_same_need() -> None:
     def body(comm: Communicator) -> torch.Size:
         boxes = [Box(0, 2, 0, 3), Box(2, 2, 0, 3)], [Box(0, 2, 0, 3), Box(0, 4, 1, 1)]
         op = Redistribute(plan_transfer(*boxes, Box(0, 2, 0, 3), comm.rank))
-        return op.forward(comm, (torch.zeros(1, 1, *boxes[0][comm.rank].shape),))[0][0].shape
+        return waited(op.forward(comm, (torch.zeros(1, 1, *boxes[0][comm.rank].shape),)))[0][0].shape
 
     assert tuple(run_ranks(2, body)[1]) == (1, 1, 4, 0)
 
