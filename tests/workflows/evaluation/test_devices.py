@@ -85,7 +85,7 @@ def test_validation_and_validators_move_their_network(moves: list[str], monkeypa
         evaluator.Evaluator.of(CONFIG, dataset, plan, ALONE, device=launch.own_device("auto", ALONE))
     assert moves == ["current cuda:0", "to cuda:0"]
     monkeypatch.setattr(evaluator, "dataset_of", lambda *_: dataset)
-    description = {"model": CONFIG, "slides": [], "cells": None, "store": "s", "device": "cuda:1"}
+    description = {"model": CONFIG, "slides": [], "cells": None, "features": None, "store": "s", "device": "cuda:1"}
     with pytest.raises(MovedError):
         validation_child._build_evaluator(description, plan, ALONE)
     assert moves[2:] == ["current cuda:1", "to cuda:1"]

@@ -11,6 +11,7 @@ import pytest
 from workflows.gpu_check.parts import CheckPart, all_parts
 from workflows.gpu_check.results import PartResult, as_text
 from workflows.gpu_check.run_parts import run_parts
+from workflows.gpu_check.setting import FULL, SMALL, CheckSizes
 from workflows.launch.processes import session_members
 
 ROW = 'print(\'{"what": "a step", "step_s": 0.25}\', flush=True)'
@@ -133,8 +134,9 @@ sys.exit("\\n".join(["launcher: a rank has ended", "launcher: bye", "launcher: r
     assert "Traceback" in log and "launcher: bye" in log and "standard output:\nnoise" in log
 
 
-def test_parts_have_different_names() -> None:
-    names = [part.name for part in all_parts((64, 128))]
+@pytest.mark.parametrize("sizes", [FULL, SMALL], ids=["full", "small"])
+def test_parts_have_different_names(sizes: CheckSizes) -> None:
+    names = [part.name for part in all_parts(sizes)]
     assert len(set(names)) == len(names)
-    files = [part.file_name for part in all_parts((64, 128))]
+    files = [part.file_name for part in all_parts(sizes)]
     assert len(set(files)) == len(files)
