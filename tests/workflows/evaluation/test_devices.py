@@ -79,7 +79,7 @@ def test_on_the_cpu_nothing_touches_a_gpu(moves: list[str], tmp_path: Path) -> N
 
 def test_validation_and_validators_move_their_network(moves: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluator, "evaluation_set_of", lambda *_: None)
-    dataset: Any = type("Slides", (), {"size_px": (64, 64)})
+    dataset: Any = type("Slides", (), {"size_px": (64, 64), "samples": ()})
     plan = ParallelPlan(grids=((1, 1),))
     with pytest.raises(MovedError):
         evaluator.Evaluator.of(CONFIG, dataset, plan, ALONE, device=launch.own_device("auto", ALONE))
