@@ -79,7 +79,8 @@ def test_room_and_speed_give_their_ratios(setting: Setting, monkeypatch: pytest.
     assert copies["what"] == "aten::copy_, calls in a step" and copies["eager"] >= 0 and copies["engine"] > 0
     assert (setting.out / "profiles" / "engine-64.txt").stat().st_size > 1000
     in_core, pieces, ratio = BODIES["pieces"](setting, "64")
-    assert in_core["step_s"] > 0 and pieces["peak_bytes"] > 0 and ratio["pieces_to_in_core"] > 0
+    assert in_core["step_s"] > 0 and ratio["pieces_to_in_core"] > 0
+    assert pieces["peak_bytes"] >= 0  # a step may find all its memory in what the process has freed
     (memory,) = BODIES["memory"](setting, "")
     assert memory["peak_to_forecast"] > 0
     assert [row["largest_px"] for row in BODIES["largest"](setting, "in core")] == list(SMALL.ladder_px)
