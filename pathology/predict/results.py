@@ -50,6 +50,7 @@ from pathology.predict.table import PREDICTION_FILE
 THUMBNAIL_FILE = "thumbnail.jpg"
 THUMBNAIL_PX = 128
 OVERLAY_PX = 1920  # with the legend below it, the picture of a square slide has less than 2048 px
+LEAST_WIDTH_PX = 480  # of the same: the items of a legend would be cut off
 
 
 def write_results(
@@ -104,7 +105,7 @@ def _write_files(
     on_tissue = replace(heatmap, scores=np.where(cells, heatmap.scores, np.float32(np.nan)))
     if heatmap.mapped:
         write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))
-    thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
+    thumb = wide_enough(thumbnail_of_store(result.slide, OVERLAY_PX).image)
     covered = _write_evidence(folder, result, thumb, metadata)
     shown = heatmap.mapped and not result.withheld
     regions = find_regions(heatmap, channel, cells, fold=members[0].pooling != "max") if shown else RankedRegions()
@@ -128,6 +129,15 @@ def _write_files(
         {"key": dict(key), "slide_id": result.slide_id, "label": result.label, **metadata}, ensure_ascii=False, indent=1
     )
     (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def wide_enough(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return a picture (h, w, 3), enlarged by a whole number if it is too narrow for a legend."""
+    height, width = picture.shape[:2]
+    factor = -(-LEAST_WIDTH_PX // width)
+    # A picture is not enlarged beyond the longest side of others, however narrow the slide is.
+    factor = max(1, min(factor, OVERLAY_PX // height))
+    return np.asarray(Image.fromarray(picture).resize((factor * width, factor * height), Image.Resampling.BICUBIC))
 
 
 def _write_evidence(

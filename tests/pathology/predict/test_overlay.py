@@ -9,9 +9,10 @@ import pytest
 from pathology.predict import overlay as module
 from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
-from pathology.predict.legend import Key, LegendItem, bar_length_um
+from pathology.predict.legend import STRIP_RGB, Key, LegendItem, bar_length_um
 from pathology.predict.overlay import Overlay, draw_overlay, score_colors, tissue_cells
 from pathology.predict.regions import RankedRegions, find_regions
+from pathology.predict.results import wide_enough
 
 
 def overlay_of(height_px: int = 640, width_px: int = 960) -> Overlay:
@@ -99,6 +100,20 @@ def test_legend_fits_any_shape(size: tuple[int, int]) -> None:
     thumbnail = np.full((*size, 3), 240, np.uint8)
     image = draw_overlay(Overlay(thumbnail, overlay.heatmap, True, overlay.tissue, (8.0, 8.0), overlay.regions))
     assert image.width == size[1]
+
+
+def test_a_small_picture_is_enlarged_until_its_legend_is_not_cut() -> None:
+    overlay = overlay_of()
+    thumbnail = wide_enough(np.full((185, 139, 3), 240, np.uint8))
+    assert thumbnail.shape == (740, 556, 3) and (thumbnail == 240).all()
+    image = draw_overlay(Overlay(thumbnail, overlay.heatmap, True, overlay.tissue, (8.0, 8.0), overlay.regions))
+    assert (np.asarray(image)[741:, -1] == STRIP_RGB).all()
+
+
+def test_a_large_or_a_long_picture_stays_as_it_is() -> None:
+    for shape in ((300, 480, 3), (1900, 90, 3)):
+        picture = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        np.testing.assert_array_equal(wide_enough(picture), picture)
 
 
 def test_scale_bar_is_a_round_number() -> None:
