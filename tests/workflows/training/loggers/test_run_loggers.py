@@ -53,6 +53,10 @@ class Hanging(Memory):
         self.released.wait()
         return "late"
 
+    def write(self, records: Sequence[LoggedRecord]) -> None: ...
+
+    def end(self, outcome: RunOutcome) -> None: ...
+
 
 def use(monkeypatch: pytest.MonkeyPatch, **loggers: type[MetricsLogger]) -> None:
     monkeypatch.setattr(run_loggers, "_LOGGERS", {name: (kind, ()) for name, kind in loggers.items()})
