@@ -30,10 +30,10 @@ def cells(setting: Setting, _: str) -> Iterator[Row]:
 
 
 def pieces(setting: Setting, side: str) -> Iterator[Row]:
-    """Time a step of a model in pieces that are recomputed one by one, against one in core at the first side."""
+    """Time a step of a model in pieces that are recomputed one by one, against one in core where it fits."""
     plan = replace(_ONE_RANK, interleave=setting.sizes.pieces, recompute=True)
     named = {f"{setting.sizes.pieces} pieces, recomputed": plan}
-    yield from _against_in_core(setting, int(side), named, "pieces", int(side) == setting.sizes.pieces_px[0])
+    yield from _against_in_core(setting, int(side), named, "pieces", int(side) in setting.sizes.speed_px)
 
 
 def _against_in_core(

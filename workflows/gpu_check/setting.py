@@ -25,7 +25,7 @@ class CheckSizes:
         slides_px: side of the slides that commands train on.
         steps: timed steps.
         cells: grids of cells.
-        pieces_px: sides of the images of steps that are computed piece by piece; the first in core, too.
+        pieces_px: sides of the images of steps that are computed piece by piece; in core, too, at those of timed steps.
         pieces: number of pieces.
     """
 
@@ -54,7 +54,7 @@ FULL = CheckSizes(
     slides_px=2048,
     steps=5,
     cells=((2, 2), (4, 4)),
-    pieces_px=(4096, 16384),
+    pieces_px=(4096, 8192, 16384),
     pieces=8,
 )
 SMALL = CheckSizes(

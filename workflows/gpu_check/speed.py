@@ -45,7 +45,8 @@ def network(setting: Setting) -> nn.Module:
 
 
 def batch(setting: Setting, side_px: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one image on the device, channels-last, and its label."""
+    """Return one image on the device, channels-last, and its label; the same ones on every rank."""
+    torch.manual_seed(0)
     shape = (1, 3, side_px, side_px)
     images = torch.empty(shape, device=setting.device, memory_format=torch.channels_last)
     return images.normal_(), torch.ones(1, dtype=torch.long, device=setting.device)
