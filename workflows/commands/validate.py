@@ -217,8 +217,9 @@ def _calibration(model: Mapping[str, Any], evaluator: Evaluator, logits: Logits)
     effect = task.describe_calibration(values, task.tensor(evaluator.evaluation_set.targets), model["calibration"])
     if effect is None:
         return None
-    say(f"calibrated on {model['calibration'].get('split', 'val')}; on these slides {effect[0]}")
-    return effect[1]
+    samples = counted(len(values), "case" if evaluator.evaluation_set.of_cases else "slide")
+    say(f"calibrated on {model['calibration'].get('split', 'val')}; on {samples} here, {effect[0]}")
+    return evaluator.evaluation_set.counted(effect[1])
 
 
 def _print_enlarged(slides_shown: WholeSlides, model: Mapping[str, Any], slides: int) -> None:

@@ -7,7 +7,7 @@ the grid of ranks that computes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -104,7 +104,7 @@ class EvaluationSet:
         cases: The slides' cases.
         task: What is predicted.
         aggregate: How the predictions of a case's slides are combined.
-        slides: Number of slides, if a sample has several; None: as many as targets.
+        slides: Number of slides, if each sample is a case; None: each is a slide.
     """
 
     images: SlideImages
@@ -130,12 +130,26 @@ class EvaluationSet:
             slides: The slides; of cases that are one sample each, their first.
             task: What is predicted.
             aggregate: How the predictions of a case's slides are combined.
-            count: Number of slides; None: as many as ``slides``.
+            count: Number of slides, if each sample is a case; None: as many as ``slides``.
         """
         targets = tuple(slide.label for slide in slides if slide.label is not None)
         if len(targets) != len(slides):
             raise ValueError("every slide of an evaluation set must have a label")
         return cls(images, targets, tuple(s.case_id or s.slide_id for s in slides), task, aggregate, count)
+
+    @property
+    def of_cases(self) -> bool:
+        """Whether each sample is a case of several slides."""
+        return self.slides is not None
+
+    def counted(self, calibration: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Return a calibration whose ``slides``, if each sample is a case, are counted as ``cases``."""
+        if calibration is None or not self.of_cases:
+            return None if calibration is None else dict(calibration)
+        renamed = {"cases" if name == "slides" else name: value for name, value in calibration.items()}
+        if "targets" in renamed:
+            renamed["targets"] = {name: self.counted(own) for name, own in renamed["targets"].items()}
+        return renamed
 
     def metrics_of(self, logits: Logits) -> EvaluatedMetrics:
         """Return the loss, normalised as in training, and the metrics, by slide and by case.
@@ -148,7 +162,7 @@ class EvaluationSet:
         by_slide = {
             **self._metrics(outputs, labels, draws[:, of_case]),
             "slides": len(self.targets) if self.slides is None else self.slides,
-            "calibration": self.task.calibration(outputs, labels, of_case),
+            "calibration": self.counted(self.task.calibration(outputs, labels, of_case)),
         }
         if self.aggregate == "none":
             return {**by_slide, "case": None}

@@ -83,7 +83,8 @@ def bag_evaluator(
     chunk: int | Literal["auto"] = CHUNK if is_feature_model(model) else "auto"
     engine = parallelize_tiles(module.encoder, module.aggregator, plan, group, autocast=autocast, chunk=chunk)
     aggregate = model.get("case_aggregate", "mean")
-    slides = EvaluationSet.of(AllTiles(bags), bags.samples, task_of(model), aggregate, len(bags.dataset))
+    of_cases = len(bags.dataset) if model.get("bag") == "case" else None
+    slides = EvaluationSet.of(AllTiles(bags), bags.samples, task_of(model), aggregate, of_cases)
     return Evaluator(slides, TileInference(engine), module, plan, group)
 
 

@@ -28,7 +28,7 @@ class Calibration:
 
     Attributes:
         temperature: What logits are divided by.
-        slides: Number of slides on which it was fitted or evaluated.
+        slides: Number of slides, or of cases that are one sample each, on which it was fitted or evaluated.
         loss: Mean cross-entropy before and after, without class weights.
         calibration_error: Expected calibration error before and after.
     """
@@ -47,7 +47,7 @@ class Calibration:
         errors = ["undefined" if value is None else f"{value:.3f}" for value in self.calibration_error]
         return (
             f"temperature {self.temperature:.3f}: calibration error {errors[0]} → {errors[1]}, cross entropy "
-            f"{self.loss[0]:.3f} → {self.loss[1]:.3f}, on {self.slides} slides"
+            f"{self.loss[0]:.3f} → {self.loss[1]:.3f}"
         )
 
 

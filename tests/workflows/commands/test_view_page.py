@@ -109,6 +109,27 @@ def test_the_table_sorts_and_slides_without_a_value_come_last(browser: Any, tmp_
     page.close()
 
 
+def test_the_table_of_slides_is_as_high_as_its_rows_up_to_a_part_of_the_window(browser: Any, tmp_path: Path) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 800})
+    slides = [slide_of(f"{kind}{k}", 0.3) for kind, count in (("a", 3), ("b", 41)) for k in range(count)]
+    page.goto(write_cohort_page(tmp_path, slides, TASK, READOUT, "Cohort").as_uri())
+
+    def heights() -> tuple[float, int]:
+        below = "() => document.querySelector('#grid').clientHeight - document.querySelector('#head').offsetHeight"
+        return page.evaluate(below), page.locator(".space .row").count()
+
+    height, rows = heights()
+    assert 400 < height <= 0.7 * 800 and 60 * rows > height  # of 44, as many as fit are drawn
+    for text, count in (("case of a", 3), ("nothing", 0)):
+        page.fill("#search", text)
+        assert heights() == (60 * count, count)
+    page.fill("#search", "")
+    assert heights() == (height, rows)
+    page.evaluate("() => { document.querySelector('#grid').scrollTop = 60 * 44 }")
+    page.locator(".space .row", has_text="b40").wait_for()
+    page.close()
+
+
 def test_magnification_is_true_to_the_slides_micrometres(page: Any) -> None:
     for key, power in (("1", 2.5), ("3", 10.0), ("5", 40.0)):
         page.keyboard.press(key)

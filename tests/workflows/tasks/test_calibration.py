@@ -123,6 +123,7 @@ def test_a_run_leaves_calibrated_checkpoints_and_validate_fits_anew(
     said = capsys.readouterr().out
     found = json.loads(said.splitlines()[-1])["calibration"]
     assert read_model_json(checkpoint)["calibration"]["temperature"] == pytest.approx(noted["temperature"], rel=1e-4)
-    assert found["temperature"] == pytest.approx(noted["temperature"], rel=1e-4) and "calibrated on val" in said
+    assert found["temperature"] == pytest.approx(noted["temperature"], rel=1e-4)
+    assert "calibrated on val; on 4 slides here, temperature" in said
     with pytest.raises(RequestError, match="--calibrate --split test"):
         run(EvaluationRequest(checkpoint, store, calibrate=True))

@@ -16,6 +16,7 @@ from data.store.manifest import SlideRecord, merge_manifest
 from data.tiles.case_bags import JoinedTiles
 from data.tiles.grouping import Grouping
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.checkpoint import read_model_json
 from hyfi_core.tiles.source import TensorTiles
 from pathology.predict.inputs import SlideInput
 from pathology.predict.tiles.case_slides import alone_note
@@ -114,7 +115,11 @@ def test_validate_and_predict_tell_the_same_of_a_case(
         checkpoint, store, labels, split="val", out=tmp_path / "val", features=features, as_json=True
     )
     assert validate.run(request) == 0
-    metrics = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said = capsys.readouterr().out.splitlines()
+    metrics = json.loads(said[-1])
+    assert any("calibrated on val; on 3 cases here, temperature" in line for line in said)
+    for calibration in (metrics["calibration"], read_model_json(checkpoint)["calibration"]):
+        assert calibration["cases"] == 3 and "slides" not in calibration
     assert metrics["slides"] == 4 and metrics["case"]["cases"] == len(set(cases_of(labels)))
     assert metrics["loss"] == pytest.approx(metrics["case"]["loss"])
     arguments = predict.PredictArguments(

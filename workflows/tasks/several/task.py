@@ -237,7 +237,7 @@ class Several(Task):
             own, (mine, labels) = calibration_of(fitted, part.name), part.of(outputs, targets)
             effect = part.task.describe_calibration(mine, labels, own) if own is not None and len(labels) else None
             if effect is not None:
-                texts.append(f"{part.name}: {effect[0]}")
+                texts.append(f"{part.name} ({len(labels)} labelled): {effect[0]}")
                 found[part.name] = effect[1]
         return ("; ".join(texts), {"targets": found}) if texts else None
 

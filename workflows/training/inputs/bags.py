@@ -162,7 +162,8 @@ class BagInputs(RunInputs):
     def evaluation_set(self) -> EvaluationSet:
         """Return the validation slides with all of their tiles."""
         bags, data = grouped(self.val, self.job.val_samples), self.job.config.data
-        return EvaluationSet.of(AllTiles(bags), bags.samples, self.job.task, data.case_aggregate, len(self.val))
+        of_cases = len(self.val) if data.bag == "case" else None
+        return EvaluationSet.of(AllTiles(bags), bags.samples, self.job.task, data.case_aggregate, of_cases)
 
     def inference(self, engine: TrainingEngine) -> InferenceEngine:
         """Return the engine without its attention."""
