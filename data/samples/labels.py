@@ -11,7 +11,7 @@ from typing import TypeVar
 from data.csv_table import Table, natural_key, read_table
 from data.missing import MISSING
 from data.samples.classes import column_of_classes
-from data.samples.names import with_one_name_each
+from data.samples.names import AgreedCases, with_one_name_each
 from hyfi_core.errors import RequestError
 
 Target = int | tuple[float, ...]
@@ -115,32 +115,32 @@ def load_labels(
     return Labels(target, key, names, indices, cases_of(table), table.rows, named.notes)
 
 
-def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None, agree_with: str = "") -> list[dict[str, str]]:
+def with_cases(
+    rows: Iterable[Mapping[str, str]], labels: Labels | None, table: str = "the labels"
+) -> list[dict[str, str]]:
     """Return copies of manifest rows with ``case_id`` filled: from the row, else from the labels, else empty.
 
     Args:
         rows: Of the manifest.
         labels: The labels.
-        agree_with: Where labels come from, if they may name no other case of a slide than the manifest.
+        table: Where the labels come from, for messages.
 
     Raises:
-        RequestError: They do; the message names a slide and both cases.
+        RequestError: Both know the cases of slides and contradict each other, see `data.samples.names.AgreedCases`.
     """
     rows = list(rows)
-    cases = [(row.get("case_id", ""), labels.case_of(row["slide_id"]) if labels else "") for row in rows]
-    differing = [
-        (row["slide_id"], stored, own)
-        for row, (stored, own) in zip(rows, cases, strict=True)
-        if stored and own and stored != own
-    ]
-    if differing and agree_with:
-        slide, stored, own = differing[0]
-        raise RequestError(
-            f"{len(differing)} slides are of one case in the store's manifest and of another in {agree_with}: {slide}, "
-            f"for instance, of {stored} and of {own}; all slides of a case are one sample (data.bag: case), so both "
-            f"must say the same"
-        )
-    return [{**row, "case_id": stored or own} for row, (stored, own) in zip(rows, cases, strict=True)]
+    agreed = _agreed_cases(rows, labels, table)
+    return [{**row, "case_id": agreed.cases.get(row["slide_id"], "")} for row in rows]
+
+
+def notes_of_cases(rows: Iterable[Mapping[str, str]], labels: Labels, table: str = "the labels") -> tuple[str, ...]:
+    """Return what to say of cases that the labels name otherwise than the manifest; arguments: see `with_cases`."""
+    return _agreed_cases(list(rows), labels, table).notes
+
+
+def _agreed_cases(rows: Sequence[Mapping[str, str]], labels: Labels | None, table: str) -> AgreedCases:
+    stored = {row["slide_id"]: row.get("case_id", "") for row in rows}
+    return AgreedCases.of(stored, labels.cases if labels else {}, table)
 
 
 def one_of_each(

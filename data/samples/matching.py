@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from data.samples.labels import Labels, with_cases
+from data.samples.labels import Labels, notes_of_cases, with_cases
 from data.spelling import canonical, without_ending
 from data.store.manifest import same_content
 from hyfi_core.errors import RequestError
@@ -112,6 +112,7 @@ def match_labels(
     rows: Iterable[Mapping[str, str]], labels: Labels, splits: Mapping[str, str] | None = None
 ) -> LabelMatch:
     """Compare labels, and slide to split if there are splits, with the rows of a store's manifest."""
+    rows = list(rows)
     rows_with_cases = with_cases(rows, labels)
     slides: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -140,7 +141,7 @@ def match_labels(
             row["slide_id"] for row in rows_with_cases if row["slide_id"] in slides and not row["case_id"]
         ),
         without_split=() if splits is None else tuple(slide for slide in slides if slide not in splits),
-        notes=(*labels.notes, *_same_content_notes(rows_with_cases, slides)),
+        notes=(*labels.notes, *notes_of_cases(rows, labels), *_same_content_notes(rows_with_cases, slides)),
         counts=counts,
     )
 

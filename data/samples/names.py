@@ -109,6 +109,70 @@ def cases_in_one_way(
     return [{**row, "case_id": spelling.get(case, "")} for row, case in zip(rows, cases, strict=True)]
 
 
+@dataclass(frozen=True)
+class AgreedCases:
+    """Cases of slides on which the store's manifest and a table agree.
+
+    Attributes:
+        cases: Slide to case; slides whose case neither knows are not in it.
+        notes: Sentences for the user about how the table's names of cases were read.
+    """
+
+    cases: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, stored: Mapping[str, str], own: Mapping[str, str], table: str) -> AgreedCases:
+        """Return the cases of the manifest, and where it has none, those of the table.
+
+        A table may call all cases by other names, one for one: those of the manifest are taken.
+
+        Args:
+            stored: Slide to case in the manifest; "" where it is unknown.
+            own: Slide to case in the table, likewise.
+            table: Name of the table, for messages.
+
+        Raises:
+            RequestError: Slides of one case in one of them are of two in the other, or the table calls a case by the
+                name of another. With one of the two, splits, bags and metrics by case would be wrong.
+        """
+        known, named = set(stored.values()), set(own.values())
+        of_case: dict[str, str] = {}
+        of_name: dict[str, str] = {}
+        for slide in sorted(slide for slide in stored.keys() & own.keys() if stored[slide] and own[slide]):
+            case, name = stored[slide], own[slide]
+            same, alike = of_case.setdefault(case, slide), of_name.setdefault(name, slide)
+            if own[same] != name:
+                both = f"of one case in the manifest ({case}), and of two in the table ({own[same]}, {name})"
+                raise _contradiction(table, f"{same} and {slide} are {both}")
+            if stored[alike] != case:
+                both = f"of one case in the table ({name}), and of two in the manifest ({stored[alike]}, {case})"
+                raise _contradiction(table, f"{alike} and {slide} are {both}")
+            if name != case and (name in known or case in named):
+                both = f"of the case {case} in the manifest, and of {name} in the table"
+                raise _contradiction(table, f"{slide} is {both}, and one of these names is another case's, too")
+        renamed = {name: stored[slide] for name, slide in of_name.items() if name != stored[slide]}
+        merged = {slide: renamed.get(name, name) for slide, name in own.items() if name}
+        merged |= {slide: case for slide, case in stored.items() if case}
+        return cls(merged, (_renamed_note(table, renamed),) if renamed else ())
+
+
+def _contradiction(table: str, text: str) -> RequestError:
+    return RequestError(
+        f"{table}: case_id contradicts the store's manifest.csv: {text}. Slides of a case stay together in splits, "
+        "bags and metrics, so both must say the same: correct one of them or, if the manifest is right, leave case_id "
+        "out of the table"
+    )
+
+
+def _renamed_note(table: str, renamed: Mapping[str, str]) -> str:
+    name, case = next(iter(renamed.items()))
+    return (
+        f"{table}: case_id has other names than the store's manifest.csv for {len(renamed)} cases, one for one "
+        f"({name} is {case} there); the manifest's names are taken"
+    )
+
+
 def refuse_content_in_two_splits(
     groups: Iterable[SameContent], splits: Mapping[str, str], where: str = "splits"
 ) -> None:

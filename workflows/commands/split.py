@@ -13,7 +13,13 @@ from data.location import location
 from data.missing import MISSING
 from data.samples.assign import assign_groups
 from data.samples.classes import column_of_classes
-from data.samples.names import cases_in_one_way, column_in_one_way, with_one_name_each, without_missing
+from data.samples.names import (
+    AgreedCases,
+    cases_in_one_way,
+    column_in_one_way,
+    with_one_name_each,
+    without_missing,
+)
 from data.samples.splits import SPLITS
 from data.samples.strata import fixed_groups, is_numbers, strata_of
 from data.store.manifest import load_manifest, same_content
@@ -177,7 +183,8 @@ def _in_one_way(
     """
     named = with_one_name_each(table, rows, merge=merge, missing=missing)
     rows_with_cases = cases_in_one_way(rows, "store", merge=merge, missing=missing)
-    named = replace(named, table=_with_cases_of(named.table, rows_with_cases))
+    with_cases, own_notes = _with_cases_of(named.table, rows_with_cases)
+    named = replace(named, table=with_cases, notes=(*named.notes, *own_notes))
     for column in stratify:
         named.table.require(column, "--stratify")
         named = without_missing(named, column, missing)
@@ -189,14 +196,19 @@ def _in_one_way(
     return named.table, list(named.notes)
 
 
-def _with_cases_of(table: Table, rows: Sequence[Mapping[str, str]]) -> Table:
-    """Return a table of slides with the cases that a store's rows have for those without one."""
-    cases = {row["slide_id"]: row["case_id"] for row in rows if row.get("case_id")}
-    if not cases or "slide_id" not in table.columns:
-        return table
+def _with_cases_of(table: Table, rows: Sequence[Mapping[str, str]]) -> tuple[Table, tuple[str, ...]]:
+    """Return (a table of slides with the cases that it or a store's rows have, under the store's names; notes).
+
+    Raises:
+        RequestError: The table and the store contradict each other.
+    """
+    stored = {row["slide_id"]: row["case_id"] for row in rows if row.get("case_id")}
+    if not stored or "slide_id" not in table.columns:
+        return table, ()
+    agreed = AgreedCases.of(stored, {row["slide_id"]: row.get("case_id", "") for row in table.rows}, str(table.name))
     columns = table.columns if "case_id" in table.columns else (*table.columns, "case_id")
-    filled = ({**row, "case_id": row.get("case_id") or cases.get(row["slide_id"], "")} for row in table.rows)
-    return replace(table, columns=columns, rows=tuple(filled))
+    filled = ({**row, "case_id": agreed.cases.get(row["slide_id"], "")} for row in table.rows)
+    return replace(table, columns=columns, rows=tuple(filled)), agreed.notes
 
 
 def _groups(table: Table, group: str) -> list[str]:

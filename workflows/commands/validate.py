@@ -271,7 +271,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     task = task_of(model)
     task = task if request.target is None else task.with_target(request.target)
     labels = task.read_again(path, rows, merge, missing)
-    rows = with_cases(rows, labels, f"{path}" if model.get("bag") == "case" else "")
+    rows = with_cases(rows, labels, str(path))
     column = request.split_column or model.get("split_column", "split")
     if split == ALL:
         splits = {row["slide_id"]: ALL for row in rows}

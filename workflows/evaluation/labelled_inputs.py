@@ -66,7 +66,7 @@ class InputLabels:
         rows = [{"slide_id": slide.slide_id, "case_id": slide.case_id, "status": "done"} for slide in inputs]
         missing = MISSING if model.get("missing") is None else tuple(model["missing"])
         labels = task.read_again(path, rows, bool(model.get("merge_alike", False)), missing)
-        rows = with_cases(rows, labels)
+        rows = with_cases(rows, labels, str(path))
         match = match_labels(rows, labels)
         match.check(str(path), allow_unmatched=bool(match.slides))
         targets = [labels.of(row["slide_id"], row["case_id"]) for row in rows]

@@ -215,8 +215,8 @@ def prepare(config: Config) -> TrainingJob:
     labels_path = data.labels or data.store / "manifest.csv"
     keyed = labels_path if data.id_column is None else read_table(labels_path, "labels", id_column=data.id_column)
     labels = read_labels(config, keyed, rows)
+    rows = with_cases(rows, labels, str(labels_path))
     match_labels(rows, labels).check(str(labels_path), data.allow_unmatched)
-    rows = with_cases(rows, labels, f"{labels_path}" if data.bag == "case" else "")
     splits_path = data.splits or keyed
     splits = load_splits(splits_path, rows, column=data.split_column, merge_alike=merge, missing=missing)
     excluded: list[ExcludedSlide] = []

@@ -1,0 +1,43 @@
+"""Cases that a table and the store's manifest both know: one grouping of slides, or a refusal."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.samples.names import AgreedCases
+from hyfi_core.errors import RequestError
+
+SLIDES = [f"s{k}" for k in range(6)]
+stored_cases = st.lists(st.sampled_from(["", "1", "2", "3"]), min_size=6, max_size=6)
+own_cases = st.lists(st.sampled_from(["", "1", "2", "P1", "P2", "P3"]), min_size=6, max_size=6)
+
+
+@given(stored_cases, own_cases)
+def test_slides_that_are_together_in_either_stay_together_or_it_is_refused(first: list[str], second: list[str]) -> None:
+    stored, own = (dict(zip(SLIDES, names, strict=True)) for names in (first, second))
+    both = [slide for slide in SLIDES if stored[slide] and own[slide]]
+    pairs = {(stored[slide], own[slide]) for slide in both}
+    one_for_one = len(pairs) == len({case for case, _ in pairs}) == len({name for _, name in pairs})
+    swapped = any(case != name and (name in first or case in second) for case, name in pairs)
+    if not one_for_one or swapped:
+        with pytest.raises(RequestError, match=r"labels.csv: case_id contradicts .* s\d (and s\d are|is) of"):
+            AgreedCases.of(stored, own, "labels.csv")
+        return
+    agreed = AgreedCases.of(stored, own, "labels.csv")
+    assert all(agreed.cases[slide] == stored[slide] for slide in SLIDES if stored[slide])
+    assert agreed.cases.keys() == {slide for slide in SLIDES if stored[slide] or own[slide]}
+    for names in (stored, own):
+        for one in SLIDES:
+            for other in SLIDES:
+                if names[one] and names[one] == names[other]:
+                    assert agreed.cases[one] == agreed.cases[other]
+    assert bool(agreed.notes) == any(case != name for case, name in pairs)
+    assert AgreedCases.of(agreed.cases, own, "labels.csv").cases == agreed.cases
+
+
+def test_a_case_of_another_name_is_said_and_found_for_slides_that_only_the_table_knows() -> None:
+    agreed = AgreedCases.of({"a": "1", "b": "", "c": "2"}, {"a": "P1", "b": "P1", "c": "P2", "d": "P9"}, "labels.csv")
+    assert agreed.cases == {"a": "1", "b": "1", "c": "2", "d": "P9"}
+    assert "for 2 cases, one for one (P1 is 1 there)" in agreed.notes[0]
