@@ -115,6 +115,15 @@ def _captures_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("hyfi_core.runtime.subject.verify_capture", lambda *given: None)
 
 
+@pytest.fixture(autouse=True)
+def _no_mode_is_left() -> Iterator[None]:
+    """A mode of PyTorch that a test leaves active changes, and slows down, whatever this thread computes after it."""
+    yield
+    import torch
+
+    assert not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _kept_objects_are_not_collected() -> None:
     """What is there when a module of tests begins, such as PyTorch's own objects, the garbage collector leaves alone.

@@ -139,14 +139,12 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
         calls.refuse_functions(torch.utils._pytree.tree_leaves(output), returned=True)
         calls.refuse_host_randomness()
 
-    # First and always: hooks of the user's must run inside, and a forward that raises must not leave the mode active.
-    handles = (
-        model.register_forward_pre_hook(begin, prepend=True),
-        model.register_forward_hook(end, always_call=True),
-    )
+    # First: hooks of the user's must run inside.
+    handles = (model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end))
     try:
         yield
     finally:
+        calls.end()  # a forward that raises in a trace calls no hook, not even with always_call=True
         for handle in handles:
             handle.remove()
 

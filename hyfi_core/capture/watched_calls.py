@@ -73,6 +73,7 @@ class WatchedCalls(TorchFunctionMode):
         self._tracked: set[StorageWeakRef] = set()
         self._host = host_randomness()
         self._seed = torch.initial_seed()
+        self._watching = False
         self.checkpoints = 0
         self.of_image = OfImage()
 
@@ -158,10 +159,13 @@ class WatchedCalls(TorchFunctionMode):
     def begin(self) -> None:
         """Start watching."""
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._watching = True
 
     def end(self) -> None:
-        """Stop watching."""
-        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """Stop watching; may be called again."""
+        if self._watching:
+            self._watching = False
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _track(self, tensors: Sequence[torch.Tensor]) -> None:
         """Record the storages of values that carry gradients, to recognise other views of them."""

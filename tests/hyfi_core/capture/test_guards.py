@@ -153,6 +153,17 @@ def test_the_module_and_pytorch_stay_as_they_were() -> None:
     copy.deepcopy(net)
 
 
+def test_a_refused_model_leaves_no_mode_of_pytorch_active() -> None:
+    class Refused(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert torch._C._len_torch_function_stack() > 1
+            raise ValueError
+
+    with pytest.raises(RequestError, match="Refused cannot be captured"):
+        capture(Refused(), SHAPE, torch.float32)
+    assert torch._C._len_torch_function_stack() == 0
+
+
 def test_what_a_trace_computed_with_is_no_constant() -> None:
     with FakeTensorMode():
         fake = torch.zeros(2)
