@@ -299,7 +299,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     if own_rank() == 0:
         _warn_of_unmeasured(dataset)
         if split != "train":
-            _warn_of_trained(model, dataset)
+            _warn_of_slides(model, dataset)
     return dataset
 
 
@@ -312,8 +312,9 @@ def _warn_of_unmeasured(dataset: SlideDataset) -> None:
         warn(as_scanned_text(unmeasured))
 
 
-def _warn_of_trained(model: Mapping[str, Any], dataset: SlideDataset) -> None:
-    """Warn of slides that the model was trained on."""
+def _warn_of_slides(model: Mapping[str, Any], dataset: SlideDataset) -> None:
+    """Warn of slides that the model was trained on, and of those far from all of them."""
+    from data.samples.trained.trained_range import SlideFigures
     from data.samples.trained.trained_slides import TrainedSlides, source_sha256
 
     trained = TrainedSlides.of_json(model.get("trained_on"))
@@ -326,6 +327,16 @@ def _warn_of_trained(model: Mapping[str, Any], dataset: SlideDataset) -> None:
         warn(
             f"the model was trained on {len(names)} of these {len(dataset)} slides, or on others of their cases: "
             f"{listed(names)}; the metrics are not those of new slides"
+        )
+    described = {
+        sample.slide_id: trained.ranges.describe_outside(SlideFigures.of(dataset, index))
+        for index, sample in enumerate(dataset.samples)
+    }
+    outside = [f"{name} ({'; '.join(how)})" for name, how in described.items() if how]
+    if outside:
+        warn(
+            f"{len(outside)} of these {len(dataset)} slides are far from all that the model was trained on, so that "
+            f"their predictions may mean nothing: {listed(outside)}"
         )
 
 

@@ -138,6 +138,21 @@ def test_slides_of_the_training_set_are_flagged_by_their_file_under_any_name(
     assert "was trained on this slide" in (tmp_path / "out" / "renamed" / "report.html").read_text()
 
 
+def test_slides_far_larger_than_those_of_training_are_flagged_with_the_reason(
+    slide: Path, store: Path, tmp_path: Path
+) -> None:
+    trained = TrainedSlides.of(SlideDataset(store, [SlideRef("one", "C-1")], size_px=(512, 576), mpp=1.0)).to_json()
+    (least, most), expected = trained["ranges"]["area_mm2"], "18 times the area of the largest training slide"
+    for factor, flagged in ((1, False), (18, True)):
+        trained["ranges"]["area_mm2"] = [least / factor, most / factor]
+        out = tmp_path / str(factor)
+        (prediction,) = predict(out, [slide], member_of(Darkness(), trained_on=trained)).done
+        (row,) = table(out)
+        assert ("outside_training" in prediction.flags) == ("outside_training" in row["flags"].split(";")) == flagged
+        assert row["reason"] == (f"outside_training: {expected}" if flagged else "")
+        assert (expected in (out / slide.stem / "report.html").read_text()) == flagged
+
+
 def test_heatmap_and_regions_are_in_register_with_the_slide(slide: Path, tmp_path: Path) -> None:
     model = Darkness()
     with torch.no_grad():

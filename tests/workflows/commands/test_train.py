@@ -22,7 +22,7 @@ from data.csv_table import read_table
 from data.samples.trained.trained_slides import TrainedSlides
 from hyfi_core.errors import RequestError
 from hyfi_core.models.by_name import build_model
-from hyfi_core.runtime.checkpoint import load_checkpoint
+from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint, read_model_json
 from tests.workflows.archive import make_config
 from tests.workflows.runs import assert_same_run, losses, run_here, run_on, weights_of
 from workflows.commands import split, validate
@@ -561,6 +561,13 @@ def test_an_external_test_set_has_its_own_table_column_and_no_splits(
     said = capfd.readouterr()
     assert json.loads(said.out.splitlines()[-1])["slides"] == 9
     assert "trained on 6 of these 9 slides, or on others of their cases: slide-00, slide-01" in said.err
+    assert "are far from all" not in said.err
+    known = read_model_json(request.checkpoint)["trained_on"]
+    known["ranges"]["area_mm2"] = [area / 18 for area in known["ranges"]["area_mm2"]]
+    amend_model_json(request.checkpoint, {"trained_on": known})
+    assert validate.run(replace(request, target="diagnosis", split="val", splits=store / "manifest.csv")) == 0
+    said = capfd.readouterr()
+    assert "3 of these 3 slides are far from all" in said.err and "slide-06 (18 times the area" in said.err
     with pytest.raises(RequestError, match="diagnosis"):
         validate.validate_rank(replace(request, split="all"))  # the column of training is not in this table
 
