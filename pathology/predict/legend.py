@@ -63,11 +63,16 @@ def _has(font: Font, letter: str) -> bool:
 
 
 def add_legend(image: Image.Image, items: list[LegendItem]) -> Image.Image:
-    """Return ``image`` with a legend below it, in as many rows as the items need."""
+    """Return ``image`` with a legend below it, in as many rows as the items need.
+
+    Right of a picture that is narrower than the longest item there is white, so that no text is cut off.
+    """
     unit = max(13, min(28, round(image.width / 68)))
+    longest = max((_width(item, unit, image.width) for item in items), default=0)
+    width = max(image.width, longest + 2 * unit)
     rows = _rows(items, image.width, unit)
     row_px = round(unit * 2.1)
-    result = Image.new("RGB", (image.width, image.height + row_px * len(rows) + unit), STRIP_RGB)
+    result = Image.new("RGB", (width, image.height + row_px * len(rows) + unit), STRIP_RGB)
     result.paste(image, (0, 0))
     draw = ImageDraw.Draw(result)
     for index, row in enumerate(rows):
