@@ -47,6 +47,10 @@ class Leases:
         self._held: dict[int, dict[Hashable, Lease]] = {}
         self._deaths: Counter[Hashable] = Counter()
 
+    def __len__(self) -> int:
+        """Return how many no worker has yet."""
+        return len(self._waiting)
+
     def add(self, lease: Lease) -> None:
         """Append a lease to the queue."""
         self._waiting.append(lease)
@@ -92,6 +96,7 @@ class Counts:
         store_bytes: Bytes of chunks read from the store and decoded for the node's cache; 0 without one.
         shared_bytes: Bytes of decoded chunks that came from the node's cache; one may be used for several images.
         replaced: Workers that died and were replaced.
+        workers: Workers at work.
     """
 
     samples: int = 0
@@ -100,6 +105,7 @@ class Counts:
     store_bytes: int = 0
     shared_bytes: int = 0
     replaced: int = 0
+    workers: int = 0
 
 
 class DecodePool:
@@ -117,6 +123,10 @@ class DecodePool:
         cache_bytes: Size of the cache of original images for later epochs; 0: no cache.
         start: Starts a worker.
         at_a_time: Samples that a worker prepares at a time, where reading is mostly waiting.
+
+    Attributes:
+        counts: Statistics so far.
+        image_bytes: Of the largest image that a worker prepares.
     """
 
     def __init__(
@@ -131,6 +141,7 @@ class DecodePool:
         at_a_time: int = 1,
     ) -> None:
         self.counts = Counts()
+        self.image_bytes = max(slot_bytes, entry_bytes)
         self._samples, self._start = samples, start
         self._memory = Memory(samples, slots * slot_bytes, cache_bytes)
         self._cache = SampleCache(cache_bytes, entry_bytes)
@@ -141,7 +152,10 @@ class DecodePool:
         self._at_a_time = min(at_a_time, MOST_AT_A_TIME)
         self._room: Counter[int] = Counter()  # by worker: leases that it may be given now
         self._deaths_in_a_row = 0
-        self._workers: list[Worker] = [start(self._memory) for _ in range(workers)]
+        self._workers: list[Worker] = []
+        self._starting: set[int] = set()
+        for _ in range(workers):
+            self.add_worker()
 
     @property
     def has_free_slot(self) -> bool:
@@ -152,6 +166,17 @@ class DecodePool:
     def workers(self) -> tuple[Worker, ...]:
         """The current workers; some may have died since the last `collect`."""
         return tuple(self._workers)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether samples queue that another worker could prepare: all have started, and have as many as they may."""
+        return bool(self._leases) and not self._starting
+
+    def add_worker(self) -> None:
+        """Start one more worker."""
+        self._starting.add(len(self._workers))
+        self._workers.append(self._start(self._memory))
+        self.counts.workers += 1
 
     def submit(self, name: Hashable, epoch: int, index: int, boxes: tuple[Box, ...], counted: bool = True) -> None:
         """Queue a sample; there must be a free slot.
@@ -232,6 +257,7 @@ class DecodePool:
             self._room[worker_id] += 1
             self._finish(worker_id, answer)
         else:
+            self._starting.discard(worker_id)
             self._room[worker_id] = self._at_a_time
 
     def _finish(self, worker_id: int, answer: LeaseDone) -> None:
@@ -265,4 +291,5 @@ class DecodePool:
             )
         self._leases.requeue(worker_id)
         self._room[worker_id] = 0
+        self._starting.add(worker_id)
         self._workers[worker_id] = self._start(self._memory)

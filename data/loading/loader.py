@@ -26,6 +26,7 @@ from data.loading.decode_pool import Counts, DecodePool
 from data.loading.decode_worker import ChildWorker, StartWorker
 from data.loading.loader_link import CONTROL_TAG, PIXELS_TAG, REPORT_TAG
 from data.loading.order import SampleStream
+from data.loading.worker_growth import WorkerGrowth
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.plan.box import Box, hull
@@ -95,11 +96,13 @@ class LoaderService:
         samples: Images of the training split.
         stream: Order of all samples, the same as the trainers'.
         layout: How the stream is divided into batches, the same as the trainers'.
-        workers: Number of decoding processes.
+        workers: Number of decoding processes to begin with.
         cache_bytes: Size of the cache of original images for later epochs.
         start: Starts a worker.
         watch: Called between messages, for signals; may raise.
         at_a_time: Samples that a decoding process prepares at a time.
+        growth: Starts more decoding processes while trainers wait, as many as there are slots; None: there are as many
+            as at the beginning.
     """
 
     def __init__(
@@ -114,8 +117,9 @@ class LoaderService:
         start: StartWorker = ChildWorker,
         watch: Callable[[], None] = lambda: None,
         at_a_time: int = 1,
+        growth: WorkerGrowth | None = None,
     ) -> None:
-        self._at_a_time = at_a_time
+        self._at_a_time, self._growth = at_a_time, growth
         self._comm, self._ranks, self._stream, self._layout, self._watch = comm, tuple(trainers), stream, layout, watch
         self._samples, self._workers, self._cache_bytes, self._start_worker = samples, workers, cache_bytes, start
         self._trainers: dict[int, _Client] = {}
@@ -191,6 +195,7 @@ class LoaderService:
                 self._receive_message(),
                 self._start_next_sample(pool),
                 pool.collect(),
+                self._add_worker(pool),
                 self._send_ready(pool),
                 self._free_slots(pool),
             ]
@@ -211,6 +216,8 @@ class LoaderService:
             every, box_bytes = tuple(message["every"]), message.get("box_bytes", 0)
             self._trainers[peer] = _Client(parts, message["replica"], every, message["ahead"], box_bytes)
         elif message["kind"] == "request":
+            if message["waited"] and self._growth is not None and self._pool is not None and self._pool.is_behind:
+                self._growth.late(peer)
             self._trainers[peer].requested.extend(self._requests(peer, message["numbers"], message.get("box")))
         else:
             self._trainers[peer].gone = True
@@ -225,6 +232,15 @@ class LoaderService:
             else:
                 self._boxes += 1
                 yield _Wanted(number, (peer, self._boxes), Box(*box))
+
+    def _add_worker(self, pool: DecodePool) -> bool:
+        """Start one more worker if trainers have waited; return whether one was."""
+        workers = len(pool.workers)
+        if self._growth is None or not pool.is_behind or not self._growth.is_due(workers, pool.image_bytes):
+            return False
+        pool.add_worker()
+        self._growth.grown(workers + 1)
+        return True
 
     def _start_next_sample(self, pool: DecodePool) -> bool:
         """Start preparing the oldest sample that is next for all trainers that need it; return whether one was."""

@@ -4,7 +4,7 @@
 
     trainer                                       loader
       hello {parts, replica, …}       ─────────►    learns what may be requested
-      request {numbers}               ─────────►    has the samples decoded by child processes
+      request {numbers, waited}       ─────────►    has the samples decoded by child processes
       (receive posted before)         ◄─────────    uint8 (3, h, w), in the order of the requests
       goodbye {stopped}               ─────────►    answers open requests with blanks, removes the trainer
                                       ◄─────────    report {samples, bytes, …}
@@ -46,6 +46,7 @@ class LoaderLink:
         self._receives: deque[tuple[int, Pending, Sequence[Message]]] = deque()  # messages own the memory
         self._sends: list[Pending] = []
         self._requests = 0
+        self._waited = False  # for a loader since the last request
         stride = len(self._loaders)
         self._send({loader: {"kind": "hello", **hello, "every": [k, stride]} for k, loader in enumerate(self._loaders)})
 
@@ -64,12 +65,14 @@ class LoaderLink:
             The index of this request: 0, 1, 2, …
         """
         self._receives.append((self._requests, self._comm.exchange([], list(receives)), receives))
-        self._send({loader: {"kind": "request", **request} for loader, request in requests.items()})
-        self._requests += 1
+        how = {"kind": "request", "waited": self._waited}
+        self._send({loader: {**how, **request} for loader, request in requests.items()})
+        self._requests, self._waited = self._requests + 1, False
         return self._requests - 1
 
     def wait(self, request: int) -> None:
         """Return when this request and all earlier ones have been answered."""
+        self._waited |= self.answered() <= request
         self._receive(lambda: bool(self._receives) and self._receives[0][0] <= request)
 
     def answered(self) -> int:

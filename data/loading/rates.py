@@ -9,11 +9,11 @@ from typing import Literal
 
 from data.samples.augment import Augment
 
-_READ_BYTES_PER_S = 350e6
-_MOVE_BYTES_PER_S = 550e6
+_READ_BYTES_PER_S = 700e6
+_MOVE_BYTES_PER_S = 1250e6
 """Of flips and turns; most images have one."""
-_RECOLOUR_BYTES_PER_S = 180e6
-_STAIN_BYTES_PER_S = {"macenko": 180e6, "reinhard": 85e6}
+_RECOLOUR_BYTES_PER_S = 310e6
+_STAIN_BYTES_PER_S = {"macenko": 310e6, "reinhard": 145e6}
 """In proportion to recolouring: both timed in one process."""
 
 

@@ -136,7 +136,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     from workflows.launch.request import check_ranks, own_run
     from workflows.out_of_memory import remember_advice
     from workflows.training.checks.data_record import SlideTables
-    from workflows.training.feeding import share_chunks
+    from workflows.training.feeding import most_workers, share_chunks
     from workflows.training.inputs.of_job import inputs_of
     from workflows.training.job import prepare
     from workflows.training.memory import check_memory
@@ -168,7 +168,8 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     for line in forecast:
         say(line)
     remember_advice(world.broadcast_object(inputs.advice(forecast)))
-    make_body = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
+    as_loader = partial(_loader, agree(world, lambda: most_workers(job, roles, device)))
+    make_body = _trainer if roles.trainers is not None else as_loader if roles.validators is None else _validator
     body = agree(world, lambda: make_body(inputs, roles, saved, tables, stop, device))
     if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
@@ -317,12 +318,19 @@ def _code(loop: TrainingLoop, stopped: bool) -> int:
 
 
 def _loader(
-    inputs: RunInputs, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
+    most: int | None,
+    inputs: RunInputs,
+    roles: Roles,
+    saved: SavedRun | None,
+    slides: SlideTables,
+    stop: StopFlag,
+    device: str,
 ) -> RankBody:
-    """Build the loader service and return the function that runs it."""
+    """Build the loader service, with ``most`` decoding processes at most, and return the function that runs it."""
     from workflows.training.feeding import make_loader
 
-    service = make_loader(inputs.job, inputs.loader_samples(), roles, watch=lambda: stop.forward(roles.world))
+    watch = partial(stop.forward, roles.world)
+    service = make_loader(inputs.job, inputs.loader_samples(), roles, watch, most)
     return lambda _: STOPPED if service.serve() else DONE
 
 

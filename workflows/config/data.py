@@ -201,7 +201,9 @@ class DataConfig(TargetKeys):
         "each loader sends ahead",
     )
     workers: Positive | None = Field(
-        None, description="a whole number ≥ 1: decoding processes of each loader; default: its number of threads"
+        None,
+        description="a whole number ≥ 1: decoding processes of each loader; default: its number of threads, "
+        "and more while trainers wait and cores are free",
     )
     cache_bytes: Count = Field(
         0,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
+from data.cores import usable_cores
 from data.loading.cell_feed import CellFeed
 from data.loading.decode import Samples
 from data.loading.feed import BatchPixels, Feed, FeedSpec, InlineFeed
 from data.loading.loader import LoaderService
 from data.loading.remote_feed import RemoteFeed
+from data.loading.worker_growth import WorkerGrowth
 from data.store.node_cache import node_cache, share_on_node, user_folder
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
@@ -21,6 +25,7 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.runtime.engine import Engine
 from workflows.config.data import DataConfig
+from workflows.console import say
 from workflows.evaluation.models import DTYPES, FORMATS
 from workflows.paths import require_writable
 from workflows.training.job import TrainingJob
@@ -28,6 +33,8 @@ from workflows.training.start import Roles
 
 _AHEAD_OF_MEMORY = 0.05
 """Of ``plan.memory_bytes``: boxes of cells that loaders send ahead."""
+_CORES_OF_GPU = 2
+"""That a rank with a GPU needs: a thread starts kernels in forward, another in backward."""
 
 
 def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, device: torch.device) -> Feed:
@@ -91,20 +98,96 @@ class BatchImages:
         return self._prepare(pixels)
 
 
-def make_loader(job: TrainingJob, samples: Samples, roles: Roles, watch: Callable[[], None]) -> LoaderService:
-    """Return this loader rank's service of the training ``samples``; ``watch`` is called between messages."""
-    rank = roles.world.rank
+@dataclass(frozen=True)
+class CoreUse:
+    """Cores that a rank may use, and those that it needs.
+
+    Attributes:
+        host: Host name.
+        cores: Numbers of those that it may use.
+        usable: How many of them at a time; quotas allow fewer than there are.
+        needs: How many it computes on; None: it is a loader, and takes those that are left.
+    """
+
+    host: str
+    cores: tuple[int, ...]
+    usable: int
+    needs: int | None
+
+
+def most_workers(job: TrainingJob, roles: Roles, device: str) -> int | None:
+    """Return how many decoding processes this loader may have (collective).
+
+    Args:
+        job: The run.
+        roles: Roles of the ranks.
+        device: Of this rank.
+
+    Returns:
+        None on other ranks, and if ``data.workers`` says how many.
+    """
+    if not roles.loader_ranks or job.config.data.workers is not None:
+        return None
+    is_loader = roles.world.rank in roles.loader_ranks
+    needs = None if is_loader else _CORES_OF_GPU if device.startswith("cuda") else torch.get_num_threads()
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    own = CoreUse(socket.gethostname(), cores, usable_cores(), needs)
+    uses: list[CoreUse] = roles.world.broadcast_object(roles.world.gather_objects(own))
+    return max(cores_left(own, uses), torch.get_num_threads()) if is_loader else None
+
+
+def cores_left(own: CoreUse, uses: Sequence[CoreUse]) -> int:
+    """Return the cores for a loader: of those that it may use, what other ranks with the same leave to each loader."""
+    mates = [use for use in uses if (use.host, use.cores) == (own.host, own.cores)]
+    loaders = sum(use.needs is None for use in mates)
+    return (own.usable - sum(use.needs or 0 for use in mates)) // max(1, loaders)
+
+
+def make_loader(
+    job: TrainingJob, samples: Samples, roles: Roles, watch: Callable[[], None], most: int | None
+) -> LoaderService:
+    """Return this loader rank's service of the training ``samples``.
+
+    Args:
+        job: The run.
+        samples: Of the training split.
+        roles: Roles of the ranks.
+        watch: Called between messages.
+        most: See `most_workers`.
+    """
+    rank, data = roles.world.rank, job.config.data
+    workers = data.workers or max(1, torch.get_num_threads())
+    growth = None
+    if most is not None and most > workers:
+        growth = WorkerGrowth(most, RaisedWorkers(roles.describe(), most))
     return LoaderService(
         roles.world,
         [trainer for trainer, loaders in roles.loaders_of.items() if rank in loaders],
         samples,
         job.stream,
         job.layout,
-        workers=job.config.data.workers or max(1, torch.get_num_threads()),
-        cache_bytes=job.config.data.cache_bytes,
+        workers=workers,
+        cache_bytes=data.cache_bytes,
         watch=watch,
         at_a_time=job.train.reads_at_a_time if samples is job.train else 1,  # bags keep what they decode
+        growth=growth,
     )
+
+
+class RaisedWorkers:
+    """Says once that a loader raises the number of its decoding processes."""
+
+    def __init__(self, loader: str, most: int) -> None:
+        self._loader, self._most, self._said = loader, most, False
+
+    def __call__(self, workers: int) -> None:
+        """Take note that there are so many now."""
+        if not self._said:
+            say(
+                f"{self._loader}: trainers wait for images, and cores are free: {workers} decoding processes, up to "
+                f"{self._most} while they wait (data.workers sets a fixed number)"
+            )
+        self._said = True
 
 
 def share_chunks(data: DataConfig) -> str | None:
@@ -156,7 +239,7 @@ def loading_report(trainers: Communicator, reports: Mapping[int, Any]) -> dict[s
     if gathered is None or not any(gathered):
         return None
     loaders = {rank: report for reports in gathered for rank, report in reports}
-    keys = ("samples", "cached", "read_bytes", "store_bytes", "shared_bytes", "sent_bytes", "replaced")
+    keys = ("samples", "cached", "read_bytes", "store_bytes", "shared_bytes", "sent_bytes", "replaced", "workers")
     return {
         "loaders": len(loaders),
         **{key: sum(report[key] for report in loaders.values()) for key in keys},

@@ -111,6 +111,7 @@ def describe_loading(report: Mapping[str, Any], of_tiles: bool = False) -> str:
     return (
         f"{report['loaders']} loader{'s' * (report['loaders'] > 1)}: {read} read"
         f"{node if stored or shared else ''}, {report['sent_bytes'] / 1e6:.1f} MB sent, at most "
-        f"{max(report['trainer_bytes']) / 1e6:.1f} MB to one trainer"
+        f"{max(report['trainer_bytes']) / 1e6:.1f} MB to one trainer, "
+        f"{report['workers']} decoding process{'es' * (report['workers'] > 1)}"
         + (f"; {replaced} worker(s) replaced" if replaced else "")
     )

@@ -1,11 +1,13 @@
-"""A node's cache that its disk has no room for is refused or told at start, with both numbers."""
+"""What loaders may use: a node's cache that its disk has no room for is refused; cores that trainers leave."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,8 @@ from hyfi_core.errors import RequestError
 from tests.workflows.archive import make_config
 from tests.workflows.runs import run_on
 from workflows.config.load import load_config
-from workflows.training.feeding import share_chunks
+from workflows.training import feeding
+from workflows.training.feeding import CoreUse, cores_left, share_chunks
 
 
 @pytest.fixture
@@ -61,3 +64,55 @@ def test_ranks_of_a_node_tell_it_once(
     assert run_on(2, config, "plan.grids=[[1,2]]") == [0, 0]
     assert capsys.readouterr().err.count("only 2,000,000,000 bytes are usable") == 1
     assert os.environ[VARIABLE]
+
+
+def use(needs: int | None, host: str = "a", cores: int = 16, first: int = 0, usable: int | None = None) -> CoreUse:
+    return CoreUse(host, tuple(range(first, first + cores)), usable or cores, needs)
+
+
+@pytest.mark.parametrize(
+    ("uses", "left"),
+    [
+        ([use(None), use(2), use(2)], 12),  # trainers with GPUs, one loader
+        ([use(None), use(None), use(2), use(2)], 6),  # two loaders share the rest
+        ([use(None), use(8), use(8)], 0),  # trainers on CPUs take all cores
+        ([use(None), use(2, host="b"), use(2)], 14),  # another host
+        ([use(None, cores=4), use(8, first=4, cores=12)], 4),  # a launcher that binds ranks to cores
+        ([use(None, usable=6), use(2, usable=6)], 4),  # a quota of six cores
+    ],
+)
+def test_loaders_share_the_cores_that_trainers_leave(uses: list[CoreUse], left: int) -> None:
+    assert cores_left(uses[0], uses) == left
+
+
+class Ranks:
+    """A communicator whose other ranks have these uses."""
+
+    def __init__(self, rank: int, others: list[CoreUse]) -> None:
+        self.rank, self._others = rank, others
+
+    def gather_objects(self, own: CoreUse) -> list[CoreUse]:
+        return [replace(other, host=own.host, cores=own.cores) for other in self._others] + [own]
+
+    def broadcast_object(self, value: object) -> object:
+        return value
+
+
+@pytest.mark.parametrize(("rank", "workers", "most"), [(3, None, 6), (3, 2, None), (0, None, None)])
+def test_only_loaders_without_a_fixed_number_may_raise_it(
+    rank: int, workers: int | None, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeding, "usable_cores", lambda: 8)
+    job: Any = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(workers=workers)))
+    roles: Any = SimpleNamespace(world=Ranks(rank, [use(1), use(1)]), loader_ranks=range(3, 4))
+    assert feeding.most_workers(job, roles, "cpu") == most
+
+
+def test_that_a_loader_raises_its_workers_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    raised = feeding.RaisedWorkers("loader 1", 6)
+    raised(3)
+    raised(4)
+    assert capsys.readouterr().out == (
+        "loader 1: trainers wait for images, and cores are free: 3 decoding processes, up to 6 while they wait "
+        "(data.workers sets a fixed number)\n"
+    )
