@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SIDE_INCHES = 4.3
 _INSIDE = 4
 """Most curves whose legend is in the plot: of more it would lie over them."""
+_LETTERS_IN_A_ROW = 36
+"""Letters of as many names of classes, each as long as the longest, that fit below a plot side by side."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,16 @@ def confusion_plot(predicted: NDArray[np.int64], targets: NDArray[np.int64], cla
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     figure, axes = _figure("predicted", "true", limits=False)
     axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
-    axes.set_xticks(range(len(class_names)), class_names, rotation=30 if len(class_names) > 3 else 0)
+    axes.set_xticks(range(len(class_names)), class_names)
+    if len(class_names) * max(map(len, class_names)) > _LETTERS_IN_A_ROW:
+        axes.tick_params("x", rotation=40)
+        for label in axes.get_xticklabels():
+            label.set(horizontalalignment="right", rotation_mode="anchor")
     axes.set_yticks(range(len(class_names)), class_names)
     for (row, column), count in np.ndenumerate(counts):
         color = "white" if share[row, column] > 0.55 else "#1c2430"
         text = f"{count}\n{share[row, column]:.0%}"
-        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=10)
+        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=10 if len(class_names) < 6 else 8)
     return Plot("Confusion", _svg(figure), "Number of slides, and percentage of the true class.")
 
 
