@@ -35,6 +35,7 @@ class Result:
 
 
 _LOCK = threading.Lock()
+_OF_HOOKS = ("hooks", "hooks_with_kwargs", "hooks_always_called")
 _PROGRAMS: dict[Any, Program] = {}
 
 
@@ -63,6 +64,8 @@ def _described(value: Any, path: str, tensors: dict[int, str]) -> Any:
         first = tensors.setdefault(id(value), path)
         return first, tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, Mapping):
+        if path.rpartition(".")[2].endswith(_OF_HOOKS):  # keys are numbers, which count all hooks of the process
+            return tuple(_described(item, path, tensors) for item in value.values())
         return tuple((str(name), _described(item, f"{path}.{name}", tensors)) for name, item in value.items())
     if isinstance(value, (list, tuple, set)):
         return tuple(_described(item, path, tensors) for item in value)
