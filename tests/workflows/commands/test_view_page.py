@@ -94,9 +94,12 @@ def test_the_table_opens_the_slide_with_its_heatmap(browser: Any, address: str) 
 
 def test_the_table_sorts_and_slides_without_a_value_come_last(browser: Any, tmp_path: Path) -> None:
     slides = [slide_of("a", 0.3), slide_of("b", 0.0, status="failed", prediction="", values=(), coverage=None)]
-    slides += [slide_of("c", 0.9), slide_of("d", 0.1)]
+    flagged = {"flags": ("outside_training", "cropped"), "reason": "only a part; outside_training: 18 times the area"}
+    slides += [slide_of("c", 0.9, **flagged), slide_of("d", 0.1)]
     page = browser.new_page()
     page.goto(write_cohort_page(tmp_path, slides, TASK, READOUT, "Cohort").as_uri())
+    flags = page.locator(".space .row").nth(2).locator("> div").last.inner_text().split()
+    assert " ".join(flags) == "outside_training cropped only a part; 18 times the area"
 
     def order() -> list[str]:
         return [text.split()[0] for text in page.locator(".space .row").all_inner_texts()]
