@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -132,7 +132,8 @@ def most_workers(job: TrainingJob, roles: Roles, device: str) -> int | None:
     needs = None if is_loader else _CORES_OF_GPU if device.startswith("cuda") else torch.get_num_threads()
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     own = CoreUse(socket.gethostname(), cores, usable_cores(), needs)
-    uses: list[CoreUse] = roles.world.broadcast_object(roles.world.gather_objects(own))
+    rows = roles.world.broadcast_object(roles.world.gather_objects(astuple(own)))  # messages are JSON
+    uses = [CoreUse(host, tuple(numbers), usable, needs) for host, numbers, usable, needs in rows]
     return max(cores_left(own, uses), torch.get_num_threads()) if is_loader else None
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,13 +86,14 @@ def test_loaders_share_the_cores_that_trainers_leave(uses: list[CoreUse], left: 
 
 
 class Ranks:
-    """A communicator whose other ranks have these uses."""
+    """A communicator whose other ranks have these uses; what it sends is JSON, as it is between processes."""
 
     def __init__(self, rank: int, others: list[CoreUse]) -> None:
         self.rank, self._others = rank, others
 
-    def gather_objects(self, own: CoreUse) -> list[CoreUse]:
-        return [replace(other, host=own.host, cores=own.cores) for other in self._others] + [own]
+    def gather_objects(self, own: object) -> Any:
+        host, cores, *_ = rows = json.loads(json.dumps(own))
+        return [[host, cores, other.usable, other.needs] for other in self._others] + [rows]
 
     def broadcast_object(self, value: object) -> object:
         return value
