@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy import ndimage
@@ -41,8 +43,33 @@ def draw(stain: str, side_px: int = 1280, pen: str | None = None, seed: int = 0)
         pen: One of `PENS`: a stroke over glass and a corner of the tissue.
         seed: Of all that is random.
     """
-    rng = np.random.default_rng(seed)
+    image, tissue, follicles, fat, rng = _without_pen(stain, side_px, seed)
+    if not pen:
+        return Drawn(image.clip(0, 255).astype(np.uint8), tissue, follicles, fat, np.zeros_like(tissue))
+    y, x = _places(side_px)
+    half = 45 / side_px
+    ink = (np.abs(y - 0.10 - 0.03 * np.sin(9 * x)) < half) & (x > 0.1) & (x < 0.9)
+    ink |= (np.abs(x - 0.14 - 0.02 * np.sin(7 * y)) < half) & (y > 0.2) & (y < 0.8)
+    noise = copy.deepcopy(rng).standard_normal((side_px, side_px))
+    streaks = 1 + 0.1 * ndimage.gaussian_filter(noise, (2, 30)) * 8
+    through = np.array(PENS[pen])[:, None] / 245
+    image = image.copy()
+    image[:, ink] *= through ** streaks[ink].clip(0.6, 1.5)
+    return Drawn(image.clip(0, 255).astype(np.uint8), tissue, follicles, fat, ink)
+
+
+def _places(side_px: int) -> tuple[np.ndarray, np.ndarray]:
     y, x = np.mgrid[:side_px, :side_px].astype(np.float32) / side_px
+    return y, x
+
+
+@lru_cache(maxsize=2)
+def _without_pen(
+    stain: str, side_px: int, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.random.Generator]:
+    """Return the image as floats, tissue, follicles, fat, and the generator as it is then: slides share them."""
+    rng = np.random.default_rng(seed)
+    y, x = _places(side_px)
     wave = ndimage.zoom(rng.normal(0, 0.02, (9, 9)), side_px / 9, order=3).astype(np.float32)
     tissue = np.hypot((y - 0.52) / 0.40, (x - 0.48) / 0.36) + wave < 1
     fat = tissue & (np.hypot(y - 0.80, x - 0.48) < 0.15)
@@ -65,15 +92,7 @@ def draw(stain: str, side_px: int = 1280, pen: str | None = None, seed: int = 0)
         if stain == "ihc":
             light = light + (nests * (0.9 + 0.3 * grain)).clip(0) * DAB[:, None, None]
     image = GLASS[:, None, None] * np.exp(-light.astype(np.float32)) + rng.normal(0, 1.5, (3, side_px, side_px))
-    ink = np.zeros_like(tissue)
-    if pen:
-        half = 45 / side_px
-        ink = (np.abs(y - 0.10 - 0.03 * np.sin(9 * x)) < half) & (x > 0.1) & (x < 0.9)
-        ink |= (np.abs(x - 0.14 - 0.02 * np.sin(7 * y)) < half) & (y > 0.2) & (y < 0.8)
-        streaks = 1 + 0.1 * ndimage.gaussian_filter(rng.standard_normal((side_px, side_px)), (2, 30)) * 8
-        through = np.array(PENS[pen])[:, None, None] / 245
-        image = np.where(ink, image * through ** streaks.clip(0.6, 1.5), image)
-    return Drawn(image.clip(0, 255).astype(np.uint8), tissue, follicles, fat, ink)
+    return image, tissue, follicles, fat, rng
 
 
 def _nuclei(rng: np.random.Generator, per_um2: np.ndarray) -> np.ndarray:

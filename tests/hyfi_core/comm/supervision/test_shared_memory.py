@@ -16,6 +16,14 @@ from tests.workflows.archive import make_config, make_store
 ROOT = Path(__file__).parents[4]
 HYFI = [sys.executable, "-m", "workflows.cli"]
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
+EXCHANGES = """
+import torch, hyfi_core
+comm = hyfi_core.init()
+sent = torch.arange(1_000_000.0)
+comm.all_reduce(sent)
+assert torch.equal(sent, 2 * torch.arange(1_000_000.0))
+print("exchanged")
+"""
 
 
 def under_shared_memory(size: str, folder: Path, words: list[str], **more: str) -> subprocess.CompletedProcess[str]:
@@ -42,11 +50,13 @@ def test_ranks_that_have_no_room_to_exchange_messages_are_refused(tmp_path: Path
     assert done.stderr.count("/dev/shm has 1.8 MB free of 2.1 MB (in it: left 0.3 MB), but the 2 ranks") == 1
     assert "need 2.1 MB there" in done.stderr and "--shm-size" in done.stderr and "signal" not in done.stderr
     assert not (tmp_path / "run").exists()
-    if not launcher:
-        done = under_shared_memory("2m", tmp_path, words, MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS="8")
-        assert done.returncode == 0, done.stderr
-        shutil.rmtree(tmp_path / "run")
-        assert under_shared_memory("2440k", tmp_path, words).returncode == 0  # just enough
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("size", "cells"), [("2m", {"MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS": "8"}), ("2440k", {})])
+def test_ranks_that_have_just_enough_room_exchange_messages(tmp_path: Path, size: str, cells: dict[str, str]) -> None:
+    done = under_shared_memory(size, tmp_path, [MPIEXEC, "-n", "2", sys.executable, "-c", EXCHANGES], **cells)
+    assert done.returncode == 0 and done.stdout.count("exchanged") == 2, done.stderr
 
 
 def test_the_ranks_of_a_node_are_read_from_the_launcher() -> None:
