@@ -30,6 +30,7 @@ SMALL = {
     "host_work": ["--size", "32", "--cells", "2,1", "--steps", "1", "--model", "resnet6"],
     "ingest_memory": ["--size", "1024", "--mpp", "0.5"],
     "layers": ["--depth", "3", "--filters", "16", "--stages", "2", "--size", "64"],
+    "learnt_tasks": ["--train", "16", "--val", "8", "--test", "8", "--epochs", "1", "--only", "corn"],
     "loader": ["SLIDE", "--px", "256", "--images", "2", "--rounds", "1"],
     "networks": None,  # needs packages of third parties
     "offload": ["--size", "256", "--steps", "25", "--rounds", "1"],

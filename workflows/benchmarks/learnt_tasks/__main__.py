@@ -1,0 +1,123 @@
+"""Each task, trained on drawn slides by the commands of a user: its metric, that of the truth, and the ratio of both.
+
+    python -m workflows.benchmarks.learnt_tasks [--train 128] [--val 64] [--test 96] [--epochs 32] [--only cox …]
+
+Labels, grades, numbers and times are drawn with noise from areas of discs on the slides. Nothing can predict them
+better than these areas do: their metric, on the same test slides, is what the truth allows. The ratio is that of what
+is above chance: 0.5 for AUROC and concordance, 0 for the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from workflows.benchmarks.learnt_tasks.drawing import draw_archive
+from workflows.benchmarks.learnt_tasks.truth import metrics_of_truth
+
+IMAGE_PX, MPP_UM, BATCH = 128, 4.0, 16
+
+
+@dataclass(frozen=True)
+class LearntTask:
+    """A task as its YAML asks for it, and the metric by which it is judged.
+
+    Attributes:
+        data: Keys of ``data``.
+        metric: Name of the metric in the JSON of ``hyfi validate``.
+        chance: Its value for predictions that know nothing.
+        model: Keys of ``model``.
+    """
+
+    data: dict[str, Any]
+    metric: str
+    chance: float = 0.0
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, epochs: int) -> dict[str, Any]:
+        """Return the configuration of a run."""
+        images = {"size_px": IMAGE_PX, "mpp": MPP_UM, "batch_size": BATCH, "augment": {"flips": True}, "align_px": 32}
+        return {
+            "data": {"store": "store", **images, **self.data},
+            "model": {"name": "resnet6", "pool": "avg", "norm": "train", "options": {"width": 16}, **self.model},
+            "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 1e-2, "max_norm": 1.0},
+            "lr_schedule": {"name": "cosine", "warmup_steps": 10},
+            "validation": {"every_steps": 32},
+            "run": {"epochs": epochs, "seed": 0, "tensorboard": False},
+        }
+
+
+_GRADES, _TIMES = {"task": "ordinal", "target": "grade"}, {"task": "survival", "target": ["months", "died"]}
+TASKS = {
+    "multilabel": LearntTask({"task": "multilabel", "target": ["blue", "brown"]}, "auroc", 0.5),
+    "corn": LearntTask({**_GRADES, "loss": "corn"}, "quadratic_kappa"),
+    "cumulative_link": LearntTask({**_GRADES, "loss": "cumulative_link"}, "quadratic_kappa"),
+    "regression": LearntTask({"task": "regression", "target": "number"}, "r2"),
+    "cox": LearntTask({**_TIMES, "loss": "cox"}, "concordance", 0.5),
+    "hazards": LearntTask({**_TIMES, "loss": "hazards", "time_bins": 4}, "concordance", 0.5),
+}
+
+
+def hyfi(folder: Path, *words: object) -> str:
+    """Run a command in ``folder`` and return its output; what it says goes to standard error if it fails."""
+    command = [sys.executable, "-m", "workflows", *map(str, words)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"hyfi {' '.join(map(str, words))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def learnt(folder: Path, name: str, epochs: int) -> dict[str, Any]:
+    """Train a task and return the metrics of its best checkpoint on the test slides."""
+    config = TASKS[name].config(epochs)
+    config["run"]["dir"] = name
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    hyfi(folder, "train", f"{name}.yaml")
+    checkpoint = f"{name}/checkpoints/best"
+    metrics: dict[str, Any] = json.loads(
+        hyfi(folder, "validate", checkpoint, "--store", "store", "--json").splitlines()[-1]
+    )
+    return metrics
+
+
+def main() -> None:
+    """Draw, ingest, and print a row for each task."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for split, count in (("train", 128), ("val", 64), ("test", 96)):
+        parser.add_argument(f"--{split}", type=int, default=count, metavar="SLIDES")
+    parser.add_argument("--epochs", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        counts = {split: getattr(args, split) for split in ("train", "val", "test")}
+        labels, splits = draw_archive(folder, counts, args.seed)
+        hyfi(folder, "ingest", "manifest.csv", "--out", "store", "--mpp", MPP_UM)
+        truth = metrics_of_truth(labels, np.flatnonzero(np.array(splits) == "test"))
+        print(f"slides: {counts}, {labels.died.mean():.0%} of the times end with the event", flush=True)
+        print(
+            f"{'task':<16} {'metric':<16} {'learnt':>7} {'95 % interval':>16} {'truth':>7} {'ratio':>6} {'s':>5}",
+            flush=True,
+        )
+        for name in args.only:
+            task, start_s = TASKS[name], time.perf_counter()
+            metrics = learnt(folder, name, args.epochs)
+            value, (low, high) = metrics[task.metric], metrics["intervals"][task.metric]
+            ratio = (value - task.chance) / (truth[task.metric] - task.chance)
+            row = f"{name:<16} {task.metric:<16} {value:>7.3f} {f'{low:.3f} to {high:.3f}':>16}"
+            print(f"{row} {truth[task.metric]:>7.3f} {ratio:>6.2f} {time.perf_counter() - start_s:>5.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
