@@ -90,6 +90,17 @@ def learnt(folder: Path, name: str, epochs: int) -> dict[str, Any]:
     return metrics
 
 
+def row_of(name: str, metrics: dict[str, Any], truth: float) -> str:
+    """Return a task's row of the table, without its seconds; undefined values are ``-``."""
+    task = TASKS[name]
+    value, interval = metrics[task.metric], metrics["intervals"][task.metric]
+    learnt_text, between = "-" if value is None else f"{value:.3f}", "-"
+    ratio = "-" if value is None else f"{(value - task.chance) / (truth - task.chance):.2f}"
+    if interval is not None:
+        between = f"{interval[0]:.3f} to {interval[1]:.3f}"
+    return f"{name:<16} {task.metric:<16} {learnt_text:>7} {between:>16} {truth:>7.3f} {ratio:>6}"
+
+
 def main() -> None:
     """Draw, ingest, and print a row for each task."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -111,12 +122,9 @@ def main() -> None:
             flush=True,
         )
         for name in args.only:
-            task, start_s = TASKS[name], time.perf_counter()
-            metrics = learnt(folder, name, args.epochs)
-            value, (low, high) = metrics[task.metric], metrics["intervals"][task.metric]
-            ratio = (value - task.chance) / (truth[task.metric] - task.chance)
-            row = f"{name:<16} {task.metric:<16} {value:>7.3f} {f'{low:.3f} to {high:.3f}':>16}"
-            print(f"{row} {truth[task.metric]:>7.3f} {ratio:>6.2f} {time.perf_counter() - start_s:>5.0f}", flush=True)
+            start_s = time.perf_counter()
+            row = row_of(name, learnt(folder, name, args.epochs), truth[TASKS[name].metric])
+            print(f"{row} {time.perf_counter() - start_s:>5.0f}", flush=True)
 
 
 if __name__ == "__main__":
