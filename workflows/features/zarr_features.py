@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
-from zarr.codecs import Crc32cCodec
 
 from workflows.features.tiled_slide import TiledSlide
 
@@ -36,6 +34,9 @@ class ZarrFeatures:
     """
 
     def __init__(self, path: Path, slide: TiledSlide, features: int) -> None:
+        import zarr  # a quarter of a second, at the start of every run
+        from zarr.codecs import Crc32cCodec
+
         count = len(slide)
         self._rows = max(1, min(count, _CHUNK_BYTES // (4 * features)))
         group = zarr.open_group(path, mode="w", zarr_format=3, attributes={"hyfi_features": _attributes(slide)})
