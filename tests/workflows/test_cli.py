@@ -170,14 +170,3 @@ def test_a_place_that_cannot_be_is_a_wrong_request(hyfi_here: Hyfi, tmp_path: Pa
         done = hyfi_here(*words)
         assert done.returncode == 2 and "File name too long" in done.stderr
         assert "Traceback" not in done.stderr
-
-
-@pytest.mark.mpi
-def test_files_in_the_current_folder_are_not_imported(hyfi, tmp_path: Path) -> None:
-    """Neither by a command nor by any process that it starts: the ranks of doctor's probe, here."""
-    for name in ("secrets", "random", "socket", "data", "zarr", "logging"):
-        planted = f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r})\nraise OSError\n"
-        (tmp_path / f"{name}.py").write_text(planted)
-    done = hyfi("doctor")
-    assert done.returncode == 0 and "two ranks agree with one process" in done.stdout, done.stdout + done.stderr
-    assert not (tmp_path / "imported").exists()

@@ -108,10 +108,15 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(SHAPE, dtype=torch.float64, generator=generator), torch.tensor([0, 1])
 
 
+ONE_RANK, TWO_RANKS = ParallelPlan(((1, 1),), cells=(2, 2)), ParallelPlan(((1, 2),), cells=(2, 1))
+SCALES = [number, table, lambda y: kept(*y.shape[2:]), warned, imported]
+
+
 @pytest.mark.parametrize(
-    "plan", [ParallelPlan(((1, 1),), cells=(2, 2)), ParallelPlan(((1, 2),), cells=(2, 1))], ids=str
+    ("plan", "scale"),
+    [(ONE_RANK, table), *((TWO_RANKS, scale) for scale in SCALES)]  # two ranks have cells, too
+    + [pytest.param(ONE_RANK, scale, marks=pytest.mark.soak) for scale in SCALES if scale is not table],
 )
-@pytest.mark.parametrize("scale", [number, table, lambda y: kept(*y.shape[2:]), warned, imported])
 def test_what_a_forward_keeps_is_the_same_in_all_cells_and_ranks(scale: Any, plan: ParallelPlan) -> None:
     model, (images, labels) = network(scale), batch()
     copies = [copy.deepcopy(model) for _ in range(plan.ranks)]
