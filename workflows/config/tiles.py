@@ -93,7 +93,7 @@ class EncoderConfig(Section):
     batch_norm: Literal["frozen", "exact"] = Field(
         "frozen",
         description="frozen or exact: statistics of batch norm in training: its running ones, or those of all tiles "
-        "of a slide, whose activations then stay in memory",
+        "of a slide, whose activations then stay in memory; validation and prediction use the running ones",
     )
     keep_bytes: Count = Field(
         2**31,

@@ -5,7 +5,7 @@ a random small ResNet with gated attention and with max pooling by ``hyfi train`
 The test slides are drawn once more, larger, with the class in a single tile.
 
     python -m workflows.benchmarks.tiles.positions [--slides 80] [--size 1632] [--one-size 2208] [--tile 96] [--mpp 1.0]
-        [--rate 0.002] [--steps 240] [--norm exact|frozen|group] [--ways gated_attention,max,frozen]
+        [--rate 0.002] [--steps 200] [--norm frozen|exact|group] [--ways gated_attention,max,frozen]
         [--train-on foci|one] [--folder DIR]
 
 A tile has the class if the centre of a coarse nucleus lies in it. Of the test slides that have the class, the
@@ -186,11 +186,11 @@ def _hyfi(*words: object) -> None:
 def main() -> None:
     """Print a line of JSON for each way and each kind of test slides."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("slides", 80), ("size", 1632), ("one-size", 2208), ("tile", 96), ("steps", 240)):
+    for name, default in (("slides", 80), ("size", 1632), ("one-size", 2208), ("tile", 96), ("steps", 200)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mpp", type=float, default=1.0)
     parser.add_argument("--rate", type=float, default=0.002)
-    parser.add_argument("--norm", choices=("exact", "frozen", "group"), default="exact")
+    parser.add_argument("--norm", choices=("frozen", "exact", "group"), default="frozen")
     parser.add_argument("--train-on", choices=("foci", "one"), default="foci")
     parser.add_argument("--ways", default="gated_attention,max,frozen")
     parser.add_argument("--folder", type=Path, help="keep slides, store and runs there; default: nothing is kept")
