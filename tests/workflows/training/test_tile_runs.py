@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from tests.workflows.runs import assert_same_run, losses, run_here, run_on
 from workflows.commands import predict, status, validate
 from workflows.commands.validate import EvaluationRequest
 from workflows.config.load import dump_resolved, load_config
+from workflows.training.inputs.tiles import TileInputs
+from workflows.training.job import prepare
 from workflows.training.metrics_log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -233,3 +236,18 @@ def test_predict_reads_the_checkpoint(alone: Path, tmp_path: Path, capsys: pytes
         predict.run(replace(arguments, options={"image": "trained"}))
     with pytest.raises(RequestError, match=r"has an encoder of tiles; predict with `hyfi predict`, or pass model="):
         Member.load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("batch_norm", "train", "warned"), [("exact", "all", 1), ("exact", "none", 0), ("frozen", "all", 0)]
+)
+def test_statistics_of_each_slide_in_training_alone_are_warned_of(
+    store: Path, tmp_path: Path, batch_norm: str, train: str, warned: int
+) -> None:
+    encoder = {"name": "tests.workflows.tile_networks:normed_cnn", "batch_norm": batch_norm, "train": train}
+    config = tile_config(tmp_path, store, model={"encoder": encoder})
+    inputs = TileInputs(prepare(load_config(config)))
+    model, _ = inputs.make_model("cpu", False, lambda line: None)
+    engine: Any = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters()))
+    said = [line for line in inputs.warnings(engine) if "validation by an average of slides" in line]
+    assert len(said) == warned
