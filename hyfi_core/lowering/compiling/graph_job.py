@@ -59,19 +59,17 @@ class GraphJob:
         code: of the graph, in Python; equal for equal graphs, unlike the bytes.
         inputs: facts of its inputs.
         grad: whether gradients are computed.
-        holds_tensors: whether the graph has tensors in it, so that its code is not all.
     """
 
     graph: bytes
     code: str
     inputs: tuple[InputFacts, ...]
     grad: bool
-    holds_tensors: bool
 
     @property
     def key(self) -> Hashable:
-        """Equal for jobs whose compiled code is the same; None if there is no such key."""
-        return None if self.holds_tensors else (BACKEND, self.code, self.grad, self.inputs)
+        """Equal for jobs whose compiled code is the same."""
+        return BACKEND, self.code, self.grad, self.inputs
 
     @property
     def digest(self) -> str:
@@ -98,8 +96,26 @@ class GraphJob:
         return function
 
 
-def traced(joined: JoinedCalls, inputs: Sequence[InputFacts], grad: bool, cast: torch.dtype | None) -> GraphJob | None:
-    """Return the graph of joined calls, in which casts of autocast are operators; None if it fuses nothing.
+@dataclass(frozen=True)
+class Traced:
+    """Joined calls as a graph.
+
+    Attributes:
+        job: the graph to compile.
+        constants: its last inputs: tensors that the calls hold, such as the shares of ranks in a mean.
+    """
+
+    job: GraphJob
+    constants: tuple[torch.Tensor, ...]
+
+    def bound(self, function: CompiledFunction) -> CompiledFunction:
+        """Return compiled code as a function of the inputs of the calls."""
+        constants = self.constants
+        return (lambda *tensors: function(*tensors, *constants)) if constants else function
+
+
+def traced(joined: JoinedCalls, inputs: Sequence[InputFacts], grad: bool, cast: torch.dtype | None) -> Traced | None:
+    """Return joined calls as a graph, in which casts of autocast are operators; None if it fuses nothing.
 
     Args:
         joined: the calls.
@@ -115,11 +131,33 @@ def traced(joined: JoinedCalls, inputs: Sequence[InputFacts], grad: bool, cast: 
     with torch.set_grad_enabled(grad), casting:
         graph = make_fx(joined.traceable, tracing_mode="fake")(*alike)
     graph.graph.eliminate_dead_code()
+    constants = _moved_to_inputs(graph)
     graph.recompile()
     if sum(_is_fused(node) for node in graph.graph.nodes) < FUSED_FROM:
         return None
-    holds_tensors = any(node.op == "get_attr" for node in graph.graph.nodes)
-    return GraphJob(pickle.dumps(graph), graph.code, tuple(inputs), grad, holds_tensors)
+    every_input = (*inputs, *map(InputFacts.of, constants))
+    return Traced(GraphJob(pickle.dumps(graph), graph.code, every_input, grad), constants)
+
+
+def _moved_to_inputs(graph: torch.fx.GraphModule) -> tuple[torch.Tensor, ...]:
+    """Make last inputs of the tensors that a graph holds, and return them.
+
+    Code with tensors in it would belong to one segment: equal ones could not share it, and no child could compile it.
+    """
+    nodes = graph.graph.nodes
+    last = [node for node in nodes if node.op == "placeholder"][-1]
+    inputs: dict[str, torch.fx.Node] = {}
+    for node in [node for node in nodes if node.op == "get_attr"]:
+        if node.target not in inputs:
+            with graph.graph.inserting_after(last):
+                last = inputs[node.target] = graph.graph.placeholder(f"constant_{len(inputs)}")
+            last.meta = dict(node.meta)
+        node.replace_all_uses_with(inputs[node.target])
+        graph.graph.erase_node(node)
+    constants = tuple(getattr(graph, name) for name in inputs)
+    for name in inputs:
+        delattr(graph, name)
+    return constants
 
 
 def arithmetic() -> dict[Hashable, Any]:

@@ -23,7 +23,7 @@ def is_marked(job: GraphJob) -> bool:
 
 def mark(job: GraphJob) -> None:
     """Note that a job's code is in the cache; nothing is noted where that is not possible."""
-    if not job.holds_tensors and cached_on_disk():
+    if cached_on_disk():
         with contextlib.suppress(OSError):
             _mark(job).parent.mkdir(parents=True, exist_ok=True)
             _mark(job).touch()

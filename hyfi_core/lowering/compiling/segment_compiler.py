@@ -25,7 +25,7 @@ import torch
 
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.lowering.compiling.background import BackgroundBatch, reason
-from hyfi_core.lowering.compiling.graph_job import CompiledFunction, GraphJob, InputFacts, traced
+from hyfi_core.lowering.compiling.graph_job import CompiledFunction, GraphJob, InputFacts, Traced, traced
 from hyfi_core.lowering.compiling.known_jobs import cached_on_disk, is_marked, mark
 from hyfi_core.lowering.joined_calls import JoinedCalls
 from hyfi_core.rules.instructions import Instruction, LocalCall, RankProgram
@@ -75,6 +75,11 @@ class _Wish:
     cast: torch.dtype | None
 
 
+_TracedWish = tuple[_Wish, Traced]
+_GraphAndCalls = tuple[GraphJob, list[_TracedWish]]
+"""What one job compiles, with all calls that wait for it."""
+
+
 class SegmentCompiler:
     """Compiles the joined calls of this process's programs, and says what it does, and once why it does not.
 
@@ -93,7 +98,7 @@ class SegmentCompiler:
         self._background = False
         self._wishes: list[_Wish] = []
         self._batch: BackgroundBatch | None = None
-        self._jobs: list[tuple[GraphJob, list[_Wish]]] = []
+        self._jobs: list[_GraphAndCalls] = []
         self._news: list[str] = []
         self._told = 0
 
@@ -119,9 +124,9 @@ class SegmentCompiler:
             self._wishes.append(wish)
             return wish.calls.joined
         with self._timed(), _COMPILING:
-            job = self._traced(wish)
-            function = None if job is None else self._loaded(job, [wish])
-            return function or wish.calls.joined
+            graph = self._traced(wish)
+            function = None if graph is None else self._loaded(graph.job, 1)
+            return wish.calls.joined if graph is None or function is None else graph.bound(function)
 
     def change_over(self) -> None:
         """Between two calls of the model: begin to use what child processes have compiled, and start new ones."""
@@ -167,14 +172,14 @@ class SegmentCompiler:
     def _begin(self) -> None:
         """Trace what was asked for, load what is compiled already, and start children for the rest."""
         begin, before = time.monotonic(), self.segments
-        jobs: dict[Hashable, tuple[GraphJob, list[_Wish]]] = {}
+        jobs: dict[Hashable, _GraphAndCalls] = {}
         for wish in self._wishes:
-            if (job := self._traced(wish)) is None:
+            if (graph := self._traced(wish)) is None:
                 continue
-            if job.key is None or job.key in _CODE or is_marked(job):
-                self._take(job, [wish], None)
+            if graph.job.key in _CODE or is_marked(graph.job):
+                self._take(graph.job, [(wish, graph)], None)
             else:
-                jobs.setdefault(job.key, (job, []))[1].append(wish)
+                jobs.setdefault(graph.job.key, (graph.job, []))[1].append((wish, graph))
         self._wishes, self._jobs = [], [*jobs.values()]
         if self.segments > before:
             seconds = time.monotonic() - begin
@@ -193,40 +198,39 @@ class SegmentCompiler:
             f"{processes} {'process' if processes == 1 else 'processes'}; until then they run as they are"
         )
 
-    def _traced(self, wish: _Wish) -> GraphJob | None:
+    def _traced(self, wish: _Wish) -> Traced | None:
         try:
             return traced(wish.calls.joined, wish.inputs, wish.grad, wish.cast)
         except Exception as error:
             self.leave(reason(error))
         return None
 
-    def _take(self, job: GraphJob, wishes: Sequence[_Wish], failure: str | None) -> None:
+    def _take(self, job: GraphJob, wishes: Sequence[_TracedWish], failure: str | None) -> None:
         """Let the calls of some wishes run compiled, unless that has failed."""
         if failure is not None:
             for _ in wishes:
                 self.leave(failure)
             return
-        function = self._loaded(job, wishes)
-        for wish in wishes:
-            wish.calls.use(wish.key, function or wish.calls.joined)
+        function = self._loaded(job, len(wishes))
+        for wish, graph in wishes:
+            wish.calls.use(wish.key, wish.calls.joined if function is None else graph.bound(function))
 
-    def _loaded(self, job: GraphJob, wishes: Sequence[_Wish]) -> CompiledFunction | None:
-        """Return the function of a job; None if it cannot be compiled."""
-        function = None if job.key is None else _CODE.get(job.key)
+    def _loaded(self, job: GraphJob, calls: int) -> CompiledFunction | None:
+        """Return the function of a job of so many calls; None if it cannot be compiled."""
+        function = _CODE.get(job.key)
         try:
             if function is None:
                 function = job.compiled()
                 self.compiled += 1
                 mark(job)
         except Exception as error:
-            for _ in wishes:
+            for _ in range(calls):
                 self.leave(reason(error))
             return None
-        if job.key is not None:
-            if len(_CODE) >= _CODES_KEPT:
-                _CODE.pop(next(iter(_CODE)))
-            _CODE[job.key] = function
-        self.segments += len(wishes)
+        if len(_CODE) >= _CODES_KEPT:
+            _CODE.pop(next(iter(_CODE)))
+        _CODE[job.key] = function
+        self.segments += calls
         return function
 
     def _counted(self) -> str:

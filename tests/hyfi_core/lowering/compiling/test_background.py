@@ -74,9 +74,26 @@ def later(monkeypatch: pytest.MonkeyPatch) -> type[LaterBatch]:
     return LaterBatch
 
 
-def _engine(compile: Any, behind: bool = True) -> tuple[hyfi_core.Engine, torch.Tensor, torch.Tensor]:
+class Normalised(nn.Module):
+    """Equal blocks with group norms, whose means over ranks hold the shares of the ranks: a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 1)
+        self.blocks = nn.ModuleList(nn.ModuleList([nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)]) for _ in "123")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.stem(x)
+        for convolution, norm in self.blocks:
+            y = F.relu(norm(convolution(y)) + y * 0.5)
+        return y.mean((2, 3))
+
+
+def _engine(
+    compile: Any, behind: bool = True, kind: type[nn.Module] = Blocks
+) -> tuple[hyfi_core.Engine, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    model, images, labels = Blocks().double(), torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 2])
+    model, images, labels = kind().double(), torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 2])
     engine = hyfi_core.parallelize(
         copy.deepcopy(model),
         SHAPE,
@@ -109,6 +126,18 @@ def test_steps_run_as_they_are_until_code_is_ready(later: type[LaterBatch]) -> N
     state, wanted_state = engine.gather_state_dict(), plain.gather_state_dict()
     assert state is not None and wanted_state is not None
     assert all(torch.allclose(state[name], value, atol=1e-12) for name, value in wanted_state.items())
+
+
+def test_segments_that_hold_tensors_wait_for_children_and_share_code(later: type[LaterBatch]) -> None:
+    (plain, images, labels), (engine, *_) = (_engine(how, kind=Normalised) for how in ("off", "on"))
+    compiler = engine.segments
+    assert compiler is not None
+    compiled = []
+    for _ in range(5):
+        assert engine.train_step(images, labels) == pytest.approx(plain.train_step(images, labels), rel=1e-12)
+        compiled.append((compiler.segments, compiler.compiled))
+    assert compiled[:3] == [(0, 0)] * 3, "compiled by this process, which should compute"
+    assert compiled[4][0] > compiled[4][1] > 0
 
 
 def test_what_this_process_has_compiled_is_used_from_the_second_step(later: type[LaterBatch]) -> None:
@@ -152,7 +181,7 @@ def test_a_child_that_cannot_be_started_leaves_segments_as_they_are(
 def _job() -> GraphJob:
     graph = torch.fx.symbolic_trace(lambda x: (torch.ops.aten.silu.default(x), torch.ops.aten.exp.default(x)))
     facts = InputFacts.of(torch.empty(2, 3))
-    return GraphJob(graph_job.pickle.dumps(graph), graph.code, (facts,), False, False)
+    return GraphJob(graph_job.pickle.dumps(graph), graph.code, (facts,), False)
 
 
 def test_a_child_that_dies_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
