@@ -35,6 +35,7 @@ from hyfi_core.plan.box import Box
 MOST_ROWS = 64
 """Largest number of ranks for which each sends its statistics in a separate row."""
 _BLOCK_VALUES = 1 << 16  # a block and its copies fit in the cache of a core
+_MOST_PIXELS = 1 << 30  # in one number of 32 bits
 _DEVICE_BLOCK_VALUES = 1 << 25  # 128 MiB: enough to keep a GPU busy
 
 
@@ -155,6 +156,10 @@ class BatchNorm(AsyncBackward, Recomputable):
         def finish() -> Cotangents:
             if needs_grad and not needs_grad[0]:
                 return None, *d_affine
+            if self._has_kernel(own):
+                numbers = computed_once(pending, lambda: self._of_kernel(mean, variance, sums))
+                scale = None if weight is None else weight.to(mean.dtype)
+                return torch.batch_norm_backward_elemt(dy, own, mean, numbers[0], scale, *numbers[1:]), *d_affine
             terms = computed_once(pending, lambda: self._terms(weight, mean, variance, sums / self.count, own.dim()))
             gain, slope, shift = terms
             in_place = self.overwrites_cotangent and not is_expanded(dy)
@@ -167,6 +172,22 @@ class BatchNorm(AsyncBackward, Recomputable):
             return dx, *d_affine
 
         return pending, finish
+
+    def _has_kernel(self, own: torch.Tensor) -> bool:
+        """Whether CUDA's kernel computes the map's cotangent: where all of its pixels count in the statistics."""
+        return own.is_cuda and own.numel() > 0 and self._counted(own).numel() == own.numel()
+
+    def _of_kernel(self, mean: torch.Tensor, variance: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what CUDA's kernel of the map's cotangent takes: 1/σ, Σ dy, Σ dy · (x - m), and the pixels of the map.
+
+        It reads dy and x once and writes dx once; the formula takes three passes, each as long.
+        """
+        deviation = (variance.double() + self.eps).sqrt()
+        rows = -(-self.count // _MOST_PIXELS)  # it sums numbers of 32 bits
+        count = torch.full((rows,), _MOST_PIXELS, dtype=torch.int32, device=mean.device)
+        count[-1:].fill_(self.count - (rows - 1) * _MOST_PIXELS)
+        sums_of_kernel = torch.stack((deviation.reciprocal(), sums[0], sums[1] * deviation)).to(mean.dtype)
+        return *sums_of_kernel.unbind(), count
 
     def _in_blocks(
         self, dx: torch.Tensor, dy: torch.Tensor, own: torch.Tensor, terms: tuple[torch.Tensor, ...]

@@ -62,6 +62,12 @@ def _normalised_back(dy: Any, x: Any, weight: Any, mean: Any, variance: Any, *re
     )
 
 
+def _normalised_back_of_map(dy: Any, x: Any, *numbers: Any) -> bool:
+    mean, invstd, weight, sum_dy, sum_dy_xmu, count = numbers
+    kinds = {one.dtype for one in (mean, invstd, weight, sum_dy, sum_dy_xmu) if one is not None}
+    return dy.dtype == x.dtype and kinds == {accumulated(x.dtype)} and count.dtype == torch.int32
+
+
 def _pooled_back(dy: Any, x: Any, *_: Any, grad_input: Any) -> bool:
     return dy.dtype == x.dtype == grad_input.dtype and bool(
         grad_input.is_contiguous(memory_format=suggest_memory_format(x))
@@ -90,6 +96,12 @@ KERNELS: Mapping[str, Kernel] = {
         "evaluation mode with batch statistics, a weight of ones, without the map's cotangent",
         "saved mean and inverse deviation defined, of the dtype in which the map accumulates; dtype of dy is the map's",
         _normalised_back,
+    ),
+    "batch_norm_backward_elemt.default": Kernel(
+        "cuda/Normalization.cu: batch_norm_backward_elemt_cuda",
+        "as torch's SyncBatchNorm; the pixels of the map in several numbers",
+        "dtype of dy is the map's, all else of the dtype in which it accumulates; counts in 32 bits, which it adds up",
+        _normalised_back_of_map,
     ),
     "max_pool2d_with_indices.default": Kernel(
         "cuda/DilatedMaxPool2d.cu", "slices of maps", "any strides, copied to the memory format that they suggest"

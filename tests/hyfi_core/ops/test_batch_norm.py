@@ -202,3 +202,34 @@ def test_gradients_of_16_bit_maps_are_computed_in_blocks(monkeypatch: pytest.Mon
         found, needed = gradient(rows * x.numel() // 1024)
         torch.testing.assert_close(found, whole, rtol=0, atol=0)
         assert needed < 2 * x.nbytes
+
+
+def kernel_of_cuda(
+    dy: Any, x: Any, mean: Any, inverse: Any, weight: Any, sum_dy: Any, sum_dy_xmu: Any, count: Any
+) -> Any:
+    """``torch.batch_norm_backward_elemt``, which a CPU lacks, as PyTorch's SyncBatchNorm uses it."""
+    total = int(count.sum())
+    mean, inverse, sum_dy, sum_dy_xmu = (value.view(1, -1, 1, 1) for value in (mean, inverse, sum_dy, sum_dy_xmu))
+    scale = 1.0 if weight is None else weight.view(1, -1, 1, 1)
+    return (dy - sum_dy / total - (x - mean) * inverse.square() * sum_dy_xmu / total) * inverse * scale
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_what_the_kernel_of_cuda_takes_gives_the_same_cotangent(monkeypatch: Any, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(2, 4, 7, 5, dtype=torch.float64, generator=generator) + 3 for _ in range(2))
+    weight = torch.randn(4, dtype=torch.float64, generator=generator) if weighted else None
+
+    def body(comm: Communicator) -> Any:
+        rows = slice(ROWS[comm.rank], ROWS[comm.rank + 1])
+        own, cotangent = x[:, :, rows].contiguous(), dy[:, :, rows].contiguous()
+        norm = BatchNorm(70, 1e-5)
+        _, saved = waited(norm.forward(comm, (own, weight, None)))  # type: ignore[arg-type]
+        return waited(norm.backward(comm, saved, (cotangent,)))
+
+    expected = run_ranks(3, body)
+    monkeypatch.setattr(torch, "batch_norm_backward_elemt", kernel_of_cuda)
+    monkeypatch.setattr(BatchNorm, "_has_kernel", lambda self, own: own.numel() > 0)
+    monkeypatch.setattr(batch_norm, "_MOST_PIXELS", 32)  # three numbers for 70 pixels
+    for ours, theirs in zip(run_ranks(3, body), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

@@ -22,6 +22,7 @@ from tests.harness import run_copies
 from tests.hyfi_core.ops.cuda_kernels import KERNELS, CheckedCalls
 
 SHAPE = (2, 3, 26, 22)
+ON_A_GPU = "batch_norm_backward_elemt.default"  # a CPU has no such kernel
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 0.15}
 PLANS = {
     "columns": hyfi_core.ParallelPlan(grids=((1, 2),), fused_halo=1),
@@ -90,7 +91,7 @@ def reference() -> dict[str, torch.Tensor]:
 def test_calls_of_a_step_are_accepted_by_cuda(kind: torch.dtype, order: torch.memory_format, plan: str) -> None:
     _, calls = step(PLANS[plan], kind, "cpu", order)
     checked = {name for name, kernel in KERNELS.items() if kernel.accepts is not None}
-    assert plan == "fused" or checked <= set(calls)
+    assert plan == "fused" or checked - {ON_A_GPU} <= set(calls)
 
 
 @pytest.mark.parametrize("affine", [(True, True), (False, False), (False, True), (True, False)])
