@@ -144,7 +144,7 @@ class _Sizes:
         if not isinstance(operator, Convolution) or operator.halo.transfer.have.empty:
             return ()
         transfer = operator.halo.transfer
-        if operator.own is not None:
+        if operator.own is not None or not operator.keeps_canvas:
             pixels = tuple(strip.box.area for strip in transfer.receives)
         else:
             pixels = () if transfer.idle else (transfer.need.area,)

@@ -6,7 +6,8 @@
 
 A convolution is linear, so the own part and each strip can be convolved separately and added, without a padded copy:
 the own part is shared with its producer, and received strips are small. If parts are small, strips are relatively
-large: then everything is first copied to one canvas, as in plain redistribution.
+large: then everything is first copied to one canvas, as in plain redistribution. So it is for the cells of a GPU: they
+wait for nobody, and a kernel on a canvas takes less time than the start of twenty on strips.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class _SavedConvolution:
     """Saved for backward.
 
     Attributes:
-        conv_input: the input of the native call: own part or canvas.
-        strips: received strips; none with a canvas.
+        conv_input: the input of the native call: own part or canvas; the own part if the canvas is built again.
+        strips: received strips; none if the canvas is kept.
         weight: as passed.
         dtype: of the input map; under autocast the others differ.
         shape: of the input map.
@@ -96,6 +97,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         canvas_padding: (y, x) padding that is left to the native call.
         groups: of the convolution.
         apart: whether own part and strips may be computed separately; False: always on a canvas.
+        keeps_canvas: whether a canvas is kept for backward; False: backward builds it again of own part and strips.
     """
 
     own_cotangents: ClassVar[bool] = True
@@ -106,6 +108,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     canvas_padding: tuple[int, int]
     groups: int
     apart: bool = True
+    keeps_canvas: bool = True
 
     @cached_property
     def own(self) -> OwnCall | None:
@@ -129,11 +132,15 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         own = image.to(_computed_in(image))
         kernel = weight.to(own.dtype)
         offset = None if bias is None else bias.to(own.dtype)
-        if self.own is None:
+        if self.own is None and self.keeps_canvas:
             (canvas,), _ = yield from self.halo.forward(comm, (own,))
             result = self._convolve(canvas, kernel, offset, self.canvas_padding)
             return (result,), _SavedConvolution(canvas, (), weight, image.dtype, image.shape)
         pending_strips = yield from self.halo.start(comm, own)
+        if self.own is None:
+            strips = yield from pending_strips.wait()
+            result = self._convolve(self.halo.assembled(own, strips), kernel, offset, self.canvas_padding)
+            return (result,), _SavedConvolution(own, strips, weight, image.dtype, image.shape)
         conv_input = own[:, :, self.own.start[0] :, self.own.start[1] :]
         with polled(pending_strips.pending):
             result = self._convolve(conv_input, kernel, offset, self.own.padding)
@@ -146,7 +153,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         conv_input, kernel = saved.conv_input, saved.weight.to(saved.conv_input.dtype)
         offset = None if inputs[2] is None else inputs[2].to(conv_input.dtype)
         if self.own is None:
-            return self._convolve(conv_input, kernel, offset, self.canvas_padding)
+            return self._convolve(self._conv_input(saved), kernel, offset, self.canvas_padding)
         result = self._convolve(conv_input, kernel, offset, self.own.padding)
         self._add_reached(result, kernel, conv_input, saved.strips)
         return result
@@ -154,6 +161,12 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def flops_of_value(self, shapes: Sequence[Sequence[int]]) -> float:
         """Return two for each weight of an output channel; see ``ops.base.Recomputable``."""
         return 2.0 * prod(shapes[1][1:])
+
+    def _conv_input(self, saved: _SavedConvolution, is_read: bool = True) -> torch.Tensor:
+        """Return the input of the native call: kept, or a canvas built again; unset if only its shape is read."""
+        if self.own is not None or self.keeps_canvas:
+            return saved.conv_input
+        return self.halo.assembled(saved.conv_input, saved.strips) if is_read else self.halo.unset(saved.conv_input)
 
     def _add_reached(
         self, result: torch.Tensor, kernel: torch.Tensor, conv_input: torch.Tensor, strips: tuple[torch.Tensor, ...]
@@ -290,10 +303,12 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
 
     def _differentiate(self, back: _Back, mask: OutputMask) -> Any:
         """Return the cotangents of the native call's inputs selected by ``mask``; None if it is empty."""
+        # The cotangent of the map needs the input's shape alone.
+        conv_input = self._conv_input(back.saved, is_read=mask[1] and not self.output.empty)
         if self.output.empty:
-            return torch.zeros_like(back.saved.conv_input) if mask[0] else None, None, None
+            return torch.zeros_like(conv_input) if mask[0] else None, None, None
         padding = self.canvas_padding if self.own is None else self.own.padding
-        return self._native_back(back.dy, back.saved.conv_input, back.kernel, padding, mask)
+        return self._native_back(back.dy, conv_input, back.kernel, padding, mask)
 
     def _native_back(
         self, dy: torch.Tensor, tensor: torch.Tensor, kernel: torch.Tensor, padding: tuple[int, int], mask: OutputMask

@@ -72,10 +72,23 @@ class Redistribute:
             return (own,), saved
         pending_strips = yield from self.start(comm, own)
         result = self.placed(own)
-        for strip, arrived in zip(transfer.receives, (yield from pending_strips.wait()), strict=True):
-            self._view(result, strip.box, transfer.need).copy_(arrived)
+        self._place(result, (yield from pending_strips.wait()))
         self.give_back(pending_strips.strips)
         return (result,), saved
+
+    def assembled(self, own: torch.Tensor, strips: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the box that this rank needs, of its own part and received strips, which are only read."""
+        result = self.placed(own)
+        self._place(result, strips)
+        return result
+
+    def unset(self, own: torch.Tensor) -> torch.Tensor:
+        """Return memory for the box that this rank needs, in the format of ``own``."""
+        return own if self.transfer.idle else like(own, self._sized(own.shape, self.transfer.need))
+
+    def _place(self, result: torch.Tensor, strips: Sequence[torch.Tensor]) -> None:
+        for strip, arrived in zip(self.transfer.receives, strips, strict=True):
+            self._view(result, strip.box, self.transfer.need).copy_(arrived)
 
     def placed(self, own: torch.Tensor) -> torch.Tensor:
         """Return the box that this rank needs, with own pixels and fill values; strips of other ranks are not set."""

@@ -23,6 +23,7 @@ from hyfi_core.cost.branch_packing import divide_stage
 from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.compiling.segment_compiler import SegmentCompiler
+from hyfi_core.lowering.gpu_calls import for_gpu
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.planes import Plane
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
@@ -213,10 +214,13 @@ class _StagesOfRank:
             ranked = self._in_evaluation(program, how.runs, index, position, exits)
         else:
             ranked = self._by_cost(program, index, position, exits)
+        instructions = ranked.instructions
         if how.cells > 1 and not (how.runs is not None and how.shares_memory):
-            ranked = replace(
-                ranked, instructions=tuple(for_training(instruction, how.spills) for instruction in ranked.instructions)
-            )
+            instructions = tuple(for_training(instruction, how.spills) for instruction in instructions)
+        if how.plane.device == "cuda":
+            of_cells = how.cells > 1 and how.runs is None
+            instructions = tuple(for_gpu(instruction, of_cells) for instruction in instructions)
+        ranked = replace(ranked, instructions=instructions)
         if how.plan.recomputes(index):
             _refuse_drawn(ranked)
         if how.compiler is not None:

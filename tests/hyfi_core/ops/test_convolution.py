@@ -27,7 +27,9 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def operators(size: tuple[int, int], grid: tuple[int, int], how: Settings, apart: bool) -> tuple[Layout, Layout, list]:
+def operators(
+    size: tuple[int, int], grid: tuple[int, int], how: Settings, apart: bool, keeps_canvas: bool = True
+) -> tuple[Layout, Layout, list]:
     """Return the layouts of input and output, and every rank's operator."""
     axes = zip(how["kernel"], how["stride"], how["padding"], how["dilation"], strict=True)
     window = Window(*(AxisWindow(*axis) for axis in axes))
@@ -44,13 +46,13 @@ def operators(size: tuple[int, int], grid: tuple[int, int], how: Settings, apart
     ops = []
     for rank, part in enumerate(out.parts):
         halo = Redistribute(plan_transfer(have.parts, need, have.map, rank))
-        ops.append(Convolution(halo, window, part, native, how["groups"], apart))
+        ops.append(Convolution(halo, window, part, native, how["groups"], apart, keeps_canvas))
     return have, out, ops
 
 
-def in_parts(x: torch.Tensor, w: torch.Tensor, b: Any, y: torch.Tensor, grid: Any, how: Settings, apart: bool) -> Any:
+def in_parts(x: torch.Tensor, w: torch.Tensor, b: Any, y: torch.Tensor, grid: Any, how: Settings, *mode: bool) -> Any:
     """Return (output, cotangents of map, weight and bias, how many ranks worked apart), put together."""
-    have, out, ops = operators((x.shape[2], x.shape[3]), grid, how, apart)
+    have, out, ops = operators((x.shape[2], x.shape[3]), grid, how, *mode)
     order = torch.channels_last if x.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
 
     def body(comm: Communicator) -> Any:
@@ -95,11 +97,11 @@ def check(size: tuple[int, int], grid: tuple[int, int], how: Settings, batch: in
     y = noise(*whole(x, w, b, how).shape, seed=4)
     wanted = in_one(x, w, b, y, how)
     apart = 0
-    for mode in (True, False):
-        *found, count = in_parts(x, w, b, y, grid, how, mode)
+    for works_apart, keeps_canvas in ((True, True), (False, True), (False, False)):
+        *found, count = in_parts(x, w, b, y, grid, how, works_apart, keeps_canvas)
         for ours, theirs in zip(found, wanted, strict=False):
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-        assert mode or count == 0
+        assert works_apart or count == 0
         apart += count
     return apart
 
@@ -119,7 +121,7 @@ def check(size: tuple[int, int], grid: tuple[int, int], how: Settings, batch: in
         ((4, 5), (3, 3), {"kernel": (3, 3), "padding": (1, 1), "stride": (2, 2)}, None),  # some own nothing
     ],
 )
-def test_apart_and_on_a_canvas_equal_one_process(size: Any, grid: Any, how: Settings, apart: int | None) -> None:
+def test_apart_and_on_any_canvas_equal_one_process(size: Any, grid: Any, how: Settings, apart: int | None) -> None:
     found = check(size, grid, how)
     assert apart is None or found == apart
 
