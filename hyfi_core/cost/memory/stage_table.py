@@ -30,7 +30,7 @@ from hyfi_core.capture.stages import free_values
 from hyfi_core.cost.memory.forecast import StageMaps, touched_bytes
 from hyfi_core.cost.memory.lifetimes import NOTHING, Lifetime, Lifetimes
 from hyfi_core.cost.operators import value_bytes
-from hyfi_core.cost.search.cuts import cut_candidates
+from hyfi_core.cost.search.cut_candidates import cut_candidates
 
 Table = NDArray[np.int64]
 """Bytes of the stage from each place (row) to each other (column); of rows before columns only."""

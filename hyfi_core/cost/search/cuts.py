@@ -4,7 +4,7 @@
     grids 2x2 │ 1x1 │ 1x1                   a stage's time is that of its operators over its ranks,
     stages    ├──────┼─────────┼────┤       plus that of the values sent at its end
 
-Candidates are the ends of modules, so that a cut has a name that is valid in every mode of the model.
+Pieces that one rank computes one after the other have cuts of their own: see ``cost.search.piece_cuts``.
 """
 
 from __future__ import annotations
@@ -17,28 +17,12 @@ from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.machines.machine_file import reference_machine
 from hyfi_core.cost.memory.forecast import STATE_COPIES
 from hyfi_core.cost.operators import operator_costs, value_bytes
+from hyfi_core.cost.search.cut_candidates import cut_candidates
+from hyfi_core.cost.search.piece_cuts import least_memory_cuts, recomputes_in_pieces
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.in_flight import microbatches_in_flight
-
-MOST_CANDIDATES = 300
-"""Beyond this many module ends, only those of outer modules are considered."""
-
-
-@dataclass(frozen=True, slots=True)
-class CutCandidate:
-    """A place to cut: after ``index`` operators, which is the end of this module.
-
-    Attributes:
-        index: number of operators before it.
-        module: that ends there; of several, the outermost.
-        crossing_bytes: of the values that are made before and used after.
-    """
-
-    index: int
-    module: str
-    crossing_bytes: int
 
 
 @dataclass(frozen=True)
@@ -103,46 +87,14 @@ def with_cuts(
     if id(program) not in cache:
         cache[id(program)] = _Measured.of(program, machine)
     measured = cache[id(program)]
+    if recomputes_in_pieces(plan) and len(measured.names) >= plan.stages - 1:
+        return replace(plan, cuts=least_memory_cuts(plan, program))
     if len(measured.names) < plan.stages - 1:
         raise RequestError(
             f"plan.grids has {plan.stages} stages, but the model can be cut after {len(measured.names)} modules only; "
             f"use at most {len(measured.names) + 1} stages"
         )
     return replace(plan, cuts=_Search(plan, measured, machine).best())
-
-
-def cut_candidates(program: Program) -> list[CutCandidate]:
-    """Return the places where a program can be cut, in order."""
-    last: dict[str, int] = {}
-    for index, op in enumerate(program.operators):
-        parts = op.module.split(".")
-        last.update({".".join(parts[: n + 1]): index + 1 for n in range(len(parts)) if op.module})
-    ends: dict[int, str] = {}
-    for module, index in last.items():
-        if index < len(program.operators) and (index not in ends or module.count(".") < ends[index].count(".")):
-            ends[index] = module
-    depth = max((module.count(".") for module in ends.values()), default=0)
-    while len(ends) > MOST_CANDIDATES and depth > 0:
-        depth -= 1
-        ends = {index: module for index, module in ends.items() if module.count(".") <= depth}
-    crossing = _crossing_bytes(program)
-    return [CutCandidate(index, module, crossing[index]) for index, module in sorted(ends.items())]
-
-
-def _crossing_bytes(program: Program) -> list[int]:
-    """Return the bytes of all live values at each position between operators."""
-    last_use = {name: index for index, op in enumerate(program.operators) for name in op.inputs}
-    steps = [0] * (len(program.operators) + 2)
-    for index, op in enumerate(program.operators):
-        for name in op.outputs:
-            if name is not None and name in last_use:
-                steps[index + 1] += value_bytes(program, name)
-                steps[last_use[name] + 1] -= value_bytes(program, name)
-    alive, total = [], 0
-    for step in steps:
-        total += step
-        alive.append(total)
-    return alive
 
 
 class _Search:

@@ -18,7 +18,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.cost.memory.forecast import FORECAST_OFF
 from hyfi_core.cost.search import plan_family, planner
-from hyfi_core.cost.search.cuts import cut_candidates
+from hyfi_core.cost.search.cut_candidates import cut_candidates
 from hyfi_core.cost.search.plan_bounds import ONE_IN_FLIGHT
 from hyfi_core.cost.search.plan_family import PlanRequest, candidates
 from hyfi_core.cost.search.planner import ModelStudies, StudiedModel, best_plans

@@ -1,0 +1,60 @@
+"""Where a program can be cut: at the ends of modules, whose names are valid in every mode of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hyfi_core.capture.program import Program
+from hyfi_core.cost.operators import value_bytes
+
+MOST_CANDIDATES = 300
+"""Beyond this many module ends, only those of outer modules are considered."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutCandidate:
+    """A place to cut: after ``index`` operators, which is the end of this module.
+
+    Attributes:
+        index: number of operators before it.
+        module: that ends there; of several, the outermost.
+        crossing_bytes: of the values that are made before and used after.
+    """
+
+    index: int
+    module: str
+    crossing_bytes: int
+
+
+def cut_candidates(program: Program) -> list[CutCandidate]:
+    """Return the places where a program can be cut, in order."""
+    last: dict[str, int] = {}
+    for index, op in enumerate(program.operators):
+        parts = op.module.split(".")
+        last.update({".".join(parts[: n + 1]): index + 1 for n in range(len(parts)) if op.module})
+    ends: dict[int, str] = {}
+    for module, index in last.items():
+        if index < len(program.operators) and (index not in ends or module.count(".") < ends[index].count(".")):
+            ends[index] = module
+    depth = max((module.count(".") for module in ends.values()), default=0)
+    while len(ends) > MOST_CANDIDATES and depth > 0:
+        depth -= 1
+        ends = {index: module for index, module in ends.items() if module.count(".") <= depth}
+    crossing = _crossing_bytes(program)
+    return [CutCandidate(index, module, crossing[index]) for index, module in sorted(ends.items())]
+
+
+def _crossing_bytes(program: Program) -> list[int]:
+    """Return the bytes of all live values at each position between operators."""
+    last_use = {name: index for index, op in enumerate(program.operators) for name in op.inputs}
+    steps = [0] * (len(program.operators) + 2)
+    for index, op in enumerate(program.operators):
+        for name in op.outputs:
+            if name is not None and name in last_use:
+                steps[index + 1] += value_bytes(program, name)
+                steps[last_use[name] + 1] -= value_bytes(program, name)
+    alive, total = [], 0
+    for step in steps:
+        total += step
+        alive.append(total)
+    return alive
