@@ -14,6 +14,7 @@ import torch
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.fused_memory import CellCosts
+from hyfi_core.cells.large_maps import fewest_cells
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cost.memory.forecast import (
@@ -29,7 +30,7 @@ from hyfi_core.cost.memory.forecast import (
 )
 from hyfi_core.errors import MemoryLimitError
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.process_memory import available_bytes
+from hyfi_core.process_memory import available_bytes, resident_bytes
 
 EARLY = 0.75
 """Fraction of a pager's limit above which pages are written early, so that they can be dropped at once."""
@@ -59,8 +60,8 @@ def with_cells(
     Args:
         plan: with named cuts.
         program: the captured model, of one micro-batch.
-        held_bytes: what the rank uses before the first step.
-        device: of the maps.
+        held_bytes: what the rank uses of the device's memory before the first step; see ``held_bytes_on``.
+        device: of the maps. On a GPU, cells are also chosen where maps are too large for its kernels.
         trains: whether there is backward; in evaluation mode a rank keeps far less.
         costs: of the program without backward, from earlier calls; None: none are known.
 
@@ -82,12 +83,15 @@ def with_cells(
         state, (rows, columns) = 0, plan.grids[0]
         peak = int(costs.of((1, 1)).peak_bytes) // (rows * columns)
         steps = ((n, int(costs.of((rows * n, columns * n)).step_bytes)) for n in SIDES if n > 1)
+    fewest = fewest_cells(program, uncut, device)
     if held_bytes + (FORECAST_OFF[device.type] if trains else _EVALUATION_OFF) * peak <= memory_bytes:
-        return uncut
+        return uncut if fewest == 1 else replace(uncut, cells=(fewest, fewest))
     held_bytes += state
     records = len(program.operators) * STEP_BYTES[trains]
     needs: dict[int, tuple[int, int]] = {}
     for side, of in steps:  # the costs of many cells take long: up to those that have room
+        if side < fewest:
+            continue
         always, least = needs[side] = _of_cells(held_bytes, side, of, weights, records)
         if always + _ROOM * (least - always) <= memory_bytes:
             return replace(plan, cells=(side, side))
@@ -201,6 +205,11 @@ def spilled_bytes(kept_bytes: int, limit_bytes: int, working_bytes: int = 0, tra
         trains: whether there is backward.
     """
     return max(0, kept_bytes - int(_ONLY_IN_MEMORY[trains] * max(0, limit_bytes - working_bytes)))
+
+
+def held_bytes_on(device: torch.device) -> int:
+    """Return what this process uses of the memory of the device that has the maps: on a CPU with its libraries."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -13,12 +13,12 @@ from typing import Protocol
 
 import torch
 
-from hyfi_core.cells.budget import page_limit, resident_limit, spilled_bytes
+from hyfi_core.cells.budget import held_bytes_on, page_limit, resident_limit, spilled_bytes
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.pager import Pager
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import SpillFile, SpillMemory
-from hyfi_core.process_memory import resident_bytes, return_freed_now, return_what_is_freed
+from hyfi_core.process_memory import return_freed_now, return_what_is_freed
 
 
 class PagedKey(Hashable, Protocol):
@@ -93,7 +93,7 @@ class Paging:
             if self._held_bytes is None:
                 return_freed_now()
                 # Measured once, without what allocators have kept: this is what a step cannot give back.
-                self._held_bytes = resident_bytes()
+                self._held_bytes = held_bytes_on(self._device)
             limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, stages, self._device)
             stored_bytes = _stored_bytes(stages, limit, key.trains)
             self.pager.store.require(stored_bytes)

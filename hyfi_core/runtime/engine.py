@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.program import Program
-from hyfi_core.cells.budget import with_cells
+from hyfi_core.cells.budget import held_bytes_on, with_cells
+from hyfi_core.cells.large_maps import warn_of_slow_kernels
 from hyfi_core.cells.page import PagerCounts
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.comm.activity import ACTIVITY
@@ -29,7 +30,6 @@ from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.process_memory import resident_bytes
 from hyfi_core.rules.batch_norm import has_live_statistics
 from hyfi_core.runtime.batch_reader import ImageBatch, Images
 from hyfi_core.runtime.calls.attribution import Explanation, gather_explanation
@@ -287,8 +287,7 @@ class Engine(EngineState):
 
     def flops_per_image(self) -> float:
         """Return the operations of an image's forward and backward; see ``training_flops``."""
-        lowered = self._lowered()
-        return training_flops(lowered.program, lowered.trained) / self._shapes.micro[0]
+        return training_flops((lowered := self._lowered()).program, lowered.trained) / self._shapes.micro[0]
 
     @property
     def normalises_batches(self) -> bool:
@@ -395,5 +394,7 @@ def _resolved(
         plan = with_cuts(plan, program())
     if plan.cells == "auto":
         captured = program()  # before memory is measured: a capture loads libraries
-        plan = with_cells(plan, captured, comm.broadcast_object(resident_bytes()), device, trains)
+        plan = with_cells(plan, captured, comm.broadcast_object(held_bytes_on(device)), device, trains)
+    if device.type == "cuda" and comm.rank == 0:
+        warn_of_slow_kernels(program(), plan, device)
     return plan

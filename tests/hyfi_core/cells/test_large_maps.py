@@ -1,0 +1,58 @@
+"""Maps of 2³¹ values or more: on a GPU they are divided into cells, or a warning says that they should be."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import hyfi_core
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Program
+from hyfi_core.cells.budget import with_cells
+from hyfi_core.cells.large_maps import fewest_cells, largest_map, warn_of_slow_kernels
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+ROOM = 1 << 42
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    """One map of 16 × 16384 × 16384 values: twice 2³¹."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2)
+    )
+    return capture(model, (1, 3, 16384, 16384), torch.float32)
+
+
+def plan_of(**settings: object) -> hyfi_core.ParallelPlan:
+    return replace(hyfi_core.ParallelPlan(grids=((1, 1),), memory_bytes=ROOM), **settings)  # type: ignore[arg-type]
+
+
+def test_the_largest_map_of_a_rank_or_a_cell(program: Program) -> None:
+    assert largest_map(program, plan_of()) == 1 << 32
+    assert largest_map(program, plan_of(cells=(2, 2))) == 1 << 30
+    assert largest_map(program, plan_of(grids=((1, 2),))) == 1 << 31
+
+
+def test_automatic_cells_make_maps_small_enough_on_a_gpu(program: Program) -> None:
+    auto = plan_of(cells="auto", spill="memory")
+    chosen = with_cells(auto, program, 0, GPU)
+    assert chosen == plan_of(cells=(2, 2)), "nothing has to be spilled"
+    assert with_cells(auto, program, 0, CPU) == plan_of(), "a CPU has no such limit"
+    assert with_cells(replace(auto, grids=((2, 2),)), program, 0, GPU).cells is None
+    short = with_cells(replace(auto, memory_bytes=24 << 30), program, 0, GPU)
+    assert short.spill == "memory" and isinstance(short.cells, tuple) and short.cells[0] >= 2
+
+
+def test_a_warning_names_the_cells_that_would_do(program: Program) -> None:
+    with pytest.warns(UserWarning, match=r"4,294,967,296 values .* plan\.cells=\(2, 2\)"):
+        warn_of_slow_kernels(program, plan_of(), GPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_slow_kernels(program, plan_of(), CPU)
+        warn_of_slow_kernels(program, plan_of(cells=(2, 2)), GPU)
+    assert fewest_cells(program, plan_of(grids=((1, 2),)), GPU) == 2  # 2³¹ is one too many
