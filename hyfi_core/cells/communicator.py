@@ -210,8 +210,8 @@ class CellCommunicator:
 
     @property
     def in_order(self) -> bool:
-        """Whether operations run in the order in which they are started: as for the processes' communicator."""
-        return self.group.comm.in_order
+        """Whether operations run in the order in which they are started: as between processes, if there are several."""
+        return self.group.comm.in_order and self.group.comm.size > 1
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives; messages to cells of this process are copied at once.

@@ -125,10 +125,10 @@ class ParallelPlan:
             )
         if self.interleave > 1 and self.schedule != "1f1b":
             raise RequestError(f"plan.interleave is {self.interleave} with schedule {self.schedule}; use schedule 1f1b")
-        if self.interleave > 1 and len(self.grids) == 1 and self.cells is not None:
+        if self.interleave > 1 and len(self.grids) == 1 and self.spill is not None:
             raise RequestError(
-                f"plan.interleave is {self.interleave} on one grid with plan.cells {self.cells!r}, but cells have all "
-                f"maps of their parts in memory, so pieces would save nothing; use interleave=1 or cells=None"
+                f"plan.interleave is {self.interleave} on one grid with plan.spill {self.spill!r}, but pieces compute "
+                f"again what spilling would move; use spill=None, or interleave=1"
             )
         if self.mirror == "point_to_point" and self.directions == 1:
             raise RequestError(
