@@ -29,13 +29,12 @@ class FollowingStatistics:
     """Buffers of one direction: changed after every forward.
 
     Args:
-        model: the user's module.
+        buffers: those of the model by all of their names.
         apart: whether to change copies until ``publish``: some cells may still read the old values.
     """
 
-    def __init__(self, model: nn.Module, apart: bool = False) -> None:
-        self._model, self._apart = model, apart
-        self._buffers = _buffers(model, apart)
+    def __init__(self, buffers: Mapping[str, torch.Tensor], apart: bool = False) -> None:
+        self._own, self._buffers = buffers, _copies(buffers) if apart else buffers
 
     def given(self, stage: HostedStage) -> dict[str, torch.Tensor]:
         """Return value name -> buffer, for one forward."""
@@ -53,8 +52,7 @@ class FollowingStatistics:
 
     def publish(self) -> None:
         """Copy the buffers to the model, if these are copies."""
-        if self._apart:
-            _publish(self._model, self._buffers)
+        _publish(self._own, self._buffers)
 
 
 class FoldedStatistics:
@@ -82,7 +80,8 @@ class FoldedStatistics:
         apart: bool = False,
     ) -> None:
         self._model = model
-        self._buffers = _buffers(model, apart)
+        self._own: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+        self._buffers = _copies(self._own) if apart else self._own
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._hosted = hosted
         self._peers = peers
@@ -119,7 +118,7 @@ class FoldedStatistics:
 
     def publish(self) -> None:
         """Copy the buffers to the model."""
-        _publish(self._model, self._buffers)
+        _publish(self._own, self._buffers)
 
     def _check(self, name: str) -> None:
         path, _, key = name.rpartition(".")
@@ -285,18 +284,16 @@ def _stages_of(lowered: LoweredModel, names: Collection[str]) -> dict[str, set[i
     return stages
 
 
-def _buffers(model: nn.Module, apart: bool) -> dict[str, torch.Tensor]:
-    """Return a model's buffers by name, or copies; a buffer with two names is copied once."""
-    named = dict(model.named_buffers(remove_duplicate=False))
-    if not apart:
-        return named
-    copies = {id(buffer): buffer.detach().clone() for buffer in named.values()}
-    return {name: copies[id(buffer)] for name, buffer in named.items()}
+def _copies(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of buffers by name; one with two names is copied once."""
+    copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
+    return {name: copies[id(buffer)] for name, buffer in buffers.items()}
 
 
-def _publish(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    named = model.named_buffers(remove_duplicate=False)
-    _store([(buffer, buffers[name]) for name, buffer in named if buffer is not buffers[name]])
+def _publish(own: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Copy values to buffers, if these are copies."""
+    if own is not buffers:
+        _store([(own[name], value) for name, value in buffers.items()])
 
 
 @torch.no_grad()

@@ -157,6 +157,11 @@ class Bindings:
                     )
         self._holdings = _holdings(self._model)
 
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The model's buffers by all of their names, as they were last checked."""
+        return self._buffers
+
     def begin(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> LocalValues:
         """Return the values before the first instruction, in a new dict.
 
