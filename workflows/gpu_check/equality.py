@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyfi_core
+from hyfi_core.cells.budget import held_bytes_on
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet18
 from workflows.benchmarks.networks import networks, without_drops, worst
@@ -28,11 +30,13 @@ PLANS = {
     "chimera": hyfi_core.ParallelPlan(grids=_STAGES, schedule="chimera", microbatches=2),
     "replicas": hyfi_core.ParallelPlan(grids=((1, 2),), replicas=2),
     "cells": hyfi_core.ParallelPlan(grids=((1, 1),), cells=(2, 3)),
-    "cells, spilled": hyfi_core.ParallelPlan(grids=((1, 1),), cells=(3, 3), spill="memory", memory_bytes=1 << 30),
+    "cells, spilled": hyfi_core.ParallelPlan(grids=((1, 1),), cells=(3, 3), spill="memory"),
     "recomputed": hyfi_core.ParallelPlan(grids=_STAGES, microbatches=2, recompute=True),
     "fused halos": hyfi_core.ParallelPlan(grids=((2, 1),), fused_halo=3),
 }
 """Plans besides grids, by the names in ``parts.EQUAL_PLANS``."""
+SPILLING_BYTES = 512 << 20
+"""Limit of a plan that spills, besides what the process has: so little that it does."""
 BATCH = 2
 """Images of a replica."""
 _THIRD_PARTY = ("monai/DenseNet121", "torchvision/densenet121", "timm/densenet121", "transformers/RegNet")
@@ -59,6 +63,8 @@ def equal(setting: Setting, what: str) -> Iterator[Row]:
     shape = (BATCH, 3, setting.sizes.equal_px, setting.sizes.equal_px)
     images = torch.randn((BATCH * plan.replicas, *shape[1:]), dtype=torch.float64).to(setting.device)
     labels = torch.randint(CLASSES, (BATCH * plan.replicas,)).to(setting.device)
+    if plan.spill is not None:
+        plan = replace(plan, memory_bytes=held_bytes_on(setting.device) + SPILLING_BYTES)
     replica = comm.rank // (comm.size // plan.replicas)
     own = slice(replica * BATCH, (replica + 1) * BATCH)
     engine = hyfi_core.parallelize(model, shape, plan, comm, verify=False)
