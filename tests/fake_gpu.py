@@ -53,6 +53,20 @@ _FROM_PYTHON = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 Clock = dict[int, int]
 
 
+def batch_norm_backward_elemt(
+    dy: Any, x: Any, mean: Any, inverse: Any, weight: Any, sum_dy: Any, sum_dy_xmu: Any, count: Any
+) -> Any:
+    """``torch.batch_norm_backward_elemt``, which a CPU lacks, as PyTorch's SyncBatchNorm uses it."""
+    total = int(count.sum())
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    mean, inverse, sum_dy, sum_dy_xmu = (value.view(shape) for value in (mean, inverse, sum_dy, sum_dy_xmu))
+    scale = 1.0 if weight is None else weight.view(shape)
+    return (dy - sum_dy / total - (x - mean) * inverse.square() * sum_dy_xmu / total) * inverse * scale
+
+
+_KERNELS = {"batch_norm_backward_elemt": batch_norm_backward_elemt}
+
+
 class SynchronisationError(AssertionError):
     """The host waits for the device where it may not."""
 
@@ -425,7 +439,11 @@ class _Operators(TorchDispatchMode):
             gpu.learn(gpu.host, gpu.current.clock)
         if there:
             gpu.learn(gpu.current.clock, gpu.current.clock)  # earlier copies of this stream
-        result = func(*args, **kwargs)
+        if there and name in _KERNELS:
+            with _disable_current_modes():
+                result = _KERNELS[name](*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and there:
                 gpu.place(leaf)

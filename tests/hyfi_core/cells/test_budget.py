@@ -8,12 +8,11 @@ import torch
 import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.capture.export import capture
-from hyfi_core.cells import budget, page_forecast, paging
+from hyfi_core.cells import budget, page_forecast
 from hyfi_core.cells.budget import with_cells
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.cost.memory.forecast import forecast_memory, rank_peaks
 from hyfi_core.errors import RequestError
-from hyfi_core.runtime import engine as engines
 from tests.hyfi_core.cells.small_models import Dense
 
 SHAPE = (2, 3, 67, 53)
@@ -54,8 +53,7 @@ def test_less_memory_means_more_cells() -> None:
 
 
 def test_an_engine_tells_the_cells_that_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (engines, paging):
-        monkeypatch.setattr(module, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(budget, "resident_bytes", lambda: 0)
     model = Dense()
     plan = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=500_000)
     engine = hyfi_core.parallelize(model, SHAPE, plan, AloneCommunicator())
@@ -86,7 +84,7 @@ def test_the_least_that_a_refusal_names_counts_what_the_capture_loads(monkeypatc
         return capture(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr("hyfi_core.runtime.subject.capture", loading)
-    monkeypatch.setattr(engines, "resident_bytes", lambda: resident["bytes"])
+    monkeypatch.setattr(budget, "resident_bytes", lambda: resident["bytes"])
     comm = AloneCommunicator()
     plan = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=20_000)
     with pytest.raises(RequestError, match="a rank needs at least") as refused:

@@ -19,6 +19,7 @@ from hyfi_core.comm.waits import waited
 from hyfi_core.ops import batch_norm
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_freed_now
+from tests.fake_gpu import batch_norm_backward_elemt
 from tests.harness import assert_equal_to_one_process, run_copies
 
 ROWS = (0, 3, 3, 7)  # the second rank owns nothing
@@ -204,16 +205,6 @@ def test_gradients_of_16_bit_maps_are_computed_in_blocks(monkeypatch: pytest.Mon
         assert needed < 2 * x.nbytes
 
 
-def kernel_of_cuda(
-    dy: Any, x: Any, mean: Any, inverse: Any, weight: Any, sum_dy: Any, sum_dy_xmu: Any, count: Any
-) -> Any:
-    """``torch.batch_norm_backward_elemt``, which a CPU lacks, as PyTorch's SyncBatchNorm uses it."""
-    total = int(count.sum())
-    mean, inverse, sum_dy, sum_dy_xmu = (value.view(1, -1, 1, 1) for value in (mean, inverse, sum_dy, sum_dy_xmu))
-    scale = 1.0 if weight is None else weight.view(1, -1, 1, 1)
-    return (dy - sum_dy / total - (x - mean) * inverse.square() * sum_dy_xmu / total) * inverse * scale
-
-
 @pytest.mark.parametrize("weighted", [True, False])
 def test_what_the_kernel_of_cuda_takes_gives_the_same_cotangent(monkeypatch: Any, weighted: bool) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -228,7 +219,7 @@ def test_what_the_kernel_of_cuda_takes_gives_the_same_cotangent(monkeypatch: Any
         return waited(norm.backward(comm, saved, (cotangent,)))
 
     expected = run_ranks(3, body)
-    monkeypatch.setattr(torch, "batch_norm_backward_elemt", kernel_of_cuda)
+    monkeypatch.setattr(torch, "batch_norm_backward_elemt", batch_norm_backward_elemt)
     monkeypatch.setattr(BatchNorm, "_has_kernel", lambda self, own: own.numel() > 0)
     monkeypatch.setattr(batch_norm, "_MOST_PIXELS", 32)  # three numbers for 70 pixels
     for ours, theirs in zip(run_ranks(3, body), expected, strict=True):
