@@ -28,7 +28,7 @@ assert comm.size == 2
 model = resnet10(2, width=4).double()
 reference = copy.deepcopy(model)
 images, labels = torch.randn(1, 3, 63, 70, dtype=torch.float64), torch.tensor([1])
-engine = hyfi_core.parallelize(model, (1, 3, 63, 70), hyfi_core.ParallelPlan(grids=((1, 2),)), comm)
+engine = hyfi_core.parallelize(model, (1, 3, 63, 70), hyfi_core.ParallelPlan(grids=((1, 2),)), comm, verify=False)
 loss = engine.accumulate(images, labels)
 gradients = engine.gather_gradients()
 if comm.rank == 0:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def forecast(**plan: Any) -> tuple[MemoryForecast, ...]:
     return forecast_memory(captured(), ParallelPlan(**plan))
 
 
+@cache
 def captured() -> Program:
     return captured_once(Network().train(), (1, 3, PX, PX), torch.float32)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -46,6 +47,7 @@ MODELS = {
 }
 
 
+@cache
 def captured(name: str) -> Program:
     torch.manual_seed(0)
     return captured_once(MODELS[name]().train(), (2, 3, 64, 64), torch.float32)

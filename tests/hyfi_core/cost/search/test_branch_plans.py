@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from tests.hyfi_core.cost.search import test_planner
 from tests.test_branches import SmallCells
 
 
+@cache
 def programs(images: int) -> Program:
     torch.manual_seed(0)
     return captured_once(SmallCells().train(), (images, 3, 64, 64), torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from itertools import combinations
 from unittest import mock
 
@@ -25,6 +26,7 @@ from tests.harness import captured_once
 GRIDS = ([(1, 1)] * 2, [(1, 1)] * 3, [(1, 2), (1, 1)], [(2, 2), (1, 1), (1, 1)], [(1, 2)] * 3)
 
 
+@cache
 def programs(images: int) -> Program:
     torch.manual_seed(0)
     return captured_once(resnet6(2).train(), (images, 3, 64, 64), torch.float32)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import combinations, pairwise, product
 from typing import Any
 from unittest import mock
@@ -50,6 +51,7 @@ class Narrowing(nn.Module):
         return answer
 
 
+@cache
 def programs(images: int) -> Program:
     torch.manual_seed(0)
     return captured_once(Narrowing().train(), (images, 3, PX, PX), torch.float32)
@@ -191,6 +193,7 @@ def test_recomputation_with_the_fastest_cuts_may_be_faster_than_other_cuts() -> 
     stages = Lump(3, 8, 1), Lump(8, 8, 12), Lump(8, 64, 5, 4)
     model = nn.Sequential(*stages, nn.Flatten(2), nn.Linear(24**2, 2))
 
+    @cache
     def lumps(images: int) -> Program:
         return captured_once(model.train(), (images, 3, 96, 96), torch.float32)
 
@@ -206,6 +209,7 @@ def test_recomputation_with_the_fastest_cuts_may_be_faster_than_other_cuts() -> 
 def test_where_nothing_fits_maps_may_leave_memory() -> None:
     """The limit is that of the whole process; the least that a refusal names is enough, and `cells: auto` agrees."""
 
+    @cache
     def large(images: int) -> Program:
         return captured_once(Narrowing().train(), (images, 3, 2048, 2048), torch.float32)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations, product
 from typing import get_args
 
@@ -60,10 +61,15 @@ class Case:
         return Blocks(self.channels).train()
 
     def program(self, images: int) -> Program:
-        return captured_once(self.model(), (images, 3, self.px, self.px), torch.float32)
+        return _program(self, images)
 
     def request(self, memory_bytes: int) -> PlanRequest:
         return PlanRequest(self.ranks, self.batch, load_machine(self.machine), memory_bytes)
+
+
+@cache
+def _program(case: Case, images: int) -> Program:
+    return captured_once(case.model(), (images, 3, case.px, case.px), torch.float32)
 
 
 def cases(count: int) -> list[Case]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -40,6 +41,7 @@ class Network(nn.Module):
         return answer
 
 
+@cache
 def program(images: int = 1) -> Program:
     torch.manual_seed(0)
     return captured_once(Network().train(), (images, 3, PX, PX), torch.float32)
