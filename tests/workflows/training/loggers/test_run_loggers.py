@@ -150,6 +150,8 @@ def test_wandb_writes_an_offline_run_with_late_validations(tmp_path: Path, monke
     monkeypatch.setattr(run_loggers, "_END_S", 250.0)
     for name in ("WANDB_MODE", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("WANDB__SERVICE_WAIT", "WANDB_INIT_TIMEOUT"):  # its process starts slowly on a busy machine
+        monkeypatch.setenv(name, "240")
     for resumed, step in ((False, 3), (True, 5)):
         loggers = RunLoggers(("wandb",), tmp_path, {"optimizer.lr": 0.1}, resumed)
         loggers.add("train", step, {"loss": 0.25})
