@@ -9,8 +9,8 @@ from pathlib import Path
 
 from data.csv_table import Table, natural_key, read_table
 from data.missing import MISSING
-from data.samples.labels import Labels, cases_of, named_entries, one_of_each
-from data.samples.names import with_one_name_each, without_missing
+from data.samples.labels import Labels, named_entries, one_of_each
+from data.samples.names import cases_of, with_one_name_each, without_missing
 from data.spelling import canonical, joined_note, one_spelling, shown
 from hyfi_core.errors import RequestError
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from data.csv_table import Table, natural_key, read_table
 from data.missing import MISSING
 from data.samples.classes import column_of_classes
-from data.samples.names import AgreedCases, with_one_name_each
+from data.samples.names import AgreedCases, cases_of, with_one_name_each
 from hyfi_core.errors import RequestError
 
 Target = int | tuple[float, ...]
@@ -177,13 +177,6 @@ def named_entries(cells: Sequence[tuple[int, str]]) -> str:
     """Return the first of some cells, (line, text), for a message: ``'-3' (line 2), 'x' (line 5) and 4 more``."""
     more = f" and {len(cells) - _NAMED} more" if len(cells) > _NAMED else ""
     return ", ".join(f"{text} (line {line})" for line, text in cells[:_NAMED]) + more
-
-
-def cases_of(table: Table) -> dict[str, str]:
-    """Return the case of each slide, if the table has both columns."""
-    if not {"slide_id", "case_id"} <= set(table.columns):
-        return {}
-    return {row["slide_id"]: row["case_id"] for row in table.rows if row["slide_id"] and row["case_id"]}
 
 
 def class_weights(labels: Iterable[int | None], classes: int | Sequence[str]) -> tuple[float, ...]:

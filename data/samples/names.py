@@ -109,6 +109,29 @@ def cases_in_one_way(
     return [{**row, "case_id": spelling.get(case, "")} for row, case in zip(rows, cases, strict=True)]
 
 
+def cases_of(table: Table) -> dict[str, str]:
+    """Return the case of each slide that has one; none if the table lacks one of the two columns.
+
+    A slide may have several rows: those without a case say nothing.
+
+    Raises:
+        RequestError: A slide has two cases.
+    """
+    cases: dict[str, str] = {}
+    lines: dict[str, int] = {}
+    if not {"slide_id", "case_id"} <= set(table.columns):
+        return cases
+    for line, row in zip(table.lines, table.rows, strict=True):
+        slide, case = row["slide_id"], row["case_id"]
+        if not slide or not case:
+            continue
+        if cases.setdefault(slide, case) != case:
+            both = f"{cases[slide]} on line {lines[slide]} and {case} on line {line}"
+            raise RequestError(f"{table.name}: slide_id {slide} has two cases: {both}")
+        lines.setdefault(slide, line)
+    return cases
+
+
 @dataclass(frozen=True)
 class AgreedCases:
     """Cases of slides on which the store's manifest and a table agree.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data.csv_table import Table, read_table
 from data.missing import MISSING
-from data.samples.names import with_one_name_each, without_missing
+from data.samples.names import cases_of, with_one_name_each, without_missing
 from data.spelling import canonical
 from hyfi_core.errors import RequestError
 
@@ -39,8 +39,8 @@ def load_splits(
         Slide to ``train``, ``val`` or ``test``; slides that are not used are left out.
 
     Raises:
-        RequestError: The file or column is missing, a value is not a split, a case (or slide) is in two splits, or a
-            name has several spellings and ``merge_alike`` is off.
+        RequestError: The file or column is missing, a value is not a split, a case (or slide) is in two splits, a
+            slide has two cases, or a name has several spellings and ``merge_alike`` is off.
     """
     table = read_table(path, "splits")
     table.require(column, "train, val or test: data.split_column, --split-column of hyfi validate")
@@ -93,7 +93,7 @@ def _split_of_rows(table: Table, column: str) -> list[str]:
 def _slides(table: Table, row_splits: Sequence[str], stored: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the split of each slide from a table that is keyed by slide."""
     cases = {row["slide_id"]: row["case_id"] for row in stored}
-    cases |= {row["slide_id"]: row["case_id"] for row in table.rows if row.get("case_id")}
+    cases |= cases_of(table)
     splits = _split_by_key(table, row_splits, "slide_id")
     check_cases(splits, cases, table.name)
     return splits

@@ -8,8 +8,8 @@ from statistics import median
 
 from data.csv_table import Table, read_table
 from data.missing import MISSING
-from data.samples.labels import Labels, Target, cases_of, named_entries, one_of_each
-from data.samples.names import with_one_name_each, without_missing
+from data.samples.labels import Labels, Target, named_entries, one_of_each
+from data.samples.names import cases_of, with_one_name_each, without_missing
 from data.samples.numbers import numbers_by_key
 from data.spelling import canonical, shown
 from hyfi_core.errors import RequestError

@@ -16,6 +16,7 @@ from data.samples.classes import column_of_classes
 from data.samples.names import (
     AgreedCases,
     cases_in_one_way,
+    cases_of,
     column_in_one_way,
     with_one_name_each,
     without_missing,
@@ -200,12 +201,13 @@ def _with_cases_of(table: Table, rows: Sequence[Mapping[str, str]]) -> tuple[Tab
     """Return (a table of slides with the cases that it or a store's rows have, under the store's names; notes).
 
     Raises:
-        RequestError: The table and the store contradict each other.
+        RequestError: A slide of the table has two cases, or the table and the store contradict each other.
     """
+    own = cases_of(table)
     stored = {row["slide_id"]: row["case_id"] for row in rows if row.get("case_id")}
-    if not stored or "slide_id" not in table.columns:
+    if not (own or stored) or "slide_id" not in table.columns:
         return table, ()
-    agreed = AgreedCases.of(stored, {row["slide_id"]: row.get("case_id", "") for row in table.rows}, str(table.name))
+    agreed = AgreedCases.of(stored, own, str(table.name))
     columns = table.columns if "case_id" in table.columns else (*table.columns, "case_id")
     filled = ({**row, "case_id": agreed.cases.get(row["slide_id"], "")} for row in table.rows)
     return replace(table, columns=columns, rows=tuple(filled)), agreed.notes

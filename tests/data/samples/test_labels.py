@@ -42,6 +42,7 @@ def test_given_classes_keep_their_order(tmp_path):
         ("name,label\na,x\n", "'slide_id' or 'case_id'.*name, label"),
         ("slide_id,label\na,x\nb,y\na,y\n", "slide_id a has two labels: 'x' on line 2 and 'y' on line 4"),
         ("slide_id,label\na,x\na,\n", "slide_id a has two labels: 'x' on line 2 and '' on line 3"),
+        ("slide_id,case_id,label\na,k,x\na,m,x\n", "slide_id a has two cases: k on line 2 and m on line 3"),
         ("slide_id,label\n,x\n", "line 2: label 'x', but no slide_id"),
         ("slide_id,label\na,\n", "'label' is empty for every slide"),
         ("slide_id,label\n", "no rows"),

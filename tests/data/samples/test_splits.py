@@ -41,6 +41,7 @@ def test_splits_by_case_reach_its_slides(tmp_path):
             r"case c1 is in two splits: train \(slide s1\) and val \(slide s2\)",
         ),
         ("slide_id,case_id,split\na,k,train\nb,k,test\n", {}, "case k is in two splits: train .* and test"),
+        ("slide_id,case_id,split\na,k,train\na,m,train\n", {}, "slide_id a has two cases: k on line 2 and m on"),
         ("case_id,split\nc1,train\nc1,test\n", {}, "case c1 is in two splits: train and test"),
         ("slide_id,split\ns3,train\ns3,test\n", {}, "slide s3 is in two splits: train and test"),
         ("slide_id,split\ns3,training\n", {}, "line 2: split is 'training'; allowed: train, val, test"),

@@ -10,6 +10,7 @@ import pytest
 from data.csv_table import read_table
 from data.samples.labels import load_labels
 from data.samples.splits import load_splits
+from data.store.manifest import SlideRecord, merge_manifest
 from hyfi_core.errors import RequestError
 from workflows.commands.split import SplitOptions, run
 
@@ -108,6 +109,41 @@ def test_impossible_requests_write_nothing(labels, tmp_path, options, words):
     with pytest.raises(RequestError, match=words):
         run(labels, tmp_path / "out" / "splits.csv", *options, 0)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def half_known(tmp_path_factory):
+    """A store of nine slides; it knows the case of each but the last two."""
+    store = tmp_path_factory.mktemp("half")
+    cases = [f"c{n // 2}" if n < 7 else "" for n in range(9)]
+    for n, case in enumerate(cases):
+        SlideRecord(f"s{n}", "", "done", extra={"case_id": case}).save(store)
+    merge_manifest(store)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        ("s8,other", "slide_id s8 has two cases: c4 on line 10 and other on line 11"),
+        ("s1,c3", "slide_id s1 has two cases: c0 on line 3 and c3 on line 11"),
+        ("s8,", ""),
+        ("s8,unknown", ""),
+    ],
+)
+@pytest.mark.parametrize("with_store", [False, True])
+def test_a_slide_has_the_case_of_one_of_its_rows_and_never_two(half_known, tmp_path, further, words, with_store):
+    table, out = tmp_path / "labels.csv", tmp_path / "splits.csv"
+    rows = [f"s{n},c{n // 2},{'ab'[n % 2]}" for n in range(9)]
+    table.write_text("\n".join(["slide_id,case_id,label", *rows, f"{further},a"]) + "\n")
+    store = half_known if with_store else None
+    if words:
+        with pytest.raises(RequestError, match=words):
+            run(table, out, None, "case_id", None, 0, store=store)
+        assert not out.exists()
+    else:
+        run(table, out, None, "case_id", None, 0, store=store)
+        assert {row["slide_id"]: row["case_id"] for row in rows_of(out)} == {f"s{n}": f"c{n // 2}" for n in range(9)}
 
 
 def test_an_unwritable_place_is_named(labels, tmp_path):
