@@ -19,8 +19,8 @@ from hyfi_core.comm.waits import waited
 from hyfi_core.ops import batch_norm
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_freed_now
-from tests.fake_gpu import batch_norm_backward_elemt
-from tests.harness import assert_equal_to_one_process, run_copies
+from tests.fake_gpu import FakeGpu, batch_norm_backward_elemt
+from tests.harness import assert_equal_to_one_process, captured_once, run_copies
 
 ROWS = (0, 3, 3, 7)  # the second rank owns nothing
 
@@ -220,7 +220,31 @@ def test_what_the_kernel_of_cuda_takes_gives_the_same_cotangent(monkeypatch: Any
 
     expected = run_ranks(3, body)
     monkeypatch.setattr(torch, "batch_norm_backward_elemt", batch_norm_backward_elemt)
-    monkeypatch.setattr(BatchNorm, "_has_kernel", lambda self, own: own.numel() > 0)
+    monkeypatch.setattr(BatchNorm, "_on_gpu", staticmethod(lambda tensor: True))
     monkeypatch.setattr(batch_norm, "_MOST_PIXELS", 32)  # three numbers for 70 pixels
     for ours, theirs in zip(run_ranks(3, body), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("side", "settings"),
+    [(16, {"cells": (3, 3)}), (40, {"cells": (2, 2), "fused_halo": 2})],
+    ids=["a cell is empty", "margins of a fused run"],
+)
+def test_cells_of_which_only_some_use_the_kernel_equal_one_process(side: int, settings: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, 2, 1), nn.BatchNorm2d(4)),
+        *(nn.Conv2d(4, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    ).double()
+    shape, labels = (2, 3, side, side), torch.tensor([0, 3])
+    images, reference = torch.randn(shape, dtype=torch.float64), copy.deepcopy(model)
+    captured_once(model, shape, torch.float64)  # export knows only real devices
+    F.cross_entropy(reference(images), labels).backward()
+    with FakeGpu():
+        plan = hyfi_core.ParallelPlan(grids=((1, 1),), **settings)
+        engine = hyfi_core.parallelize(model.to("cuda"), shape, plan, AloneCommunicator(), verify=False)
+        engine.accumulate(images, labels)
+        gradients = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    for gradient, parameter in zip(gradients, reference.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-11)
