@@ -14,7 +14,6 @@ import torch
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.fused_memory import CellCosts
-from hyfi_core.cells.large_maps import fewest_cells
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cost.memory.forecast import (
@@ -54,6 +53,7 @@ def with_cells(
     device: torch.device,
     trains: bool = True,
     costs: CellCosts | None = None,
+    fewest: int = 1,
 ) -> ParallelPlan:
     """Return the plan with ``cells="auto"`` resolved; without cells and spilling if everything fits in memory.
 
@@ -61,9 +61,10 @@ def with_cells(
         plan: with named cuts.
         program: the captured model, of one micro-batch.
         held_bytes: what the rank uses of the device's memory before the first step; see ``held_bytes_on``.
-        device: of the maps. On a GPU, cells are also chosen where maps are too large for its kernels.
+        device: of the maps.
         trains: whether there is backward; in evaluation mode a rank keeps far less.
         costs: of the program without backward, from earlier calls; None: none are known.
+        fewest: rows and columns of cells that there are at least; see ``cells.large_maps``.
 
     Raises:
         MemoryLimitError: the memory is too small for any number of cells; the message says how much is needed.
@@ -83,7 +84,7 @@ def with_cells(
         state, (rows, columns) = 0, plan.grids[0]
         peak = int(costs.of((1, 1)).peak_bytes) // (rows * columns)
         steps = ((n, int(costs.of((rows * n, columns * n)).step_bytes)) for n in SIDES if n > 1)
-    fewest = fewest_cells(program, uncut, device)
+    fewest = min(fewest, SIDES[-1])
     if held_bytes + (FORECAST_OFF[device.type] if trains else _EVALUATION_OFF) * peak <= memory_bytes:
         return uncut if fewest == 1 else replace(uncut, cells=(fewest, fewest))
     held_bytes += state
@@ -208,7 +209,7 @@ def spilled_bytes(kept_bytes: int, limit_bytes: int, working_bytes: int = 0, tra
 
 
 def held_bytes_on(device: torch.device) -> int:
-    """Return what this process uses of the memory of the device that has the maps: on a CPU with its libraries."""
+    """Return what this process uses of the memory of the device that has the maps: on a CPU, libraries included."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 

@@ -210,7 +210,7 @@ class CellCommunicator:
 
     @property
     def in_order(self) -> bool:
-        """Whether operations run in the order in which they are started: as between processes, if there are several."""
+        """Whether operations run in the order in which they start: those of several processes may, cells do not."""
         return self.group.comm.in_order and self.group.comm.size > 1
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:

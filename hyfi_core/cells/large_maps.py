@@ -13,46 +13,63 @@ of 64 bits, or copy the map to another order. On an H200, four times the pixels 
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from math import prod
 
-import torch
-
 from hyfi_core.capture.program import Program
+from hyfi_core.capture.stages import cut_program
+from hyfi_core.cost.memory.forecast import BORDERS
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
 
 LARGEST_VALUES = 2**31 - 1
 """Values of the largest map that kernels index with 32 bits."""
 
 
 def largest_map(program: Program, plan: ParallelPlan) -> int:
-    """Return the values of the largest map of any rank, or cell.
+    """Return the values of the largest map of any rank, or cell; halos and unequal parts may add a quarter.
 
     Args:
         program: the captured model, of one micro-batch.
-        plan: of the run.
+        plan: with named cuts, and with cells resolved.
     """
-    maps = [prod(info.shape) for info in program.values.values() if len(info.shape) == 4]
-    cells = plan.cells if isinstance(plan.cells, tuple) else (1, 1)
-    return -(-max(maps, default=0) // (min(map(prod, plan.grids)) * prod(cells)))
+    stages = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
+    largest = 1
+    for stage, (rows, columns) in zip(stages, Placement.of(plan).grids, strict=True):
+        names = {name for op in stage.program.operators for name in op.outputs if name is not None}
+        shapes = [program.values[name].shape for name in names if name in program.values]
+        values = max((prod(shape) for shape in shapes if len(shape) == 4), default=1)
+        largest = max(largest, -(-values // (rows * columns)))
+    return -(-largest // prod(plan.cell_grid or (1, 1)))
 
 
-def fewest_cells(program: Program, plan: ParallelPlan, device: torch.device) -> int:
-    """Return the fewest rows, and columns, of cells for which kernels of the device are fast; 1 on a CPU."""
-    if device.type == "cpu":
-        return 1
-    sides, values = 1, largest_map(program, plan)
-    while values > LARGEST_VALUES * sides**2:
+def fewest_cells(program: Program, plan: ParallelPlan) -> int:
+    """Return the fewest rows, and columns, of cells for which the kernels of a GPU are fast.
+
+    Args:
+        program: the captured model, of one micro-batch.
+        plan: with named cuts; its cells do not matter.
+    """
+    sides, values = 1, largest_map(program, replace(plan, cells=None, spill=None))
+    while (BORDERS if sides > 1 else 1.0) * values > LARGEST_VALUES * sides**2:
         sides += 1
     return sides
 
 
-def warn_of_slow_kernels(program: Program, plan: ParallelPlan, device: torch.device) -> None:
-    """Warn if a map is too large for the fast kernels of a GPU."""
-    sides = fewest_cells(program, plan, device)
-    if sides > 1:
+def warn_of_slow_kernels(program: Program, plan: ParallelPlan, cells_are_possible: bool) -> None:
+    """Warn if a map is too large for the fast kernels of a GPU.
+
+    Args:
+        program: the captured model, of one micro-batch.
+        plan: with named cuts, and with cells resolved.
+        cells_are_possible: whether ranks can compute their parts in cells.
+    """
+    values = largest_map(program, plan)
+    if values > LARGEST_VALUES:
+        sides = fewest_cells(program, plan)
+        ways = f"plan.cells=({sides}, {sides}) computes" if cells_are_possible else "more ranks in plan.grids compute"
         warnings.warn(
-            f"a feature map has {largest_map(program, plan):,} values on one rank; from 2,147,483,648 on, kernels of "
-            f"a GPU take up to a hundred times as long. plan.cells=({sides}, {sides}) or 'auto' computes the same in "
-            f"parts that are small enough; more ranks do, too",
+            f"a feature map has {values:,} values on one rank{' or cell' if plan.cells else ''}; from 2,147,483,648 "
+            f"on, kernels of a GPU take up to a hundred times as long. {ways} the same in parts that are small enough",
             stacklevel=6,
         )

@@ -4,9 +4,9 @@
     on a canvas    own part and strips copied together ──▶ one kernel
 
 The cells of a process wait for nobody, so there is nothing to overlap, and the host would start twenty kernels on
-strips in the time of the copy. All ranks compute strided and dilated convolutions on a canvas: of an own part with
-stride 2, dilation 2 and padding on both sides, cuDNN 9.19 on an H200 returned wrong cotangents of the map in float32
-in channels-last memory and in bfloat16, and right ones of canvases, where the padding is that of one process.
+strips in the time of the copy. All ranks compute convolutions with stride and dilation on a canvas: called on the own
+part with stride 2, dilation 2 and padding on both sides, cuDNN 9.19 on an H200 returned wrong cotangents of the map, in
+bfloat16 and in channels-last float32; called on a canvas, which is padded as in one process, right ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def for_gpu(instruction: Instruction, of_cells: bool) -> Instruction:
         return instruction
     convolution = instruction.operator
     axes = convolution.window.y, convolution.window.x
-    is_sparse = any(axis.stride > 1 and axis.dilation > 1 for axis in axes)
+    is_sparse = any(axis.stride > 1 for axis in axes) and any(axis.dilation > 1 for axis in axes)
     if not is_sparse and not of_cells:
         return instruction
     return replace(instruction, operator=replace(convolution, apart=False, keeps_canvas=False))

@@ -128,7 +128,7 @@ class ParallelPlan:
         if self.interleave > 1 and len(self.grids) == 1 and self.spill is not None:
             raise RequestError(
                 f"plan.interleave is {self.interleave} on one grid with plan.spill {self.spill!r}, but pieces compute "
-                f"again what spilling would move; use spill=None, or interleave=1"
+                f"again what spilling would move; use spill=None, with named cells if any, or interleave=1"
             )
         if self.mirror == "point_to_point" and self.directions == 1:
             raise RequestError(
@@ -289,7 +289,7 @@ def _parse_cells(cells: Any) -> tuple[int, int]:
 
 def _check_spill(spill: Any, cells: Any) -> None:
     if spill is None and cells == "auto":
-        raise RequestError('plan.cells is "auto", which needs plan.spill; set it to "memory" or a folder')
+        raise RequestError('plan.cells is "auto", which needs plan.spill, such as "memory"; set it, or name the cells')
     if spill is None:
         return
     if not isinstance(spill, str) or not spill:

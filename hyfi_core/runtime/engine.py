@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from hyfi_core.capture.program import Program
-from hyfi_core.cells.budget import held_bytes_on, with_cells
-from hyfi_core.cells.large_maps import warn_of_slow_kernels
 from hyfi_core.cells.page import PagerCounts
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.comm.activity import ACTIVITY
@@ -22,7 +18,6 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import Span
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.model_flops import training_flops
-from hyfi_core.cost.search.cuts import with_cuts
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.compiling.segment_compiler import SegmentCompiler
 from hyfi_core.plan.batch_shapes import BatchShapes, Shape
@@ -40,6 +35,7 @@ from hyfi_core.runtime.calls.last_map import has_last_map
 from hyfi_core.runtime.calls.local_use import mark_stale, watch_local_use
 from hyfi_core.runtime.calls.paged_call import PagedCall, pixels_of
 from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
+from hyfi_core.runtime.calls.resolved_plan import resolved
 from hyfi_core.runtime.calls.runners import Runners
 from hyfi_core.runtime.calls.same_pixels import SamePixels
 from hyfi_core.runtime.executor import evaluating
@@ -88,7 +84,7 @@ class Engine(EngineState):
         subject = Subject.of(model, settings, shapes, self.random, compiler)
         self.device, bindings = subject.device, subject.bindings
         trains = model.training or settings.optimizer is not None
-        plan = _resolved(plan, lambda: subject.program(shapes.widest), comm, self.device, trains)
+        plan = resolved(plan, lambda: subject.program(shapes.widest), comm, self.device, trains)
         self.plan = plan
         self._subject = replace(subject, channels_last=subject.lays_channels_last(plan.by_cells().grids))
         self._groups = Groups(comm, plan, Placement.of(plan))
@@ -287,7 +283,8 @@ class Engine(EngineState):
 
     def flops_per_image(self) -> float:
         """Return the operations of an image's forward and backward; see ``training_flops``."""
-        return training_flops((lowered := self._lowered()).program, lowered.trained) / self._shapes.micro[0]
+        lowered = self._lowered()
+        return training_flops(lowered.program, lowered.trained) / self._shapes.micro[0]
 
     @property
     def normalises_batches(self) -> bool:
@@ -384,17 +381,3 @@ class Engine(EngineState):
             self.unsaved |= unsaved_buffers(model, lowered)
             self._shared = [*self._shared[1 - CAPTURES_KEPT :], (lowered, *shared)]
         return shared
-
-
-def _resolved(
-    plan: ParallelPlan, program: Callable[[], Program], comm: Communicator, device: torch.device, trains: bool
-) -> ParallelPlan:
-    """Return the plan with cuts and cells that are "auto" chosen, the same on all ranks (collective)."""
-    if plan.cuts == "auto" and plan.stages > 1:
-        plan = with_cuts(plan, program())
-    if plan.cells == "auto":
-        captured = program()  # before memory is measured: a capture loads libraries
-        plan = with_cells(plan, captured, comm.broadcast_object(held_bytes_on(device)), device, trains)
-    if device.type == "cuda" and comm.rank == 0:
-        warn_of_slow_kernels(program(), plan, device)
-    return plan

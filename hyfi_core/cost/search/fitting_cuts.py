@@ -5,8 +5,7 @@
     fastest that fit  a     b     e       1.1        7 GB
 
 In one direction, dynamic programming over stages finds those with the shortest slowest stage and those with the
-shortest sum; the better one is taken. Pieces that a rank computes again have those with the least memory: see
-``cost.search.piece_cuts``. In two directions a rank holds several stages, so that no stage fits or fails on
+shortest sum; the better one is taken. In two directions a rank holds several stages, so that no stage fits or fails on
 its own: all cuts are rated, or if they are too many, a coarse choice of them and then what is near the best.
 """
 
@@ -25,7 +24,6 @@ from numpy.typing import NDArray
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.memory.forecast import MemoryForecast, forecast_memory, held_bytes, max_of
 from hyfi_core.cost.memory.stage_table import StageTable, Table
-from hyfi_core.cost.search.piece_cuts import PieceCuts, recomputes_in_pieces
 from hyfi_core.cost.search.plan_bounds import ONE_IN_FLIGHT
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.schedule.in_flight import Moment, fullest_moments, microbatches_in_flight
@@ -180,11 +178,7 @@ class FittingCuts:
 
     @cached_property
     def _best(self) -> CutRows:
-        plan = self.stages.plan
-        if recomputes_in_pieces(plan):
-            rows = np.array([PieceCuts.of(plan, self.stages.stages[0]).least()[1]])
-        else:
-            rows = self._by_stages() if plan.directions == 1 else self._near_best()
+        rows = self._by_stages() if self.stages.plan.directions == 1 else self._near_best()
         fastest: CutRows = rows[self._order(rows)[0]]
         return fastest
 

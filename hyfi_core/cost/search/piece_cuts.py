@@ -1,12 +1,12 @@
 """Cuts into pieces that a rank computes again one after the other, with which it needs the least memory.
 
     forward               ┌────┬─────┬────┬───────┐    what each piece takes is kept until its backward
-    backward of piece 2   │ p0 │ p1  │ p2 │               taken(p0) + taken(p1) + peak(p2)
+    backward of piece 2   │ p0 │ p1  │ p2 │               taken(p0) + taken(p1) + peak(p2) + gradients(p3)
                           └────┴─────┴────┘
 
 For a limit M, what the first k pieces keep if they end at place b and each of them fits is at least
 
-    kept[k][b] = min over a of kept[k-1][a] + taken(a, b)       of those with kept[k-1][a] + peak(a, b) <= M
+    kept[k][b] = min over a of kept[k-1][a] + taken(a, b)       of those with kept[k-1][a] + peak(a, b) + … <= M
 
 Less is always better, so dynamic programming finds whether M is enough, and bisection the least M that is. The last
 piece is not computed again: its backward follows its forward. So it is made as large as little more memory allows.
@@ -14,19 +14,21 @@ piece is not computed again: its backward follows its forward. So it is made as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hyfi_core.capture.program import Program
-from hyfi_core.cost.memory.forecast import MemoryForecast, forecast_memory
+from hyfi_core.cost.memory.forecast import MemoryForecast, StageMaps, forecast_memory, rank_peaks
 from hyfi_core.cost.memory.stage_table import StageTable, Table
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 
 _MORE = 0.02
-"""Of the least memory, so that the last piece is larger."""
+"""Fraction of the least memory that is allowed in addition, so that the last piece can be larger."""
 _NO_ROOM = np.iinfo(np.int64).max // 4
 
 
@@ -47,15 +49,25 @@ def least_memory_cuts(plan: ParallelPlan, program: Program) -> tuple[str, ...]:
     """
     table = StageTable.of(program)
     anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
-    forecast = forecast_memory(program, anywhere, [table.maps] * plan.stages)[0]
-    limit_bytes, row = PieceCuts.of(plan, forecast).least()
-    needed_bytes = limit_bytes + int(np.asarray(forecast.state_bytes)[0, -1])
-    if plan.memory_bytes is not None and needed_bytes > plan.memory_bytes:
-        raise RequestError(
-            f"plan.memory_bytes is {plan.memory_bytes:,}, but {plan.stages} pieces of this model need at least "
-            f"{needed_bytes:,}; use a larger plan.interleave, more ranks, or plan.cells with plan.spill"
-        )
-    return tuple(table.names[place - 1] for place in row)
+    search = PieceCuts.of(plan, forecast_memory(program, anywhere, [table.maps] * plan.stages)[0], table)
+    needed_bytes = 0
+    for more in (_MORE, 0.0):
+        cuts = tuple(table.names[place - 1] for place in search.least(more))
+        needed_bytes = _needed_bytes(replace(plan, cuts=cuts), program, table.stages(cuts))
+        if plan.memory_bytes is None or needed_bytes <= plan.memory_bytes:
+            return cuts
+    raise RequestError(
+        f"plan.memory_bytes is {plan.memory_bytes:,}, but {plan.stages} pieces of this model need {needed_bytes:,}; "
+        f"use a larger plan.interleave, more ranks, or plan.interleave=1 with plan.cells and plan.spill"
+    )
+
+
+def _needed_bytes(plan: ParallelPlan, program: Program, stages: Sequence[StageMaps]) -> int:
+    """Return what the rank that needs most needs, by the forecast."""
+    forecasts: Sequence[MemoryForecast] = forecast_memory(program, plan, stages)
+    if plan.cell_grid is not None:
+        forecasts = [forecast.in_cells(prod(plan.cell_grid)) for forecast in forecasts]
+    return max(rank_peaks(replace(plan, cells=None), forecasts))
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ class PieceCuts:
     Attributes:
         count: number of pieces.
         taken: bytes of what a piece takes.
-        peaks: bytes that a piece needs in its backward.
+        peaks: bytes that a piece needs in its backward, beside the gradients of those after it.
     """
 
     count: int
@@ -73,27 +85,32 @@ class PieceCuts:
     peaks: Table
 
     @classmethod
-    def of(cls, plan: ParallelPlan, anywhere: MemoryForecast) -> PieceCuts:
+    def of(cls, plan: ParallelPlan, anywhere: MemoryForecast, table: StageTable) -> PieceCuts:
         """Return those of a plan.
 
         Args:
             plan: it recomputes in pieces.
             anywhere: the forecast of a piece, a table in each field.
+            table: of the model.
         """
         first, later = np.asarray(anywhere.first_bytes), np.asarray(anywhere.later_bytes)
         peaks = first if plan.microbatches == 1 else np.maximum(first, later)
-        return cls(plan.stages, np.asarray(anywhere.waiting_bytes), peaks)
+        gradients = np.asarray(table.maps.weights)[:, -1]  # of all pieces from a place on
+        return cls(plan.stages, np.asarray(anywhere.waiting_bytes), peaks + gradients[None, :])
 
-    def least(self) -> tuple[int, list[int]]:
-        """Return the least limit that is enough, or little more, and the places of the cuts."""
+    def least(self, more: float) -> list[int]:
+        """Return the places of the cuts with the least memory.
+
+        Args:
+            more: fraction of it that is allowed in addition.
+        """
         low, high = 0, int(self.peaks.max() + self.taken.max() * self.count)
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self._cuts(middle) is not None else (middle + 1, high)
-        limit_bytes = low + int(low * _MORE)
-        row = self._cuts(limit_bytes)
+        row = self._cuts(low + int(low * more))
         assert row is not None, "the model has as many places as cuts"
-        return limit_bytes, row
+        return row
 
     def _cuts(self, limit_bytes: int) -> list[int] | None:
         """Return the places of the cuts with which a limit is enough; None: there are none."""

@@ -147,7 +147,7 @@ def _moved_to_inputs(graph: torch.fx.GraphModule) -> tuple[torch.Tensor, ...]:
     nodes = graph.graph.nodes
     last = [node for node in nodes if node.op == "placeholder"][-1]
     inputs: dict[str, torch.fx.Node] = {}
-    for node in [node for node in nodes if node.op == "get_attr"]:
+    for node in [node for node in nodes if isinstance(_held(graph, node), torch.Tensor)]:
         if node.target not in inputs:
             with graph.graph.inserting_after(last):
                 last = inputs[node.target] = graph.graph.placeholder(f"constant_{len(inputs)}")
@@ -158,6 +158,11 @@ def _moved_to_inputs(graph: torch.fx.GraphModule) -> tuple[torch.Tensor, ...]:
     for name in inputs:
         delattr(graph, name)
     return constants
+
+
+def _held(graph: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
+    """Return what a node takes from the graph itself: a tensor or a part of it; None for other nodes."""
+    return getattr(graph, str(node.target), None) if node.op == "get_attr" else None
 
 
 def arithmetic() -> dict[Hashable, Any]:

@@ -48,7 +48,7 @@ def test_less_memory_means_more_cells() -> None:
         with_cells(
             ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=7000), program, 0, torch.device("cpu")
         )
-    with pytest.raises(RequestError, match=r'plan\.cells is "auto", which needs plan\.spill; set it'):
+    with pytest.raises(RequestError, match=r'plan\.cells is "auto", which needs plan\.spill, such as "memory"; set it'):
         ParallelPlan(((1, 1),), cells="auto")
 
 
