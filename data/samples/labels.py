@@ -11,7 +11,7 @@ from typing import TypeVar
 from data.csv_table import Table, natural_key, read_table
 from data.missing import MISSING
 from data.samples.classes import column_of_classes
-from data.samples.names import AgreedCases, cases_of, with_one_name_each
+from data.samples.names import STORE_MANIFEST, AgreedCases, cases_of, with_one_name_each
 from hyfi_core.errors import RequestError
 
 Target = int | tuple[float, ...]
@@ -116,7 +116,10 @@ def load_labels(
 
 
 def with_cases(
-    rows: Iterable[Mapping[str, str]], labels: Labels | None, table: str = "the labels"
+    rows: Iterable[Mapping[str, str]],
+    labels: Labels | None,
+    table: str = "the labels",
+    manifest: str = STORE_MANIFEST,
 ) -> list[dict[str, str]]:
     """Return copies of manifest rows with ``case_id`` filled: from the row, else from the labels, else empty.
 
@@ -124,23 +127,26 @@ def with_cases(
         rows: Of the manifest.
         labels: The labels.
         table: Where the labels come from, for messages.
+        manifest: Where the rows come from, likewise.
 
     Raises:
         RequestError: Both know the cases of slides and contradict each other, see `data.samples.names.AgreedCases`.
     """
     rows = list(rows)
-    agreed = _agreed_cases(rows, labels, table)
+    agreed = _agreed_cases(rows, labels, table, manifest)
     return [{**row, "case_id": agreed.cases.get(row["slide_id"], "")} for row in rows]
 
 
-def notes_of_cases(rows: Iterable[Mapping[str, str]], labels: Labels, table: str = "the labels") -> tuple[str, ...]:
+def notes_of_cases(
+    rows: Iterable[Mapping[str, str]], labels: Labels, table: str = "the labels", manifest: str = STORE_MANIFEST
+) -> tuple[str, ...]:
     """Return what to say of cases that the labels name otherwise than the manifest; arguments: see `with_cases`."""
-    return _agreed_cases(list(rows), labels, table).notes
+    return _agreed_cases(list(rows), labels, table, manifest).notes
 
 
-def _agreed_cases(rows: Sequence[Mapping[str, str]], labels: Labels | None, table: str) -> AgreedCases:
+def _agreed_cases(rows: Sequence[Mapping[str, str]], labels: Labels | None, table: str, manifest: str) -> AgreedCases:
     stored = {row["slide_id"]: row.get("case_id", "") for row in rows}
-    return AgreedCases.of(stored, labels.cases if labels else {}, table)
+    return AgreedCases.of(stored, labels.cases if labels else {}, table, manifest)
 
 
 def one_of_each(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from data.samples.labels import Labels, notes_of_cases, with_cases
+from data.samples.names import STORE_MANIFEST
 from data.spelling import canonical, without_ending
 from data.store.manifest import same_content
 from hyfi_core.errors import RequestError
@@ -109,11 +110,23 @@ class LabelMatch:
 
 
 def match_labels(
-    rows: Iterable[Mapping[str, str]], labels: Labels, splits: Mapping[str, str] | None = None
+    rows: Iterable[Mapping[str, str]],
+    labels: Labels,
+    splits: Mapping[str, str] | None = None,
+    table: str = "the labels",
+    manifest: str = STORE_MANIFEST,
 ) -> LabelMatch:
-    """Compare labels, and slide to split if there are splits, with the rows of a store's manifest."""
+    """Compare labels with the rows of a manifest.
+
+    Args:
+        rows: Of the manifest.
+        labels: The labels.
+        splits: Slide to split, if there are splits.
+        table: Where the labels come from, for notes.
+        manifest: Where the rows come from, likewise.
+    """
     rows = list(rows)
-    rows_with_cases = with_cases(rows, labels)
+    rows_with_cases = with_cases(rows, labels, table, manifest)
     slides: dict[str, str] = {}
     counts: Counter[str] = Counter()
     failed, unlabelled = [], []
@@ -141,7 +154,11 @@ def match_labels(
             row["slide_id"] for row in rows_with_cases if row["slide_id"] in slides and not row["case_id"]
         ),
         without_split=() if splits is None else tuple(slide for slide in slides if slide not in splits),
-        notes=(*labels.notes, *notes_of_cases(rows, labels), *_same_content_notes(rows_with_cases, slides)),
+        notes=(
+            *labels.notes,
+            *notes_of_cases(rows, labels, table, manifest),
+            *_same_content_notes(rows_with_cases, slides),
+        ),
         counts=counts,
     )
 

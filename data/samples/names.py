@@ -12,6 +12,9 @@ from data.spelling import NameKind, joined_note, one_spelling, shown
 from data.store.manifest import SameContent
 from hyfi_core.errors import RequestError
 
+STORE_MANIFEST = "the store's manifest.csv"
+"""Name of the table with the slides' own cases, unless they are no store's."""
+
 
 @dataclass(frozen=True)
 class NamedTable:
@@ -145,7 +148,9 @@ class AgreedCases:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, stored: Mapping[str, str], own: Mapping[str, str], table: str) -> AgreedCases:
+    def of(
+        cls, stored: Mapping[str, str], own: Mapping[str, str], table: str, manifest: str = STORE_MANIFEST
+    ) -> AgreedCases:
         """Return the cases of the manifest, and where it has none, those of the table.
 
         A table may call all cases by other names, one for one: those of the manifest are taken.
@@ -154,6 +159,7 @@ class AgreedCases:
             stored: Slide to case in the manifest; "" where it is unknown.
             own: Slide to case in the table, likewise.
             table: Name of the table, for messages.
+            manifest: Name of the manifest, for messages.
 
         Raises:
             RequestError: Slides of one case in one of them are of two in the other, or the table calls a case by the
@@ -167,32 +173,39 @@ class AgreedCases:
             same, alike = of_case.setdefault(case, slide), of_name.setdefault(name, slide)
             if own[same] != name:
                 both = f"of one case in the manifest ({case}), and of two in the table ({own[same]}, {name})"
-                raise _contradiction(table, f"{same} and {slide} are {both}")
+                raise _contradiction(table, manifest, f"{same} and {slide} are {both}", case)
             if stored[alike] != case:
                 both = f"of one case in the table ({name}), and of two in the manifest ({stored[alike]}, {case})"
-                raise _contradiction(table, f"{alike} and {slide} are {both}")
+                raise _contradiction(table, manifest, f"{alike} and {slide} are {both}", name)
             if name != case and (name in known or case in named):
                 both = f"of the case {case} in the manifest, and of {name} in the table"
-                raise _contradiction(table, f"{slide} is {both}, and one of these names is another case's, too")
+                text = f"{slide} is {both}, and one of these names is another case's, too"
+                raise _contradiction(table, manifest, text)
         renamed = {name: stored[slide] for name, slide in of_name.items() if name != stored[slide]}
         merged = {slide: renamed.get(name, name) for slide, name in own.items() if name}
         merged |= {slide: case for slide, case in stored.items() if case}
-        return cls(merged, (_renamed_note(table, renamed),) if renamed else ())
+        return cls(merged, (_renamed_note(table, manifest, renamed),) if renamed else ())
 
 
-def _contradiction(table: str, text: str) -> RequestError:
+def _contradiction(table: str, manifest: str, text: str, shared: str = "") -> RequestError:
+    """Return a refusal; ``shared``: the name that one side has for slides of two cases, which may mean unknown."""
+    correct = "correct the one that is wrong"
+    if manifest == STORE_MANIFEST:  # an ingest writes it anew
+        correct = "correct the table, or the manifest given to `hyfi ingest` and run that again"
+    unknown = f". If {shared!r} means that the case is unknown, list it in data.missing (hyfi split --missing)"
     return RequestError(
-        f"{table}: case_id contradicts the store's manifest.csv: {text}. Slides of a case stay together in splits, "
-        "bags and metrics, so both must say the same: correct one of them or, if the manifest is right, leave case_id "
-        "out of the table"
+        f"{table}: case_id contradicts {manifest}: {text}. Slides of a case stay together in splits, bags and metrics, "
+        f"so both must say the same: {correct}; or, if the manifest is right, leave case_id out of the table. A run "
+        "that began with such a table goes on with --resume once case_id is out of it" + (unknown if shared else "")
     )
 
 
-def _renamed_note(table: str, renamed: Mapping[str, str]) -> str:
+def _renamed_note(table: str, manifest: str, renamed: Mapping[str, str]) -> str:
     name, case = next(iter(renamed.items()))
+    cases = "1 case" if len(renamed) == 1 else f"{len(renamed)} cases"
     return (
-        f"{table}: case_id has other names than the store's manifest.csv for {len(renamed)} cases, one for one "
-        f"({name} is {case} there); the manifest's names are taken"
+        f"{table}: case_id has other names than {manifest} for {cases}, one for one ({name} is {case} there); the "
+        "manifest's names are taken"
     )
 
 

@@ -283,7 +283,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
             merge_alike=merge,
             missing=missing,
         )
-    match = match_labels(rows, labels, splits)
+    match = match_labels(rows, labels, splits, str(path))
     match.check(str(path), allow_unmatched=True)
     if own_rank() == 0:
         say(match.describe())

@@ -12,6 +12,7 @@ from data.location import location
 from data.missing import MISSING
 from data.samples.labels import with_cases
 from data.samples.matching import match_labels
+from data.samples.names import STORE_MANIFEST, cases_in_one_way
 from data.samples.splits import SPLITS, load_splits
 from hyfi_core.errors import RequestError
 from pathology.predict.inputs import SlideInput
@@ -65,9 +66,11 @@ class InputLabels:
         path = keyed_table(self._table(paths), self.id_column, model)
         rows = [{"slide_id": slide.slide_id, "case_id": slide.case_id, "status": "done"} for slide in inputs]
         missing = MISSING if model.get("missing") is None else tuple(model["missing"])
-        labels = task.read_again(path, rows, bool(model.get("merge_alike", False)), missing)
-        rows = with_cases(rows, labels, str(path))
-        match = match_labels(rows, labels)
+        merge, manifest = bool(model.get("merge_alike", False)), _manifest_of(paths)
+        rows = cases_in_one_way(rows, manifest, merge=merge, missing=missing)
+        labels = task.read_again(path, rows, merge, missing)
+        rows = with_cases(rows, labels, str(path), manifest)
+        match = match_labels(rows, labels, None, str(path), manifest)
         match.check(str(path), allow_unmatched=bool(match.slides))
         targets = [labels.of(row["slide_id"], row["case_id"]) for row in rows]
         labelled = [
@@ -105,6 +108,14 @@ class InputLabels:
             return manifests[0]
         option = "--target" if self.target is not None else "--split"
         raise RequestError(f"{option}: the slides have no manifest to read it from; give --labels CSV")
+
+
+def _manifest_of(paths: Sequence[Path]) -> str:
+    """Return the name of the table that says the cases of the slides, for messages."""
+    tables = [str(path) for path in paths if path.suffix.lower() == ".csv"]
+    if not tables:
+        return STORE_MANIFEST
+    return tables[0] if len(paths) == 1 else "the slides' manifests"
 
 
 def keyed_table(path: Path, id_column: str | None, model: Mapping[str, Any]) -> Table:

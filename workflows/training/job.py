@@ -234,7 +234,7 @@ def prepare(config: Config) -> TrainingJob:
         task,
         dataset_of(config, train, data.augment.build()),
         dataset_of(config, val, None),
-        match_labels(rows, labels, splits),
+        match_labels(rows, labels, splits, str(labels_path)),
         _draw_weights(config, labels, train, samples),
         config.roles.shares,
         excluded=tuple(excluded),

@@ -41,3 +41,15 @@ def test_a_case_of_another_name_is_said_and_found_for_slides_that_only_the_table
     agreed = AgreedCases.of({"a": "1", "b": "", "c": "2"}, {"a": "P1", "b": "P1", "c": "P2", "d": "P9"}, "labels.csv")
     assert agreed.cases == {"a": "1", "b": "1", "c": "2", "d": "P9"}
     assert "for 2 cases, one for one (P1 is 1 there)" in agreed.notes[0]
+
+
+def test_a_refusal_says_what_would_work() -> None:
+    """An ingest writes the store's manifest anew; a shared name may be a word for "unknown"."""
+    stored, own = {"a": "1", "b": "2"}, {"a": "pending", "b": "pending"}
+    with pytest.raises(RequestError) as refusal:
+        AgreedCases.of(stored, own, "labels.csv")
+    for words in ("the manifest given to `hyfi ingest`", "with --resume", "'pending' means", "hyfi split --missing"):
+        assert words in str(refusal.value)
+    with pytest.raises(RequestError, match=r"contradicts mine.csv.*correct the one that is wrong"):
+        AgreedCases.of(stored, own, "labels.csv", "mine.csv")
+    assert "other names than mine.csv for 1 case," in AgreedCases.of({"a": "1"}, {"a": "P1"}, "t", "mine.csv").notes[0]

@@ -46,4 +46,4 @@ def test_a_table_that_contradicts_the_cases_of_the_store_is_refused_wherever_it_
                     ask()
             else:
                 said = str(ask()) + "".join(capfd.readouterr())
-                assert "has other names than the store's manifest.csv for 12 cases" in said
+                assert "labels.csv: case_id has other names than the store's manifest.csv for 12 cases" in said

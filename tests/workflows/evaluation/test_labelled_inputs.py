@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,17 @@ def test_another_target_has_as_many_columns(tmp_path: Path) -> None:
             labelled(tmp_path, AGE, "age,grade", "61,2", "70,3", target=target)
     slides = labelled(tmp_path, LIVES, "time,death", "10,0", "20,1", target="time, death")
     assert slides[0].label == "10 (censored)"
+
+
+def test_cases_are_read_as_in_training_and_a_contradiction_names_the_slides_table(tmp_path: Path) -> None:
+    """A word for "unknown" is no case; the other table is not called a store's where the slides are in a CSV."""
+    table, manifest = tmp_path / "labels.csv", tmp_path / "slides.csv"
+    table.write_text("slide_id,case_id,age\na,P1,61\nb,P2,70\nc,P3,75\n")
+
+    def cases(*own: str) -> list[str]:
+        slides = [replace(slide, case_id=case) for slide, case in zip(SLIDES, own, strict=True)]
+        return [slide.case_id for slide in InputLabels(table).of(slides, [manifest], model_of(AGE))[0]]
+
+    assert cases("unknown", "Unknown", "P3") == ["P1", "P2", "P3"]
+    with pytest.raises(RequestError, match=r"labels.csv: case_id contradicts .*slides.csv: a and b .*the one that is"):
+        cases("P1", "P1", "P3")
