@@ -165,7 +165,7 @@ def test_a_value_that_does_not_fit_the_store(
     assert tree(tmp_path) == before
 
 
-def test_a_case_in_two_splits(hyfi_here: Hyfi, config: Path, tmp_path: Path) -> None:
+def test_slides_of_two_cases_that_the_table_calls_one(hyfi_here: Hyfi, config: Path, tmp_path: Path) -> None:
     def one_case(rows: list[dict[str, str]]) -> None:
         for row, split in zip(rows, ("train", "test"), strict=False):
             row["case_id"], row["split"] = "case-x", split
@@ -173,7 +173,7 @@ def test_a_case_in_two_splits(hyfi_here: Hyfi, config: Path, tmp_path: Path) -> 
     labels = rewrite_labels(tmp_path / "store", tmp_path / "labels.csv", one_case)
     before = tree(tmp_path)
     done = hyfi_here("train", config, f"data.labels={labels}")
-    refused((done.returncode, done.stderr), "case-x", "train", "test")
+    refused((done.returncode, done.stderr), "labels.csv", "case_id contradicts the store's manifest.csv", "case-x")
     assert tree(tmp_path) == before
 
 
