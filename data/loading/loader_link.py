@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from data.loading.backoff import Backoff
@@ -23,6 +24,26 @@ from data.loading.feed import Report
 from hyfi_core.comm.base import Communicator, Message, Pending
 
 CONTROL_TAG, PIXELS_TAG, REPORT_TAG = 101, 102, 103
+
+
+@dataclass
+class _Answer:
+    """What loaders send for one request.
+
+    Attributes:
+        number: Of the request.
+        receives: Own the memory.
+        pending: By loader, what it has not sent yet.
+    """
+
+    number: int
+    receives: Sequence[Message]
+    pending: dict[int, Pending]
+
+    def late(self) -> set[int]:
+        """Return the loaders that have not sent all; empty when the answer is complete."""
+        self.pending = {loader: pending for loader, pending in self.pending.items() if not pending.test()}
+        return set(self.pending)
 
 
 class LoaderLink:
@@ -43,10 +64,10 @@ class LoaderLink:
     ) -> None:
         self.reports: dict[int, Report] = {}
         self._comm, self._loaders, self._watch = comm, tuple(loaders), watch
-        self._receives: deque[tuple[int, Pending, Sequence[Message]]] = deque()  # messages own the memory
+        self._answers: deque[_Answer] = deque()  # not complete, in the order of requests
         self._sends: list[Pending] = []
         self._requests = 0
-        self._waited = False  # for a loader since the last request
+        self._waited: set[int] = set()  # loaders for which this trainer has waited since their last request
         stride = len(self._loaders)
         self._send({loader: {"kind": "hello", **hello, "every": [k, stride]} for k, loader in enumerate(self._loaders)})
 
@@ -64,27 +85,38 @@ class LoaderLink:
         Returns:
             The index of this request: 0, 1, 2, …
         """
-        self._receives.append((self._requests, self._comm.exchange([], list(receives)), receives))
-        how = {"kind": "request", "waited": self._waited}
-        self._send({loader: {**how, **request} for loader, request in requests.items()})
-        self._requests, self._waited = self._requests + 1, False
+        receives_of: dict[int, list[Message]] = {}
+        for message in receives:
+            receives_of.setdefault(message.peer, []).append(message)
+        pending = {loader: self._comm.exchange([], messages) for loader, messages in receives_of.items()}
+        self._answers.append(_Answer(self._requests, receives, pending))
+        self._send(
+            {
+                loader: {"kind": "request", "waited": loader in self._waited, **request}
+                for loader, request in requests.items()
+            }
+        )
+        self._waited -= requests.keys()
+        self._requests += 1
         return self._requests - 1
 
     def wait(self, request: int) -> None:
         """Return when this request and all earlier ones have been answered."""
-        self._waited |= self.answered() <= request
-        self._receive(lambda: bool(self._receives) and self._receives[0][0] <= request)
+        for answer in self._answers:
+            if answer.number <= request:
+                self._waited |= answer.late()
+        self._receive(lambda: bool(self._answers) and self._answers[0].number <= request)
 
     def answered(self) -> int:
         """Return how many requests, from the first, have been answered."""
-        while self._receives and self._receives[0][1].test():
-            self._receives.popleft()
-        return self._receives[0][0] if self._receives else self._requests
+        while self._answers and not self._answers[0].late():
+            self._answers.popleft()
+        return self._answers[0].number if self._answers else self._requests
 
     def close(self, stopped: bool) -> None:
         """Say goodbye to the loaders, receive what was requested, and then their reports."""
         self._send({loader: {"kind": "goodbye", "stopped": stopped} for loader in self._loaders})
-        self._receive(lambda: bool(self._receives))
+        self._receive(lambda: bool(self._answers))
         for pending in self._sends:
             pending.wait()
         backoff = Backoff()
@@ -100,12 +132,12 @@ class LoaderLink:
         """Wait for answers, in order, while ``unfinished``."""
         backoff = Backoff(first_s=1e-4, max_s=2e-3)
         while unfinished():
-            if self._receives[0][1].test():
-                self._receives.popleft()
-                backoff.reset()
-            else:
+            if self._answers[0].late():
                 self._watch()
                 backoff.pause()
+            else:
+                self._answers.popleft()
+                backoff.reset()
 
     def _send(self, messages: Mapping[int, Mapping[str, Any]]) -> None:
         """Send a control message to each loader (the key)."""
