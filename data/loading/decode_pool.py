@@ -126,7 +126,8 @@ class DecodePool:
 
     Attributes:
         counts: Statistics so far.
-        image_bytes: Of the largest image that a worker prepares.
+        image_bytes: Of the largest images that a worker prepares at a time.
+        most_busy: Most workers that can prepare samples at a time, as there are no more slots.
     """
 
     def __init__(
@@ -141,7 +142,6 @@ class DecodePool:
         at_a_time: int = 1,
     ) -> None:
         self.counts = Counts()
-        self.image_bytes = max(slot_bytes, entry_bytes)
         self._samples, self._start = samples, start
         self._memory = Memory(samples, slots * slot_bytes, cache_bytes)
         self._cache = SampleCache(cache_bytes, entry_bytes)
@@ -150,6 +150,8 @@ class DecodePool:
         self._in_slots: dict[Hashable, Lease] = {}  # by name: being prepared, or ready and not released
         self._ready: set[Hashable] = set()
         self._at_a_time = min(at_a_time, MOST_AT_A_TIME)
+        self.image_bytes = self._at_a_time * max(slot_bytes, entry_bytes)
+        self.most_busy = -(-slots // self._at_a_time)
         self._room: Counter[int] = Counter()  # by worker: leases that it may be given now
         self._deaths_in_a_row = 0
         self._workers: list[Worker] = []
@@ -173,9 +175,13 @@ class DecodePool:
         return bool(self._leases) and not self._starting
 
     def add_worker(self) -> None:
-        """Start one more worker."""
-        self._starting.add(len(self._workers))
+        """Start one more worker.
+
+        Raises:
+            OSError: It cannot be started; the others go on.
+        """
         self._workers.append(self._start(self._memory))
+        self._starting.add(len(self._workers) - 1)
         self.counts.workers += 1
 
     def submit(self, name: Hashable, epoch: int, index: int, boxes: tuple[Box, ...], counted: bool = True) -> None:

@@ -101,8 +101,8 @@ class LoaderService:
         start: Starts a worker.
         watch: Called between messages, for signals; may raise.
         at_a_time: Samples that a decoding process prepares at a time.
-        growth: Starts more decoding processes while trainers wait, as many as there are slots; None: there are as many
-            as at the beginning.
+        growth: Starts more decoding processes while trainers wait, no more than slots can occupy; None: there are as
+            many as at the beginning.
     """
 
     def __init__(
@@ -147,6 +147,8 @@ class LoaderService:
             self._await_hellos()
             if self._ranks:
                 self._pool = self._make_pool()
+                if self._growth is not None:
+                    self._growth.limit(self._pool.most_busy)
                 self._serve_requests(self._pool)
                 self._report(self._pool)
         finally:
@@ -216,8 +218,8 @@ class LoaderService:
             every, box_bytes = tuple(message["every"]), message.get("box_bytes", 0)
             self._trainers[peer] = _Client(parts, message["replica"], every, message["ahead"], box_bytes)
         elif message["kind"] == "request":
-            if message["waited"] and self._growth is not None and self._pool is not None and self._pool.is_behind:
-                self._growth.late(peer)
+            if self._growth is not None and self._pool is not None:
+                self._growth.turn(peer, late=bool(message["waited"]) and self._pool.is_behind)
             self._trainers[peer].requested.extend(self._requests(peer, message["numbers"], message.get("box")))
         else:
             self._trainers[peer].gone = True
@@ -238,7 +240,11 @@ class LoaderService:
         workers = len(pool.workers)
         if self._growth is None or not pool.is_behind or not self._growth.is_due(workers, pool.image_bytes):
             return False
-        pool.add_worker()
+        try:
+            pool.add_worker()
+        except OSError as error:
+            self._growth.refused(workers, error)
+            return False
         self._growth.grown(workers + 1)
         return True
 

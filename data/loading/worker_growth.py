@@ -4,25 +4,31 @@
 
     trainer   waits for turn 4 ── request of turn 7, "waited" ──►  loader: a late turn
                                                                    samples queue, and no worker is starting
-                                                                   3 late turns of a trainer: one more worker
+                                                                   3 late turns among a trainer's last 12:
+                                                                   one more worker
 
 Which worker prepares a sample changes nothing of it, nor of the order in which samples are sent.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import deque
 from collections.abc import Callable
 
 from hyfi_core import job_limits
 
 LATE_TURNS = 3
 """Of one trainer, for one more worker: a single late turn may come from a cold disk or from workers that start."""
+RECENT_TURNS = 12
+"""Of each trainer, in which late turns count: over a long run, even a loader that is fast enough is late at times."""
 
 _WORKER_BYTES = 150_000_000
 """Of a worker before its first sample: Python, NumPy and the codecs."""
 _SPARE = 4
 """So many times the memory of a further worker must be free, as trainers may need more later."""
+_PAUSE_S = 1.0
+"""Until free memory is asked for again, where it was too little."""
 
 
 def _free_bytes() -> int:
@@ -34,36 +40,62 @@ class WorkerGrowth:
 
     Args:
         most: Workers that the loader's cores allow.
-        raised: Called with the new number whenever it rises.
+        raised: Called with the new number, and the most there may be, whenever the number rises.
+        failed: Called with the current number and the error when one more could not be started.
+        kept_bytes: Most bytes that a worker keeps between samples.
         free_bytes: Returns the memory that is free on this host.
+        clock: Returns seconds.
+
+    Attributes:
+        most: Workers that there may be.
     """
 
     def __init__(
         self,
         most: int,
-        raised: Callable[[int], None] = lambda workers: None,
+        raised: Callable[[int, int], None] = lambda workers, most: None,
+        failed: Callable[[int, OSError], None] = lambda workers, error: None,
+        kept_bytes: int = 0,
         free_bytes: Callable[[], int] = _free_bytes,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.most = most
-        self._raised, self._free_bytes = raised, free_bytes
-        self._late: Counter[int] = Counter()
+        self._raised, self._failed = raised, failed
+        self._kept_bytes, self._free_bytes, self._clock = kept_bytes, free_bytes, clock
+        self._late: dict[int, deque[bool]] = {}  # by trainer: whether each of its last turns was
+        self._next_look_s = float("-inf")  # at free memory
 
-    def late(self, trainer: int) -> None:
-        """Count a turn for which this trainer has waited while its samples queued."""
-        self._late[trainer] += 1
+    def limit(self, workers: int) -> None:
+        """Allow no more than so many: others would have nothing to prepare."""
+        self.most = min(self.most, workers)
+
+    def turn(self, trainer: int, late: bool) -> None:
+        """Count a turn; it is late if the trainer has waited for it while its samples queued."""
+        self._late.setdefault(trainer, deque(maxlen=RECENT_TURNS)).append(late)
 
     def is_due(self, workers: int, image_bytes: int) -> bool:
         """Return whether to start one more worker.
 
         Args:
             workers: The current number.
-            image_bytes: Of the largest image that a worker reads; it has that and the augmented one in memory.
+            image_bytes: Of the largest images that a worker reads at a time; it has those and the augmented ones in
+                memory.
         """
-        if workers >= self.most or max(self._late.values(), default=0) < LATE_TURNS:
+        if workers >= self.most or max(map(sum, self._late.values()), default=0) < LATE_TURNS:
             return False
-        return self._free_bytes() >= _SPARE * (_WORKER_BYTES + 2 * image_bytes)
+        if self._clock() < self._next_look_s:
+            return False
+        is_due = self._free_bytes() >= _SPARE * (_WORKER_BYTES + self._kept_bytes + 2 * image_bytes)
+        if not is_due:
+            self._next_look_s = self._clock() + _PAUSE_S
+        return is_due
 
     def grown(self, workers: int) -> None:
         """Begin to count anew, as there are so many workers now."""
         self._late.clear()
-        self._raised(workers)
+        self._raised(workers, self.most)
+
+    def refused(self, workers: int, error: OSError) -> None:
+        """Stay at the current number, as one more could not be started."""
+        self.most = workers
+        self._failed(workers, error)

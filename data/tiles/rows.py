@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -70,11 +71,16 @@ class BagRows:
     Args:
         bags: The slides.
         row: Of each tile.
+
+    Attributes:
+        kept_bytes: Most bytes of decoded chunks.
     """
+
+    kept_bytes: ClassVar[int] = _SLIDES * CACHE_BYTES
 
     def __init__(self, bags: Bags, row: TileRow) -> None:
         self._bags, self._row = bags, row
-        self._sources: Recent[BagSource] = Recent(_SLIDES * CACHE_BYTES, _cache_bytes)
+        self._sources: Recent[BagSource] = Recent(self.kept_bytes, _cache_bytes)
 
     def source(self, index: int, box: Box, epoch: int | None) -> Box:
         """Return the box in the columns of the epoch."""

@@ -168,7 +168,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     for line in forecast:
         say(line)
     remember_advice(world.broadcast_object(inputs.advice(forecast)))
-    as_loader = partial(_loader, agree(world, lambda: most_workers(job, roles, device)))
+    as_loader = partial(_loader, most_workers(job, roles, device))
     make_body = _trainer if roles.trainers is not None else as_loader if roles.validators is None else _validator
     body = agree(world, lambda: make_body(inputs, roles, saved, tables, stop, device))
     if stop.requested_on_any(world):

@@ -160,7 +160,8 @@ def make_loader(
     workers = data.workers or max(1, torch.get_num_threads())
     growth = None
     if most is not None and most > workers:
-        growth = WorkerGrowth(most, RaisedWorkers(roles.describe(), most))
+        told = RaisedWorkers(roles.describe())
+        growth = WorkerGrowth(most, told, told.failed, getattr(samples, "kept_bytes", 0))
     return LoaderService(
         roles.world,
         [trainer for trainer, loaders in roles.loaders_of.items() if rank in loaders],
@@ -178,17 +179,24 @@ def make_loader(
 class RaisedWorkers:
     """Says once that a loader raises the number of its decoding processes."""
 
-    def __init__(self, loader: str, most: int) -> None:
-        self._loader, self._most, self._said = loader, most, False
+    def __init__(self, loader: str) -> None:
+        self._loader, self._said = loader, False
 
-    def __call__(self, workers: int) -> None:
-        """Take note that there are so many now."""
+    def __call__(self, workers: int, most: int) -> None:
+        """Take note that there are so many now, and of the most there may be."""
         if not self._said:
             say(
                 f"{self._loader}: trainers wait for images, and cores are free: {workers} decoding processes, up to "
-                f"{self._most} while they wait (data.workers sets a fixed number)"
+                f"{most} while they wait (data.workers sets a fixed number)"
             )
         self._said = True
+
+    def failed(self, workers: int, error: OSError) -> None:
+        """Say that it stays at so many."""
+        say(
+            f"{self._loader}: one more decoding process cannot be started ({error.strerror or error}); it stays at "
+            f"{workers}"
+        )
 
 
 def share_chunks(data: DataConfig) -> str | None:

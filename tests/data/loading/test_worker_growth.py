@@ -8,11 +8,13 @@ from functools import partial
 import torch
 
 from data.loading.batches import BatchLayout
+from data.loading.decode_worker import Memory, StartWorker
 from data.loading.feed import Feed, FeedSpec, InlineFeed
 from data.loading.loader import LoaderService
 from data.loading.order import SampleStream
 from data.loading.remote_feed import RemoteFeed
-from data.loading.worker_growth import LATE_TURNS, WorkerGrowth
+from data.loading.worker_growth import LATE_TURNS, RECENT_TURNS, WorkerGrowth
+from data.tiles.rows import BagRows
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.box import Box
@@ -55,14 +57,15 @@ def batch(feed: Feed, turn: int) -> torch.Tensor:
     return feed.batch(turn).read(PART.box, 0, BATCH).clone()
 
 
-def served(growth: WorkerGrowth | None, is_late: bool) -> tuple[list[torch.Tensor], int]:
+def served(
+    growth: WorkerGrowth | None, is_late: bool, start: StartWorker = ThreadWorker
+) -> tuple[list[torch.Tensor], int]:
     """Return what a trainer received of a loader that begins with one worker, and how many it had in the end."""
     images = LateImages() if is_late else Images()
 
     def body(comm: Communicator) -> list[torch.Tensor] | int:
         if comm.rank == 1:
-            how = {"workers": 1, "start": ThreadWorker, "growth": growth}
-            service = LoaderService(comm, [0], images, ORDER, LAYOUT, **how)
+            service = LoaderService(comm, [0], images, ORDER, LAYOUT, 1, start=start, growth=growth)
             service.serve()
             return service.counts.workers
         now = [0]
@@ -94,7 +97,8 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def test_trainers_that_wait_get_more_workers_and_the_same_batches() -> None:
     rises: list[int] = []
-    received, workers = served(WorkerGrowth(MOST, rises.append, lambda: PLENTY), is_late=True)
+    growth = WorkerGrowth(MOST, lambda workers, most: rises.append(workers), free_bytes=lambda: PLENTY)
+    received, workers = served(growth, is_late=True)
     assert rises == list(range(2, workers + 1)) and 2 <= workers <= MOST
     assert same(received, inline())
 
@@ -116,14 +120,41 @@ def test_workers_that_join_at_any_moment_change_no_batch() -> None:
     assert workers > 1 and same(received, inline())
 
 
+def test_no_more_workers_than_slots() -> None:
+    growth = Eager(100)
+    workers = served(growth, is_late=False)[1]
+    assert growth.most == 3 * BATCH and workers <= growth.most  # two turns ahead, and the current one
+
+
+class LackingProcesses:
+    """Starts one worker, and no more."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, memory: Memory) -> ThreadWorker:
+        self.asked += 1
+        if self.asked > 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return ThreadWorker(memory)
+
+
+def test_a_worker_that_cannot_be_started_is_told_once_and_the_others_go_on() -> None:
+    start, failures = LackingProcesses(), []
+    growth = Eager(6, failed=lambda workers, error: failures.append((workers, error.strerror)))
+    received, workers = served(growth, is_late=True, start=start)
+    assert workers == 1 and start.asked == 2 and same(received, inline())
+    assert failures == [(1, "Resource temporarily unavailable")]
+
+
 def late(growth: WorkerGrowth, times: int, trainer: int = 0) -> None:
     for _ in range(times):
-        growth.late(trainer)
+        growth.turn(trainer, late=True)
 
 
 def test_a_worker_is_due_after_late_turns_of_one_trainer_and_counts_begin_anew() -> None:
     rises: list[int] = []
-    growth = WorkerGrowth(4, rises.append, lambda: PLENTY)
+    growth = WorkerGrowth(4, lambda workers, most: rises.append(workers), free_bytes=lambda: PLENTY)
     due = partial(growth.is_due, image_bytes=1)
     late(growth, LATE_TURNS - 1)
     late(growth, LATE_TURNS - 1, trainer=1)  # of the same turns
@@ -140,3 +171,36 @@ def test_none_is_due_where_memory_is_short() -> None:
     growth = WorkerGrowth(4, free_bytes=lambda: 10**9)
     late(growth, LATE_TURNS)
     assert growth.is_due(1, 10**7) and not growth.is_due(1, 10**9)
+
+
+def test_what_a_worker_keeps_needs_memory() -> None:
+    growth = WorkerGrowth(4, kept_bytes=BagRows.kept_bytes, free_bytes=lambda: 10**9)
+    late(growth, LATE_TURNS)
+    assert BagRows.kept_bytes == 2**27 and not growth.is_due(1, 10**7)
+
+
+def test_free_memory_is_asked_for_at_most_once_a_second_while_it_is_short() -> None:
+    now_s, looks = [0.0], []
+
+    def free_bytes() -> int:
+        looks.append(now_s[0])
+        return 0 if now_s[0] < 2 else PLENTY
+
+    growth = WorkerGrowth(4, free_bytes=free_bytes, clock=lambda: now_s[0])
+    late(growth, LATE_TURNS)
+    due = []
+    for now_s[0] in (0.0, 0.5, 0.9, 1.0, 1.5, 2.0):
+        due.append(growth.is_due(1, 1))
+    assert due == [False] * 5 + [True] and looks == [0.0, 1.0, 2.0]
+
+
+def test_late_turns_of_long_ago_do_not_count() -> None:
+    growth = WorkerGrowth(4, free_bytes=lambda: PLENTY)
+    for _ in range(LATE_TURNS):
+        assert not growth.is_due(1, 1)
+        late(growth, 1)
+        for _ in range(RECENT_TURNS // 2 - 1):
+            growth.turn(0, late=False)
+    assert not growth.is_due(1, 1)
+    late(growth, 2)
+    assert growth.is_due(1, 1)

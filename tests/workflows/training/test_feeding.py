@@ -110,10 +110,17 @@ def test_only_loaders_without_a_fixed_number_may_raise_it(
 
 
 def test_that_a_loader_raises_its_workers_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    raised = feeding.RaisedWorkers("loader 1", 6)
-    raised(3)
-    raised(4)
+    raised = feeding.RaisedWorkers("loader 1")
+    raised(3, 6)
+    raised(4, 6)
     assert capsys.readouterr().out == (
         "loader 1: trainers wait for images, and cores are free: 3 decoding processes, up to 6 while they wait "
         "(data.workers sets a fixed number)\n"
+    )
+
+
+def test_why_a_loader_raises_its_workers_no_further(capsys: pytest.CaptureFixture[str]) -> None:
+    feeding.RaisedWorkers("loader 1").failed(4, OSError(12, "Cannot allocate memory"))
+    assert capsys.readouterr().out == (
+        "loader 1: one more decoding process cannot be started (Cannot allocate memory); it stays at 4\n"
     )
