@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from data.samples.dataset import SlideDataset, SlideRef
+from data.samples.trained.trained_notes import OUTSIDE, TRAINED_ON
 from data.samples.trained.trained_range import SlideFigures
 from data.samples.trained.trained_slides import TrainedSlides, source_sha256
 from data.store.manifest import SlideRecord
@@ -118,10 +119,6 @@ def _kind(spec: InputSpec) -> type[Ensemble | TileEnsemble]:
     return Ensemble if spec.tiles is None else TileEnsemble
 
 
-OUTSIDE = "outside_training"
-"""Flag of slides far from those of training; ``reason`` says in what."""
-
-
 _PROVENANCE = ("affine", "source", "sha256")
 """Attributes of a stored slide that place results on its file, and name it."""
 
@@ -202,7 +199,7 @@ class _Run:
                 if together(self._comm, lambda: dataset.stain is not None and dataset.colour_map(0) is None):
                     prediction = replace(prediction, flags=_merged(prediction.flags, ("stain_as_scanned",)))
                 if self._trained.has(slide.slide_id, slide.case_id, source_sha256(dataset, 0)):
-                    prediction = replace(prediction, flags=_merged(prediction.flags, ("trained_on",)))
+                    prediction = replace(prediction, flags=_merged(prediction.flags, (TRAINED_ON,)))
                 sight = ensemble.look(dataset, all_tissue=self._options.image == "whole")
                 if not sight.views:
                     flags = _merged(prediction.flags, sight.flags)

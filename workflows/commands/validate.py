@@ -115,6 +115,7 @@ def run(request: EvaluationRequest) -> int:
 
 def validate_rank(request: EvaluationRequest) -> int:
     """Evaluate as one rank, or alone; return the exit code."""
+    from data.samples.trained.trained_notes import OUTSIDE, TRAINED_ON, TrainedNotes
     from hyfi_core.arithmetic import set_arithmetic
     from hyfi_core.comm.agreement.agree import agree
     from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint
@@ -162,11 +163,13 @@ def validate_rank(request: EvaluationRequest) -> int:
         task = loaded.model.get("task", "multiclass")
         warn(f"--calibrate: nothing is stored: task {task} fits nothing on slides, or outputs are not finite")
     metrics["calibration"] = _calibration(loaded.model, evaluator, logits)
+    notes = TrainedNotes.of(loaded.model, dataset)
+    metrics["flagged_slides"] = {TRAINED_ON: len(notes.trained), OUTSIDE: len(notes.outside)}
     weights = "weights" if loaded.averaged is None else "average of the weights"
     page = None
     if request.out is not None:
         page = write_validation(
-            request.out, loaded.model, evaluator, dataset, logits, bags, request.store, request.split
+            request.out, loaded.model, evaluator, dataset, logits, bags, request.store, request.split, notes
         )
     _report(request, loaded.model, weights, metrics, page)
     return DONE
@@ -314,25 +317,15 @@ def _warn_of_unmeasured(dataset: SlideDataset) -> None:
 
 def _warn_of_slides(model: Mapping[str, Any], dataset: SlideDataset) -> None:
     """Warn of slides that the model was trained on, and of those far from all of them."""
-    from data.samples.trained.trained_range import SlideFigures
-    from data.samples.trained.trained_slides import TrainedSlides, source_sha256
+    from data.samples.trained.trained_notes import TrainedNotes
 
-    trained = TrainedSlides.of_json(model.get("trained_on"))
-    names = [
-        sample.slide_id
-        for index, sample in enumerate(dataset.samples)
-        if trained.has(sample.slide_id, sample.case_id, source_sha256(dataset, index))
-    ]
-    if names:
+    notes = TrainedNotes.of(model, dataset)
+    if notes.trained:
         warn(
-            f"the model was trained on {len(names)} of these {len(dataset)} slides, or on others of their cases: "
-            f"{listed(names)}; the metrics are not those of new slides"
+            f"the model was trained on {len(notes.trained)} of these {len(dataset)} slides, or on others of their "
+            f"cases: {listed(notes.trained)}; the metrics are not those of new slides"
         )
-    described = {
-        sample.slide_id: trained.ranges.describe_outside(SlideFigures.of(dataset, index))
-        for index, sample in enumerate(dataset.samples)
-    }
-    outside = [f"{name} ({'; '.join(how)})" for name, how in described.items() if how]
+    outside = [f"{name} ({how})" for name, how in notes.outside.items()]
     if outside:
         warn(
             f"{len(outside)} of these {len(dataset)} slides are far from all that the model was trained on, so that "

@@ -22,6 +22,7 @@ from data.csv_table import read_own, write_table
 from data.files import write_atomically
 from data.samples.dataset import SlideDataset
 from data.samples.labels import Target
+from data.samples.trained.trained_notes import TrainedNotes
 from data.store.slide_store import SlideStore, slide_path
 from data.tiles.bags import Bags
 from pathology.ingest.thumbnail import thumbnail_of_store
@@ -139,6 +140,7 @@ def evaluated_slides(
     *,
     all_tissue: bool,
     bags: Bags | None = None,
+    notes: TrainedNotes | None = None,
 ) -> list[CohortSlide]:
     """Return the slides of a dataset with their predictions, and thumbnails from the store.
 
@@ -150,8 +152,9 @@ def evaluated_slides(
         least: Smallest coverage; slides with less are ``incomplete``.
         all_tissue: Whether all tissue was shown, even if it does not fit the dataset's images.
         bags: The slides as bags, if the model takes tiles or their features.
+        notes: Slides that the model was trained on, and those far from them; None: not known.
     """
-    slides = []
+    slides, notes = [], notes or TrainedNotes()
     for index, sample in enumerate(dataset.samples):
         outputs = np.asarray(logits[index], dtype=np.float64)
         coverage, flags = _seen_of(dataset, index, all_tissue) if bags is None else (bags.coverage(index), ())
@@ -168,7 +171,8 @@ def evaluated_slides(
                 values=tuple(values.tolist()),
                 label="" if sample.label is None else task.text(sample.label),
                 coverage=coverage,
-                flags=flags,
+                flags=(*flags, *notes.flags(sample.slide_id)),
+                reason=notes.reason(sample.slide_id),
                 thumbnail=stored_thumbnail(slide),
                 uncalibrated=() if np.array_equal(values, before, equal_nan=True) else tuple(before.tolist()),
                 wrong=sample.label is not None and task.is_wrong(prediction, sample.label),
@@ -201,6 +205,7 @@ def write_predictions(folder: Path, slides: Sequence[CohortSlide], names: Sequen
             values=slide.values,
             coverage=slide.coverage,
             flags=slide.flags,
+            reason=slide.reason,
         )
         rows.append(prediction.row(names, with_spread=False) | {"label": slide.label})
     write_table(folder / FILE_NAME, [*columns(names, with_spread=False), "label"], rows)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from data.samples.dataset import SlideDataset
+from data.samples.trained.trained_notes import TrainedNotes
 from data.tiles.bags import Bags
 from data.tiles.case_bags import CaseBags
 from hyfi_core.errors import RequestError
@@ -28,6 +29,7 @@ def write_validation(
     bags: Bags | None,
     store: Path,
     split: str,
+    notes: TrainedNotes,
 ) -> Path:
     """Write ``predictions.csv``, ``cases.csv`` and ``index.html`` of the slides that were evaluated.
 
@@ -40,6 +42,7 @@ def write_validation(
         bags: The slides as bags, if the model takes bags.
         store: The store with the slides.
         split: Their split, for the title.
+        notes: Those that the model was trained on, and those far from them.
 
     Raises:
         RequestError: ``out`` cannot be written.
@@ -51,7 +54,7 @@ def write_validation(
     task = evaluator.evaluation_set.task
     readout = task.readout(model.get("calibration"))
     least, is_whole = float(model.get("min_coverage", MIN_COVERAGE)), evaluator.whole is not None
-    slides = evaluated_slides(dataset, of_slides, task, readout, least, all_tissue=is_whole, bags=bags)
+    slides = evaluated_slides(dataset, of_slides, task, readout, least, all_tissue=is_whole, bags=bags, notes=notes)
     of_cases = [
         CaseSlide(sample.slide_id, sample.case_id, np.array([of_slides[index]], np.float64), sample.label)
         for index, sample in enumerate(dataset.samples)

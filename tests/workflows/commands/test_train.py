@@ -557,16 +557,25 @@ def test_an_external_test_set_has_its_own_table_column_and_no_splits(
     table.write_text("\n".join(["slide_id,diagnosis", *rows]))
     request = validate.EvaluationRequest(tmp_path / "run" / "checkpoints" / "latest", store, labels=table, as_json=True)
     capfd.readouterr()
-    assert validate.run(replace(request, target="diagnosis", split="all")) == 0
+    assert validate.run(replace(request, target="diagnosis", split="all", out=tmp_path / "all")) == 0
     said = capfd.readouterr()
     assert json.loads(said.out.splitlines()[-1])["slides"] == 9
+    with_flag = [row for row in read_table(tmp_path / "all" / "predictions.csv", "").rows if row["flags"]]
+    assert [(row["slide_id"], row["flags"]) for row in with_flag] == [
+        (f"slide-{n:02d}", "trained_on") for n in range(6)
+    ]
+    assert "6 of these slides are of the model's training set" in (tmp_path / "all" / "index.html").read_text()
     assert "trained on 6 of these 9 slides, or on others of their cases: slide-00, slide-01" in said.err
     assert "are far from all" not in said.err
     known = read_model_json(request.checkpoint)["trained_on"]
     known["ranges"]["area_mm2"] = [area / 18 for area in known["ranges"]["area_mm2"]]
     amend_model_json(request.checkpoint, {"trained_on": known})
-    assert validate.run(replace(request, target="diagnosis", split="val", splits=store / "manifest.csv")) == 0
+    asked = replace(request, target="diagnosis", splits=store / "manifest.csv")
+    assert validate.run(replace(asked, split="val", out=tmp_path / "val")) == 0
     said = capfd.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["flagged_slides"] == {"trained_on": 0, "outside_training": 3}
+    row = read_table(tmp_path / "val" / "predictions.csv", "predictions").rows[0]
+    assert row["flags"] == "outside_training" and "outside_training: 18 times the area" in row["reason"]
     assert "3 of these 3 slides are far from all" in said.err and "slide-06 (18 times the area" in said.err
     with pytest.raises(RequestError, match="diagnosis"):
         validate.validate_rank(replace(request, split="all"))  # the column of training is not in this table

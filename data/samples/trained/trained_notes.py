@@ -1,0 +1,51 @@
+"""What a checkpoint knows of the slides it is evaluated on: trained on them, or far from all that it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from data.samples.dataset import SlideDataset
+from data.samples.trained.trained_range import SlideFigures
+from data.samples.trained.trained_slides import TrainedSlides, source_sha256
+
+TRAINED_ON = "trained_on"
+"""Flag of slides that the model was trained on, or on others of their cases."""
+OUTSIDE = "outside_training"
+"""Flag of slides far from those of training; ``reason`` says in what."""
+
+
+@dataclass(frozen=True)
+class TrainedNotes:
+    """Slides of a dataset about which the checkpoint says something.
+
+    Attributes:
+        trained: Names of those that it was trained on, or on others of their cases.
+        outside: Name to in what it is far from all training slides.
+    """
+
+    trained: tuple[str, ...] = ()
+    outside: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any], dataset: SlideDataset) -> Self:
+        """Return the notes of ``model.json`` on a dataset; opens each slide, and reads no pixels."""
+        known = TrainedSlides.of_json(model.get("trained_on"))
+        trained, outside = [], {}
+        for index, sample in enumerate(dataset.samples):
+            if known.has(sample.slide_id, sample.case_id, source_sha256(dataset, index)):
+                trained.append(sample.slide_id)
+            how = known.ranges.describe_outside(SlideFigures.of(dataset, index))
+            if how:
+                outside[sample.slide_id] = "; ".join(how)
+        return cls(tuple(trained), outside)
+
+    def flags(self, slide_id: str) -> tuple[str, ...]:
+        """Return the flags of a slide."""
+        return (*[OUTSIDE] * (slide_id in self.outside), *[TRAINED_ON] * (slide_id in self.trained))
+
+    def reason(self, slide_id: str) -> str:
+        """Return in what a slide is far from those of training; empty if it is not."""
+        how = self.outside.get(slide_id, "")
+        return f"{OUTSIDE}: {how}" if how else ""
