@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -26,3 +28,9 @@ def test_the_class_is_in_one_tile_of_positive_slides(drawn: list[tuple[bool, Ana
         assert (after > 0).sum() == positive
         assert after.max() == before.max()
         assert np.array_equal(all_foci.nuclei[:, :2], in_one_tile.nuclei[:, :2])
+
+
+def test_slides_of_other_settings_are_in_another_folder() -> None:
+    task = PositionsTask(2, 1632, 96, 1.0, one=True)
+    others = [{"count": 4}, {"size_px": 2208}, {"tile_px": 48}, {"one": False}]
+    assert len({task.name, *(replace(task, **other).name for other in others)}) == 5

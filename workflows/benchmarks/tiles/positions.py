@@ -64,6 +64,12 @@ class PositionsTask:
     mpp: float
     one: bool
 
+    @property
+    def name(self) -> str:
+        """Name of the folder of what is drawn: other settings have another."""
+        where = "one" if self.one else "foci"
+        return f"{self.count}-slides-{self.size_px}-px-tiles-{self.tile_px}-px-{where}"
+
     @cached_property
     def slides(self) -> list[ArchiveSlide]:
         """The slides of all splits."""
@@ -199,14 +205,17 @@ def main() -> None:
     one = PositionsTask(args.slides, args.one_size, args.tile, args.mpp, one=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = args.folder or Path(temporary)
-        tested = {args.train_on: (trained, folder / "slides"), "one tile": (one, folder / "one")}
-        draw(trained, folder / "slides")
-        draw(one, folder / "one", ("test",))
-        _hyfi("ingest", folder / "slides" / "manifest.csv", "--out", folder / "store", "--mpp", args.mpp)
+        tested = {args.train_on: (trained, folder / trained.name), "one tile": (one, folder / f"{one.name}-test")}
+        store = folder / f"store-of-{trained.name}-{args.mpp}-um"
+        runs = folder / f"runs-of-{trained.name}-{args.mpp}-um-{args.norm}-{args.steps}-steps-rate-{args.rate}"
+        runs.mkdir(parents=True, exist_ok=True)
+        draw(trained, folder / trained.name)
+        draw(one, folder / f"{one.name}-test", ("test",))
+        _hyfi("ingest", folder / trained.name / "manifest.csv", "--out", store, "--mpp", args.mpp)
         for way in args.ways.split(","):
-            checkpoint = train(trained, folder / "store", folder / way, way, args.norm, args.steps, args.rate)
+            checkpoint = train(trained, store, runs / way, way, args.norm, args.steps, args.rate)
             for kind, (task, slides) in tested.items():
-                out = folder / f"{way}, {kind}"
+                out = runs / f"{way}-on-{slides.name}"
                 predict(task, checkpoint, slides, out)
                 print(json.dumps({"way": way, "tested_on": kind, **judge(task, out)}), flush=True)
 

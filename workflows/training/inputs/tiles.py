@@ -134,15 +134,16 @@ class TileInputs(BagInputs):
         if norms and random and encoder.batch_norm == "frozen":
             found.append(
                 "the encoder has batch norm and random weights: its running statistics are not those of tissue, "
-                "and are not updated; use another norm, or model.encoder.batch_norm=exact for small slides if "
-                "validation then follows training"
+                "and are not updated, so that it normalises nothing; if the loss does not fall, use weights that "
+                "were trained, or an encoder with another norm"
             )
         updates = norms and encoder.batch_norm == "exact" and encoder.train != "none"
         if updates:
+            remedy = "an encoder with another norm, or the aggregator max" if random else "frozen, or another norm"
             found.append(
                 "model.encoder.batch_norm: exact: training normalises each slide by its own tiles, validation by an "
                 "average of slides; if validation is far worse than the loss of training, the model has learned the "
-                "class from these statistics: use frozen, or another norm"
+                f"class from these statistics: use {remedy}"
             )
         if updates and isinstance(engine.optimizer, SwitchingOptimizer):
             found.append(statistics_warning(self.job.config.optimizer.name, "an encoder with another norm"))
