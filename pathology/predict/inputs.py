@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data.errors import StoreError
 from data.location import is_remote, location
+from data.missing import MISSING, is_missing
 from data.store.manifest import FAILED, SlideRecord, load_manifest, record_path
 from data.store.slide_store import slide_path
 from hyfi_core.errors import RequestError
@@ -42,11 +43,13 @@ class SlideInput:
     case_slides: tuple[Path, ...] = ()
 
 
-def find_inputs(paths: Sequence[Path], files_by_name: Mapping[str, str] | None = None) -> list[SlideInput]:
+def find_inputs(
+    paths: Sequence[Path], files_by_name: Mapping[str, str] | None = None, missing: Iterable[str] = MISSING
+) -> list[SlideInput]:
     """Return all slides: those of stores first, then files, folders and manifests in the given order.
 
     Slide files get the same names as in an ingest. ``files_by_name`` has those that have a name already, as for
-    `find_jobs`.
+    `find_jobs`. A case that is one of the words ``missing`` is not known: such slides are not of one case.
 
     Raises:
         RequestError: a path is missing, a folder has no slide, a manifest is invalid, or two slides have the same name.
@@ -65,7 +68,8 @@ def find_inputs(paths: Sequence[Path], files_by_name: Mapping[str, str] | None =
                 f"two slides are named {slide.slide_id}: {namesake.path} and {slide.path}; their results would be in "
                 f"the same folder; use a different --out for each, or a manifest with a unique slide_id"
             )
-    return list(by_name.values())
+    words = tuple(missing)
+    return [replace(slide, case_id="") if is_missing(slide.case_id, words) else slide for slide in by_name.values()]
 
 
 def _is_stored(folder: Path) -> bool:

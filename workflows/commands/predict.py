@@ -146,6 +146,7 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     from pathology.predict.members import InputSpec, check_complete
     from pathology.predict.table import predicted_files
     from pathology.predict.tiles.case_slides import alone_note, with_case_slides
+    from workflows.evaluation.labelled_inputs import missing_of
 
     options, out = request.options, request.out
     for checkpoint in request.checkpoints:
@@ -157,9 +158,10 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
         IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
     if out.exists() and not out.is_dir():
         raise RequestError(f"{out} is a file; choose a folder for the results")
-    found = find_inputs(request.inputs, predicted_files(out))
+    model = read_model_json(request.checkpoints[0])
+    found = find_inputs(request.inputs, predicted_files(out), missing_of(model))
     if request.labels:
-        found, matched = request.labels.of(found, request.inputs, read_model_json(request.checkpoints[0]))
+        found, matched = request.labels.of(found, request.inputs, model)
         if own_rank() == 0:
             console.say(matched)
     if spec.bag == "case":

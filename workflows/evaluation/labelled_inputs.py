@@ -65,7 +65,7 @@ class InputLabels:
             task = task.with_target(self.target)
         path = keyed_table(self._table(paths), self.id_column, model)
         rows = [{"slide_id": slide.slide_id, "case_id": slide.case_id, "status": "done"} for slide in inputs]
-        missing = MISSING if model.get("missing") is None else tuple(model["missing"])
+        missing = missing_of(model)
         merge, manifest = bool(model.get("merge_alike", False)), _manifest_of(paths)
         rows = cases_in_one_way(rows, manifest, merge=merge, missing=missing)
         labels = task.read_again(path, rows, merge, missing)
@@ -108,6 +108,11 @@ class InputLabels:
             return manifests[0]
         option = "--target" if self.target is not None else "--split"
         raise RequestError(f"{option}: the slides have no manifest to read it from; give --labels CSV")
+
+
+def missing_of(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the words that meant in training that a value is missing."""
+    return MISSING if model.get("missing") is None else tuple(model["missing"])
 
 
 def _manifest_of(paths: Sequence[Path]) -> str:

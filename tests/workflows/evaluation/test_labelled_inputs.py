@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from data.store.manifest import SlideRecord, merge_manifest
 from hyfi_core.errors import RequestError
-from pathology.predict.inputs import SlideInput
+from pathology.predict.inputs import SlideInput, find_inputs
 from workflows.evaluation.labelled_inputs import InputLabels
 from workflows.tasks.by_name import task_of
 from workflows.tasks.multilabel.task import Multilabel
@@ -78,3 +79,12 @@ def test_cases_are_read_as_in_training_and_a_contradiction_names_the_slides_tabl
     assert cases("unknown", "Unknown", "P3") == ["P1", "P2", "P3"]
     with pytest.raises(RequestError, match=r"labels.csv: case_id contradicts .*slides.csv: a and b .*the one that is"):
         cases("P1", "P1", "P3")
+
+
+def test_slides_whose_cases_are_unknown_are_not_of_one_case(tmp_path: Path) -> None:
+    """Also without labels: a model of cases would take them for one bag."""
+    for name, case in zip("abc", ("unknown", "unknown", "P3"), strict=True):
+        SlideRecord(name, "", "done", extra={"case_id": case}).save(tmp_path)
+    merge_manifest(tmp_path)
+    assert [slide.case_id for slide in find_inputs([tmp_path])] == ["", "", "P3"]
+    assert [slide.case_id for slide in find_inputs([tmp_path], missing=["P3"])] == ["unknown", "unknown", ""]
