@@ -75,16 +75,18 @@ class StageRunner:
         self.reader = Reader(plan, whole, self.groups, subject.device, subject.dtype, subject.channels_last)
         self._cache: dict[Any, LoweredModel] = {}
         self._used: Hashable = None
-        self._checked: Hashable = None  # the state in which no tensor was replaced: it names all tensors
+        self._unchecked = True  # whether its tensors may have been replaced since the last call
+        self._checked: Hashable = None  # the state in which none was: it names all tensors
         self._schedules = PlanSchedules(plan, self._placement)
         self._trained: FollowingStatistics | FoldedStatistics | None = None
 
     def lowered(self, shape: Shape) -> LoweredModel:
         """Return the lowered model for micro-batches of a shape, in the state that was observed."""
         subject = self._subject
-        if self._checked is None or self._checked is not subject.watch.taken:
+        if self._unchecked and (self._checked is None or self._checked is not subject.watch.taken):
             subject.bindings.refuse_replaced()
             self._checked = subject.watch.taken
+        self._unchecked = False
         is_known, self._used = self._known_program(shape), subject.watch.taken
         key = (shape, self._used)
         if not is_known:
@@ -106,6 +108,7 @@ class StageRunner:
 
     def observe(self) -> Hashable:
         """Take the model's Python state, for all runners of the process, until the next call; return it."""
+        self._unchecked = True
         return self._subject.watch.take()
 
     def known(self, shape: Shape) -> str:
