@@ -1,7 +1,7 @@
 """Choice of fused runs for cells: a trade-off between memory and redundant work.
 
     image ── run ── map ── run ── map ── run ── output        four cells, three runs
-    cell 0   ════╗       ╔═════╗       ╔══                    within a run: maps of one cell;
+    cell 0   ════╗       ╔═════╗       ╔══                    within a fused run: maps of one cell;
     cell 1       ╚═══╗   ║     ║       ║                      between two runs: every cell's part of the map
     …                ╚═══╝     ╚══…
 
@@ -49,7 +49,7 @@ class RunCost:
 
 
 def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, RunCost]:
-    """Return the runs with the smallest product of peak and work, and their cost.
+    """Return the fused runs with the smallest product of peak and work, and their cost.
 
     Args:
         program: in evaluation mode.
@@ -76,7 +76,7 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
 
 
 class CellCosts:
-    """What a program costs in cells, by their grid; its runs are chosen once for each.
+    """What a program costs in cells, by their grid; its fused runs are chosen once for each.
 
     Args:
         program: in evaluation mode.
@@ -102,7 +102,7 @@ def cost_of(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str]
 
     Args:
         sketch: the program.
-        operators: all operators in order; those that are not in the sketch end a run.
+        operators: all operators in order; those that are not in the sketch end a fused run.
         maps: values that are split over the cells.
         margins: of the choice.
     """

@@ -31,9 +31,9 @@ def fused_runs(
     fused_halo: int | str = "auto",
     machine: MachineModel | None = None,
 ) -> FusedRuns:
-    """Return the runs for ``plan.fused_halo``.
+    """Return the fused runs for ``plan.fused_halo``.
 
-    A number n: runs of at most n windows along any path; with 1, every operator has its own exchange. "auto": the
+    A number n: fused runs of at most n windows along any path; with 1, every operator has its own exchange. "auto": the
     cheapest of the lengths 1, 2, 3, 4 and 6, the shorter of equals, by this rule::
 
         cost = 2 · Σ exchanges  max over ranks (time of the messages received)
@@ -65,7 +65,7 @@ def runs_and_trial(
     fused_halo: int | str,
     machine: MachineModel,
 ) -> tuple[FusedRuns, RankProgram | None]:
-    """Return the runs of ``fused_runs``, and the program lowered without any if it was needed to choose them."""
+    """Return the fused runs of ``fused_runs``, and the program lowered without any if it was needed to choose them."""
     if fused_halo == 1 or target.grid == (1, 1):
         return FusedRuns(), None
     trial = lower(program, target, outputs, exits)
@@ -83,7 +83,7 @@ def runs_and_trial(
 
 
 def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: MachineModel | None = None) -> float:
-    """Return the seconds of a step that depend on the runs, by the rule of ``fused_runs``.
+    """Return the seconds of a step that depend on the fused runs, by the rule of ``fused_runs``.
 
     Args:
         sketch: the program.

@@ -6,11 +6,11 @@
     rank 0 computes  │ owned │ margin │        of the first result a margin that rank 1 computes, too;
                      │ owned │                 of the last one its own part alone
 
-A run begins at values that are exchanged, or at the image, where ranks read wider boxes. Within a run every value has
-a *computed* box: the rank's part plus what later operators of the run need, within the map. Outside of the map there is
-padding, created by each operator: zero before a convolution, regardless of earlier biases and norms.
+A fused run begins at values that are exchanged, or at the image, where ranks read wider boxes. In it, every value has
+a *computed* box: the rank's part plus what later operators of the fused run need, within the map. Outside of the map
+there is padding, created by each operator: zero before a convolution, regardless of earlier biases and norms.
 
-Where to exchange, for runs of at most ``depth`` windows along any path. Go through the program in order, counting
+Where to exchange, for fused runs of at most ``depth`` windows along any path. Go through the program in order, counting
 windows since the last exchange. Where one more would exceed ``depth``, exchange its input; or, if that input comes
 through a chain of operators from a value with several users (a cell's state, a block's input), exchange that value: its
 branches then share one exchange, and a block's shortcut does not prevent the next blocks from starting a new run.
@@ -32,7 +32,7 @@ from hyfi_core.plan.window import Window
 
 @dataclass(frozen=True)
 class Flow:
-    """An operator that may be part of a run.
+    """An operator that may be part of a fused run.
 
     Attributes:
         name: of the operator.
@@ -60,7 +60,7 @@ class Sketch:
     """A program on a grid, reduced to what choosing runs needs.
 
     Attributes:
-        flows: operators that may be part of a run, in order.
+        flows: operators that may be part of a fused run, in order.
         layouts: value -> layout.
         pixel_bytes: value -> bytes of one pixel, all channels and images together.
         readers: value -> number of operators that use it.
@@ -96,7 +96,7 @@ class Margins:
     exchanged: Mapping[str, tuple[Boxes, ...]]
 
     def runs(self, sketch: Sketch) -> FusedRuns:
-        """Return the runs; an exchange for a single operator, or for maps cut in different ways, is left to rules."""
+        """Return the fused runs; exchanges for one operator, or for maps cut in different ways, are left to rules."""
         shared = {value: _joined(needs) for value, needs in self.exchanged.items() if len(needs) > 1 and _alike(needs)}
         return FusedRuns(frozenset(flow.name for flow in sketch.flows), self.computed, shared)
 
@@ -112,7 +112,7 @@ def unfused(sketch: Sketch) -> Margins:
 
 
 def margins_of(sketch: Sketch, depth: int) -> Margins:
-    """Return the margins for runs of at most ``depth`` windows along any path."""
+    """Return the margins for fused runs of at most ``depth`` windows along any path."""
     exchanged = _starts_of_runs(sketch, depth)
     inner = {value for flow in sketch.flows for value in flow.makes} - sketch.fixed - exchanged
     wide: dict[str, Boxes] = {}

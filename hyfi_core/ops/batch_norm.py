@@ -15,7 +15,7 @@ cotangent of y_r(p), and m and v functions of the owners' copies alone:
                = w/σ · ( g_r(p) - [r owns p] · (1/N ΣΣ g + x̂_r(p) · 1/N ΣΣ g·x̂) )
 
 and dL/dw = ΣΣ g·x̂, dL/db = ΣΣ g over all copies. Sums over owned pixels alone would omit the dependence of the
-margins' y on m and v. The margins' dL/dx flow back to their owners through the run and the adjoint of its wide
+margins' y on m and v. The margins' dL/dx flow back to their owners through the fused run and the adjoint of its wide
 exchange.
 """
 

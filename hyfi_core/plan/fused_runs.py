@@ -16,7 +16,7 @@ class FusedRuns:
     """The fused runs of a program on a grid; empty if every window operator has its own exchange.
 
     Attributes:
-        inside: operators that may compute margins; others end a run.
+        inside: operators that may compute margins; others end a fused run.
         computed: operator -> boxes of its results that ranks compute, if larger than their parts.
         shared: value -> boxes that ranks receive in one exchange for several operators.
     """
