@@ -156,13 +156,11 @@ class BatchNorm(AsyncBackward, Recomputable):
         def finish() -> Cotangents:
             if needs_grad and not needs_grad[0]:
                 return None, *d_affine
-            # The same on all ranks that share memory, also where only some of them have the kernel's case.
-            gain, slope, shift, *numbers = computed_once(
-                pending, lambda: self._terms(weight, mean, variance, sums, own.dim())
-            )
             if self._has_kernel(own):
-                scale = None if weight is None else weight.to(mean.dtype)
-                return torch.batch_norm_backward_elemt(dy, own, mean, numbers[0], scale, *numbers[1:]), *d_affine
+                numbers = computed_once(pending, lambda: self._of_kernel(mean, variance, sums))
+                return self._by_kernel(dy, own, mean, weight, numbers), *d_affine
+            terms = computed_once(pending, lambda: self._terms(weight, mean, variance, sums / self.count, own.dim()))
+            gain, slope, shift = terms
             in_place = self.overwrites_cotangent and not is_expanded(dy)
             dx = dy if in_place else torch.empty_like(dy)
             if mean.dtype == dx.dtype:
@@ -175,12 +173,23 @@ class BatchNorm(AsyncBackward, Recomputable):
         return pending, finish
 
     def _has_kernel(self, own: torch.Tensor) -> bool:
-        """Whether CUDA's kernel computes the map's cotangent: where all of its pixels count in the statistics."""
-        return self._on_gpu(own) and own.numel() > 0 and self._counted(own).numel() == own.numel()
+        """Whether CUDA's kernel computes the map's cotangent; the same on all ranks that share memory."""
+        return own.is_cuda
 
-    @staticmethod
-    def _on_gpu(tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda
+    def _by_kernel(
+        self,
+        dy: torch.Tensor,
+        own: torch.Tensor,
+        mean: torch.Tensor,
+        weight: torch.Tensor | None,
+        numbers: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        """Return the map's cotangent, with the numbers of ``_of_kernel``."""
+        if not own.numel():
+            return torch.empty_like(own)
+        inverse, *sums_and_count = numbers
+        scale = None if weight is None else weight.to(mean.dtype)
+        return torch.batch_norm_backward_elemt(dy, own, mean, inverse, scale, *sums_and_count)
 
     def _of_kernel(self, mean: torch.Tensor, variance: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what CUDA's kernel of the map's cotangent takes: 1/σ, Σ dy, Σ dy · (x - m), and the pixels of the map.
@@ -233,18 +242,16 @@ class BatchNorm(AsyncBackward, Recomputable):
         return sums
 
     def _terms(
-        self, weight: torch.Tensor | None, mean: torch.Tensor, variance: torch.Tensor, sums: torch.Tensor, dims: int
+        self, weight: torch.Tensor | None, mean: torch.Tensor, variance: torch.Tensor, means: torch.Tensor, dims: int
     ) -> tuple[torch.Tensor, ...]:
-        """Return gain, slope and shift, in a shape that broadcasts with the map; on CUDA what its kernel takes, too."""
-        means = sums / self.count
+        """Return gain, slope and shift, in a shape that broadcasts with the map."""
         inverse = (variance.double() + self.eps).rsqrt()
         gain = inverse if weight is None else inverse * weight.double()
         slope = -gain * means[1] * inverse
         shift = -gain * means[0]
         if mean.dtype != torch.float64:
             shift = shift - slope * mean.double()
-        terms = tuple(term.to(mean.dtype).view(1, -1, *[1] * (dims - 2)) for term in (gain, slope, shift))
-        return (*terms, *self._of_kernel(mean, variance, sums)) if self._on_gpu(mean) else terms
+        return tuple(term.to(mean.dtype).view(1, -1, *[1] * (dims - 2)) for term in (gain, slope, shift))
 
 
 def _mean_and_variance(own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,6 +297,10 @@ class FusedBatchNorm(BatchNorm):
     """
 
     owned: Box
+
+    def _has_kernel(self, own: torch.Tensor) -> bool:
+        """Return False: the kernel counts all pixels, and which cells have margins differs between them."""
+        return False
 
     def _counted(self, tensor: torch.Tensor, top: int = 0) -> torch.Tensor:
         """Return the view of owned pixels: those of the margins are counted by their owners."""

@@ -220,7 +220,7 @@ def test_what_the_kernel_of_cuda_takes_gives_the_same_cotangent(monkeypatch: Any
 
     expected = run_ranks(3, body)
     monkeypatch.setattr(torch, "batch_norm_backward_elemt", batch_norm_backward_elemt)
-    monkeypatch.setattr(BatchNorm, "_on_gpu", staticmethod(lambda tensor: True))
+    monkeypatch.setattr(BatchNorm, "_has_kernel", lambda self, own: True)
     monkeypatch.setattr(batch_norm, "_MOST_PIXELS", 32)  # three numbers for 70 pixels
     for ours, theirs in zip(run_ranks(3, body), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -231,7 +231,7 @@ def test_what_the_kernel_of_cuda_takes_gives_the_same_cotangent(monkeypatch: Any
     [(16, {"cells": (3, 3)}), (40, {"cells": (2, 2), "fused_halo": 2})],
     ids=["a cell is empty", "margins of a fused run"],
 )
-def test_cells_of_which_only_some_use_the_kernel_equal_one_process(side: int, settings: Any) -> None:
+def test_cells_of_a_gpu_without_pixels_or_with_margins_equal_one_process(side: int, settings: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, 2, 1), nn.BatchNorm2d(4)),
