@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -46,7 +47,10 @@ def class_section(
             *reliability_plots(probabilities, targets, before),
         ],
         [
-            threshold_table(f"Threshold on the probability of “{names[k]}”", probabilities[:, k], targets == k)
+            replace(
+                threshold_table(f"Threshold on the probability of “{names[k]}”", probabilities[:, k], targets == k),
+                folded=len(shown) > 1,
+            )
             for k in shown
         ],
         {k: -float(probabilities[k, targets[k]]) for k in np.flatnonzero(predicted != targets).tolist()},

@@ -10,11 +10,12 @@ from workflows.tasks.plots import Plot
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of a page: its caption, its head and its rows."""
+    """A table of a page: its caption, its head and its rows; ``folded``: only its caption is seen until a click."""
 
     caption: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    folded: bool = False
 
 
 @dataclass(frozen=True)

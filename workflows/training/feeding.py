@@ -129,12 +129,17 @@ def most_workers(job: TrainingJob, roles: Roles, device: str) -> int | None:
     if not roles.loader_ranks or job.config.data.workers is not None:
         return None
     is_loader = roles.world.rank in roles.loader_ranks
-    needs = None if is_loader else _CORES_OF_GPU if device.startswith("cuda") else torch.get_num_threads()
+    needs = None if is_loader else cores_of_trainer(device)
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     own = CoreUse(socket.gethostname(), cores, usable_cores(), needs)
     rows = roles.world.broadcast_object(roles.world.gather_objects(astuple(own)))  # messages are JSON
     uses = [CoreUse(host, tuple(numbers), usable, needs) for host, numbers, usable, needs in rows]
     return max(cores_left(own, uses), torch.get_num_threads()) if is_loader else None
+
+
+def cores_of_trainer(device: str) -> int:
+    """Return the cores on which a rank with this device computes."""
+    return _CORES_OF_GPU if device.startswith("cuda") else torch.get_num_threads()
 
 
 def cores_left(own: CoreUse, uses: Sequence[CoreUse]) -> int:

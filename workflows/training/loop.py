@@ -19,7 +19,7 @@ from workflows.training.averages.of_run import make_average
 from workflows.training.bound_by import RunSetup, StepTime, bound_by
 from workflows.training.checks.data_record import KEY
 from workflows.training.checks.finite import FiniteSteps, StepNumbers
-from workflows.training.feeding import loading_report
+from workflows.training.feeding import cores_of_trainer, loading_report
 from workflows.training.inputs.run_inputs import RunInputs, TrainingEngine
 from workflows.training.optimisation import LearningRate
 from workflows.training.recorder import Recorder
@@ -100,6 +100,7 @@ class TrainingLoop:
         self._trace = StepTrace(job.config.run.dir / "trace.json", engine, roles.trainers, steps)
         role_counts = len(roles.loader_ranks), len(roles.validator_ranks)
         spare_train = job.config.roles.design == "offload_naive"
+        host, device = socket.gethostname(), str(engine.device)
         self._setup = RunSetup(
             job.plan.ranks,
             *role_counts,
@@ -107,7 +108,7 @@ class TrainingLoop:
             spare_train,
             job.plan.branches,
             job.plan.tiles is not None,
-            free_cores=usable_cores() > sum(place.host == socket.gethostname() for place in self._places),
+            free_cores=usable_cores() > sum(place.host == host for place in self._places) * cores_of_trainer(device),
         )
 
     def run(self, progress: Callable[[], None]) -> bool:

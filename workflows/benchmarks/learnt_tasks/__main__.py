@@ -30,18 +30,16 @@ IMAGE_PX, MPP_UM, BATCH = 128, 4.0, 16
 
 @dataclass(frozen=True)
 class LearntTask:
-    """A task as its YAML asks for it, and the metric by which it is judged.
+    """A task as its YAML asks for it, and the metrics by which it is judged.
 
     Attributes:
         data: Keys of ``data``.
-        metric: Name of the metric in the JSON of ``hyfi validate``.
-        chance: Its value for predictions that know nothing.
+        metrics: Their names in the JSON of ``hyfi validate``; of several targets, with that of the target before a dot.
         model: Keys of ``model``.
     """
 
     data: dict[str, Any]
-    metric: str
-    chance: float = 0.0
+    metrics: tuple[str, ...]
     model: dict[str, Any] = field(default_factory=dict)
 
     def config(self, epochs: int) -> dict[str, Any]:
@@ -57,14 +55,23 @@ class LearntTask:
         }
 
 
+CHANCE = {"auroc": 0.5, "quadratic_kappa": 0.0, "r2": 0.0, "concordance": 0.5}
+"""Values of the metrics for predictions that know nothing."""
+_LABELS, _NUMBERS = {"task": "multilabel", "target": ["blue", "brown"]}, {"task": "regression", "target": "number"}
 _GRADES, _TIMES = {"task": "ordinal", "target": "grade"}, {"task": "survival", "target": ["months", "died"]}
+_TARGETS = [
+    {**_GRADES, "name": "grade", "loss": "cumulative_link"},
+    {**_NUMBERS, "name": "number"},
+    {**_TIMES, "name": "time"},
+]
 TASKS = {
-    "multilabel": LearntTask({"task": "multilabel", "target": ["blue", "brown"]}, "auroc", 0.5),
-    "corn": LearntTask({**_GRADES, "loss": "corn"}, "quadratic_kappa"),
-    "cumulative_link": LearntTask({**_GRADES, "loss": "cumulative_link"}, "quadratic_kappa"),
-    "regression": LearntTask({"task": "regression", "target": "number"}, "r2"),
-    "cox": LearntTask({**_TIMES, "loss": "cox"}, "concordance", 0.5),
-    "hazards": LearntTask({**_TIMES, "loss": "hazards", "time_bins": 4}, "concordance", 0.5),
+    "multilabel": LearntTask(_LABELS, ("auroc",)),
+    "corn": LearntTask({**_GRADES, "loss": "corn"}, ("quadratic_kappa",)),
+    "cumulative_link": LearntTask({**_GRADES, "loss": "cumulative_link"}, ("quadratic_kappa",)),
+    "regression": LearntTask(_NUMBERS, ("r2",)),
+    "cox": LearntTask({**_TIMES, "loss": "cox"}, ("concordance",)),
+    "hazards": LearntTask({**_TIMES, "loss": "hazards", "time_bins": 4}, ("concordance",)),
+    "several": LearntTask({"targets": _TARGETS}, ("grade.quadratic_kappa", "number.r2", "time.concordance")),
 }
 
 
@@ -90,15 +97,16 @@ def learnt(folder: Path, name: str, epochs: int) -> dict[str, Any]:
     return metrics
 
 
-def row_of(name: str, metrics: dict[str, Any], truth: float) -> str:
-    """Return a task's row of the table, without its seconds; undefined values are ``-``."""
-    task = TASKS[name]
-    value, interval = metrics[task.metric], metrics["intervals"][task.metric]
+def row_of(name: str, metric: str, metrics: dict[str, Any], truths: dict[str, float]) -> str:
+    """Return the row of a task's metric in the table, without its seconds; undefined values are ``-``."""
+    value, interval = metrics[metric], metrics["intervals"][metric]
+    kind = metric.rpartition(".")[2]
+    truth, chance = truths[kind], CHANCE[kind]
     learnt_text, between = "-" if value is None else f"{value:.3f}", "-"
-    ratio = "-" if value is None else f"{(value - task.chance) / (truth - task.chance):.2f}"
+    ratio = "-" if value is None else f"{(value - chance) / (truth - chance):.2f}"
     if interval is not None:
         between = f"{interval[0]:.3f} to {interval[1]:.3f}"
-    return f"{name:<16} {task.metric:<16} {learnt_text:>7} {between:>16} {truth:>7.3f} {ratio:>6}"
+    return f"{name:<16} {metric:<21} {learnt_text:>7} {between:>16} {truth:>7.3f} {ratio:>6}"
 
 
 def main() -> None:
@@ -118,13 +126,15 @@ def main() -> None:
         truth = metrics_of_truth(labels, np.flatnonzero(np.array(splits) == "test"))
         print(f"slides: {counts}, {labels.died.mean():.0%} of the times end with the event", flush=True)
         print(
-            f"{'task':<16} {'metric':<16} {'learnt':>7} {'95 % interval':>16} {'truth':>7} {'ratio':>6} {'s':>5}",
+            f"{'task':<16} {'metric':<21} {'learnt':>7} {'95 % interval':>16} {'truth':>7} {'ratio':>6} {'s':>5}",
             flush=True,
         )
         for name in args.only:
             start_s = time.perf_counter()
-            row = row_of(name, learnt(folder, name, args.epochs), truth[TASKS[name].metric])
-            print(f"{row} {time.perf_counter() - start_s:>5.0f}", flush=True)
+            metrics = learnt(folder, name, args.epochs)
+            seconds = time.perf_counter() - start_s
+            for metric in TASKS[name].metrics:
+                print(f"{row_of(name, metric, metrics, truth)} {seconds:>5.0f}", flush=True)
 
 
 if __name__ == "__main__":

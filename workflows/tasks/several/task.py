@@ -24,7 +24,7 @@ from workflows.config.tasks import TaskFacts
 from workflows.tasks.bootstrap import Intervals
 from workflows.tasks.class_metrics import Metrics
 from workflows.tasks.own_task import name_of
-from workflows.tasks.page_section import MetricNumber, PageSection, PageTable
+from workflows.tasks.page_section import MetricNumber, PageSection
 from workflows.tasks.several.labels import side_by_side
 from workflows.tasks.several.part import TargetPart, parts_of
 from workflows.tasks.several.readout import BETWEEN, SeveralReadout, calibration_of, texts_of
@@ -343,7 +343,7 @@ def _joined(sections: Mapping[str, tuple[Sequence[int], PageSection]]) -> PageSe
     for name, (rows, one) in sections.items():
         metrics += [(f"{name}: {title}", text) for title, text in one.metrics]
         plots += [replace(plot, title=f"{name}: {plot.title}") for plot in one.plots]
-        tables += [PageTable(f"{name}: {table.caption}", table.head, table.rows) for table in one.tables]
+        tables += [replace(table, caption=f"{name}: {table.caption}") for table in one.tables]
         numbers |= {f"{name}.{title}": number for title, number in one.numbers.items()}
         largest = max(one.errors.values(), default=0.0) or 1.0
         for index, size in one.errors.items():
