@@ -59,6 +59,7 @@ def _flow(values: Mapping[str, ValueInfo], op: Operator, splits: Mapping[str, Sp
         return Flow(op.name, takes, makes, None if tap is None else tap.window, touched_bytes=touched)
     window = facts.window(op, lambda name: values[name].shape).window
     shape = values[makes[0]].shape
+    # Each value of a result is a sum over the taps and, for a product, over the inputs of its group: dim 1 of a weight.
     taps = window.y.kernel * window.x.kernel
     if facts.product:
         taps *= values[op.args[1].name].shape[1]

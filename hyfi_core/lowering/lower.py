@@ -105,6 +105,7 @@ def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[s
 def _lower_operator(builder: Builder, op: Operator, facts: OperatorFacts) -> None:
     rule = facts.rule
     if not any(name in builder.splits for name in op.inputs):
+        # Rules draw numbers by position, the same on all ranks; the operator itself would use torch's generator.
         if rule is not None and draws_numbers(op):
             rule(builder, op)
         else:
@@ -129,6 +130,7 @@ def _lower_split(builder: Builder, op: Operator, facts: OperatorFacts) -> None:
         try:
             gathered(builder, op)
         except RequestError:
+            # Larger limits help only where size alone is in the way.
             size = max(builder.nbytes(name) for name in op.inputs if name in builder.splits)
             if size <= builder.gather_bytes or isinstance(refused, GatherError) or draws_numbers(op):
                 raise refused from None

@@ -31,6 +31,8 @@ def pool_before_relu(program: Program, results: Iterable[str]) -> Program:
     uses = Counter(name for op in program.operators for name in op.inputs)
     uses.update((*results, *refs_in(program.outputs), *program.mutations.values()))
     relus = {op.outputs[0]: op for op in program.operators if op.text == "aten.relu.default"}
+    # Not where positions are used: a window without positive pixels has its maximum elsewhere after relu, which makes
+    # all of them equal.
     pools = {
         relus[op.args[0].name].name: op
         for op in program.operators

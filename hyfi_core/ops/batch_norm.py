@@ -151,6 +151,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         sums = local.clone()
         pending = comm.start_all_reduce(sums)
         dtype = mean.dtype if weight is None else weight.dtype
+        # Of this rank alone: gradients of parameters are summed over ranks later, with all others.
         d_affine = local[1].to(dtype), local[0].to(dtype)
 
         def finish() -> Cotangents:
@@ -161,6 +162,7 @@ class BatchNorm(AsyncBackward, Recomputable):
                 return self._by_kernel(dy, own, mean, weight, numbers), *d_affine
             terms = computed_once(pending, lambda: self._terms(weight, mean, variance, sums / self.count, own.dim()))
             gain, slope, shift = terms
+            # An expanded cotangent is one value in memory for many pixels.
             in_place = self.overwrites_cotangent and not is_expanded(dy)
             dx = dy if in_place else torch.empty_like(dy)
             if mean.dtype == dx.dtype:

@@ -42,6 +42,7 @@ def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[in
             f"a batch of {samples} cannot be divided among {replicas} replicas in multiples of {unit}, at least "
             f"{unit} for each; use a batch of {max(replicas, units) * unit}, fewer micro-batches or fewer replicas"
         )
+    # Exact: products of floats that should be equal may differ in the last bit, and ties would fall by chance.
     durations = [Fraction(duration) for duration in seconds]
     counts = [1] * replicas
     for _ in range(units - replicas):

@@ -108,6 +108,7 @@ def spare_devices(request: DeviceRequest, trainers: Sequence[RankGpus], extra_ra
         return ["cpu"] * len(extra_ranks)
     lacking = any(sum((t.host, t.visible) == (s.host, s.visible) for s in trainers) > t.count for t in trainers)
     users: dict[tuple[str, str], int] = {}
+    # Where GPUs are too few for trainers, all of these use the CPU.
     for trainer in () if lacking else trainers:
         users[trainer.host, trainer.visible] = users.get((trainer.host, trainer.visible), 0) + 1
     devices = []

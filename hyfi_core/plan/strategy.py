@@ -39,7 +39,9 @@ def plan_for(strategy: Strategy, ranks: int, batch: int) -> ParallelPlan:
     if strategy == "hybrid":
         if ranks < 3:
             return ParallelPlan(grids=(squarest(ranks),))
-        parts = max((n for n in range(1, ranks) if _aspect(squarest(n)) <= 2), key=lambda n: n)
+        # As many ranks as possible share the large maps of the first layers, unless their parts would be long strips:
+        # these have long borders for their pixels.
+        parts = max(n for n in range(1, ranks) if _aspect(squarest(n)) <= 2)
         return ParallelPlan(grids=(squarest(parts), *((1, 1),) * (ranks - parts)), microbatches=batch)
     raise RequestError(f"strategy is {strategy!r}; use one of {', '.join(get_args(Strategy))}")
 

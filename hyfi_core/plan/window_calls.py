@@ -69,6 +69,7 @@ def own_call(window: Window, have: Box, outputs: Box) -> OwnCall | None:
 
 def _strip_along(window: AxisWindow, strip: Interval, outputs: Interval) -> tuple[Interval, Interval, Interval] | None:
     """Return (outputs, taps, inputs) along one axis."""
+    # -(-a // b) rounds up: the first output whose last tap reaches the strip.
     first = max(outputs[0], -((window.extent - 1 - window.padding - strip[0]) // window.stride))
     last = min(outputs[1] - 1, (strip[1] - 1 + window.padding) // window.stride)
     taps = [tap for tap in range(window.kernel) if _is_read(window, tap, strip, (first, last + 1))]
@@ -112,6 +113,7 @@ def faster_apart(transfer: Transfer) -> bool:
 
 
 def _inner_along(window: AxisWindow, have: Interval, length: int, outputs: Interval) -> Interval:
+    # Taps outside of the map read padding, which every rank has.
     first, last = outputs
     while first < last and max(0, window.input_interval(first, first + 1)[0]) < have[0]:
         first += 1

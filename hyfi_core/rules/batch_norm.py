@@ -46,6 +46,7 @@ def batch_norm_training(builder: Builder, op: Operator) -> None:
     batch_mean, batch_var = builder.fresh(running_mean.name), builder.fresh(running_var.name)
     outputs = (normalised, batch_mean, batch_var)
     _communicate(builder, _collective(builder, split, count, eps), (part, *affine), outputs, split)
+    # PyTorch normalises by the biased variance and stores the unbiased one.
     unbias = count / max(count - 1, 1)
     for running, batch, output, factor in (
         (running_mean.name, batch_mean, new_mean, 1.0),

@@ -53,6 +53,7 @@ def _indexed(builder: Builder, op: Operator, split: Split) -> Split:
     if any(op.args[1][at].name in builder.splits for at in indexed):
         builder.refuse(op, "indexes by a feature map", "torch.gather, or indices that are not computed from a map")
     more = len(torch.broadcast_shapes(*(info.shape for info in infos)))
+    # As in NumPy, results of indices that are not beside each other become the first dims.
     together = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
 
     def renumbered(dim: int) -> int:

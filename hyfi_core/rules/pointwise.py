@@ -120,6 +120,7 @@ def _aligned(builder: Builder, name: str, split: Split, anchor: Split) -> str:
         return builder.part(name, replace(anchor, dims=builder.splits[name].dims))
     map_box, turned = split.layout.map, split.dims != anchor.dims
     need = anchor.held.transposed() if turned else anchor.held
+    # A side of 1 broadcasts: every rank with pixels needs it.
     need = need.each(
         lambda y0, y1: (0, int(y0 < y1)) if map_box.height == 1 else (y0, y1),
         lambda x0, x1: (0, int(x0 < x1)) if map_box.width == 1 else (x0, x1),

@@ -57,6 +57,7 @@ def gather(builder: Builder, op: Operator) -> None:
     def own(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         local, inside = _places(split, builder.rank, positions)
         if not tensor.numel():
+            # The sum of nothing ties the result to the input: all ranks then have the same backward.
             return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
         if select:
             entries = tensor.index_select(dim, local)
@@ -136,6 +137,7 @@ def topk(builder: Builder, op: Operator) -> None:
 
     def placed(tensor: torch.Tensor, fill: float) -> torch.Tensor:
         tensor = torch.nn.functional.pad(tensor, (0, count - tensor.shape[-1]), value=fill)
+        # Each rank fills its own row, and the sum over ranks has all of them.
         rows = (
             tensor.new_zeros((builder.rank, *tensor.shape)),
             tensor.new_zeros((ranks - 1 - builder.rank, *tensor.shape)),

@@ -45,6 +45,7 @@ def matmul(builder: Builder, op: Operator) -> None:
     first, second = op.args[0].name, op.args[1].name
     ranks = len(builder.shape(first)), len(builder.shape(second))
     batch = _LETTERS[: max(0, max(ranks) - 2)]
+    # Batch dims are aligned at their ends, as in broadcasting.
     left = batch[len(batch) - max(0, ranks[0] - 2) :] + ("yk" if ranks[0] > 1 else "k")
     right = batch[len(batch) - max(0, ranks[1] - 2) :] + ("kz" if ranks[1] > 1 else "k")
     result = batch + ("y" if ranks[0] > 1 else "") + ("z" if ranks[1] > 1 else "")

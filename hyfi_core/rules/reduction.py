@@ -85,6 +85,7 @@ def _in_profile(builder: Builder, name: str, dims: tuple[int, ...], keepdim: boo
     if not keepdim:
         left -= sum(dim < left for dim in dims)
         rank -= len(dims)
+    # ``F.pad`` counts dims from the last one.
     widths = (0, 0) * (rank - 1 - left) + (before, behind)
     return lambda sums: F.pad(sums, widths)
 

@@ -175,6 +175,7 @@ def _pooled(builder: Builder, op: Operator, names: tuple[str, str, str], scale: 
     def own(x: torch.Tensor, shift: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         weights = (x.to(shift.dtype) - shift).exp()
         with torch.autocast(v.device.type, enabled=False):
+            # Numerators and denominators in one message.
             return torch.cat([weights @ v.to(weights.dtype), weights.sum(-1, keepdim=True)], -1)
 
     builder.compute(own, (scores, largest, value), (partial,))

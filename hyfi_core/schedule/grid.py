@@ -61,6 +61,7 @@ def _slots(events: Iterable[TraceEvent], ranks: int) -> list[list[str]]:
 
 def _lines(rows: Sequence[Sequence[str]], marks: Mapping[int, str]) -> str:
     if marks:
+        # Of long rows, the ends: that is where the ranks have stopped.
         rows = [row[-_COLUMNS:] if len(row) > _COLUMNS else row for row in rows]
     width = max((len(text) for row in rows for text in row), default=0)
     digits = len(str(max(len(rows) - 1, 0)))

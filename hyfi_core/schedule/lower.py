@@ -130,14 +130,15 @@ class _Lowering:
     def reduces(self, rank: int, overlap: bool) -> list[tuple[int, int]]:
         """Return (stage, slot) of the reductions of a rank, in the same order on all ranks."""
         row = self._rows[rank]
-        found, slot = [], 0
+        slots, slot = [], 0
         for stage in self._reduce_order:
             directions = range(1 if self._point_to_point else self._placement.directions)
             if not any(rank in self._placement.group(stage, direction) for direction in directions):
                 continue
+            # Never before the previous one: collectives in different orders deadlock.
             slot = max(slot, self._reduce_slot(row, stage)) if overlap else len(row)
-            found.append((stage, slot))
-        return found
+            slots.append((stage, slot))
+        return slots
 
     def _reduce_slot(self, row: tuple[Action, ...], stage: int) -> int:
         if self._point_to_point:

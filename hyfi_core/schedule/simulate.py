@@ -180,12 +180,12 @@ def _split(schedule: Schedule, placement: Placement, microbatches: int | None) -
     if microbatches is not None:
         count = microbatches // placement.directions
         return [range(direction * count, (direction + 1) * count) for direction in range(placement.directions)]
-    found: list[set[int]] = [set() for _ in range(placement.directions)]
+    used: list[set[int]] = [set() for _ in range(placement.directions)]
     for row in schedule.actions:
         for action in row:
             if action.microbatch is not None and action.direction < placement.directions:
-                found[action.direction].add(action.microbatch)
-    return [sorted(counts) for counts in found]
+                used[action.direction].add(action.microbatch)
+    return [sorted(numbers) for numbers in used]
 
 
 def _drawn_lists(schedule: Schedule, blames: Sequence[Blame]) -> str:

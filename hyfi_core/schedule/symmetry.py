@@ -48,20 +48,20 @@ def represented(schedule: Schedule, placement: Placement, partners: bool) -> Rep
         placement: which ranks hold which stage.
         partners: whether direction 1 sends its gradients to the ranks with the same part in direction 0.
     """
-    other = _partners(placement) if partners else [()] * placement.size
-    classes = _classes(schedule, placement, other)
-    kept: set[int] = set()
+    partners_of = _partners(placement) if partners else [()] * placement.size
+    classes = _classes(schedule, placement, partners_of)
+    chosen: set[int] = set()
     count: dict[int, int] = {}
     for rank, number in enumerate(classes):
         count[number] = count.get(number, 0) + 1
         if count[number] <= _OF_A_CLASS:
-            kept.add(rank)
-    new = list(kept)
-    while new:
-        more = {partner for rank in new for partner in other[rank]} - kept
-        kept |= more
-        new = list(more)
-    order = sorted(kept)
+            chosen.add(rank)
+    # What a representative waits for must exist: its partners are representatives, and so are theirs.
+    added = set(chosen)
+    while added:
+        added = {partner for rank in added for partner in partners_of[rank]} - chosen
+        chosen |= added
+    order = sorted(chosen)
     at = {rank: index for index, rank in enumerate(order)}
     first: dict[int, int] = {}
     for rank in order:
@@ -76,12 +76,12 @@ def represented(schedule: Schedule, placement: Placement, partners: bool) -> Rep
 
 def _partners(placement: Placement) -> list[tuple[int, ...]]:
     """Return, for each rank, the ranks with the same parts of its stages in the other direction."""
-    found: list[list[int]] = [[] for _ in range(placement.size)]
+    partners: list[list[int]] = [[] for _ in range(placement.size)]
     for one, two in zip(*placement.ranks, strict=True):
         for rank, partner in zip(one, two, strict=True):
-            found[rank].append(partner)
-            found[partner].append(rank)
-    return [tuple(partners) for partners in found]
+            partners[rank].append(partner)
+            partners[partner].append(rank)
+    return [tuple(of_rank) for of_rank in partners]
 
 
 def _classes(schedule: Schedule, placement: Placement, partners: Sequence[tuple[int, ...]]) -> list[int]:

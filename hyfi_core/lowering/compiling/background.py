@@ -51,6 +51,8 @@ class BackgroundBatch:
     def __init__(self, jobs: Sequence[GraphJob]) -> None:
         self.began_s = time.monotonic()
         self.children = max(1, min(_MOST_CHILDREN, usable_cores() // _CORES_FOR_EACH, len(jobs)))
+        # The length of a graph's code stands for the time to compile it: the longest first, each to the child with the
+        # least so far.
         shares: list[list[int]] = [[] for _ in range(self.children)]
         for index in sorted(range(len(jobs)), key=lambda index: -len(jobs[index].code)):
             min(shares, key=lambda share: sum(len(jobs[one].code) for one in share)).append(index)

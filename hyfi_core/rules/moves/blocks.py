@@ -117,6 +117,7 @@ def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], al
         first = windows_first(builder.program, op, groups, sizes, pairs, batch)
         if first is not None:
             return [first == 1] * 2
+    # Otherwise the larger one, which divides among more ranks.
     return [len(members) == 2 and sizes[members[1]] > sizes[members[0]] for members in along]
 
 

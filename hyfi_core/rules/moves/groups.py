@@ -101,19 +101,21 @@ def _put_in_order(builder: Builder, name: str) -> str:
     if ranks == 1:
         builder.compute(lambda tiles: tiles.view_as(tiles), (part,), (result,), _row(cuts))
         return result
-    opened, pieces, kept = builder.opened(part), [], []
+    opened, pieces, own_spans = builder.opened(part), [], []
     for image in range(images):
         first = image * down * across
-        wanted = [
+        spans = [
             (max(start, first) - first, min(stop, first + down * across) - first) for start, stop in pairwise(cuts)
         ]
-        rows = tuple((start // across, -(-stop // across)) if start < stop else (0, 0) for start, stop in wanted)
+        # Boxes hold rows of tiles: a rank receives every row that it needs a tile of, and drops other ranks' tiles at
+        # both ends.
+        rows = tuple((start // across, -(-stop // across)) if start < stop else (0, 0) for start, stop in spans)
         pieces.append(builder.moved(_image(builder, opened, image, images), Boxes(rows, ((0, across),))))
-        start, stop = wanted[builder.rank]
-        kept.append((start - rows[builder.rank][0] * across, max(stop - start, 0)))
+        start, stop = spans[builder.rank]
+        own_spans.append((start - rows[builder.rank][0] * across, max(stop - start, 0)))
 
     def call(*tiles: torch.Tensor) -> torch.Tensor:
-        chosen = [piece.flatten(0, 1).narrow(0, *own) for piece, own in zip(tiles, kept, strict=True) if own[1]]
+        chosen = [piece.flatten(0, 1).narrow(0, *own) for piece, own in zip(tiles, own_spans, strict=True) if own[1]]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
     builder.compute(call, tuple(pieces), (result,), _row(cuts))

@@ -105,6 +105,7 @@ def bicubic(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neigh
     offset = position - first
     distances = torch.stack([offset + 1, offset, 1 - offset, 2 - offset], 1)
     places = (first.long()[:, None] + torch.arange(-1, 3)).clamp(0, size - 1)
+    # PyTorch's coefficient; where it resizes with antialiasing it has Pillow's, -0.5.
     return _Neighbours(places, _cubic(distances, -0.75))
 
 
@@ -114,6 +115,7 @@ def antialiased(support: float, weigh: Callable[[torch.Tensor], torch.Tensor]) -
     def find(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neighbours:
         stretch = scale.clamp(min=1.0)
         reach_px = support * stretch
+        # PyTorch ignores ``align_corners`` here.
         center = scale * (torch.arange(outputs, dtype=scale.dtype) + 0.5)
         low = (center - reach_px + 0.5).long().clamp(min=0)
         high = (center + reach_px + 0.5).long().clamp(max=size)

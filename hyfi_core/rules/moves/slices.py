@@ -131,6 +131,7 @@ def _by_slices(
     columns = len(layout.columns) - 1
     own = slices[0][builder.rank // columns], slices[1][builder.rank % columns]
     pieces = []
+    # As many moves on every rank, since all take part in each: ranks with fewer slices ask for empty boxes.
     for i in range(most[0]):
         for j in range(most[1]):
             pieces.append(builder.moved(name, Boxes(_nth(slices[0], i), _nth(slices[1], j))))

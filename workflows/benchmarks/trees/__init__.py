@@ -1,0 +1,1 @@
+"""Benchmark of two checkouts of this project, whose steps alternate."""
