@@ -19,7 +19,7 @@ from math import prod
 
 from hyfi_core.plan.parallel_plan import ParallelPlan, ScheduleName
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import COMPUTE, TO_INPUTS, Action, Verb
+from hyfi_core.schedule.action import COMPUTE, TO_INPUTS, TO_WEIGHTS, Action, Verb
 from hyfi_core.schedule.generate import generate
 
 Hosted = tuple[tuple[int, int], ...]
@@ -33,7 +33,7 @@ class Moment:
     Attributes:
         running: index of the stage that runs.
         waiting: micro-batches in flight between forward and backward, without the one that runs.
-        gradients: whether there are any, because a backward has been done before.
+        gradients: whether there are any, because a backward has been done before; of one in two parts, the second.
         between: micro-batches between the two parts of a backward, without the one that runs; none if no backward is
             divided.
     """
@@ -153,7 +153,7 @@ def _all(hosted: Hosted, actions: Sequence[Action]) -> Iterator[Moment]:
             yield Moment(at, tuple(waiting), tuple(gradients), tuple(between) if halves else ())
         waiting[at] += forward
         between[at] += verb is Verb.I
-        gradients[at] |= not forward
+        gradients[at] |= verb in TO_WEIGHTS
 
 
 def _fullest(moments: Iterable[Moment]) -> list[Moment]:

@@ -11,10 +11,12 @@ A forward holds less than the backward of the same operator: where a value is st
 there in backward. Maps are divided among the ranks of a stage and weights are not, so which operator holds most depends
 on the number of ranks: ``Peak`` has all that may.
 
-Of a backward in two parts, the first frees what only maps need, and keeps what weights do::
+Of a backward in two parts, the first frees what only maps need, and keeps what weights do; the second makes the
+gradients of weights that are apart, from the last operator to the first::
 
-    while c runs its first part    kept by a, b and c; cotangents; input and cotangent of d, if it is apart
-    before the second part         inputs and cotangents of all that are apart
+                                   maps                                                       gradients
+    while c runs its first part    kept by a, b and c; cotangents; input and cotangent of d   of weights not apart
+    while c runs its second part   inputs and cotangents of a, b and c                        these, and of d
 
 The rules were found with PyTorch's memory profiler; ``tests/hyfi_core/cost/memory/test_lifetimes.py`` compares with it.
 """
@@ -22,7 +24,7 @@ The rules were found with PyTorch's memory profiler; ``tests/hyfi_core/cost/memo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
@@ -51,10 +53,12 @@ class Peak:
     Attributes:
         points: what some operators hold; none holds less of both than another.
         throughout: bytes of maps that are there in addition, whichever operator runs.
+        second: of the second part of a backward; None: it has one part.
     """
 
     points: tuple[Held, ...]
     throughout: int = 0
+    second: Peak | None = None
 
     @classmethod
     def of(cls, points: Iterable[Held], throughout: int = 0) -> Peak:
@@ -68,7 +72,7 @@ class Peak:
     def bytes(self, ranks: int) -> int:
         """Return the bytes on one of so many ranks."""
         most = max((point.maps // ranks + point.weights for point in self.points), default=0)
-        return self.throughout // ranks + most
+        return max(self.throughout // ranks + most, 0 if self.second is None else self.second.bytes(ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class Lifetime:
         reorders: bytes of weights and gradients that are there while its backward runs, in addition to those that stay.
         gradients: bytes of the weights that no later operator uses: their gradients do not exist before its backward.
         between: what it keeps between the two parts of a backward: the maps that it takes, and its result's cotangent.
+        first_reorders: as ``reorders``, in the first of two parts, which makes no gradients of weights that are apart.
     """
 
     kept: Mapping[str, int]
@@ -88,6 +93,12 @@ class Lifetime:
     reorders: int
     gradients: int
     between: Mapping[str, int] = field(default_factory=dict)
+    first_reorders: int = 0
+
+    @property
+    def gradients_apart(self) -> int:
+        """Those of ``gradients`` that the second part of a backward makes."""
+        return self.gradients if self.between else 0
 
 
 NOTHING = Lifetime({}, 0, 0, 0)
@@ -121,7 +132,9 @@ class Lifetimes:
     def _of(self, op: Operator) -> Lifetime:
         weights = {name for name in op.inputs if name in self._program.parameters and self._last[name] == op.name}
         gradients = sum(value_bytes(self._program, name) for name in weights)
-        return Lifetime(self._kept(op), self._makes(op), self._reorders(op), gradients, self._between(op))
+        between, reorders = self._between(op), self._reorders(op)
+        of_kernel = self._kernels_bytes(op) if between else reorders
+        return Lifetime(self._kept(op), self._makes(op), reorders, gradients, between, of_kernel)
 
     def _between(self, op: Operator) -> dict[str, int]:
         """Return what its weights need after the first part of a backward; nothing if they are not apart."""
@@ -151,17 +164,41 @@ class Lifetimes:
         """
         names = {name for op in operators for name in op.inputs if name in self._program.parameters}
         weights = missing = sum(value_bytes(self._program, name) for name in names)
+        held = list(self._held(operators, leaving))
+        if in_two:
+            return self._in_two(held, weights, entering)
         first, later = list[Held](), list[Held]()
-        apart: dict[str, int] = {}
-        for maps, adds in self._held(operators, leaving):
+        for maps, adds in held:
             missing -= adds.gradients
-            if in_two:  # in addition to what all operators keep between the parts, less what this and earlier ones do
-                apart |= adds.between
-                maps = max(0, maps - sum(apart.values()))
             first.append(Held(maps, missing + adds.reorders))
             later.append(Held(maps, weights + adds.reorders))
+        return Peak.of(first, entering), Peak.of(later, entering)
+
+    def _in_two(self, held: Sequence[tuple[int, Lifetime]], weights: int, entering: int) -> tuple[Peak, Peak]:
+        """Return the peaks of ``of_stage`` of backwards in two parts; other first parts may come before a second one.
+
+        Args:
+            held: bytes of maps while each operator runs backward in one part, and what it adds.
+            weights: bytes of all weights of the stage.
+            entering: as for ``of_stage``.
+        """
+        apart: dict[str, int] = {}
+        parts, seconds = list[Held](), list[tuple[int, int, int]]()
+        missing = 0
+        for maps, adds in held:
+            apart |= adds.between
+            missing += adds.gradients_apart
+            # In addition to what all operators keep between the parts, less what this and earlier ones do.
+            parts.append(Held(max(0, maps - sum(apart.values())), adds.first_reorders))
+            seconds.append((sum(apart.values()), missing, adds.reorders if adds.between else 0))
         throughout = entering + sum(apart.values())
-        return Peak.of(first, throughout), Peak.of(later, throughout)
+        first, later = ([Held(maps, own + more) for maps, more in parts] for own in (weights - missing, weights))
+        second = Peak.of((Held(maps, weights - done + more) for maps, done, more in seconds), entering)
+        last = Peak.of((Held(maps, weights + more) for maps, _, more in seconds), entering)
+        return (
+            replace(Peak.of(first, throughout), second=second),
+            replace(Peak.of(later, throughout), second=last),
+        )
 
     def _held(self, operators: Sequence[Operator], leaving: Collection[str]) -> Iterator[tuple[int, Lifetime]]:
         """Yield the bytes of maps while each operator runs backward, and what it adds."""
@@ -221,12 +258,15 @@ class Lifetimes:
         """Return a new gradient before it is added, and what a convolution has in other orders."""
         if not facts_of(op).product:
             return 0
-        values, total = self._program.values, 0
+        values, total = self._program.values, self._kernels_bytes(op)
         for name in (name for name in op.inputs if name in self._program.parameters):
-            total += value_bytes(self._program, name)
-            if prod(values[name].shape[2:]) > 1:
-                total += value_bytes(self._program, name) + self._blocked_bytes(op, name)
+            total += value_bytes(self._program, name) * (2 if prod(values[name].shape[2:]) > 1 else 1)
         return total
+
+    def _kernels_bytes(self, op: Operator) -> int:
+        """Return the bytes of the kernels of a convolution in the order that its backward needs."""
+        weights = (name for name in op.inputs if name in self._program.parameters)
+        return sum(self._blocked_bytes(op, name) for name in weights if prod(self._program.values[name].shape[2:]) > 1)
 
     def _blocked_bytes(self, op: Operator, weight: str) -> int:
         """Return the bytes of a kernel whose groups are padded to whole blocks of channels."""

@@ -74,11 +74,10 @@ class StageTable:
             count.distinct(weights),
             count.distinct(_taken_by(program, each, entering), made_at),
             _maps(program, each, adds, lifetimes, count),
-            _missing(places, adds),
+            _missing(places, [lifetime.gradients for lifetime in adds]),
             np.array([lifetime.reorders for lifetime in adds], dtype=np.int64),
         )
-        kept, by_each = count.distinct(between), count.distinct_at(between)
-        in_two = replace(walk, entering=walk.entering + kept, maps=np.maximum(0, walk.maps - by_each))
+        kept = count.distinct(between)
         maps: dict[str, Any] = {
             "weights": walk.weights,
             "all_weights": sum(sizes[name] for name in program.parameters),
@@ -90,8 +89,8 @@ class StageTable:
             "first": TablePeak(walk, first=True),
             "later": TablePeak(walk, first=False),
             "between": kept,
-            "first_in_two": TablePeak(in_two, first=True),
-            "later_in_two": TablePeak(in_two, first=False),
+            "first_in_two": _first_in_two(walk, adds, kept, count.distinct_at(between)),
+            "later_in_two": _later_in_two(walk, adds, kept, count.distinct_at(between)),
         }
         return cls(tuple(candidate.module for candidate in candidates), places, StageMaps(**maps), bool(free))
 
@@ -141,16 +140,18 @@ class TablePeak:
     Args:
         walk: of all stages.
         first: whether gradients are made by the backward itself.
+        second: of the second part of a backward; None: it has one part.
     """
 
-    def __init__(self, walk: _Walks, first: bool) -> None:
-        self._walk, self._first = walk, first
+    def __init__(self, walk: _Walks, first: bool, second: TablePeak | None = None) -> None:
+        self._walk, self._first, self._second = walk, first, second
         self._of: dict[int, Table] = {}
 
     def bytes(self, ranks: int) -> Table:
         """Return the bytes on one of so many ranks, of every stage."""
         if ranks not in self._of:
-            self._of[ranks] = self._most(ranks)
+            most = self._most(ranks)
+            self._of[ranks] = most if self._second is None else np.maximum(most, self._second.bytes(ranks))
         return self._of[ranks]
 
     def _most(self, ranks: int) -> Table:
@@ -244,9 +245,41 @@ def _maps(
     return cotangents
 
 
-def _missing(places: Sequence[int], adds: Sequence[Lifetime]) -> Table:
+def _first_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> TablePeak:
+    """Return the peaks of backwards in two parts, as ``Lifetimes.of_stage``: before any second part has been done.
+
+    Args:
+        walk: of a backward in one part.
+        adds: what each operator adds.
+        kept: bytes between the two parts, of each stage.
+        by_each: the part of it by operators from each place (row) to each operator (column).
+    """
+    apart = [lifetime.gradients_apart for lifetime in adds]
+    sums = np.cumsum([0, *apart])[list(walk.places)]
+    others = walk.weights - np.triu(np.subtract.outer(sums, sums).T)
+    missing = _missing(walk.places, apart)
+    first = replace(_first_part(walk, adds, kept, by_each), weights=others)
+    return TablePeak(first, False, TablePeak(replace(_second_part(walk, adds, by_each), missing=missing), True))
+
+
+def _later_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> TablePeak:
+    """Return the same where all gradients exist."""
+    return TablePeak(_first_part(walk, adds, kept, by_each), False, TablePeak(_second_part(walk, adds, by_each), False))
+
+
+def _first_part(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> _Walks:
+    reorders = np.array([lifetime.first_reorders for lifetime in adds], dtype=np.int64)
+    return replace(walk, entering=walk.entering + kept, maps=np.maximum(0, walk.maps - by_each), reorders=reorders)
+
+
+def _second_part(walk: _Walks, adds: Sequence[Lifetime], by_each: Table) -> _Walks:
+    reorders = [lifetime.reorders if lifetime.between else 0 for lifetime in adds]
+    return replace(walk, maps=by_each, reorders=np.array(reorders, dtype=np.int64))
+
+
+def _missing(places: Sequence[int], gradients: Sequence[int]) -> Table:
     """Return the gradients of the operators from each place (row) to each operator (column)."""
-    sums = np.cumsum([0, *(lifetime.gradients for lifetime in adds)])
+    sums = np.cumsum([0, *gradients])
     table: Table = np.maximum(0, sums[None, 1:] - sums[list(places), None])
     return table
 

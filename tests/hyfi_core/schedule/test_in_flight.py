@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import TO_INPUTS, Verb
+from hyfi_core.schedule.action import TO_INPUTS, TO_WEIGHTS, Verb
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.in_flight import Moment, fullest_moments, microbatches_in_flight, recomputes
 
@@ -105,6 +105,6 @@ def test_every_moment_of_every_rank_is_covered(schedule: str, grids: list[tuple[
             seen.append(now)
             live[key] += action.verb is Verb.F
             between[key] += action.verb is Verb.I
-            done |= {key} if action.verb in TO_INPUTS else set()
+            done |= {key} if action.verb in TO_WEIGHTS else set()
         assert set(fullest) <= set(seen)
         assert not any(one.covers(other) for one in fullest for other in fullest if one is not other)
