@@ -126,6 +126,11 @@ class TorchCommunicator:
         return self._in_order
 
     @property
+    def process_group(self) -> Any:
+        """The library's group, for what the library does itself, such as dividing weights."""
+        return self._group
+
+    @property
     def rank(self) -> int:
         """This rank, counted in the group."""
         return self._members.index(dist.get_rank())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from hyfi_core.capture.released import device_of, dtype_of
-from hyfi_core.capture.verify import Output
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.agreement.agree import CallConsensus, agree
 from hyfi_core.comm.agreement.same_weights import SameWeights
@@ -30,7 +28,7 @@ from hyfi_core.runtime.mirror import Mirrors
 from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer
 from hyfi_core.runtime.settings import OptimizerFactory
 from hyfi_core.runtime.subject import RandomKey
-from hyfi_core.tiles.aggregator_call import AggregatorCall, aggregator_call
+from hyfi_core.tiles.aggregator_call import aggregator_call
 from hyfi_core.tiles.chunks import SlideParts, TileChunk, first_slides
 from hyfi_core.tiles.encoding.encoder_call import EncoderCall
 from hyfi_core.tiles.encoding.encoder_facts import EncoderFacts, tried
@@ -42,39 +40,12 @@ from hyfi_core.tiles.head import BagHead
 from hyfi_core.tiles.keyed_draws import DrawKey
 from hyfi_core.tiles.memory_budget import KeepingRoom, MemoryNeeds, chunk_size, chunks_kept, new_bytes
 from hyfi_core.tiles.model import OneStage, TileModel
-from hyfi_core.tiles.reading import ChunkReader, Like, SourceReader
+from hyfi_core.tiles.reading import ChunkReader, SourceReader
+from hyfi_core.tiles.settings import TileSettings, TriedModel
 from hyfi_core.tiles.source import TileSource, check_slides, gather_lengths, tile_like
 from hyfi_core.tiles.spread import AttentionSpread
 
-BatchNormMode = Literal["frozen", "exact"]
 _FACTS_KEPT = 16
-
-
-@dataclass(frozen=True)
-class TileSettings:
-    """Settings of an engine that are the same on all ranks.
-
-    Attributes:
-        output: picks the features out of what the encoder returns.
-        autocast: dtype of autocast.
-        batch_norm: what batch norms of the encoder in training mode do.
-        chunk: tiles for which the encoder is called at once; None: as many as fit.
-    """
-
-    output: Output | None
-    autocast: torch.dtype | None
-    batch_norm: BatchNormMode
-    chunk: int | None
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What was tried of encoder and aggregator for certain flags and a certain shape of tiles."""
-
-    facts: EncoderFacts
-    call: AggregatorCall
-    like: Like
-    lasting: Callable[[Sequence[int]], int]
 
 
 class TilesEngine(EngineState):
@@ -95,6 +66,7 @@ class TilesEngine(EngineState):
 
     segments = None
     """Encoders are not compiled."""
+    _passes = EncoderPass
 
     def __init__(
         self,
@@ -112,14 +84,13 @@ class TilesEngine(EngineState):
         self._call = EncoderCall(model.encoder, settings.output, settings.autocast, self.device, dtype, exact)
         self._groups = Groups(comm, plan, Placement.of(plan))
         self.random = RandomKey(int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1))))
-        for tensor in (*model.parameters(), *model.buffers()):
-            comm.broadcast(tensor.data)
+        self._distribute(comm)
         self.kept, self._attention, self.read_wait_s = (0, 0), list[torch.Tensor](), 0.0
         self.unsaved = {name for name, _ in model.named_buffers()} - set(model.state_dict())
         self._names = OneStage(model)
-        self._ownership = ParameterOwnership(model, self._names, self._groups, self.device)
+        self._ownership = self._make_ownership()
         self._mirrors = Mirrors(model, self._groups, used=False)
-        self._watch = WeightWatch(model, self._mirrors.arriving)
+        self._watch = WeightWatch(self._watched(), self._mirrors.arriving)
         weights = SameWeights(self._watch, self._ownership.held(), self.settle, lambda: None)
         self._consensus = CallConsensus(model, comm, self._groups.replica, dict, weights, loss, shares=True)
         self._scale = GradientScale(())
@@ -131,7 +102,7 @@ class TilesEngine(EngineState):
         self.vectors: KeptVectors | None = None
         self.reader: ChunkReader = SourceReader()
         self._chunk: int | None = self._settings.chunk  # of the last step
-        self._known: dict[Any, _Known] = {}
+        self._known: dict[Any, TriedModel] = {}
         self._reducing: dict[tuple[str, ...], TileGradients] = {}
 
     def predict(self, tiles: Sequence[TileSource]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
@@ -159,7 +130,7 @@ class TilesEngine(EngineState):
 
     def _evaluated(
         self, slides: list[TileSource]
-    ) -> tuple[_Known, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor | None]]]:
+    ) -> tuple[TriedModel, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor | None]]]:
         """Return what is known of the model, and features and (logits, attention) of slides in evaluation mode."""
         comm = self._groups.replica
         self._groups.reset_traffic()
@@ -305,7 +276,7 @@ class TilesEngine(EngineState):
             self._names.trained = trained
             if trained not in self._reducing:
                 dtype = torch.bfloat16 if self.plan.reduce_dtype == "bfloat16" else None
-                self._reducing[trained] = TileGradients(self._model, trained, self._groups, dtype)
+                self._reducing[trained] = self._make_gradients(trained, dtype)
             gradients = self._reducing[trained]
             ACTIVITY.action = "driving tiles backward"
             gradients.begin(found.counted)
@@ -314,13 +285,28 @@ class TilesEngine(EngineState):
             gradients.finish(hooks)
         return found.loss
 
+    def _distribute(self, comm: Communicator) -> None:
+        """Send the weights of rank 0 to all ranks."""
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            comm.broadcast(tensor.data)
+
+    def _make_ownership(self) -> ParameterOwnership:
+        return ParameterOwnership(self._model, self._names, self._groups, self.device)
+
+    def _watched(self) -> torch.nn.Module:
+        """Return the module whose weights are the same on all ranks."""
+        return self._model
+
+    def _make_gradients(self, trained: tuple[str, ...], dtype: torch.dtype | None) -> TileGradients:
+        return TileGradients(self._model, trained, self._groups, dtype)
+
     def _take_buffers(self) -> None:
         """Take over the running statistics of replica 0, as other engines do."""
         if self.plan.replicas > 1 and any(module.training for module in self._model.modules()):
             for buffer in self._model.buffers():
                 self._groups.all.broadcast(buffer)
 
-    def _pass(self, known: _Known, slides: list[TileSource], parts: SlideParts, train: bool) -> EncoderPass:
+    def _pass(self, known: TriedModel, slides: list[TileSource], parts: SlideParts, train: bool) -> EncoderPass:
         whole = train and self._call.exact and bool(self._call.live_norms)
         size = None if whole else chunk_size(known.facts, self.plan.memory_bytes, self._settings.chunk)
         chunks, comm = parts.chunks(self._groups.replica.rank, size), self._groups.replica.of("stage")
@@ -329,13 +315,13 @@ class TilesEngine(EngineState):
         if train:
             reader, self._chunk = self.reader, size
         facts, like = known.facts, known.like
-        return EncoderPass(self._call, facts, slides, parts, chunks, comm, *key, like, train, reader, self.vectors)
+        return self._passes(self._call, facts, slides, parts, chunks, comm, *key, like, train, reader, self.vectors)
 
     def own_chunks(self, tiles: Sequence[int]) -> list[TileChunk]:
         """Return the chunks of this rank of slides with these numbers of tiles, as the last step would divide them."""
         return SlideParts(tuple(tiles), self._groups.replica.size).chunks(self._groups.replica.rank, self._chunk)
 
-    def _chunks_kept(self, known: _Known, encoding: EncoderPass, needs: MemoryNeeds) -> int:
+    def _chunks_kept(self, known: TriedModel, encoding: EncoderPass, needs: MemoryNeeds) -> int:
         """Return how many chunks of this rank are kept.
 
         Raises:
@@ -357,7 +343,7 @@ class TilesEngine(EngineState):
         """Whether norms wait for the sums of all chunks, which are all kept."""
         return bool(self._call.exact and self._call.live_norms and facts.trained)
 
-    def _room(self, known: _Known, encoding: EncoderPass) -> KeepingRoom:
+    def _room(self, known: TriedModel, encoding: EncoderPass) -> KeepingRoom:
         """Return what a step needs, and whether another chunk may be kept."""
         largest = max((len(chunk) for chunk in encoding.chunks), default=0)
         facts, comm = known.facts, self._groups.all
@@ -369,7 +355,7 @@ class TilesEngine(EngineState):
         needs = MemoryNeeds(lasting, work.of(largest) + tiles * largest, facts.kept.of(largest))
         return KeepingRoom(needs, self.plan.memory_bytes, self.device)
 
-    def _tried(self, slides: list[TileSource], train: bool) -> _Known:
+    def _tried(self, slides: list[TileSource], train: bool) -> TriedModel:
         """Return what is known of encoder and aggregator with their present flags; try them if they are new."""
         like = tile_like(slides[0])
         flags = bytes(m.training for m in self._model.modules()) + bytes(
@@ -382,7 +368,7 @@ class TilesEngine(EngineState):
                 self._known[like, flags, train] = self._trial(like, train)
         return self._known[like, flags, train]
 
-    def _trial(self, like: tuple[tuple[int, ...], torch.dtype], train: bool) -> _Known:
+    def _trial(self, like: tuple[tuple[int, ...], torch.dtype], train: bool) -> TriedModel:
         key = DrawKey(self.random.seed, 0, 0)
         facts = tried(self._call, like[0], key, backward=train)
         if facts.alone and self._call.exact and self._call.live_norms:
@@ -392,6 +378,6 @@ class TilesEngine(EngineState):
         )
         each = facts.features * facts.dtype.itemsize
         measured = call.bytes_of(facts.features, facts.dtype) if self.plan.memory_bytes is not None and train else None
-        return _Known(
+        return TriedModel(
             facts, call, like, lambda tiles: sum(2 * n * each + (measured(n) if measured else 0) for n in tiles)
         )

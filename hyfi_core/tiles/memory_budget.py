@@ -14,6 +14,7 @@ from torch import nn
 
 from hyfi_core.errors import RequestError
 from hyfi_core.process_memory import available_bytes, resident_bytes, return_freed_now
+from hyfi_core.runtime.saving.weight_shards import own_part
 from hyfi_core.tiles.encoding.encoder_facts import EncoderFacts
 
 LARGEST_CHUNK = 32
@@ -114,8 +115,8 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
 def new_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, reduces: bool) -> int:
     """Return the bytes of gradients, and of optimizer states, that do not exist yet."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    weights = sum(p.numel() * p.element_size() for p in trained)
-    gradients = sum(p.numel() * p.element_size() for p in trained if p.grad is None) * (2 if reduces else 1)
+    weights = sum(own_part(p).nbytes for p in trained)
+    gradients = sum(own_part(p).nbytes for p in trained if p.grad is None) * (2 if reduces else 1)
     states = 2 * weights if optimizer is not None and not optimizer.state else 0
     return gradients + states
 

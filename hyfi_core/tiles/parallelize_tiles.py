@@ -18,9 +18,10 @@ from hyfi_core.process_memory import return_what_is_freed
 from hyfi_core.runtime.losses.loss_function import Loss
 from hyfi_core.runtime.parallelize import check_choices, check_functions, check_model, check_weights
 from hyfi_core.runtime.settings import OptimizerFactory
-from hyfi_core.tiles.engine import BatchNormMode, TilesEngine, TileSettings
+from hyfi_core.tiles.engine import TilesEngine
 from hyfi_core.tiles.memory_budget import LARGE_BLOCK_BYTES
 from hyfi_core.tiles.model import TileModel
+from hyfi_core.tiles.settings import BatchNormMode, TileSettings
 
 
 def parallelize_tiles(
@@ -35,6 +36,7 @@ def parallelize_tiles(
     autocast: torch.dtype | None = None,
     batch_norm: BatchNormMode = "frozen",
     chunk: int | Literal["auto"] = "auto",
+    shard: bool = False,
 ) -> TilesEngine:
     """Distribute an encoder of tiles and an aggregator of their features over the ranks of a plan.
 
@@ -56,28 +58,41 @@ def parallelize_tiles(
             are kept.
         chunk: tiles for which the encoder is called at once; it changes rounding only. "auto": as many as memory
             allows, at most 32.
+        shard: whether the ranks that share tiles also share the encoder's weights, gradients and optimizer states, by
+            FSDP2 (``torch.distributed.fsdp.fully_shard``): each holds its part, and gathers block after block in every
+            call. Worth its messages where an encoder does not fit a GPU. With ``plan.tiles`` of 1 it changes nothing.
 
     Raises:
         RequestError: plan, ranks or modules are not compatible, or differ between ranks: the same error on every rank,
             before anything is changed.
     """
     agree(comm, lambda: check_choices(autocast, optimizer, "auto"))
-    agree(comm, lambda: _check(encoder, aggregator, plan, comm, batch_norm, chunk))
+    agree(comm, lambda: _check(encoder, aggregator, plan, comm, batch_norm, chunk, shard))
     agree(comm, lambda: check_functions(loss, output, optimizer))
     model = TileModel(encoder, aggregator)
     own = frozenset(model.modules())
-    settings: dict[str, object] = {"autocast": autocast, "batch_norm": batch_norm, "chunk": chunk}
+    settings: dict[str, object] = {"autocast": autocast, "batch_norm": batch_norm, "chunk": chunk, "shard": shard}
     settings |= {"optimizer": "given" if optimizer is not None else "none"}
     settings |= {"loss": describe_function(loss, own), "output": describe_function(output, own)}
     compare_requests(comm, model, (0, 0, 0, 0), plan, settings)
-    size = None if chunk == "auto" else chunk
     if plan.memory_bytes is not None:
         return_what_is_freed(LARGE_BLOCK_BYTES)
-    return TilesEngine(model, plan, comm, loss, optimizer, TileSettings(output, autocast, batch_norm, size))
+    tile_settings = TileSettings(output, autocast, batch_norm, None if chunk == "auto" else chunk)
+    if shard and comm.size > plan.replicas:
+        from hyfi_core.tiles.sharding.sharded_engine import ShardedTilesEngine
+
+        return ShardedTilesEngine(model, plan, comm, loss, optimizer, tile_settings)
+    return TilesEngine(model, plan, comm, loss, optimizer, tile_settings)
 
 
 def _check(
-    encoder: object, aggregator: object, plan: object, comm: Communicator, batch_norm: object, chunk: object
+    encoder: object,
+    aggregator: object,
+    plan: object,
+    comm: Communicator,
+    batch_norm: object,
+    chunk: object,
+    shard: object,
 ) -> None:
     for what, module in (("encoder", encoder), ("aggregator", aggregator)):
         if not isinstance(module, nn.Module):
@@ -95,3 +110,10 @@ def _check(
         raise RequestError(f"batch_norm is {batch_norm!r}; pass 'frozen' or 'exact'")
     if chunk != "auto" and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise RequestError(f"chunk is {chunk!r}; pass 'auto', or a number of tiles from 1")
+    if not isinstance(shard, bool):
+        raise RequestError(f"shard is {shard!r}; pass True or False")
+    if shard and batch_norm == "exact":
+        raise RequestError(
+            "shard is True and batch_norm is 'exact', which waits for all tiles of a slide inside of a call while the "
+            "other ranks gather weights; use batch_norm='frozen', or shard=False"
+        )

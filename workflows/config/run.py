@@ -179,6 +179,11 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _shards_suffice(self) -> Config:
+        _check_shards(self)
+        return self
+
+    @model_validator(mode="after")
     def _one_average(self) -> Config:
         name, schedule = self.optimizer.name, self.lr_schedule.name
         if self.optimizer.is_schedule_free and schedule != "constant":
@@ -222,6 +227,30 @@ class Config(Section):
                 f"plan.microbatches = {self.plan.replicas} × {self.plan.microbatches} = {parts}"
             )
         return self
+
+
+_ELEMENTWISE = ("sgd", "adam", "adamw", "lion")
+"""Optimizers that update each number of a weight by itself, so that a part of a weight is enough."""
+
+
+def _check_shards(config: Config) -> None:
+    """Check that nothing needs whole weights of an encoder that is divided.
+
+    Raises:
+        ValueError: Something does.
+    """
+    if config.model.encoder is None or not config.model.encoder.shard:
+        return
+    name, of = config.optimizer.name, "with model.encoder.shard=true"
+    if name not in _ELEMENTWISE:
+        raise ValueError(f"optimizer.name: given {name}; allowed {of}: {', '.join(_ELEMENTWISE)}")
+    if config.run.ema is not None:
+        raise ValueError(f"run.ema: given {config.run.ema:g}; allowed {of}: none, averages are of whole weights")
+    if config.model.freeze_epochs is not None:
+        raise ValueError(
+            f"model.freeze_epochs: given {config.model.freeze_epochs}; allowed {of}: none, what is trained is fixed "
+            f"when weights are divided; train in two runs, the second with model.encoder.weights of the first"
+        )
 
 
 def _check_sharing(config: Config) -> None:

@@ -100,9 +100,25 @@ class EncoderConfig(Section):
         description="a whole number ≥ 0: bytes of vectors that each trainer keeps in memory between epochs, with "
         "train: none and without data.augment; 0: none",
     )
+    shard: bool = Field(
+        False,
+        description="true or false: whether the ranks that share tiles (plan.tiles) also share weights, gradients and "
+        "optimizer states of the encoder: each holds its part, and gathers block after block in every call. For "
+        "encoders that do not fit a GPU",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the encoder's constructor: as in {drop_path_rate: 0.1}"
     )
+
+    @model_validator(mode="after")
+    def _can_be_divided(self) -> EncoderConfig:
+        if self.shard and self.train == "none":
+            raise ValueError(
+                "shard: true with train: none: nothing of the encoder is trained; `hyfi features` computes its vectors"
+            )
+        if self.shard and self.batch_norm == "exact":
+            raise ValueError("shard: true with batch_norm: exact, which waits for all tiles of a slide; use frozen")
+        return self
 
 
 class AggregatorConfig(Section):

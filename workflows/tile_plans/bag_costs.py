@@ -16,6 +16,7 @@ from hyfi_core.tiles.encoding.encoder_call import EncoderCall
 from hyfi_core.tiles.encoding.encoder_facts import EncoderFacts, tried
 from hyfi_core.tiles.keyed_draws import DrawKey
 from hyfi_core.tiles.model import TileModel
+from hyfi_core.tiles.sharding.shard_encoder import gathered_bytes
 from workflows.config.run import Config
 from workflows.evaluation.models import DTYPES
 from workflows.training.inputs.bags import BagInputs
@@ -45,6 +46,8 @@ class BagCosts:
         weight_bytes: Bytes of all weights.
         trained_bytes: Bytes of those that are trained.
         tensors: Number of these.
+        shard: Whether ranks that share tiles divide the encoder's weights; the aggregator's count as divided, too.
+        gathered_bytes: Whole weights, and their gradients, that a call has at once then.
         dtype: Of the computation, as machine models name it.
     """
 
@@ -61,6 +64,8 @@ class BagCosts:
     weight_bytes: int
     trained_bytes: int
     tensors: int
+    shard: bool
+    gathered_bytes: int
     dtype: str
 
     @classmethod
@@ -100,6 +105,8 @@ class BagCosts:
             weight_bytes=weight_bytes,
             trained_bytes=sum(p.numel() * p.element_size() for p in trained),
             tensors=len(trained),
+            shard=inputs.shard,
+            gathered_bytes=gathered_bytes(model.encoder) if inputs.shard else 0,
             dtype=config.run.precision,
         )
 

@@ -108,6 +108,8 @@ def _least_bytes(costs: BagCosts, plan: ParallelPlan, longest: list[int], chunk:
     """Return what a rank needs if it keeps no activations: as `hyfi_core.tiles.memory_budget` counts it."""
     reduces = 2 if plan.ranks > 1 else 1
     state = costs.weight_bytes + costs.trained_bytes * (reduces + 2)  # gradients, and two moments
+    if costs.shard and (plan.tiles or 1) > 1:
+        state = state // (plan.tiles or 1) + costs.gathered_bytes
     work = costs.facts.peak if costs.facts.trained else costs.facts.forward
     working = work.of(chunk) + 2 * costs.tile_bytes * chunk
     process = costs.process_bytes if machine.device == "cpu" else 0

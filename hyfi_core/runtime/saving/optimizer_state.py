@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.saving.weight_shards import is_shard, shard_like
 
 
 def optimizer_state(
@@ -116,6 +117,8 @@ def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return a copy of ``value`` on its parameter's device and with its strides."""
     if value.shape != parameter.shape:
         return value.clone()  # counters stay on the host
+    if is_shard(parameter):
+        return shard_like(parameter, value)
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 

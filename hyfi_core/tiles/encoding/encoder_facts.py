@@ -8,12 +8,14 @@ Both calls run forward and backward with the module's present flags; buffers are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.saving.weight_shards import is_shard
 from hyfi_core.tiles.encoding.encoder_call import EncoderCall
 from hyfi_core.tiles.keyed_draws import DrawKey, DrawnShape, KeyedDraws, NoDrawsInBackward
 from hyfi_core.tiles.peak_meter import PeakMeter
@@ -144,10 +146,24 @@ def _trial(
         kept, trained = meter.live_bytes, frozenset[str]()
         if features.requires_grad:
             with NoDrawsInBackward():
-                gradients = torch.autograd.grad(features.sum(), [*named.values()], allow_unused=True)
+                gradients = _gradients(features.sum(), [*named.values()])
             trained = frozenset(n for n, gradient in zip(named, gradients, strict=True) if gradient is not None)
             del gradients
     return _Trial(features.detach(), trained, kept, meter.peak_bytes)
+
+
+def _gradients(total: torch.Tensor, parameters: list[torch.nn.Parameter]) -> Sequence[torch.Tensor | None]:
+    """Return gradients, None for parameters that were not used; what they had before stays."""
+    if not any(map(is_shard, parameters)):
+        return torch.autograd.grad(total, parameters, allow_unused=True)
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    torch.autograd.backward(total)  # shards are not in the graph: their gradients arrive in ``grad`` only
+    found = [parameter.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad = gradient
+    return found
 
 
 def _check_buffers(call: EncoderCall, before: dict[str, torch.Tensor]) -> None:

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 
 from hyfi_core.comm.base import Communicator
+from hyfi_core.runtime.saving.weight_shards import own_part
 from workflows.config.run import OnNonfinite
 from workflows.console import listed
 from workflows.training.inputs.run_inputs import TrainingEngine
@@ -83,8 +84,9 @@ class FiniteSteps:
 
     def check(self, losses: Sequence[torch.Tensor]) -> StepNumbers:
         """Compute whether the losses of a step and the accumulated gradients are finite (collective)."""
-        gradients = [p.grad for group in self._engine.optimizer.param_groups for p in group["params"]]
-        finite = finite_everywhere([*losses, *(g for g in gradients if g is not None)], self._trainers, losses[0])
+        parameters = [p for group in self._engine.optimizer.param_groups for p in group["params"]]
+        gradients = [own_part(p.grad) for p in parameters if p.grad is not None]
+        finite = finite_everywhere([*losses, *gradients], self._trainers, losses[0])
         return StepNumbers(losses, finite)
 
     def forbids_update(self, numbers: StepNumbers) -> bool:
@@ -111,7 +113,9 @@ class FiniteSteps:
     def _gradients(self) -> list[str]:
         """Return the parameters of all trainers whose gradient is there and not finite (collective)."""
         mine = [
-            n for n, p in self._model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
+            name
+            for name, p in self._model.named_parameters()
+            if p.grad is not None and not bool(own_part(p.grad).isfinite().all())
         ]
         gathered = self._trainers.broadcast_object(self._trainers.gather_objects(mine))
         return list(dict.fromkeys(name for names in gathered for name in names))

@@ -17,10 +17,11 @@ from data.tiles.rows import BagRows, TileRow
 from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.errors import RequestError
 from hyfi_core.process_memory import return_what_is_freed
-from hyfi_core.tiles.engine import BatchNormMode, TilesEngine
+from hyfi_core.tiles.engine import TilesEngine
 from hyfi_core.tiles.memory_budget import LARGE_BLOCK_BYTES
 from hyfi_core.tiles.model import TileModel
 from hyfi_core.tiles.parallelize_tiles import parallelize_tiles
+from hyfi_core.tiles.settings import BatchNormMode
 from workflows.evaluation.evaluate import EvaluationSet, InferenceEngine
 from workflows.evaluation.tile_slides import AllTiles, TileInference
 from workflows.tasks.task import make_loss
@@ -97,6 +98,8 @@ class BagInputs(RunInputs):
     val: Bags
     chunk: int | Literal["auto"] = "auto"
     """Tiles that are read and encoded at once."""
+    shard: bool = False
+    """Whether the ranks that share tiles divide the encoder's weights."""
 
     @abstractmethod
     def tile_shape(self) -> tuple[tuple[int, int, int], torch.dtype]:
@@ -122,6 +125,7 @@ class BagInputs(RunInputs):
             autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
             batch_norm=self.batch_norm,
             chunk=self.chunk,
+            shard=self.shard,
         )
 
     def reserve(self, engine: TrainingEngine, model: nn.Module, roles: Roles) -> None:

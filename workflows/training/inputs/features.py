@@ -11,7 +11,8 @@ from torch import nn
 
 from data.tiles.features.bags import FeatureBags
 from hyfi_core.runtime.launch import made_current
-from hyfi_core.tiles.engine import BatchNormMode, TilesEngine
+from hyfi_core.tiles.engine import TilesEngine
+from hyfi_core.tiles.settings import BatchNormMode
 from workflows.evaluation.feature_models import CHUNK, build_feature_model, feature_model_fields
 from workflows.evaluation.models import convert_model
 from workflows.features.feature_set import FeatureSet

@@ -13,8 +13,9 @@ from data.loading.normalise import Normalisation
 from data.tiles.bags import TileBags
 from hyfi_core.runtime.launch import made_current
 from hyfi_core.tiles.encoding.kept_vectors import KeptVectors
-from hyfi_core.tiles.engine import BatchNormMode, TilesEngine
+from hyfi_core.tiles.engine import TilesEngine
 from hyfi_core.tiles.model import TileModel
+from hyfi_core.tiles.settings import BatchNormMode
 from workflows.encoders.tile_encoder import TileEncoder
 from workflows.encoders.trained_part import frozen_patterns
 from workflows.evaluation.models import convert_model
@@ -41,6 +42,9 @@ class TileInputs(BagInputs):
         self.train = TileBags(job.train, self._tiling, self._tiles.most, None if augment.off else augment.build())
         self.val = TileBags(job.val, self._tiling)
         self._loaded: TileEncoder | None = None
+        self._flops = 0.0
+        encoder = job.config.model.encoder
+        self.shard = encoder is not None and encoder.shard
 
     def check(self) -> list[dict[str, Any]]:
         """Return the rows of ``coverage.csv``: the tissue in each slide's tiles, and as ``pieces`` their number."""
@@ -76,8 +80,11 @@ class TileInputs(BagInputs):
 
     def make_engine(self, model: nn.Module, roles: Roles) -> TilesEngine:
         """Return the engine, which keeps the vectors of a frozen encoder if they are the same in each epoch."""
-        engine, encoder = super().make_engine(model, roles), self.job.config.model.encoder
-        assert encoder is not None
+        encoder = self.job.config.model.encoder
+        assert encoder is not None and isinstance(model, TileModel)
+        if self.shard:  # counted before: later, every call of the encoder needs all ranks
+            self._flops = tile_flops(model.encoder, self._tiles.size_px)
+        engine = super().make_engine(model, roles)
         if encoder.train == "none" and not self._why_computed_anew():
             engine.vectors = KeptVectors(encoder.keep_bytes, self.job.plan.memory_bytes)
         return engine
@@ -97,7 +104,8 @@ class TileInputs(BagInputs):
         tiles = sum(self.counts) / len(self.counts)
         assert isinstance(engine, TilesEngine)
         size = self._tiles.size_px
-        return Throughput(round(tiles * size**2), tiles * tile_flops(engine.encoder, size), peak, torch.device(device))
+        flops = self._flops or tile_flops(engine.encoder, size)
+        return Throughput(round(tiles * size**2), tiles * flops, peak, torch.device(device))
 
     def step_record(self, engine: TrainingEngine) -> dict[str, Any]:
         """Return how attention was spread; with vectors that are kept, also how many tiles trainer 0 encoded so far."""
@@ -127,6 +135,10 @@ class TileInputs(BagInputs):
         assert self._loaded is not None, "the model is made before warnings"
         found = self.job.warnings()
         found += self._describe_keeping() if encoder.train == "none" else []
+        if encoder.shard and self.job.plan.tiles == 1:
+            found.append(
+                "model.encoder.shard: plan.tiles is 1: no ranks share the tiles of a slide, weights stay whole"
+            )
         random = self._loaded.untrained
         if random and encoder.train != "all":
             found.append(f"model.encoder.train: {encoder.train}: what is not trained has random weights")

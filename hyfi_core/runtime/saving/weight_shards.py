@@ -1,0 +1,54 @@
+"""Parameters of which a rank holds a shard: tensors of ``torch.distributed`` (DTensor), divided along their first dim.
+
+    whole, 10 rows     rank 0: 0 1 2 3    rank 1: 4 5 6 7    rank 2: 8 9        as ``torch.chunk`` divides
+
+Only ``hyfi_core.tiles.sharding`` makes them; the functions here leave other tensors as they are, and import nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Whether a rank holds a part of this tensor only."""
+    return hasattr(tensor, "device_mesh")
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, not copied, without a graph."""
+    if not is_shard(tensor):
+        return tensor.detach()
+    part: torch.Tensor = tensor.detach()._local_tensor  # type: ignore[attr-defined]  # to_local copies its view's version
+    return part
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor, without a graph (collective over the ranks that share it if it is a shard)."""
+    if not is_shard(tensor):
+        return tensor.detach()
+    gathered: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+    return gathered
+
+
+def shard_like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor as a new shard, divided as another one; no rank sends anything.
+
+    Args:
+        like: a shard.
+        value: of the same shape, with the same values on all ranks.
+    """
+    from torch.distributed.tensor import DTensor
+
+    given: Any = like
+    ranks, rank = given.device_mesh.size(), given.device_mesh.get_local_rank()
+    rows = -(-len(value) // ranks)
+    first = min(len(value), rank * rows)
+    part = value[first : first + rows].to(given.device).contiguous().clone()
+    shape, stride = torch.Size(like.shape), like.stride()
+    result: torch.Tensor = DTensor.from_local(
+        part, given.device_mesh, given.placements, run_check=False, shape=shape, stride=stride
+    )
+    return result

@@ -1,0 +1,70 @@
+"""The process group of ``torch.distributed`` by which the ranks of a replica gather the weights that they share.
+
+Ranks that ``torchrun`` started have one. Between ranks of MPI it is made: rank 0 opens a store, and tells the others
+where.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.groups import node_name
+
+_LIMIT = timedelta(days=30)
+"""Ranks that fail are noticed by the supervision of the job, not by a time limit of this library."""
+_MADE: dict[str, Any] = {}
+"""Address of the store -> the group that was made with it."""
+
+
+def process_group(comm: Communicator, device: torch.device) -> Any:
+    """Return the process group of these ranks (collective).
+
+    Args:
+        comm: the ranks.
+        device: of the weights.
+
+    Raises:
+        RequestError: on every rank: this backend's ranks cannot have one.
+    """
+    own = getattr(comm, "process_group", None)
+    if own is not None:
+        return own
+    node = node_name()
+    processes = comm.broadcast_object(comm.gather_objects([node, os.getpid()]))
+    if len({tuple(process) for process in processes}) < comm.size:
+        raise RequestError("shard=True needs a process for each rank; these ranks are threads of one")
+    earlier = comm.broadcast_object(next(iter(_MADE), ""))
+    if earlier and earlier in _MADE:
+        return _MADE[earlier]
+    if dist.is_initialized():
+        raise RequestError("shard=True: torch.distributed is in use by this process, for other ranks than these")
+    library: Any = dist
+    store, address = None, ""
+    if comm.rank == 0:
+        host = "127.0.0.1" if len({host for host, _ in processes}) == 1 else socket.getfqdn(node)
+        store = library.TCPStore(host, 0, comm.size, is_master=True, timeout=_LIMIT, wait_for_workers=False)
+        address = f"{host}:{store.port}"
+    address = comm.broadcast_object(address)
+    if store is None:
+        host, _, port = address.rpartition(":")
+        store = library.TCPStore(host, int(port), comm.size, is_master=False, timeout=_LIMIT, wait_for_workers=False)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=_LIMIT)
+    atexit.register(_leave)
+    _MADE[address] = dist.group.WORLD
+    return dist.group.WORLD
+
+
+def _leave() -> None:
+    """Destroy all groups before the interpreter shuts down: gloo's threads must not outlive it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,99 @@
+"""The engine of tiles whose encoder's weights are divided among the ranks of a replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyfi_core.capture.released import device_of
+from hyfi_core.comm.agreement.agree import agree
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.calls.local_use import local_state
+from hyfi_core.runtime.saving.optimizer_state import optimizer_state, restricted
+from hyfi_core.tiles.encoding.encoder_pass import EncoderPass
+from hyfi_core.tiles.engine import TilesEngine
+from hyfi_core.tiles.gradients import TileGradients
+from hyfi_core.tiles.memory_budget import KeepingRoom, MemoryNeeds
+from hyfi_core.tiles.settings import TriedModel
+from hyfi_core.tiles.sharding.process_group import process_group
+from hyfi_core.tiles.sharding.shard_encoder import check_shardable, shard_encoder
+from hyfi_core.tiles.sharding.sharded_pass import ShardedPass
+from hyfi_core.tiles.sharding.sharded_state import (
+    WATCHED,
+    ShardedOwnership,
+    ShardedTileGradients,
+    clip_shards,
+    whole_of,
+)
+
+
+class ShardedTilesEngine(TilesEngine):
+    """A `TilesEngine` of which each rank holds 1 / ``plan.tiles`` of the encoder's weights, gradients and moments.
+
+    A call of the encoder gathers the weights of one module after another. All numbers are those of the other engine but
+    for rounding: gradients are summed over ranks after each chunk.
+    """
+
+    _passes = ShardedPass
+
+    def _distribute(self, comm: Communicator) -> None:
+        """Send the weights of rank 0 to all ranks, and keep this rank's part of the encoder's."""
+        agree(comm, lambda: check_shardable(self._model.encoder))
+        super()._distribute(comm)
+        ranks = self.plan.ranks // self.plan.replicas
+        alike = comm.subgroup(range(comm.rank % ranks, comm.size, ranks))
+        assert alike is not None
+        self._copies = CountedCommunicator(alike)
+        group = process_group(self._groups.replica, device_of(self._model))
+        self._gathered_bytes = shard_encoder(self._model.encoder, group, device_of(self._model))
+        self._flags = [parameter.requires_grad for parameter in self._model.encoder.parameters()]
+
+    def _make_ownership(self) -> ShardedOwnership:
+        return ShardedOwnership(self._model, self._names, self._groups, self.device)
+
+    def _watched(self) -> nn.Module:
+        """Return the aggregator under its names."""
+        watched = nn.Module()
+        watched.add_module(WATCHED.rstrip("."), self._model.aggregator)
+        return watched
+
+    def _make_gradients(self, trained: tuple[str, ...], dtype: torch.dtype | None) -> TileGradients:
+        return ShardedTileGradients(self._model, trained, self._groups, dtype, self._copies)
+
+    def _tried(self, slides: Any, train: bool) -> TriedModel:
+        """Refuse a change of what is trained, which gathered weights do not follow."""
+        if self._flags != [parameter.requires_grad for parameter in self._model.encoder.parameters()]:
+            raise RequestError(
+                "shard=True: requires_grad of an encoder weight has changed since the engine was made; make a new one"
+            )
+        return super()._tried(slides, train)
+
+    def _room(self, known: TriedModel, encoding: EncoderPass) -> KeepingRoom:
+        room = super()._room(known, encoding)
+        needs = MemoryNeeds(room.needs.lasting + self._gathered_bytes, room.needs.working, room.needs.kept)
+        return KeepingRoom(needs, room.memory_bytes, room.device)
+
+    def update_unread(self, max_norm: float | None = None) -> torch.Tensor | None:
+        """Clip by the norm over the shards of all ranks, and run the optimizer step."""
+        norm = None
+        if max_norm is not None:
+            owned = self._ownership.optimized()
+            norm = clip_shards(owned, max_norm, self._groups.all.of("reduce"), self.plan.replicas)
+        super().update_unread(None)
+        return norm
+
+    def owned_state(self) -> dict[str, torch.Tensor]:
+        """Return the entries of the ``state_dict`` that this rank writes, whole (collective)."""
+        owned = set(self._ownership.owned_names())
+        return whole_of(local_state(self._model), owned.__contains__)
+
+    def owned_optimizer(self) -> dict[str, Any]:
+        """Return the optimizer state of these parameters, whole (collective)."""
+        owned = set(self._ownership.owned_names())
+        state = optimizer_state(self.optimizer, self._model.named_parameters())
+        tensors = whole_of(state["tensors"], lambda key: key.rpartition("/")[0] in owned)
+        return restricted({**state, "tensors": tensors}, owned)

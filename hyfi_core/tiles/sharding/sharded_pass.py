@@ -1,0 +1,89 @@
+"""The two passes of a step over an encoder of shards: every rank calls it equally often, because calls gather weights.
+
+rank 0, 3 chunks     chunk 0   chunk 1   chunk 2
+rank 1, 2 chunks     a dummy   chunk 0   chunk 1        the dummy: one random tile, whose features nobody gets
+kept                           ▓▓▓▓▓▓▓   ▓▓▓▓▓▓▓        as many as all ranks have room for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hyfi_core.comm.base import ReduceOp
+from hyfi_core.tiles.chunks import TileChunk
+from hyfi_core.tiles.encoding.encoder_pass import EncoderPass
+from hyfi_core.tiles.features import SlideFeatures
+from hyfi_core.tiles.gradients import TileGradients
+from hyfi_core.tiles.memory_budget import KeepingRoom
+
+
+@dataclass
+class ShardedPass(EncoderPass):
+    """The encoder's part of one step, or of a prediction; creation is collective over the ranks of the replica."""
+
+    def __post_init__(self) -> None:
+        """Precede this rank's chunks by dummies, until all ranks have as many."""
+        self.chunks = [*[_DUMMY] * (self._by_all(len(self.chunks), "max") - len(self.chunks)), *self.chunks]
+
+    def forward(
+        self, kept: int, room: KeepingRoom | None = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Return the features of all slides, and for each chunk its own with a graph if all ranks keep one."""
+        width, dtype, device = self.facts.features, self.facts.dtype, self.call.device
+        features = [SlideFeatures(self.parts, n, self.comm, width, dtype, device) for n in range(len(self.slides))]
+        graphs: list[torch.Tensor | None] = []
+        kept, limited = self._by_all(kept, "min"), room is not None and room.memory_bytes is not None
+        read = self._read(self.chunks, not self.trains or not self.facts.trained)
+        for number, chunk in enumerate(self.chunks):
+            keeps = number >= len(self.chunks) - kept
+            if keeps and limited:
+                assert room is not None
+                keeps = bool(self._by_all(int(room.fits_another()), "min"))
+            encoded = self._encoded(chunk, next(read), keeps)
+            features[chunk.slide].put(chunk.start, encoded)
+            graphs.append(encoded if keeps and encoded.requires_grad else None)
+            del encoded
+        for of in features:  # not while weights are gathered: on a GPU, groups must not wait for each other in turns
+            of.start()
+        return [of.gathered() for of in features], graphs
+
+    def backward(
+        self, graphs: list[torch.Tensor | None], cotangents: Sequence[torch.Tensor | None], gradients: TileGradients
+    ) -> None:
+        """Drive all chunks backward, the last first; each call adds the sum over ranks to this rank's shards."""
+        again = [chunk for chunk, graph in zip(self.chunks, graphs, strict=True) if graph is None]
+        read = self._read(again[::-1], True)
+        for number in reversed(range(len(self.chunks))):
+            chunk, encoded, graphs[number] = self.chunks[number], graphs[number], None
+            if encoded is None:
+                encoded = self._encoded(chunk, next(read), keeps=True)
+            cotangent = cotangents[chunk.slide]
+            if cotangent is not None:
+                with self._guard():
+                    torch.autograd.backward(encoded, cotangent[chunk.start : chunk.stop])
+            del encoded
+            gradients.poll()
+
+    def _read(self, chunks: Sequence[TileChunk], last: bool) -> Iterator[torch.Tensor]:
+        """Yield the tiles of chunks; of a dummy a random one, because of zeros some functions have no derivative."""
+        real = [chunk for chunk in chunks if len(chunk)]
+        read = self.reader.read(self.slides, real, self.like, self._waited, last)
+        dummy = torch.rand((1, *self.like[0]), generator=torch.Generator().manual_seed(0))
+        for chunk in chunks:
+            yield next(read)[1] if len(chunk) else dummy
+
+    def _encoded(self, chunk: TileChunk, tiles: torch.Tensor, keeps: bool) -> torch.Tensor:
+        real = chunk if len(chunk) else TileChunk(chunk.slide, 0, 1)
+        return super()._encoded(real, tiles, keeps)[: len(chunk)]
+
+    def _by_all(self, value: int, op: ReduceOp) -> int:
+        """Return the largest or smallest value of the ranks (collective)."""
+        values = torch.tensor([value])
+        self.comm.all_reduce(values, op)
+        return int(values)
+
+
+_DUMMY = TileChunk(0, 0, 0)

@@ -1,0 +1,128 @@
+"""What is updated, gathered and saved of a model whose encoder is divided: whole tensors under the user's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyfi_core.comm.agreement.same_weights import HeldWeights
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.runtime.calls.local_use import local_state
+from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
+from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.ownership import ParameterOwnership
+from hyfi_core.runtime.saving.weight_shards import is_shard, own_part, shard_like, whole
+from hyfi_core.tiles.gradients import TileGradients
+
+WATCHED = "aggregator."
+"""Begin of the names of weights that are whole on all ranks, and compared between them."""
+
+
+class ShardedOwnership(ParameterOwnership):
+    """Owners as without shards; what they write is gathered first."""
+
+    def held(self) -> HeldWeights:
+        """Return the weights that this rank has as all others."""
+        held = super().held()
+        names = {name for name in held.names if name.startswith(WATCHED)}
+        return HeldWeights(names, [of and [n for n in of if n.startswith(WATCHED)] for of in held.groups])
+
+    def here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a state with this rank's shards of the whole tensors in it."""
+        own, found = local_state(self._model), super().here(state)
+        for name, tensor in found.items():
+            if name in own and is_shard(own[name]) and tensor.shape == own[name].shape:
+                found[name] = shard_like(own[name], tensor)
+        return found
+
+    def gather_gradients(self) -> dict[str, torch.Tensor] | None:
+        """Return copies of all gradients on rank 0, None elsewhere."""
+        gradients = {n: p.grad for n, p in self._model.named_parameters() if p.requires_grad and p.grad is not None}
+        return self._on_first(gradients)
+
+    def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Return a copy of the model's own ``state_dict`` on rank 0, None elsewhere."""
+        return self._on_first(local_state(self._model))
+
+    def _on_first(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        first = self._groups.all.rank == 0
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():  # one at a time: only the first rank needs memory for all
+            gathered = whole(tensor)
+            if first:
+                found[name] = gathered if is_shard(tensor) else gathered.clone()
+        return found if first else None
+
+
+class ShardedTileGradients(TileGradients):
+    """Gradients of a divided encoder: sums over the ranks of a replica already, and each rank has its part.
+
+    Args:
+        model: encoder and aggregator.
+        trained: names of the parameters that get gradients.
+        groups: the plan's groups.
+        dtype: of gradients in messages between replicas, None for their own.
+        copies: the ranks of all replicas that have the same parts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: Sequence[str],
+        groups: Groups,
+        dtype: torch.dtype | None,
+        copies: CountedCommunicator,
+    ) -> None:
+        named = dict(model.named_parameters())
+        super().__init__(model, [name for name in trained if not is_shard(named[name])], groups, dtype)
+        self._divided, self._copies, self._dtype = [named[n] for n in trained if is_shard(named[n])], copies, dtype
+
+    def finish(self, hooks: ParameterHooks) -> None:
+        """Add the parts of all replicas; then as for whole gradients."""
+        for parameter in self._divided if self._copies.size > 1 else ():
+            if parameter.grad is not None:
+                part = own_part(parameter.grad)
+                sent = part if self._dtype is None else part.to(self._dtype)
+                self._copies.of("reduce").all_reduce(sent)
+                if sent is not part:
+                    part.copy_(sent)
+        super().finish(hooks)
+
+
+def whole_of(tensors: Mapping[str, torch.Tensor], wanted: Any) -> dict[str, torch.Tensor]:
+    """Return those tensors whose name ``wanted`` approves, whole (collective: all ranks gather all shards)."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        gathered = whole(tensor) if is_shard(tensor) else tensor
+        if wanted(name):
+            found[name] = gathered
+    return found
+
+
+def clip_shards(parameters: Sequence[nn.Parameter], max_norm: float, everyone: Communicator, replicas: int) -> Any:
+    """Scale gradients down to a norm over the whole model (collective), as ``runtime.gradients.clip``.
+
+    Args:
+        parameters: of this rank; shards count on each rank of a replica, whole ones once.
+        max_norm: largest norm.
+        everyone: all ranks.
+        replicas: that hold the same.
+
+    Returns:
+        The norm before, float64 without dims.
+    """
+    found = [p.grad for p in parameters if p.grad is not None]
+    parts = [own_part(gradient) for gradient in found]
+    squares = [(is_shard(g), part.double().square().sum()) for g, part in zip(found, parts, strict=True)]
+    zero = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    divided = sum((square for shard, square in squares if shard), zero.clone())
+    everyone.all_reduce(divided)
+    norm = (divided / replicas + sum((square for shard, square in squares if not shard), zero)).sqrt()
+    scale = max_norm / (norm + 1e-6)
+    if parts and (scale.device.type != "cpu" or scale < 1.0):
+        torch._foreach_mul_(parts, scale.clamp(max=1.0))
+    return norm
