@@ -136,6 +136,7 @@ def parse_table(path: Path, subject: str) -> Table:
     if twice:
         raise RequestError(f"{path}: two columns are named {twice[0]!r}; column names must be unique")
     _refuse_row_names(path, columns, lines[1:])
+    # The index that pandas writes as a first column without a name.
     if columns and not columns[0] and _counts_rows([values[0] for _, values in lines[1:]]):
         columns, lines = columns[1:], [(line, values[1:]) for line, values in lines]
     rows = tuple(_row(path, line, columns, values) for line, values in lines[1:])

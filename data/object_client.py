@@ -158,6 +158,7 @@ def _translated(error: Exception, address: str) -> OSError:
     scheme, _, path = address.partition("://")
     bucket, endpoint = path.partition("/")[0], _endpoint(scheme)
     where = f" at {endpoint}" if endpoint else ""
+    # First: a missing bucket is a NotFoundError, too, and creating a store in it cannot help.
     if "NoSuchBucket" in text or "The specified bucket does not exist" in text:
         reason = f"there is no bucket {bucket!r}{where}; create it, or correct the name"
         return OSError(errno.ENODEV, reason, address)
@@ -167,6 +168,7 @@ def _translated(error: Exception, address: str) -> OSError:
         return FileExistsError(errno.EEXIST, "it exists already, or was changed in the meantime", address)
     if "416 Range" in text or "InvalidRange" in text or "InvalidGetRange" in text:
         return OSError(errno.ERANGE, "the object is cut short", address)
+    # The metadata server of a cloud's machines: clients ask it only if they have no credentials.
     if "169.254.169.254" in text or "metadata.google" in text:
         signing = _HOW_TO_SIGN if scheme == "s3" else "set GOOGLE_APPLICATION_CREDENTIALS"
         return PermissionError(errno.EACCES, f"there are no credentials; {signing}", address)

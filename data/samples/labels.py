@@ -133,18 +133,13 @@ def with_cases(
         RequestError: Both know the cases of slides and contradict each other, see `data.samples.names.AgreedCases`.
     """
     rows = list(rows)
-    agreed = _agreed_cases(rows, labels, table, manifest)
-    return [{**row, "case_id": agreed.cases.get(row["slide_id"], "")} for row in rows]
+    return agreed_cases(rows, labels, table, manifest).filled(rows)
 
 
-def notes_of_cases(
-    rows: Iterable[Mapping[str, str]], labels: Labels, table: str = "the labels", manifest: str = STORE_MANIFEST
-) -> tuple[str, ...]:
-    """Return what to say of cases that the labels name otherwise than the manifest; arguments: see `with_cases`."""
-    return _agreed_cases(list(rows), labels, table, manifest).notes
-
-
-def _agreed_cases(rows: Sequence[Mapping[str, str]], labels: Labels | None, table: str, manifest: str) -> AgreedCases:
+def agreed_cases(
+    rows: Iterable[Mapping[str, str]], labels: Labels | None, table: str = "the labels", manifest: str = STORE_MANIFEST
+) -> AgreedCases:
+    """Return the cases of manifest rows and labels together; arguments and exceptions: see `with_cases`."""
     stored = {row["slide_id"]: row.get("case_id", "") for row in rows}
     return AgreedCases.of(stored, labels.cases if labels else {}, table, manifest)
 

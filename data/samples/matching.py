@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from data.samples.labels import Labels, notes_of_cases, with_cases
+from data.samples.labels import Labels, agreed_cases
 from data.samples.names import STORE_MANIFEST
 from data.spelling import canonical, without_ending
 from data.store.manifest import same_content
@@ -126,7 +126,8 @@ def match_labels(
         manifest: Where the rows come from, likewise.
     """
     rows = list(rows)
-    rows_with_cases = with_cases(rows, labels, table, manifest)
+    cases = agreed_cases(rows, labels, table, manifest)
+    rows_with_cases = cases.filled(rows)
     slides: dict[str, str] = {}
     counts: Counter[str] = Counter()
     failed, unlabelled = [], []
@@ -156,7 +157,7 @@ def match_labels(
         without_split=() if splits is None else tuple(slide for slide in slides if slide not in splits),
         notes=(
             *labels.notes,
-            *notes_of_cases(rows, labels, table, manifest),
+            *cases.notes,
             *_same_content_notes(rows_with_cases, slides),
         ),
         counts=counts,

@@ -186,6 +186,10 @@ class AgreedCases:
         merged |= {slide: case for slide, case in stored.items() if case}
         return cls(merged, (_renamed_note(table, manifest, renamed),) if renamed else ())
 
+    def filled(self, rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
+        """Return copies of manifest rows with their ``case_id``; "" where it is not known."""
+        return [{**row, "case_id": self.cases.get(row["slide_id"], "")} for row in rows]
+
 
 def _contradiction(table: str, manifest: str, text: str, shared: str = "") -> RequestError:
     """Return a refusal; ``shared``: the name that one side has for slides of two cases, which may mean unknown."""

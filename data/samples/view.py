@@ -227,6 +227,7 @@ def _crop(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
     y1, x1 = (np.searchsorted(c, e) for c, e in zip(cuts, ends, strict=True))
     tissue = summed[np.ix_(y1, x1)] - summed[np.ix_(y0, x1)] - summed[np.ix_(y1, x0)] + summed[np.ix_(y0, x0)]
     best = np.argwhere(tissue == tissue.max())
+    # Twice the distance to the middle of all best windows, which is then a whole number.
     row, column = best[np.argmin((np.abs(best * 2 - best.min(axis=0) - best.max(axis=0))).sum(axis=1))]
     window = Box(int(starts[0][row]), int(ends[0][row]), int(starts[1][column]), int(ends[1][column]))
     return _centred([(window, (0, 0))], size_px, align), int(tissue.max())

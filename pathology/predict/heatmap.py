@@ -229,6 +229,7 @@ def _scatter_centres(
         to_x = ((centre_x[in_x] - piece.target.x0 + piece.source.x0) // cell_px).astype(int)
         indices = (to_y[:, None] * canvas.shape[2] + to_x).ravel()
         values = maps[:, in_y[:, None], in_x].reshape(len(maps), -1)
+        # Several cells may have one position; with += the last one alone would count.
         np.add.at(canvas.reshape(len(canvas), -1).T, indices, values.T)
         is_seen[np.ix_(to_y, to_x)] = True
         used[np.ix_(in_y, in_x)] = True

@@ -193,6 +193,7 @@ def _evaluator(
     device: torch.device,
 ) -> Evaluator:
     """Return what evaluates the checkpoint's weights (collective)."""
+    from hyfi_core.comm.agreement.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
     from workflows.evaluation.evaluator import Evaluator
     from workflows.evaluation.tile_evaluator import bag_evaluator
@@ -201,7 +202,7 @@ def _evaluator(
     if bags is not None:
         plan = ParallelPlan(tiles=world.size, memory_bytes=memory_bytes)
         return bag_evaluator(model, bags, world, plan, device)
-    cells = _cells_of(request)
+    cells = agree(world, lambda: _cells_of(request))
     if cells is None:
         plan = ParallelPlan(grids=((1, world.size),))
     else:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from data.loading.normalise import Normalisation
 from data.samples.colours.stain_normalisation import StainNormalisation
 from data.samples.dataset import SlideDataset, SlideRef
+from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.models.by_name import build_model
@@ -68,6 +70,13 @@ def evaluation_set_of(model: Mapping[str, Any], dataset: SlideDataset) -> Evalua
     )
 
 
+def _module_of(model: Mapping[str, Any], device: torch.device | None) -> nn.Module:
+    """Return the model of a ``model.json`` with arbitrary weights, on a device; None: the CPU."""
+    precision, memory_format = model.get("precision", "float32"), model.get("memory_format", "channels_last")
+    module = convert_model(build_model(model["model"]), precision, memory_format)
+    return module.to(device or torch.device("cpu"))
+
+
 @dataclass(frozen=True)
 class Evaluator:
     """Evaluates weights on all ranks of a group; every method is collective.
@@ -113,12 +122,11 @@ class Evaluator:
             device: Device of this rank; None: the CPU.
 
         Raises:
-            RequestError: The plan cannot run the model.
+            RequestError: On every rank: one of them cannot build the model, or the plan cannot run it.
         """
-        precision = model.get("precision", "float32")
-        module = convert_model(build_model(model["model"]), precision, model.get("memory_format", "channels_last"))
-        module.to(device or torch.device("cpu"))
-        autocast = torch.bfloat16 if precision == "bfloat16" else None
+        # What one rank alone may refuse, such as a factory of the user's, is agreed on before the engine's messages.
+        module = agree(group, lambda: _module_of(model, device))
+        autocast = torch.bfloat16 if model.get("precision") == "bfloat16" else None
         shape = (1, 3, *dataset.size_px)
         engine: InferenceEngine
         if cells is None:

@@ -14,6 +14,7 @@ from data.tiles.bags import Bags, TileBags
 from data.tiles.case_bags import grouped
 from data.tiles.grouping import Grouping
 from data.tiles.tiling import Tiling
+from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -76,9 +77,10 @@ def bag_evaluator(
         device: Of this rank.
 
     Raises:
-        RequestError: The model cannot be built.
+        RequestError: On every rank: one of them cannot build the model.
     """
-    module = bag_module_of(model).to(device)
+    # Agreed on before the engine's messages: one rank alone may lack a factory or a library.
+    module = agree(group, lambda: bag_module_of(model).to(device))
     autocast = torch.bfloat16 if model.get("precision") == "bfloat16" else None
     chunk: int | Literal["auto"] = CHUNK if is_feature_model(model) else "auto"
     engine = parallelize_tiles(module.encoder, module.aggregator, plan, group, autocast=autocast, chunk=chunk)

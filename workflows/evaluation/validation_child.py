@@ -169,6 +169,7 @@ def _connect(parent: Parent, rendezvous: Mapping[str, Any]) -> Communicator:
 
 def _build_evaluator(description: Mapping[str, Any], plan: ParallelPlan, group: Communicator) -> Evaluator:
     from data.samples.dataset import SlideRef
+    from hyfi_core.comm.agreement.agree import agree
     from hyfi_core.runtime.launch import made_current
     from workflows.evaluation.evaluator import Evaluator, dataset_of
     from workflows.evaluation.tile_evaluator import bag_evaluator, bags_of
@@ -180,7 +181,7 @@ def _build_evaluator(description: Mapping[str, Any], plan: ParallelPlan, group: 
     ]
     dataset, device = dataset_of(model, Path(description["store"]), slides), made_current(description["device"])
     features, cells = description["features"], description["cells"]
-    bags = bags_of(model, dataset, None if features is None else Path(features))
+    bags = agree(group, lambda: bags_of(model, dataset, None if features is None else Path(features)))
     if bags is not None:
         return bag_evaluator(model, bags, group, plan, device)
     return Evaluator.of(model, dataset, plan, group, tuple(cells) if isinstance(cells, list) else cells, device=device)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.apportion import apportion
@@ -27,8 +28,8 @@ def with_shares(job: TrainingJob, roles: Roles) -> TrainingJob:
     """Return the job with the shares of ``roles.design: offload_naive``, measured unless given (collective).
 
     Raises:
-        RequestError: The number of ranks is not a multiple of a replica's or does not match the shares, or the batch is
-            too small.
+        RequestError: On every trainer: the number of ranks is not a multiple of a replica's or does not match the
+            shares, the batch is too small, or one of them cannot build the model.
     """
     trainers, replica_ranks = roles.trainers, job.config.plan.build().ranks_per_replica
     if job.config.roles.design != "offload_naive" or trainers is None:
@@ -44,7 +45,9 @@ def with_shares(job: TrainingJob, roles: Roles) -> TrainingJob:
     replica = trainers.rank // replica_ranks
     group = trainers.split(replica, trainers.rank)
     assert group is not None
-    pace_s = measured(trainers, replica, _timed_turn(job, replace(roles, trainers=group)))
+    # Of all trainers: where one replica is refused, the others would wait for it in `measured`.
+    turn = agree(trainers, lambda: _timed_turn(job, replace(roles, trainers=group)))
+    pace_s = measured(trainers, replica, turn)
     shares = apportion(job.config.data.batch_size, pace_s, job.plan.microbatches)
     return replace(job, shares=shares, pace_s=pace_s)
 
@@ -84,10 +87,10 @@ def describe_pace(job: TrainingJob) -> str:
 
 
 def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
-    """Return the function that runs a turn with this replica only; ``roles.trainers``: the ranks of the replica."""
+    """Return the function that runs a turn with this replica only (collective over it: ``roles.trainers``)."""
     single = _single_replica_job(job)
     assert roles.trainers is not None
-    model, _ = start.make_model(single, loads=False)
+    model, _ = agree(roles.trainers, lambda: start.make_model(single, loads=False))
     engine = start.make_engine(single, model, single.plan, roles.trainers, single.layout.batch_of(0))
     feed = make_feed(single, roles, engine, 0, engine.device)
     prepare = preparation(single)

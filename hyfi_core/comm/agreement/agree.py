@@ -42,7 +42,9 @@ def agree(
 
     Args:
         comm: the ranks that agree.
-        check: may differ between ranks; it must not communicate, because a rank that refuses leaves it early.
+        check: may differ between ranks. It must not communicate after something that one rank alone may refuse: that
+            rank would leave it, and the others wait for it. What it calls may agree on its own refusals, as
+            ``parallelize`` does.
         refusals: exceptions of ``check`` that are refusals; others are errors of this rank and propagate.
         error: raised on every rank.
 

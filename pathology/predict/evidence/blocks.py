@@ -73,6 +73,7 @@ class OcclusionBlocks:
         shown = _shown_tissue(tissue, views, step)
         times = max(1, math.isqrt(max(0, sum(int(cells.sum()) for cells in shown) - 1) // most))
         while sum(int(_joined(cells, times).sum()) for cells in shown) > most and times * step < max(size):
+            # By a sixteenth: a slide may need hundreds of steps of one.
             times += max(1, times // 16)
         block_px = times * step
         covered = [

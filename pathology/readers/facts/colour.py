@@ -50,10 +50,12 @@ def jpeg_says(tile: bytes) -> str:
         return ""
     for marker, content in segments:
         if marker == APP14 and content[:5] == b"Adobe" and len(content) >= 12:
+            # Byte 11 names the transform; 0 is none.
             return "rgb" if content[11] == 0 else "ycbcr"
     for marker, content in segments:
         if marker == APP0 and content[:5] == b"JFIF\0":
             return "ycbcr"
+        # Identifiers of the three components, which some writers spell R, G, B.
         if marker in _FRAMES and len(content) >= 15 and bytes(content[6:15:3]) == b"RGB":
             return "rgb"
     return ""

@@ -136,6 +136,7 @@ def _boxes(tile: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield (kind, start, end) of the contents of boxes."""
     while at + 8 <= end:
         length, kind, head = int.from_bytes(tile[at : at + 4], "big"), tile[at + 4 : at + 8], 8
+        # ISO/IEC 15444-1, annex I: 1 stands for a length of 64 bits after the kind, 0 for all that follows.
         if length == 1:
             length, head = int.from_bytes(tile[at + 8 : at + 16], "big"), 16
         stop = end if length == 0 else at + length

@@ -108,6 +108,7 @@ def _padded_factor(finest: StatedLevel, level: StatedLevel) -> int | None:
     """Return the power of two of a level whose size is rounded up to whole tiles; None if it is not."""
     if any(side % tile for side, tile in zip(level.size_px, level.tile_px, strict=True)):
         return None
+    # The log of a power of two may be rounded up, and its ceiling would be the next one.
     factor = 2 ** math.ceil(math.log2(max(f / s for f, s in zip(finest.size_px, level.size_px, strict=True))) - 1e-9)
     padded = (
         math.ceil(math.ceil(side / factor) / tile) * tile
