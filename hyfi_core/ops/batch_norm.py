@@ -64,12 +64,13 @@ class BatchNorm(AsyncBackward, Recomputable):
     def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (normalised, mean, variance)."""
         own, weight, bias = _in_plain_order(inputs[0]), *inputs[1:]
-        mean, variance = yield from self._statistics(comm, self._counted(own))
-        return (self._normalised(own, weight, bias, mean, variance), mean, variance), (own, weight, mean, variance)
+        mean, variance, inverse = yield from self._statistics(comm, self._counted(own))
+        normalised = self._normalised(own, weight, bias, mean, variance)
+        return (normalised, mean, variance), (own, weight, mean, variance, inverse)
 
     def recompute(self, inputs: Tensors, saved: Any) -> torch.Tensor:
         """Recompute the normalised map from its known statistics."""
-        own, weight, mean, variance = saved
+        own, weight, mean, variance, _ = saved
         return self._normalised(own, weight, inputs[2], mean, variance)
 
     def _normalised(
@@ -91,8 +92,8 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Return the pixels that count in the statistics, of a tensor that begins with row ``top``: here all."""
         return tensor
 
-    def _statistics(self, comm: Communicator, own: torch.Tensor) -> Waits[tuple[torch.Tensor, torch.Tensor]]:
-        """Return mean and biased variance over all ranks, in float32 for a 16-bit map: one message.
+    def _statistics(self, comm: Communicator, own: torch.Tensor) -> Waits[tuple[torch.Tensor, ...]]:
+        """Return mean, biased variance and 1/σ over all ranks, in float32 for a 16-bit map: one message.
 
         Few ranks send their mean and variance in separate rows, which avoids cancellation for any mean. For many ranks
         this message would be too long: they sum Σ x and Σ x².
@@ -112,12 +113,14 @@ class BatchNorm(AsyncBackward, Recomputable):
         yield pending
         dtype = torch.promote_types(own.dtype, torch.float32)
 
-        def in_dtype() -> tuple[torch.Tensor, torch.Tensor]:
-            mean, variance = self._of_all(rows, apart)
-            return mean.to(dtype), variance.to(dtype)
+        def in_dtype() -> Tensors:
+            mean, variance = (statistic.to(dtype) for statistic in self._of_all(rows, apart))
+            return (
+                torch.stack((mean, variance, (variance + self.eps).rsqrt())),
+            )  # each cell has a copy: of one tensor
 
-        mean, variance = computed_once(pending, in_dtype, kept=True)
-        return mean, variance
+        (statistics,) = computed_once(pending, in_dtype, kept=True)
+        return statistics.unbind()
 
     def _of_all(self, rows: torch.Tensor, apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and biased variance from the sum of what ranks send, in rows of their own or in one."""
@@ -145,14 +148,14 @@ class BatchNorm(AsyncBackward, Recomputable):
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
     ) -> tuple[Pending, Rest]:
         """Start ``backward``: return the pending sums, and a function that computes the cotangents."""
-        own, weight, mean, variance = saved
+        own, weight, mean, variance, inverse = saved
         dy = torch.zeros_like(own) if cotangents[0] is None else _in_plain_order(cotangents[0])
-        local = self._sums(dy, own, mean, variance)
-        sums = local.clone()
+        d_weight, d_bias = self._affine_cotangents(dy, own, weight, mean, variance, inverse)
+        sums = torch.stack((d_bias, d_weight)).double()
         pending = comm.start_all_reduce(sums)
         dtype = mean.dtype if weight is None else weight.dtype
         # Of this rank alone: gradients of parameters are summed over ranks later, with all others.
-        d_affine = local[1].to(dtype), local[0].to(dtype)
+        d_affine = d_weight.to(dtype), d_bias.to(dtype)
 
         def finish() -> Cotangents:
             if needs_grad and not needs_grad[0]:
@@ -231,17 +234,26 @@ class BatchNorm(AsyncBackward, Recomputable):
             return counted
         return counted - mean.view(1, -1, *[1] * (own.dim() - 2))
 
-    def _sums(self, dy: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-        """Return this rank's Σ dy and Σ dy · x̂, float64: the native kernel's cotangents of bias and weight."""
-        sums = own.new_zeros((2, own.shape[1]), dtype=torch.float64)
-        if own.numel():
-            # Without a weight, the kernel computes the sums with a weight of ones. In evaluation mode the CPU's kernel
-            # reads the running statistics, that of CUDA the saved ones, and fails without them.
-            statistics = mean, variance, mean, (variance + self.eps).rsqrt()
-            _, sums[1], sums[0] = torch.ops.aten.native_batch_norm_backward(
-                dy, own, torch.ones_like(mean), *statistics, False, self.eps, [False, True, True]
-            )
-        return sums
+    def _affine_cotangents(
+        self,
+        dy: torch.Tensor,
+        own: torch.Tensor,
+        weight: torch.Tensor | None,
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+        inverse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's Σ dy · x̂ and Σ dy, in the dtype of the mean: the cotangents of weight and bias."""
+        if not own.numel():
+            return torch.zeros_like(mean), torch.zeros_like(mean)
+        # Both sums are of any weight, but the kernel returns none without one. In evaluation mode the CPU's kernel
+        # reads the running statistics, that of CUDA the saved ones, and fails without them.
+        scale = torch.ones_like(mean) if weight is None else weight.detach().to(mean.dtype)
+        statistics = mean, variance, mean, inverse
+        _, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
+            dy, own, scale, *statistics, False, self.eps, [False, True, True]
+        )
+        return d_weight, d_bias
 
     def _terms(
         self, weight: torch.Tensor | None, mean: torch.Tensor, variance: torch.Tensor, means: torch.Tensor, dims: int

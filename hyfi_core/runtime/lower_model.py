@@ -29,6 +29,7 @@ from hyfi_core.lowering.planes import Plane
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import build_tape
 from hyfi_core.lowering.stage_values import boundary, entries_of
+from hyfi_core.lowering.without_updates import updates_are_apart, without_updates
 from hyfi_core.ops.boundary import BoundaryTransfer
 from hyfi_core.ops.redistribute import is_channels_last
 from hyfi_core.plan.fused_runs import FusedRuns
@@ -49,6 +50,7 @@ def lower_model(
     cells: int = 1,
     in_turn: bool = False,
     spills: bool = False,
+    updates: bool = True,
 ) -> LoweredModel:
     """Cut and lower a captured model (collective over the replica; ranks compare their programs first).
 
@@ -61,6 +63,7 @@ def lower_model(
         cells: number of cells of one process.
         in_turn: whether this is one of several cells of a process, which take turns.
         spills: whether maps are spilled: cells cannot read each other's memory, and segments run as they are.
+        updates: whether it computes new values of buffers also where its own results do not depend on them.
 
     Raises:
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
@@ -69,8 +72,7 @@ def lower_model(
     results, pick = _picked_leaves(program, subject.settings.output)
     trained = _trained(subject.model, program)
     active = active_values(program, results, trained)
-    assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
-    stages = cut_program(program, results, () if plan.cuts == "auto" else plan.cuts)
+    stages = _stages(program, results, plan)
     index, rank = divmod(comm.rank, placement.size)
     how = _LoweringSettings(
         plan=plan,
@@ -84,6 +86,7 @@ def lower_model(
         spills=spills,
         plane=_plane(subject, program, plan, index),
         compiler=None if spills else subject.compiler,
+        updates=updates or plan.directions > 1 or not updates_are_apart(program, refs_in(results)),
     )
     lowered = _StagesOfRank(stages, how)
     return LoweredModel(
@@ -97,6 +100,11 @@ def lower_model(
         pick=pick,
         digest=digest,
     )
+
+
+def _stages(program: Program, results: tuple[Any, ...], plan: ParallelPlan) -> tuple[Stage, ...]:
+    assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
+    return cut_program(program, results, () if plan.cuts == "auto" else plan.cuts)
 
 
 def _plane(subject: Subject, program: Program, plan: ParallelPlan, index: int) -> Plane:
@@ -150,6 +158,7 @@ class _LoweringSettings:
         spills: whether maps are spilled.
         plane: of this rank.
         compiler: of segments; None: they run as they are.
+        updates: whether it computes new values of buffers; with two directions all cells do, which exchange them.
     """
 
     plan: ParallelPlan
@@ -163,6 +172,7 @@ class _LoweringSettings:
     spills: bool
     plane: Plane
     compiler: SegmentCompiler | None
+    updates: bool
 
     @property
     def shares_memory(self) -> bool:
@@ -209,7 +219,8 @@ class _StagesOfRank:
     def _lower(self, index: int, position: int) -> HostedStage:
         stage, how = self._stages[index], self._how
         exits = tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
-        program = pool_before_relu(stage.program, (*refs_in(stage.outputs), *exits))
+        needed = (*refs_in(stage.outputs), *exits)
+        program = pool_before_relu(stage.program if how.updates else without_updates(stage.program, needed), needed)
         if how.runs is not None:
             ranked = self._in_evaluation(program, how.runs, index, position, exits)
         else:

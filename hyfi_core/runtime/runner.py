@@ -50,6 +50,7 @@ class StageRunner:
         lockstep: what runs this and the other cells of the process: a cell has its own buffers, and reads its box of
             the image when it needs it. None: this is no cell.
         pager: of all cells of the process; None: no paging.
+        updates: whether it computes new values of buffers; of the cells of a process, one does.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class StageRunner:
         groups: Groups | None = None,
         lockstep: Driver | None = None,
         pager: Pager | None = None,
+        updates: bool = True,
     ) -> None:
         self._subject, self._cell, self._pager = subject, lockstep is not None, pager
+        self._updates = updates
         self._driver = OwnThread() if lockstep is None else lockstep
         self._orders: dict[HostedStage, UseOrder] = {}
         cells = plan.cell_grid
@@ -102,6 +105,7 @@ class StageRunner:
                 cells=self._cells,
                 in_turn=self._cell,
                 spills=self._pager is not None,
+                updates=self._updates,
             )
             subject.bindings.refuse_released(self._cache[key].names, self.groups.users)
         return self._cache[key]
@@ -344,7 +348,7 @@ class StageRunner:
         return images_part if self._pager is None else images_part.clone()
 
     def _statistics(self, lowered: LoweredModel, apart: bool = False) -> FollowingStatistics | FoldedStatistics:
-        apart = apart or self._cell
+        apart = apart or (self._cell and any(stage.ranked.program.mutations for stage in lowered.hosted.values()))
         model, rank = self._subject.model, self.groups.plane.rank
         if self._plan.directions == 1:
             return FollowingStatistics(self._subject.bindings.buffers, apart)

@@ -61,7 +61,9 @@ class Runners(Sequence[StageRunner]):
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(self.cells)]
         comms = cell_communicators(comm, baton, members)
         lockstep = Lockstep(baton)
-        self._runners = baton.run(lambda cell: StageRunner(subject, plan, comms[cell], lockstep=lockstep, pager=pager))
+        self._runners = baton.run(
+            lambda cell: StageRunner(subject, plan, comms[cell], lockstep=lockstep, pager=pager, updates=cell == 0)
+        )
         self.groups = [runner.groups for runner in self._runners]
 
     def each(self, call: Callable[[StageRunner], T]) -> list[T]:
