@@ -131,6 +131,15 @@ def test_an_mpp_that_no_level_has_is_refused():
         dataset([slide(0)], mpp=1.5).view(0)
 
 
+def test_a_level_has_an_mpp_if_both_of_its_sides_have_it():
+    class Stretched(MemorySlide):
+        levels = (StoreLevel(700, 900, (1.5, 1.0), "0"), StoreLevel(350, 450, (3.0, 2.0), "1"))
+
+    plain = slide(0)
+    with pytest.raises(RequestError, match=r"data\.mpp: given 1\.5"):
+        dataset([Stretched(plain.pixels, plain.mask)], mpp=1.5).level(0)
+
+
 def test_the_smaller_images_are_the_more_are_read_at_a_time_over_a_network(monkeypatch):
     def at_a_time(size_px, far):
         monkeypatch.setattr("data.samples.dataset.is_far", lambda path: far)
@@ -207,8 +216,10 @@ def test_a_proposed_mpp_holds_all_of_the_tissue(kind):
 
 
 def test_slides_must_be_in_the_store_and_once(tmp_path):
-    with pytest.raises(RequestError, match="has no slide gone"):
+    with pytest.raises(RequestError, match="has no slide gone; run"):
         SlideDataset(tmp_path, [SlideRef("gone")], size_px=64, mpp=1.0)
+    with pytest.raises(RequestError, match="has no slide gone and 1 more; run"):
+        SlideDataset(tmp_path, [SlideRef("gone"), SlideRef("lost")], size_px=64, mpp=1.0)
     with pytest.raises(RequestError, match="s0 is listed twice"):
         SlideDataset(tmp_path, [SlideRef("s0"), SlideRef("s0")], size_px=64, mpp=1.0)
 

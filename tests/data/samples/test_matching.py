@@ -36,6 +36,9 @@ def test_what_matched_and_what_did_not_is_counted(tmp_path: Path) -> None:
         "  class benign                      1",
         "  class malignant                   1",
     ]
+    (tmp_path / "few.csv").write_text("slide_id,label\na-01,benign\na-02,benign\n")
+    few = match_labels(ROWS, load_labels(tmp_path / "few.csv", "label", classes=["benign", "malignant"]))
+    assert few.describe().splitlines()[-1].split() == ["class", "malignant", "0"]
 
 
 def test_rows_that_match_nothing_end_the_run_unless_they_are_allowed(tmp_path: Path) -> None:

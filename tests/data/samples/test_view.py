@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.samples.pack import Shelves, components
-from data.samples.view import Piece, View, make_view
+from data.samples.view import Piece, View, _merged, make_view
 from data.store.tissue_grid import LARGEST_DENOMINATOR, TissueGrid
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
@@ -204,3 +204,13 @@ def test_shelves_fill_a_row_before_they_begin_another():
     shelves = Shelves(100, 130, 32)
     places = [shelves.place(*size) for size in ((64, 64), (64, 64), (40, 32), (36, 2), (37, 1), (36, 98), (36, 66))]
     assert places == [(0, 0), (0, 64), None, (0, 128), None, (64, 0), None]
+
+
+def test_neighbours_in_one_row_of_image_and_slide_are_one_piece():
+    left, right = Piece(Box(8, 12, 4, 8), Box(0, 4, 0, 4)), Piece(Box(8, 12, 8, 16), Box(0, 4, 4, 12))
+    below = Piece(Box(12, 16, 16, 20), Box(4, 8, 12, 16))
+    far = Piece(Box(8, 12, 40, 44), Box(0, 4, 12, 16))
+    assert _merged([left, right]) == (Piece(Box(8, 12, 4, 16), Box(0, 4, 0, 12)),)
+    assert _merged([left, right, far]) == (*_merged([left, right]), far), "not neighbours in the slide"
+    assert _merged([right, below]) == (right, below), "of another row"
+    assert _merged([left, far]) == (left, far)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hyfi_core.ops.draws import _hashed, _shifted, mixed
+from hyfi_core.ops.draws import _hashed, _shifted, mixed, positions, uniform
 
 
 def test_words_are_those_of_splitmix64() -> None:
@@ -28,3 +28,21 @@ def test_shifts_are_unsigned() -> None:
     words = torch.tensor([-1, -(2**63), 2**62])
     for by in (1, 11, 40, 63):
         assert _shifted(words, by).tolist() == [(word % 2**64) >> by for word in words.tolist()]
+
+
+def test_positions_count_the_whole_value_row_by_row() -> None:
+    every = torch.arange(7, 7 + 2 * 3 * 4 * 5).view(2, 3, 4, 5)
+    device = torch.device("cpu")
+    assert positions((2, 3, 4, 5), None, (0, 0, 0, 0), device, 7).equal(every)
+    part = positions((2, 3, 4, 5), (2, 3), (1, 3, 2, 5), device, 7)
+    assert part.equal(every[:, :, 1:3, 2:5])
+    turned = positions((4, 2, 5), (2, 0), (0, 5, 1, 2), device, 7)
+    assert turned.equal(torch.arange(7, 47).view(4, 2, 5)[1:2])
+
+
+def test_uniform_numbers_are_the_first_bits_of_the_words() -> None:
+    words = [word % 2**64 for word in _hashed(5, torch.arange(4096)).tolist()]
+    numbers = uniform(5, torch.arange(4096), torch.float64)
+    assert numbers.tolist() == [(word >> 11) / 2**53 for word in words]
+    assert uniform(5, torch.arange(4096), torch.float32).tolist() == [(word >> 40) / 2**24 for word in words]
+    assert 0.9 < numbers.max() < 1.0 and numbers.min() < 0.1

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from hyfi_core.capture.export import capture
+from hyfi_core.lowering.lower import Target, lower
 from tests.harness import assert_equal_also_by_cells
 
 PRODUCTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "all pairs of positions": lambda x: torch.einsum("bnc,bmc->bnm", x, x),
     "all pairs of channels": lambda x: torch.einsum("bnc,bnd->bcd", x, x),
+    "of each image, in two dims": lambda x: torch.stack([image @ (image.mT @ image) for image in x]),
 }
 
 
@@ -35,3 +38,8 @@ class OfItself(nn.Module):
 def test_products_of_a_value_with_itself_equal_one_process(name: str) -> None:
     torch.manual_seed(0)
     assert_equal_also_by_cells(OfItself(name), (2, 3, 6, 6), (2, 2), classes=3)
+
+
+def test_products_of_two_dims_are_computed_on_parts() -> None:
+    program = capture(OfItself("of each image, in two dims"), (2, 3, 6, 6), torch.float32)
+    lower(program, Target((2, 2), 0, gather_bytes=0))  # raises if a map would have to be gathered

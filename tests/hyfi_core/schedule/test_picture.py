@@ -50,3 +50,11 @@ def test_names_of_measured_traces_are_free_text() -> None:
 def test_nothing_cannot_be_drawn() -> None:
     with pytest.raises(ValueError, match="at least one event"):
         draw([], "x")
+
+
+def test_ticks_are_where_their_times_are() -> None:
+    picture = ElementTree.fromstring(draw([TraceEvent(rank=0, kind="F", name="F0", start_s=2.0, end_s=12.0)], "title", width_px=1000))
+    texts = {text.text: float(text.get("x", 0)) for text in picture.iter(f"{SVG}text")}
+    (box,) = boxes(ElementTree.tostring(picture, "unicode"))["F0"]
+    left, width = float(box.get("x", 0)), float(box.get("width", 0))
+    assert [texts[time] for time in ("0", "4", "10 s")] == pytest.approx([left, left + 0.4 * width, left + width])

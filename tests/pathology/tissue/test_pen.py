@@ -15,6 +15,7 @@ from pathology.synthetic.anatomy import SlideSpec
 from pathology.synthetic.artefacts import Artefacts
 from pathology.synthetic.placing import make_anatomy
 from pathology.synthetic.render import Renderer
+from pathology.tissue.density import density_of
 from pathology.tissue.morphology import dilated
 from pathology.tissue.pen import without_texture
 from pathology.tissue.quality import PEN_SHARE
@@ -158,3 +159,14 @@ def test_ink_is_smooth_and_nuclei_are_not() -> None:
     even = without_texture(image, glass_colour(image), slice(0, image.shape[1]), 8.0)
     assert even[at_8_um(slide.ink)].mean() > 0.5
     assert even[at_8_um(slide.follicles)].mean() < 0.05
+
+
+def test_texture_is_measured_in_windows_of_24_um() -> None:
+    rng = np.random.default_rng(3)
+    image = rng.integers(110, 160, (3, 12, 14), dtype=np.uint8)
+    glass = np.array([240.0, 240.0, 240.0], np.float32)
+    density = density_of(image, glass, slice(0, 12)).mean(0)
+    windows = np.lib.stride_tricks.sliding_window_view(density, (3, 3))  # at 8 um per pixel
+    variation = windows.std((2, 3)) / windows.mean((2, 3))
+    assert np.unique(variation < 0.08).size == 2
+    assert np.array_equal(without_texture(image, glass, slice(0, 12), 8.0)[1:-1, 1:-1], variation < 0.08)

@@ -152,3 +152,25 @@ def test_slides_that_cannot_be_measured_are_named_and_stay_as_they_are() -> None
     assert images.stain is not None
     with pytest.raises(RequestError, match="slide t has too little stained tissue"):
         images.stain.of_slide(pale, "t")
+
+
+def test_windows_are_around_tissue_and_read_its_pixels_alone() -> None:
+    slide = DrawnSlide()
+    mask = np.zeros((64, 80), bool)
+    mask[40, 20] = mask[2, 79] = True
+    boxes = []
+
+    class Watched:
+        levels = slide.levels
+
+        def read(self, box: Box, level: int = 0) -> np.ndarray:
+            boxes.append(box)
+            return slide.pixels[(slice(None), *box.slices())]
+
+        def tissue(self) -> tuple[np.ndarray, tuple[float, float]]:
+            return mask, (8.0, 8.0)
+
+    at_the_corner, inside = tissue_windows(Watched())
+    assert boxes == [Box(0, 80, 568, 640), Box(256, 384, 96, 224)]
+    assert np.array_equal(at_the_corner, slide.pixels[:, 16:24, 632:640].reshape(3, -1))
+    assert np.array_equal(inside, slide.pixels[:, 320:328, 160:168].reshape(3, -1))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core.capture.export import capture
+from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.rules.instructions import CollectiveCall
@@ -49,6 +50,12 @@ def test_a_roll_receives_what_crosses_the_cuts_alone() -> None:
         moves = [step.operator for step in ranked.instructions if isinstance(step, CollectiveCall)]
         received = [move.transfer.received_px for move in moves if isinstance(move, Redistribute)]
         assert sum(received[1:-1]) <= 3 * 32 * 2, "of 64 x 64 pixels; before is the halo of the stem, behind the answer"
+
+
+def test_a_roll_of_the_flattened_tensor_is_refused_with_what_works() -> None:
+    program = capture(Answers({"": lambda y: torch.roll(y, 5)}), (1, 3, 8, 8), torch.float32)
+    with pytest.raises(RequestError, match=r"rolls the flattened tensor, .*what works: explicit dims"):
+        lower(program, Target((1, 2), 0, gather_bytes=0))
 
 
 @pytest.mark.parametrize(
