@@ -150,6 +150,16 @@ def test_the_maximum_shares_its_cotangent_among_ties_on_different_ranks() -> Non
     torch.testing.assert_close(back, leaf.grad, rtol=0, atol=1e-15)
 
 
+def test_all_gradients_of_a_maximum_that_is_nan_are_nan() -> None:
+    x, y = noise(1, 2, 4, 4, seed=6), noise(1, 2, seed=7)
+    x[0, 1, 3, 0] = torch.nan
+    _, _, back, _ = gathered(MaxOverSpace((2, 3), False), x, y)
+    leaf = x.clone().requires_grad_()
+    leaf.amax((2, 3)).backward(y)
+    torch.testing.assert_close(back, leaf.grad, rtol=0, atol=1e-15, equal_nan=True)
+    assert back[0, 1].isnan().all() and not back[0, 0].isnan().any()
+
+
 @pytest.mark.parametrize("strides", [(24, 1, 1, 4), (24, 1, 24, 4), (24, 6, 6, 1)])
 def test_batch_norm_of_one_row_in_any_order_of_memory(strides: tuple[int, ...]) -> None:
     x, dy = (noise(2, 4, 1, 6, seed=seed) for seed in (1, 2))

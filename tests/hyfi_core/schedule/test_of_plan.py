@@ -53,3 +53,14 @@ def test_interleaved_stages() -> None:
 def test_one_stage() -> None:
     assert made("1f1b", 1, 1).forwards_first(())
     assert not made("1f1b", 2, 1).forwards_first(())
+
+
+def test_forwards_of_recomputed_stages_are_repeated_unless_backward_follows_at_once() -> None:
+    plan = ParallelPlan(((1, 1), (1, 1)), microbatches=2, recompute=True)
+    schedules = PlanSchedules(plan, Placement.of(plan))
+    each = [schedules.recomputed([(0, 1)], rank, in_turn=False) for rank in range(2)]
+    assert [sorted(map(str, actions)) for actions in each] == [["F0.s0.d0", "F1.s0.d0"], []]
+    in_turn = schedules.recomputed([(0, 1)], 1, in_turn=False)
+    assert in_turn is each[1], "computed once"
+    fresh = PlanSchedules(plan, Placement.of(plan))
+    assert len(fresh.recomputed([(0, 1)], 1, in_turn=True)) == 2, "cells take turns between forward and backward"

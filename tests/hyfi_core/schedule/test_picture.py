@@ -26,6 +26,10 @@ def test_every_event_has_its_box_where_and_when_it_was() -> None:
     events = dry_run(PLAN, Costs(message_s=0.5, reduce_s=1.0)).events
     drawn = boxes(draw(events, "chimera"))
     assert sum(map(len, drawn.values())) == len(events)
+    rows = [
+        text.text for text in ElementTree.fromstring(draw(events, "")).iter(f"{SVG}text") if "rank" in str(text.text)
+    ]
+    assert rows == [f"rank {rank}" for rank in range(4)]
     first, other = drawn["F0.s0.d0"][0], drawn["F2.s0.d1"][0]
     assert first.get("x") == other.get("x")
     assert float(other.get("y", 0)) - float(first.get("y", 0)) == 3 * 40  # the other direction begins on rank 3
@@ -53,7 +57,9 @@ def test_nothing_cannot_be_drawn() -> None:
 
 
 def test_ticks_are_where_their_times_are() -> None:
-    picture = ElementTree.fromstring(draw([TraceEvent(rank=0, kind="F", name="F0", start_s=2.0, end_s=12.0)], "title", width_px=1000))
+    picture = ElementTree.fromstring(
+        draw([TraceEvent(rank=0, kind="F", name="F0", start_s=2.0, end_s=12.0)], "title", width_px=1000)
+    )
     texts = {text.text: float(text.get("x", 0)) for text in picture.iter(f"{SVG}text")}
     (box,) = boxes(ElementTree.tostring(picture, "unicode"))["F0"]
     left, width = float(box.get("x", 0)), float(box.get("width", 0))
