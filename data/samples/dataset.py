@@ -351,7 +351,7 @@ def select_slides(
     chosen = []
     rows = with_cases(rows, labels)
     check_cases(splits or {}, {row["slide_id"]: row["case_id"] for row in rows})
-    check_cases(splits or {}, labels.cases if labels else {})
+    check_cases(splits or {}, labels.cases if labels else {})  # also of slides that the store does not have
     refuse_content_in_two_splits(same_content(rows), splits or {})
     for row in rows:
         slide, case = row["slide_id"], row["case_id"]

@@ -134,6 +134,7 @@ def _first_frame(file: BinaryIO) -> tuple[str, bytes]:
 
     dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=[_PHOTOMETRIC])
     file.seek(file.tell() + 12)  # the element's tag, type and length
+    # Items have a tag and a length of four bytes each: first the table of offsets, then the fragments.
     table = int.from_bytes(file.read(8)[4:], "little")
     file.seek(table, os.SEEK_CUR)
     return _text(dataset, _PHOTOMETRIC), file.read(int.from_bytes(file.read(8)[4:], "little"))

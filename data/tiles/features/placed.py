@@ -144,6 +144,8 @@ def _unrounded(corners: NDArray[np.float64], side_px: float) -> float:
     """Return height and width of a tile before its file rounded it to whole pixels, by the grid of all corners."""
     if side_px % 1:
         return side_px
+    # Corners lie on a grid of the unrounded side, or of a part of it where tiles overlap: its step is the one that
+    # reaches the farthest corner in whole steps, and all others to within the pixel to which they were rounded.
     axis = int(np.argmax(np.ptp(corners, axis=0)))
     offsets = corners[:, axis] - corners[:, axis].min()
     for parts in range(1, _MOST_CELLS + 1):

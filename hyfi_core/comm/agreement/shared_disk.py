@@ -23,7 +23,7 @@ SEEN_WITHIN_S = 5.0
 
 
 def agree_everywhere(world: Communicator, check: Callable[[], T]) -> T:
-    """Return ``check()``, which every rank makes; if any refuses, all raise, and are told which if only some did.
+    """Return ``check()`` of every rank; if any refuses, all raise, with the names of those ranks unless all did.
 
     Collective; ``check`` must not communicate.
 

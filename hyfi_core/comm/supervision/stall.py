@@ -69,7 +69,7 @@ class StallRule:
     limit_s: float | None = None
     _ranks: dict[int, _Health] = field(default_factory=dict)
     _begun: int = 0
-    _step_s: float = 0.0
+    _step_began_s: float = 0.0
     _longest_s: float = 0.0
 
     def hear(self, rank: int, beat: Beat, now_s: float) -> None:
@@ -79,14 +79,14 @@ class StallRule:
         self._ranks[rank] = _Health(beat, now_s, moved_s)
         if beat.begun > self._begun:
             if self._begun > 1:  # the first step captures and compiles
-                self._longest_s = max(self._longest_s, now_s - self._step_s)
-            self._begun, self._step_s = beat.begun, now_s
+                self._longest_s = max(self._longest_s, now_s - self._step_began_s)
+            self._begun, self._step_began_s = beat.begun, now_s
 
     def forgive(self, now_s: float) -> None:
         """Forget how long ranks have been silent: this process itself was stopped in the meantime."""
         for health in self._ranks.values():
             health.heard_s = health.moved_s = now_s
-        self._step_s = now_s
+        self._step_began_s = now_s
 
     def leave(self, rank: int) -> None:
         """Forget a rank that has ended."""

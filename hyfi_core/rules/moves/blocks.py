@@ -95,15 +95,16 @@ def _with_unit(
 
     It is put beside the factor of the other axis that ranks share: the map is then flat.
     """
-    missing = next((axis for axis in (0, 1) if not along[axis]), None)
-    if missing is None:
+    open_axis = next((axis for axis in (0, 1) if not along[axis]), None)
+    if open_axis is None:
         return factors, along
-    other = 1 - missing
-    shared = along[other][-1 if second[other] else 0]
-    at = shared + missing  # a row is before its columns
-    unit = _Factor(1, dims[missing], factors[shared].after)
-    moved = [factor + (factor >= at) for factor in along[other]]
-    return [*factors[:at], unit, *factors[at:]], [moved, [at]] if missing else [[at], moved]
+    other_axis = 1 - open_axis
+    shared = along[other_axis][-1 if second[other_axis] else 0]
+    at = shared + open_axis  # a row is before its columns
+    unit = _Factor(1, dims[open_axis], factors[shared].after)
+    renumbered = [factor + (factor >= at) for factor in along[other_axis]]  # those behind the new factor
+    of_axes = {open_axis: [at], other_axis: renumbered}
+    return [*factors[:at], unit, *factors[at:]], [of_axes[0], of_axes[1]]
 
 
 def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], along: list[list[int]]) -> list[bool]:

@@ -66,16 +66,19 @@ class SamePixels:
     ) -> Iterator[tuple[str, list[Any]]]:
         """Yield (name of two ranks' common pixels, [checksum, box]) for those of this rank; equal names on both."""
         mine = self._comm.rank
-        for peer, theirs in enumerate(everywhere):
-            for replica, first, stop, *corners in theirs if peer != mine else ():
-                for part, pixels in read.items() if replica == self._replica else ():
+        for peer, peer_parts in enumerate(everywhere):
+            if peer == mine:
+                continue
+            for replica, first, stop, *corners in peer_parts:
+                if replica != self._replica:
+                    continue
+                for part, pixels in read.items():
                     box = _few_lines(part.box.intersect(Box(*corners)))
                     samples = range(max(first, part.first), min(stop, part.stop))
                     if box.empty or not samples:
                         continue
-                    y, x = box.y0 - part.box.y0, box.x0 - part.box.x0
-                    of = slice(samples.start - part.first, samples.stop - part.first)
-                    common = pixels[of, :, y : y + box.shape[0], x : x + box.shape[1]]
+                    own_samples = slice(samples.start - part.first, samples.stop - part.first)
+                    common = pixels[(own_samples, slice(None), *box.relative_to(part.box).slices())]
                     name = f"{min(mine, peer)} {max(mine, peer)} {_corners(box)} {samples.start} {samples.stop}"
                     yield name, [_checksum(common), _corners(box)]
 

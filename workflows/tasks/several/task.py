@@ -264,8 +264,10 @@ class Several(Task):
         numbers: list[float] = []
         for part in self.parts:
             own = part.task.target_of(texts[part.name]) if texts.get(part.name) else None
-            missing = (math.nan,) * part.task.label_numbers
-            numbers += missing if own is None else (float(own),) if isinstance(own, int) else own
+            if own is None:
+                numbers += (math.nan,) * part.task.label_numbers
+            else:
+                numbers += (float(own),) if isinstance(own, int) else own
         return None if all(map(math.isnan, numbers)) else tuple(numbers)
 
     def warnings(self, train: Sequence[Target], val: Sequence[Target]) -> list[str]:
