@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ class ValueInfo:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
+@cache  # of few: PyTorch puts the name together anew each time
+def _text_of(target: Callable[..., Any]) -> str:
+    return str(target)
+
+
 @dataclass(frozen=True, slots=True)
 class Operator:
     """One call of an ATen operator.
@@ -59,7 +65,7 @@ class Operator:
 
     def __post_init__(self) -> None:
         # Computed once: planning reads them often.
-        object.__setattr__(self, "text", str(self.target))
+        object.__setattr__(self, "text", _text_of(self.target))
         object.__setattr__(self, "inputs", tuple(refs_in((self.args, tuple(self.kwargs.values())))))
 
     @property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.machine import MachineModel
@@ -17,7 +18,7 @@ from hyfi_core.lowering.lower import Target, lower, lowered_operators
 from hyfi_core.plan.boxes import Boxes, Interval, length, meeting
 from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.transfer import plan_transfer
-from hyfi_core.rules.instructions import RankProgram
+from hyfi_core.rules.instructions import RankProgram, Split
 
 DEPTHS = (2, 3, 4, 6)
 """Lengths of runs that "auto" tries, besides 1."""
@@ -64,13 +65,29 @@ def runs_and_trial(
     exits: tuple[str, ...],
     fused_halo: int | str,
     machine: MachineModel,
+    layouts: Unfused | None = None,
 ) -> tuple[FusedRuns, RankProgram | None]:
-    """Return the fused runs of ``fused_runs``, and the program lowered without any if it was needed to choose them."""
+    """Return the fused runs of ``fused_runs``, and the program lowered without any if that was done to choose them.
+
+    Args:
+        program: the captured model.
+        target: the rank to lower for.
+        outputs: as for ``lower``.
+        exits: likewise.
+        fused_halo: of the plan.
+        machine: the machine model.
+        layouts: how the program's values are split without fused runs; None: it is lowered to see.
+
+    Raises:
+        RequestError: as of ``lower``.
+    """
     if fused_halo == 1 or target.grid == (1, 1):
         return FusedRuns(), None
-    trial = lower(program, target, outputs, exits)
+    trial = lower(program, target, outputs, exits) if layouts is None else None
+    layouts = trial or layouts
+    assert layouts is not None
     operators = lowered_operators(program, program.outputs if outputs is None else outputs, exits)
-    sketch = sketch_of(program, operators, trial.splits, trial.fusible, exits)
+    sketch = sketch_of(program, operators, layouts.splits, layouts.fusible, exits)
     if fused_halo != "auto":
         return margins_of(sketch, int(fused_halo)).runs(sketch), trial
     best, least = None, cost(sketch, unfused(sketch), shares=False, machine=machine)
@@ -80,6 +97,20 @@ def runs_and_trial(
         if seconds < least:
             best, least = candidate, seconds
     return FusedRuns() if best is None else best.runs(sketch), trial
+
+
+class Unfused(Protocol):
+    """How the values of a program are split over ranks without fused runs, as a ``RankProgram`` has it."""
+
+    @property
+    def splits(self) -> Mapping[str, Split]:
+        """The layout of each split value."""
+        ...
+
+    @property
+    def fusible(self) -> frozenset[str]:
+        """Operators whose rules can compute margins."""
+        ...
 
 
 def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: MachineModel | None = None) -> float:

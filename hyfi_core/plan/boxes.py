@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import overload
 
 from hyfi_core.plan.box import Box
@@ -35,6 +36,14 @@ class Boxes(Sequence[Box]):
     rows: tuple[Interval, ...]
     columns: tuple[Interval, ...]
     turned: bool = False
+
+    def __hash__(self) -> int:
+        """Return the hash of all intervals, computed once: planning asks for that of the same boxes again and again."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.rows, self.columns, self.turned))
 
     @classmethod
     def same(cls, box: Box, grid: tuple[int, int]) -> Boxes:

@@ -28,6 +28,14 @@ class Layout:
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        """Return the hash of all starts, computed once: planning asks for that of the same layouts again and again."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.rows, self.columns))
+
     @classmethod
     def even(cls, height: int, width: int, grid: tuple[int, int]) -> Layout:
         """Divide a map as evenly as possible."""

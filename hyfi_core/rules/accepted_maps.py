@@ -26,9 +26,9 @@ def one_map(rule: Rule) -> Rule:
 
     @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
-        for argument in (*op.args[1:], *op.kwargs.values()):
-            if any(name in builder.splits for name in refs_in(argument)):
-                builder.refuse(op, "takes a map as a weight", "a map as first argument only")
+        maps = [name for name in op.inputs if name in builder.splits]
+        if len(maps) > sum(name in builder.splits for name in refs_in(op.args[:1])):
+            builder.refuse(op, "takes a map as a weight", "a map as first argument only")
         rule(builder, op)
 
     return checked

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -44,8 +44,7 @@ class _ImageRead:
     fill: float
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A state of a builder to which it can be rewound."""
 
     steps: int
@@ -76,6 +75,7 @@ class Builder:
         gather_bytes: the same.
         splits: the layout of each split value; read only.
         values: global shape and type of every value; read only.
+        ahead: operators whose results are divided by what later operators do with them; rules add them.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Builder:
         self._gathered: list[str] = []
         self._drawn: list[Operator] = []
         self._fusible: list[str] = []
+        self.ahead: set[str] = set()
         self._shared: dict[str, str] = {}
         self._cuts: dict[tuple[str, Boxes, float], str] = {}
 
@@ -130,7 +131,8 @@ class Builder:
         if not split.plain:
             return split.owned
         self._fusible.append(op.name)
-        return replace(split, boxes=self.runs.computed.get(op.name))
+        boxes = self.runs.computed.get(op.name)
+        return split if boxes is split.boxes else replace(split, boxes=boxes)
 
     def same_pixels(self, op: Operator, name: str) -> Split:
         """Return the layout of results that have the same pixels as the map ``name``; see ``computed``."""
@@ -226,7 +228,7 @@ class Builder:
             RequestError: the layout has other pixels, or has them in other dims.
         """
         current = self.splits[name]
-        if current == split and name != self.program.image:
+        if (current is split or current == split) and name != self.program.image:
             return name
         if (current.dims, current.space) != (split.dims, split.space):
             raise RequestError(
@@ -375,9 +377,8 @@ class Builder:
         """Return the program, with ``outputs`` as the leaves of the output and ``exits`` for other stages."""
         instructions, read_box = self._read_image()
         record = (self._splits, outputs, self.program, self._values, exits)
-        return RankProgram(
-            instructions, read_box, *record, frozenset(self._fusible), tuple(self._gathered), tuple(self._drawn)
-        )
+        notes = frozenset(self._fusible), tuple(self._gathered), tuple(self._drawn)
+        return RankProgram(instructions, read_box, *record, *notes, ahead=frozenset(self.ahead))
 
     def _read_image(self) -> tuple[tuple[Instruction, ...], Box]:
         """Determine the box of the image to read, and turn its sub-boxes into local copies."""

@@ -64,6 +64,8 @@ def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
 
 def renamed(op: Operator, names: dict[str, str]) -> Operator:
     """Return the operator with some of its values replaced by others."""
+    if all(before == after for before, after in names.items()):
+        return op
 
     def swap(argument: Any) -> Any:
         if isinstance(argument, Ref):

@@ -76,7 +76,7 @@ class Split:
     @property
     def sides(self) -> tuple[int, int]:
         """Global sizes of the tensor dims ``dims``."""
-        height, width = self.layout.map.shape
+        height, width = self.layout.height, self.layout.width
         size = self.leads[0] * height * width
         return (size, size) if self.flat else (self.leads[0] * height, self.leads[1] * width)
 
@@ -208,6 +208,7 @@ class RankProgram:
         gathered: descriptions of the maps that ranks gather.
         drawn: operators that draw from torch's generator, which recomputation would not reproduce.
         undivided: the instructions of all planes; empty if these are all.
+        ahead: operators whose results are divided by what later ones do with them.
     """
 
     instructions: tuple[Instruction, ...]
@@ -221,6 +222,7 @@ class RankProgram:
     gathered: tuple[str, ...] = ()
     drawn: tuple[Operator, ...] = ()
     undivided: tuple[Instruction, ...] = ()
+    ahead: frozenset[str] = frozenset()
 
     @property
     def results(self) -> tuple[str, ...]:

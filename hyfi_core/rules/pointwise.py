@@ -68,13 +68,15 @@ def _from_right(builder: Builder, name: str, rank: int) -> Split:
     """Return how a map is split, with its dims numbered as after broadcasting to ``rank`` dims."""
     split = builder.splits[name]
     more = rank - len(builder.shape(name))
+    if not more and split.boxes is None:
+        return split
     return replace(split, dims=(split.dims[0] + more, split.dims[1] + more), boxes=None)
 
 
 def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[int]) -> Split:
     """Return how the result is split: like the first map of the same size, or evenly if there is none."""
     first = maps[0]
-    if all(split.dims == first.dims and split.space == first.space for split in maps) and _fits(first, sizes):
+    if all(split is first or _alike(split, first) for split in maps) and _fits(first, sizes):
         return builder.computed(op, first)
     y, x = first.dims
     full = next((split for split in maps if _fits(split, sizes)), None)
@@ -98,6 +100,11 @@ def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[i
     return Split(Layout.even(sizes[y], sizes[x], builder.grid), (y, x))
 
 
+def _alike(split: Split, other: Split) -> bool:
+    """Whether two maps have the same pixels in the same dims."""
+    return split.dims == other.dims and split.space == other.space
+
+
 def _fits(split: Split, sizes: Sequence[int]) -> bool:
     """Whether a map is as large as the result."""
     return split.sides == tuple(sizes[dim] for dim in split.dims)
@@ -116,8 +123,9 @@ def _aligned(builder: Builder, name: str, split: Split, anchor: Split) -> str:
         split: how it is split, with dims numbered as in the result.
         anchor: how the result is split.
     """
-    if split.dims == anchor.dims and split.space == anchor.space:
-        return builder.part(name, replace(anchor, dims=builder.splits[name].dims))
+    if split is anchor or _alike(split, anchor):
+        dims = builder.splits[name].dims
+        return builder.part(name, anchor if dims == anchor.dims else replace(anchor, dims=dims))
     map_box, turned = split.layout.map, split.dims != anchor.dims
     need = anchor.held.transposed() if turned else anchor.held
     # A side of 1 broadcasts: every rank with pixels needs it.

@@ -117,6 +117,7 @@ class PlanBounds:
     ) -> None:
         self._programs, self._batch = programs, batch
         self._machine, self._dtype = machine, dtype
+        self._bare = replace(machine, kernel_s=0.0)
         self._crowded = ranks > 1 and machine.devices_per_node > 1
         self._costs: dict[int, _PricedProgram] = {}
         self._operators: dict[tuple[int, _Mode], dict[str, _Work]] = {}
@@ -236,7 +237,7 @@ class PlanBounds:
         kinds: tuple[str, ...] = (cost.kind,)
         if cost.kind == "norm" and has_live_statistics(op):
             kinds = {None: ("norm", "shared_norm"), True: ("shared_norm",), False: ("norm",)}[mode.shared]
-        seconds = self._least_s(cost, replace(self._machine, kernel_s=0.0), kinds, mode.forwards)
+        seconds = self._least_s(cost, self._bare, kinds, mode.forwards)
         at = costs.sizes.get(op.first_output, _NO_MAP)
         return _Work({at: seconds}, self._least_s(cost, self._machine, kinds, mode.forwards) - seconds)
 

@@ -14,6 +14,7 @@ from hyfi_core.cost.fused_depth import runs_and_trial
 from hyfi_core.cost.links.node_links import Messages
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import KnownCosts
+from hyfi_core.cost.step.whole_layouts import WholeLayouts
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import NOT_FUSED, Target, lower, lowered_operators
 from hyfi_core.lowering.planes import Plane, exchanges, on_plane
@@ -101,7 +102,16 @@ class PartlyLowered:
             piece, entries = self._pieces[at], entries_of(self._pieces[at], self._splits, grids[at])
             stage, operators = self._known.stage(
                 (self._program, piece, grids[at], entries, self._fine),
-                partial(_lower_stage, piece, grids[at], entries, self._fine, self._machine, self.active),
+                partial(
+                    _lower_stage,
+                    piece,
+                    grids[at],
+                    entries,
+                    self._fine,
+                    self._machine,
+                    self.active,
+                    partial(self._known.layouts, self._program),
+                ),
             )
             self._entries.append(entries)
             self._splits.append(stage.planes[0].splits)
@@ -148,6 +158,14 @@ class LoweredPlans:
         self._cutters: dict[int, tuple[Program, ProgramCutter]] = {}
         self._costs: dict[tuple[int, str | None], tuple[Program, KnownCosts]] = {}
         self._derived: dict[Hashable, tuple[DividedStage, Any]] = {}
+        self._layouts: dict[Hashable, tuple[Program, WholeLayouts | None]] = {}
+
+    def layouts(self, program: Program, target: Target) -> WholeLayouts | None:
+        """Return the layouts of a whole model on a grid, if it can be lowered so; it is kept as by ``active``."""
+        key = id(program), target.grid, target.gather_bytes
+        if key not in self._layouts:
+            self._layouts[key] = program, WholeLayouts.of(program, target)
+        return self._layouts[key][1]
 
     def derived(self, stage: DividedStage, way: Hashable, compute: Callable[[], Derived]) -> Derived:
         """Return what was computed before from a stage in this way, or compute it; it must not be changed."""
@@ -240,14 +258,21 @@ def _lower_stage(
     fine: ParallelPlan,
     machine: MachineModel,
     active: frozenset[str],
+    layouts: Callable[[Target], WholeLayouts | None],
 ) -> tuple[DividedStage, list[Operator]]:
-    """Return the programs of the rank in the middle of a grid, and the operators of the stage."""
+    """Return the programs of the rank in the middle of a grid, and the operators of the stage.
+
+    ``layouts`` returns those of the whole model on the grid of a target.
+    """
     exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
     program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
     middle = grid[0] // 2 * grid[1] + grid[1] // 2
     target = Target(grid, middle, entries=entries, gather_bytes=fine.gather_bytes)
     program, branches = divide_stage(program, piece.outputs, exits, fine.branches, grid)
-    runs, trial = runs_and_trial(program, target, piece.outputs, exits, fine.fused_halo, machine)
+    operators = lowered_operators(program, piece.outputs, exits)
+    whole = layouts(target) if grid != (1, 1) and fine.fused_halo != 1 else None
+    unfused = whole.ranked if whole is not None and whole.hold_for(operators, entries) else None
+    runs, trial = runs_and_trial(program, target, piece.outputs, exits, fine.fused_halo, machine, unfused)
     planes = [Plane(branches, index) for index in range(fine.branches)]
     if trial is not None and runs == NOT_FUSED and not branches.order and fine.branches == 1:
         ranked = trial  # which is what would be lowered once more
@@ -257,7 +282,7 @@ def _lower_stage(
     further = (on_plane(all_planes, plane, middle) for plane in planes[1:])
     sent = tuple(exchange.carrying(active) for exchange in exchanges(ranked, planes[0], middle))
     stage = DividedStage(branches, (ranked, *further), sent)
-    return stage, lowered_operators(program, piece.outputs, exits)
+    return stage, operators
 
 
 def _carried(transfer: BoundaryTransfer) -> tuple[Messages, ...]:

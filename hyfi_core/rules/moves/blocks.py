@@ -115,6 +115,7 @@ def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], al
         groups = [tuple(at for at, factor in enumerate(factors) if factor.after == dim) for dim in range(rank)]
         pairs = [(along[0][factor], along[1][factor]) for factor in (0, 1)]
         batch = [at for at, factor in enumerate(factors) if not factor.before]
+        builder.ahead.add(op.name)
         first = windows_first(builder.program, op, groups, sizes, pairs, batch)
         if first is not None:
             return [first == 1] * 2
