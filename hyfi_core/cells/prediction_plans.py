@@ -20,6 +20,7 @@ import torch
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.budget import evaluation_bytes, spilled_bytes, with_cells
 from hyfi_core.cells.fused_memory import CellCosts
+from hyfi_core.cells.large_maps import fewest_cells
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory.forecast import enough_gb
 from hyfi_core.cost.operators import value_bytes
@@ -147,7 +148,8 @@ class _PredictionTrials:
 
     def fitting(self, grid: tuple[int, int]) -> Iterator[PredictionForecast]:
         """Yield the way with the fewest cells that fits, if there is one."""
-        for side in _CELLS if self._may_have_cells(grid) else (1,):
+        sides = [side for side in _CELLS if side >= self._fewest(grid)] if self._may_have_cells(grid) else [1]
+        for side in sides:
             cells = None if side == 1 and not self._own_slides(grid) else (side, side)
             try:
                 rank_bytes = evaluation_bytes(self._costs, grid, cells or (1, 1), self._held)
@@ -168,7 +170,8 @@ class _PredictionTrials:
         limit = self._needs.memory_bytes
         plan = ParallelPlan((grid,), cells="auto", spill="memory", memory_bytes=limit)
         try:
-            resolved = with_cells(plan, self._program, self._held, torch.device("cpu"), False, self._costs)
+            device, fewest = torch.device(self._needs.machine.device), self._fewest(grid)
+            resolved = with_cells(plan, self._program, self._held, device, False, self._costs, fewest)
             yield self._forecast(grid, resolved.cell_grid, limit, spills=True)
         except MemoryLimitError as error:
             self._least(error.least_bytes)
@@ -198,6 +201,12 @@ class _PredictionTrials:
         """Whether a rank may compute its part in cells: messages between GPUs have no tags, which cells need."""
         shared = prod(grid) > 1
         return not shared or (self._needs.machine.device != "cuda" and self._needs.command == "predict")
+
+    def _fewest(self, grid: tuple[int, int]) -> int:
+        """Return the fewest rows, and columns, of cells with which the kernels of a GPU are fast; 1 on a CPU."""
+        if self._needs.machine.device != "cuda":
+            return 1
+        return min(fewest_cells(self._program, ParallelPlan((grid,))), _CELLS[-1])
 
     def _forecast(
         self, grid: tuple[int, int], cells: tuple[int, int] | None, memory_bytes: int, spills: bool = False

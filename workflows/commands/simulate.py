@@ -117,17 +117,20 @@ def with_replicas(config: Config, ranks: int | None) -> tuple[ParallelPlan, int]
 
 
 def resolved(plan: ParallelPlan, program: Any, machine: MachineModel) -> ParallelPlan:
-    """Return the plan with ``auto`` cuts and cells chosen for a machine."""
+    """Return the plan with ``auto`` cuts and cells chosen for a machine, whatever this one is."""
     import torch
 
     from hyfi_core.cells.budget import with_cells
+    from hyfi_core.cells.large_maps import fewest_cells
     from hyfi_core.cost.search.cuts import with_cuts
     from workflows.training.memory import PROCESS_BYTES
 
     plan = with_cuts(plan, program, machine)
     if plan.cells == "auto" and plan.memory_bytes is None:
-        plan = replace(plan, memory_bytes=machine.memory_bytes)
-    return with_cells(plan, program, PROCESS_BYTES, torch.device("cpu"))
+        plan = replace(plan, memory_bytes=machine.memory_bytes // 2)  # of what is free: so does a run
+    # As a run on such a machine does, see ``runtime.calls.resolved_plan``; ranks of several GPUs have no cells.
+    fewest = fewest_cells(program, plan) if machine.device == "cuda" and plan.ranks == 1 else 1
+    return with_cells(plan, program, PROCESS_BYTES, torch.device(machine.device), fewest=fewest)
 
 
 def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[str]:

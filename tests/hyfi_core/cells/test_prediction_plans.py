@@ -80,6 +80,14 @@ def test_gpus_that_share_a_slide_have_no_cells() -> None:
     assert {one.grid: one.cells is None for one in found.plans} == {(1, 1): False, (1, 2): True}
 
 
+def test_maps_that_are_large_for_kernels_of_a_gpu_are_in_cells_there() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2)).eval()
+    large = captured_once(net, (1, 3, 16384, 16384), torch.float32)  # a map of 2³² values
+    for machine, cells in (("h100", (2, 2)), ("cpu", None)):
+        (alone,) = prediction_plans(large, needs(machine=load_machine(machine))).plans
+        assert alone.cells == cells and not alone.spills
+
+
 def test_validation_shares_slides_in_columns_or_has_cells() -> None:
     found = prediction_plans(program(), needs(4, command="validate")).plans
     assert {(one.grid, one.cells) for one in found} == {((1, 4), None), ((1, 1), (1, 1))}

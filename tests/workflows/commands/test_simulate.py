@@ -1,17 +1,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 from data.loading.rates import core_bytes_per_s
 from data.samples.augment import Augment
+from hyfi_core.cost.machines.machine_file import load_machine
+from hyfi_core.cost.memory.forecast import forecast_memory, rank_peaks
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from tests.harness import captured_once
 from workflows.commands import simulate
 from workflows.console import counted
+from workflows.training.memory import PROCESS_BYTES
 
 
 def config(folder: Path, **changes: object) -> Path:
@@ -95,6 +103,24 @@ def test_spilled_maps_take_time(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert disk["bound_by"] == "spill" and disk["step_s"] > little["step_s"]
     with pytest.raises(RequestError, match="a rank needs at least"):
         simulate.run(path, [*large, "plan.memory_bytes=500000000"], "p40", None, None, as_json=True)
+
+
+def test_automatic_cells_are_those_of_the_declared_machine() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
+    program = captured_once(net, (1, 3, 16384, 16384), torch.float32)  # a map of 2³² values
+    gpu, cpu = load_machine("h100"), load_machine("cpu")
+    auto = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=1 << 42)
+    assert simulate.resolved(auto, program, gpu).cells == (2, 2)
+    assert simulate.resolved(auto, program, cpu).cells is None
+    # A heap keeps more than a GPU does: between both, only the CPU needs cells.
+    small = captured_once(net, (1, 3, 4096, 4096), torch.float32)
+    whole = replace(auto, cells=None, spill=None)
+    (peak,) = rank_peaks(whole, forecast_memory(small, whole))
+    between = replace(auto, memory_bytes=PROCESS_BYTES + int(1.25 * peak))
+    assert simulate.resolved(between, small, gpu).cells is None
+    assert simulate.resolved(between, small, cpu).cells is not None
+    half = replace(auto, memory_bytes=None)
+    assert simulate.resolved(half, program, gpu).memory_bytes == gpu.memory_bytes // 2, "as a run without a limit"
 
 
 def test_classes_come_from_the_labels_where_the_configuration_has_none(tmp_path: Path) -> None:
