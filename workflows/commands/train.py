@@ -139,7 +139,6 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     from workflows.training.feeding import most_workers, share_chunks
     from workflows.training.inputs.of_job import inputs_of
     from workflows.training.job import prepare
-    from workflows.training.memory import check_memory
     from workflows.training.pace import with_shares
     from workflows.training.start import Roles, SavedRun, device_of
 
@@ -164,7 +163,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     )
     inputs.job = job = agree(world, lambda: with_shares(job, roles))
     device = device_of(config.run.device, roles)
-    forecast = agree(world, lambda: check_memory(job, roles, device))
+    forecast = agree(world, lambda: inputs.check_memory(roles, device))
     for line in forecast:
         say(line)
     remember_advice(world.broadcast_object(inputs.advice(forecast)))

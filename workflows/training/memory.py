@@ -145,13 +145,14 @@ def fits(trainer_bytes: Sequence[int], pools: Sequence[MemoryPool]) -> bool:
     return all(sum(trainer_bytes[rank] for rank in pool.trainers) <= pool.free_bytes for pool in pools)
 
 
-def check_memory(job: TrainingJob, roles: Roles, device: str) -> list[str]:
+def check_memory(job: TrainingJob, roles: Roles, device: str, programs: ModelPrograms | None = None) -> list[str]:
     """Return, on rank 0, messages about memory and cores; empty elsewhere (collective).
 
     Args:
         job: The run.
         roles: Roles of the ranks.
         device: Of this rank.
+        programs: Captures of the run's model that were made before on this rank; None: there are none.
 
     Raises:
         RequestError: On rank 0, if a host or a GPU has less memory than the lower bound of what its trainers need.
@@ -166,16 +167,29 @@ def check_memory(job: TrainingJob, roles: Roles, device: str) -> list[str]:
     ranks = [RankPlace(**fields) for fields in places]
     hosts, gpus = hosts_of(ranks), gpus_of(ranks)
     slow = [*crowded(hosts), *short_of_cores(threads)]
-    if job.plan.cells is not None or job.plan.tiles is not None:
-        return slow  # the forecast does not apply: cells, and chunks of tiles, limit memory
+    if job.plan.tiles is not None:
+        return slow  # chunks of tiles limit memory
+    if job.plan.cells is not None:
+        return [describe_unchecked(job.plan), *slow]
     memories = [host.memory for host in hosts]
-    forecast = _Forecaster(job, on_gpus=bool(gpus))
+    forecast = _Forecaster(job, bool(gpus), programs)
     pools = gpus or memories
     trainer_bytes = forecast.least_bytes(job.plan)
     cheaper = {} if fits(trainer_bytes, pools) else cheaper_plans(job.plan, _largest_batch(job))
     check_room(trainer_bytes, pools, forecast.of_changes(cheaper))
     lines = [describe_memory(forecast.host_bytes(job.plan), memories, "host memory")] if gpus else []
     return [describe_memory(forecast.device_bytes(job.plan), pools), *lines, *slow]
+
+
+def describe_unchecked(plan: ParallelPlan) -> str:
+    """Return why the memory of a plan with cells is not compared with what is free, and what limits it."""
+    if plan.spill is None:
+        limit = "it is not forecast for plan.cells without plan.spill; the run ends if it runs out"
+    elif plan.memory_bytes is None:
+        limit = "maps of cells take half of what is free, and others are spilled"
+    else:
+        limit = f"plan.memory_bytes keeps each trainer within {_gb(plan.memory_bytes)} GB"
+    return f"memory is not compared with what is free: {limit}"
 
 
 def advice_of(job: TrainingJob, forecast: Sequence[str]) -> str:
@@ -197,11 +211,12 @@ class _Forecaster:
     Args:
         job: The run.
         on_gpus: Whether its trainers compute on GPUs, so that little is in the memory of their processes.
+        programs: Captures the run's model; None: a new one does.
     """
 
-    def __init__(self, job: TrainingJob, on_gpus: bool) -> None:
+    def __init__(self, job: TrainingJob, on_gpus: bool, programs: ModelPrograms | None = None) -> None:
         self._batch, self._on_gpus = _largest_batch(job), on_gpus
-        self._programs = ModelPrograms(job.config, job.task.outputs)
+        self._programs = ModelPrograms(job.config, job.task.outputs) if programs is None else programs
 
     def least_bytes(self, plan: ParallelPlan) -> list[int]:
         """Return a lower bound of what each trainer needs where it computes."""

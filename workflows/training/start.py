@@ -164,16 +164,19 @@ def _shown(order: Sequence[int]) -> str:
     return first if len(order) <= 16 else f"{first}, …"
 
 
-def check_images(job: TrainingJob) -> list[dict[str, Any]]:
+def check_images(job: TrainingJob, programs: ModelPrograms) -> list[dict[str, Any]]:
     """Return the rows of ``coverage.csv``; reads every slide's tissue mask, so one rank does it for all.
 
+    Args:
+        job: The run.
+        programs: Captures the run's model.
+
     Raises:
-        RequestError: The model cannot be built or captured, or its outputs are not one for each class; an image would
-            show too little of its slide's tissue, or a slide is
-            damaged.
+        RequestError: The model cannot be captured, or its outputs are not one for each class; an image would show too
+            little of its slide's tissue, or a slide is damaged.
     """
     images = job.layout.batch_of(0) // job.plan.microbatches
-    ModelPrograms(job.config, job.task.outputs).of(images)  # first, because reading all tissue masks takes time
+    programs.of(images)  # first, because reading all tissue masks takes time
     for dataset in (job.train, job.val):
         dataset.check_files()
         check_coverage(dataset, job.config.data.min_coverage)

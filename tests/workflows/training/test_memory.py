@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Program
 from hyfi_core.cost.memory.forecast import MemoryForecast
 from hyfi_core.errors import RequestError
 from hyfi_core.job_limits import MemoryLimit
@@ -12,6 +17,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import in_this_process, run_here
 from workflows.config.load import load_config
+from workflows.evaluation import programs
 from workflows.launch import memory_pools
 from workflows.launch.memory_pools import MemoryPool, RankPlace
 from workflows.training.job import prepare
@@ -21,6 +27,7 @@ from workflows.training.memory import (
     cheaper_plans,
     check_room,
     describe_memory,
+    describe_unchecked,
     rank_bytes,
 )
 
@@ -117,6 +124,29 @@ def test_a_run_on_gpus_is_compared_with_their_memory(
     assert run_here(config) == 0
     printed = capfd.readouterr().out
     assert "of 1 GB free on cuda:0 of node1" in printed and "host memory: about 0.4 GB for each trainer" in printed
+
+
+@pytest.mark.usefixtures("_here")
+def test_the_checks_before_a_run_capture_its_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    captured = []
+
+    def noted(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Program:
+        captured.append(shape)
+        return capture(model, shape, dtype)
+
+    monkeypatch.setattr(programs, "capture", noted)
+    assert run_here(make_config(tmp_path, make_store(tmp_path), run={"steps": 1})) == 0
+    assert len(captured) == 1 and "memory: about" in capfd.readouterr().out
+
+
+def test_a_run_in_cells_says_that_its_memory_is_not_compared() -> None:
+    in_cells = ParallelPlan(grids=((1, 1),), cells=(2, 2))
+    assert "not forecast for plan.cells without plan.spill" in describe_unchecked(in_cells)
+    spilling = replace(in_cells, spill="memory")
+    assert "half of what is free" in describe_unchecked(spilling)
+    assert "keeps each trainer within 6 GB" in describe_unchecked(replace(spilling, memory_bytes=6 * GB))
 
 
 def test_bfloat16_needs_less_than_float32(tmp_path: Path) -> None:

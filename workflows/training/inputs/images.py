@@ -16,12 +16,14 @@ from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.launch import made_current
 from workflows.evaluation.evaluate import EvaluationSet, InferenceEngine
+from workflows.evaluation.programs import ModelPrograms
 from workflows.finetuning.freezing import Freezing
 from workflows.finetuning.optimizers.switching import SwitchingOptimizer, statistics_warning
 from workflows.training import start as starting
 from workflows.training.feeding import BatchImages, make_feed, preparation
 from workflows.training.inputs.run_inputs import Batches, RunInputs, Tell, TrainingEngine
 from workflows.training.job import TrainingJob
+from workflows.training.memory import check_memory
 from workflows.training.start import Roles, SavedRun
 from workflows.training.throughput import Throughput
 
@@ -62,6 +64,7 @@ class ImageInputs(RunInputs):
     def __init__(self, job: TrainingJob) -> None:
         super().__init__(job)
         self._drawn: InitialWeights | None = None
+        self._programs: ModelPrograms | None = None
 
     @property
     def outputs_to_place(self) -> int | None:
@@ -70,7 +73,13 @@ class ImageInputs(RunInputs):
 
     def check(self) -> list[dict[str, Any]]:
         """Return the rows of ``coverage.csv``, see `check_images`."""
-        return starting.check_images(self.job)
+        self._programs = ModelPrograms(self.job.config, self.job.task.outputs)
+        return starting.check_images(self.job, self._programs)
+
+    def check_memory(self, roles: Roles, device: str) -> list[str]:
+        """Return messages about memory; of the model that was captured for ``check``, which is released."""
+        programs, self._programs = self._programs, None
+        return check_memory(self.job, roles, device, programs)
 
     def make_model(self, device: str, loads: bool, tell: Tell) -> tuple[nn.Module, Freezing | None]:
         """Return the initial model; on the meta device if the engine draws the weights of each stage."""

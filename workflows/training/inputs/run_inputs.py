@@ -23,7 +23,7 @@ from hyfi_core.tiles.engine import TilesEngine
 from workflows.evaluation.evaluate import EvaluationSet, InferenceEngine
 from workflows.finetuning.freezing import Freezing
 from workflows.training.job import TrainingJob
-from workflows.training.memory import advice_of
+from workflows.training.memory import advice_of, check_memory
 from workflows.training.start import Roles, SavedRun
 from workflows.training.throughput import Throughput
 
@@ -80,6 +80,10 @@ class RunInputs(ABC):
         Raises:
             RequestError: Slides or model cannot be used as they are.
         """
+
+    def check_memory(self, roles: Roles, device: str) -> list[str]:
+        """Return messages about memory and cores, see ``training.memory.check_memory`` (collective)."""
+        return check_memory(self.job, roles, device)
 
     def advice(self, forecast: Sequence[str]) -> str:
         """Return what to print if memory runs out."""
