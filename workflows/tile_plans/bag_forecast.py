@@ -77,11 +77,13 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
     kept = kept_chunks / max(1, chunks) if trains else 1.0
     parts = _parts_s(costs, plan, slides, machine, kept)
     of_kept = max(0, kept_chunks - 1) * costs.facts.kept.of(-(-tiles // max(1, chunks)))
+    # What a forward frees stays in the process, between blocks of the chunks that are kept or encoded again after it.
+    freed = costs.facts.forward.of(chunk) if kept_chunks < chunks and trains else 0
     return BagForecast(
         plan=replace(plan, memory_bytes=limit),
         step_s=sum(parts.values()),
         parts_s=parts,
-        memory_bytes=min(limit, least + int(of_kept * SLACK)),
+        memory_bytes=min(limit, least + int((of_kept + freed) * SLACK)),
         least_bytes=least,
         chunk=chunk,
         kept=kept,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from hyfi_core.cost.machines.machine_file import load_machine
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.tiles.encoding.encoder_facts import TileBytes
 from tests.workflows.training.test_tile_runs import tile_config
 from workflows.commands import plan, simulate
 from workflows.config.load import load_config
@@ -53,6 +55,20 @@ def test_ranks_memory_and_training(costs: dict[str, BagCosts]) -> None:
     assert beside[0] < beside[1]
     with pytest.raises(RequestError, match=r"slides with 64 tiles needs at least .* but 0.1 GB are allowed"):
         forecast_bags(costs["all"], ParallelPlan(tiles=1, memory_bytes=100_000_000), 2, MACHINE)
+
+
+def test_freed_blocks_and_shards_count(costs: dict[str, BagCosts]) -> None:
+    facts = replace(costs["all"].facts, forward=TileBytes(1_000_000, 0))
+    large = replace(costs["all"], facts=facts, weight_bytes=4_000_000, trained_bytes=4_000_000)
+    least = forecast_bags(large, ParallelPlan(tiles=1), 2, MACHINE).least_bytes
+    kept_bytes = int(large.facts.kept.of(32) * 1.15)
+    some = forecast_bags(large, ParallelPlan(tiles=1, memory_bytes=least + kept_bytes + 2_000_000), 2, MACHINE)
+    assert some.kept < 1 and some.memory_bytes >= least + 1_150_000  # what a forward frees, with the slack
+    whole = forecast_bags(large, ParallelPlan(tiles=2), 2, MACHINE).least_bytes
+    shards = forecast_bags(replace(large, shard=True, gathered_bytes=500_000), ParallelPlan(tiles=2), 2, MACHINE)
+    assert whole - shards.least_bytes == 5 * 4_000_000 // 2 - 500_000  # weights, gradients twice, two moments
+    alone = forecast_bags(replace(large, shard=True, gathered_bytes=500_000), ParallelPlan(tiles=1), 2, MACHINE)
+    assert alone.least_bytes == least
 
 
 def test_plans_of_all_ranks(costs: dict[str, BagCosts]) -> None:
