@@ -12,7 +12,7 @@ AmoebaNet-D; one and two micro-batches). Halos and buffers of messages come in a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Literal
 
@@ -104,11 +104,6 @@ class MemoryForecast:
         if way == "peak":
             return self.later_bytes if gradients else self.first_bytes
         return self.saved_bytes + gradients * self.weight_bytes
-
-    def in_cells(self, cells: int) -> MemoryForecast:
-        """Return the forecast if one of so many cells computes at a time."""
-        runs = self.saved_bytes + self.between_bytes + self.working_bytes // cells + self.weight_bytes
-        return replace(self, first_bytes=runs, later_bytes=runs)
 
     def spilled_bytes(self, cells: int) -> int:
         """Return the least that so many cells need if everything that can is spilled; see `hyfi_core.cells.budget`."""

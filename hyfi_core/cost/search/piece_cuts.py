@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,10 +63,7 @@ def least_memory_cuts(plan: ParallelPlan, program: Program) -> tuple[str, ...]:
 
 def _needed_bytes(plan: ParallelPlan, program: Program, stages: Sequence[StageMaps]) -> int:
     """Return what the rank that needs most needs, by the forecast."""
-    forecasts: Sequence[MemoryForecast] = forecast_memory(program, plan, stages)
-    if plan.cell_grid is not None:
-        forecasts = [forecast.in_cells(prod(plan.cell_grid)) for forecast in forecasts]
-    return max(rank_peaks(replace(plan, cells=None), forecasts))
+    return max(rank_peaks(replace(plan, cells=None), forecast_memory(program, plan, stages)))
 
 
 @dataclass(frozen=True)
