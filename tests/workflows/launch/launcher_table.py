@@ -236,10 +236,13 @@ def rows(folder: Path, slurm: Slurm | None, wanted: Callable[[str], bool]) -> di
             own = folder / re.sub(r"\W+", "-", name.partition(" (")[0])
             own.mkdir()
             make_config(own, store, **train)
+            cells: tuple[str, ...]
             runs = LaunchedRuns(launcher, own, slurm if "Slurm" in name else None)
-            start, equal = runs.straight()
-            found[name] = (start, equal, runs.killed(), runs.frozen(), runs.dead_stopping(), *runs.stopped())
-            print(f"| {name} | {' | '.join(found[name])} |", flush=True)
+            cells = runs.straight()
+            if cells[0] == "yes":  # else the reason is all that there is to say of it
+                cells = (*cells, runs.killed(), runs.frozen(), runs.dead_stopping(), *runs.stopped())
+            found[name] = cells
+            print(f"| {name} | {' | '.join(' '.join(cell.split()) for cell in cells)} |", flush=True)
     return found
 
 

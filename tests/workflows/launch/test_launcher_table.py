@@ -21,8 +21,10 @@ def test_every_launcher_does_the_same(tmp_path: Path) -> None:
             found = rows(tmp_path / "runs", slurm, lambda _: True)
     else:
         found = rows(tmp_path / "runs", None, lambda _: True)
-    for name, (start, equal, killed, frozen, dead, stopped, resumed) in found.items():
-        assert (start, equal, resumed) == ("yes", "equal", "equal"), name
+    for name, cells in found.items():
+        assert cells[0] == "yes", (name, cells)
+        _, equal, killed, frozen, dead, stopped, resumed = cells
+        assert (equal, resumed) == ("equal", "equal"), name
         seconds, _, code = killed.partition(" s, named, in a log, code ")
         assert float(seconds) < 10, (name, killed)
         assert int(code) == 1 if name == "torchrun" else int(code) not in (0, 1, 2, 3), (name, killed)

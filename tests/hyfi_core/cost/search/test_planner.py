@@ -156,7 +156,7 @@ def forecasts_of_all_cuts(plan: ParallelPlan, each: Program, asked: PlanRequest)
 
 @pytest.mark.parametrize(
     ("ranks", "batch", "machine", "share"),
-    [(2, 2, "v100-lassen", 0.9), (3, 2, "cpu", 0.85), (3, 4, "h100", 0.9), (3, 4, "bluefield2", 0.7)],
+    [(2, 2, "v100-lassen", 0.9), (3, 2, "cpu", 0.82), (3, 4, "h100", 0.75), (3, 4, "bluefield2", 0.7)],
 )
 def test_where_the_fastest_cuts_do_not_fit_others_are_found(ranks: int, batch: int, machine: str, share: float) -> None:
     (free,) = best_plans(programs, request(ranks, batch, machine)).plans
