@@ -249,3 +249,10 @@ def test_a_true_store_gives_the_same_pixels(tmp_path):
     for epoch in (None, 0, 1):
         box = Box(17, 290, 100, 384)
         assert np.array_equal(stored.read(0, box, epoch), memory.read(0, box, epoch))
+
+
+def test_slides_with_the_same_content_in_two_splits_are_refused():
+    rows = [{"slide_id": name, "case_id": "", "status": "done", "source_sha256": "00ff"} for name in ("a", "b")]
+    assert len(select_slides(rows, splits={"a": "train", "b": "train"}, split="train")) == 2
+    with pytest.raises(RequestError, match="same content"):
+        select_slides(rows, splits={"a": "train", "b": "val"}, split="train")

@@ -82,3 +82,9 @@ def test_of_large_grids_and_of_many_replicas_the_ends_are_drawn() -> None:
     assert "0 │      1 │      2 │      3 │      … │     60 │" in text and "204799" in text and "replica 4," not in text
     nine = ParallelPlan(grids=((9, 9),), replicas=9).describe()
     assert "…" not in nine and "⋮" not in nine and "728" in nine
+
+
+def test_a_replica_of_a_shared_batch_knows_what_is_before_it() -> None:
+    plan = ParallelPlan(grids=((1, 1),), replicas=3, microbatches=2, shares=(4, 2, 6))
+    assert [plan.share_of(replica) for replica in range(3)] == [(0, 6), (2, 6), (3, 6)]
+    assert ParallelPlan(grids=((1, 1),), replicas=3).share_of(1) is None

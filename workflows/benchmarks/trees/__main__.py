@@ -2,12 +2,12 @@
 
     python -m workflows.benchmarks.trees CHECKOUT [--only engine cells] [--pairs 30] [--rounds 2]
 
-Each checkout works in a process of its own, and both stay alive: they take single steps in turns, A B B A, so that
-whatever else the machine does slows both sides of a pair. Times are of the processor, one thread each. Prints a JSON
-line for each kind of work: median seconds of a step, the median of the ratios of all pairs (this checkout to the other)
-with an interval that has their median in 95 of 100 runs, and by how many MB the process grew at its peak, the least of
-all rounds. Every round has new processes, since two of the same code differ, too. ``CHECKOUT`` compared with itself
-(``--this CHECKOUT``) shows what the machine can tell.
+Each checkout works in a process of its own, and both stay alive on one core: they take single steps in turns, A B B A,
+so that whatever else the machine does slows both sides of a pair. Times are of the processor, one thread each. Prints a
+JSON line for each kind of work: median seconds of a step, the median of the ratios of all pairs (this checkout to the
+other) with an interval that has their median in 95 of 100 runs, the median of each round, and by how many MB the
+process grew at its peak, the least of all rounds. Every round has new processes, since two of the same code differ,
+too. ``CHECKOUT`` compared with itself (``--this CHECKOUT``) shows what the machine can tell.
 """
 
 from __future__ import annotations

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from data.samples.trained.trained_range import SlideFigures, TrainedRange
+from data.store.slide_store import StoreLevel
 
 BLUE, PINK = (0.65, 0.70, 0.29), (0.07, 0.99, 0.11)
 
@@ -49,3 +51,12 @@ def test_ranges_are_stored_and_joined() -> None:
     joined = TrainedRange.union([TRAINED, TrainedRange.of([slide(200, turn=20)]), TrainedRange()])
     assert joined.numbers["area_mm2"] == (8, 200)
     assert not joined.describe_outside(slide(150, turn=22))
+
+
+def test_figures_of_a_slide_are_in_mm2_and_um() -> None:
+    levels = (StoreLevel(2000, 3000, (0.5, 0.25), "0"),)
+    stains = {"haematoxylin": [1, 0, 0], "eosin": None}
+    shown = SimpleNamespace(levels=levels, attributes={"source": {"mpp": [0.5, 0.125]}, "stains": stains})
+    figures = SlideFigures.of(SimpleNamespace(slide=lambda index: shown), 0)  # type: ignore[arg-type]
+    assert figures.area_mm2 == 0.75 and figures.source_mpp == 0.25
+    assert figures.stains == {"haematoxylin": (1.0, 0.0, 0.0)}
