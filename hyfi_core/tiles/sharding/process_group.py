@@ -22,7 +22,7 @@ from hyfi_core.runtime.groups import node_name
 _LIMIT = timedelta(days=30)
 """Ranks that fail are noticed by the supervision of the job, not by a time limit of this library."""
 _MADE: dict[str, Any] = {}
-"""Address of the store -> the group that was made with it."""
+"""Host of the first rank and address of the store -> the group that was made with it."""
 
 
 def process_group(comm: Communicator, device: torch.device) -> Any:
@@ -38,19 +38,19 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
     own = getattr(comm, "process_group", None)
     if own is not None:
         return own
-    node = node_name()
-    processes = comm.broadcast_object(comm.gather_objects([node, os.getpid()]))
-    if len({tuple(process) for process in processes}) < comm.size:
+    node, sizes = node_name(), {address: group.size() for address, group in _MADE.items()}
+    ranks = comm.broadcast_object(comm.gather_objects([node, os.getpid(), sizes, dist.is_initialized()]))
+    if len({(host, process) for host, process, _, _ in ranks}) < comm.size:
         raise RequestError("shard=True needs a process for each rank; these ranks are threads of one")
-    earlier = comm.broadcast_object(next(iter(_MADE), ""))
-    if earlier and earlier in _MADE:
-        return _MADE[earlier]
-    if dist.is_initialized():
-        raise RequestError("shard=True: torch.distributed is in use by this process, for other ranks than these")
+    for earlier, size in ranks[0][2].items():
+        if size == comm.size and all(earlier in made for _, _, made, _ in ranks):
+            return _MADE[earlier]  # of these very ranks
+    if any(initialized for *_, initialized in ranks):
+        raise RequestError("shard=True: torch.distributed is in use by these processes, for other ranks than these")
     library: Any = dist
     store, address = None, ""
     if comm.rank == 0:
-        host = "127.0.0.1" if len({host for host, _ in processes}) == 1 else socket.getfqdn(node)
+        host = "127.0.0.1" if len({host for host, *_ in ranks}) == 1 else socket.getfqdn(node)
         store = library.TCPStore(host, 0, comm.size, is_master=True, timeout=_LIMIT, wait_for_workers=False)
         address = f"{host}:{store.port}"
     address = comm.broadcast_object(address)
@@ -60,7 +60,7 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=_LIMIT)
     atexit.register(_leave)
-    _MADE[address] = dist.group.WORLD
+    _MADE[f"{ranks[0][0]} {address}"] = dist.group.WORLD
     return dist.group.WORLD
 
 
