@@ -145,6 +145,7 @@ class Lifetimes:
         if not maps:  # a product of weights, whose gradient goes on
             return {}
         sizes = {name: value_bytes(self._program, name) for name in map(self._memory_of, maps)}
+        sizes |= self._converted(op)
         return sizes | {f"{op.name} cotangent": value_bytes(self._program, op.first_output)}
 
     def carried(self, names: Iterable[str | None]) -> set[str]:
@@ -223,7 +224,17 @@ class Lifetimes:
         sizes = {name: value_bytes(self._program, name) for name in map(self._memory_of, self._kept_values(op))}
         if facts_of(op).keeps == "inputs and places":
             sizes[f"{op.name} places"] = _INDEX_BYTES * prod(self._program.values[op.first_output].shape)
-        return sizes
+        return sizes | self._converted(op)
+
+    def _converted(self, op: Operator) -> dict[str, int]:
+        """Return the copies of weights in the dtype of autocast: each micro-batch has them from forward to backward."""
+        if not facts_of(op).product:
+            return {}
+        values = self._program.values
+        dtype = values[op.first_output].dtype
+        weights = [name for name in op.inputs if name in self._program.parameters]
+        narrower = [name for name in weights if dtype.itemsize < values[name].dtype.itemsize]
+        return {f"{name} as {dtype}": prod(values[name].shape) * dtype.itemsize for name in narrower}
 
     def _kept_values(self, op: Operator) -> set[str]:
         """Return the values that its backward needs; parameters, buffers and constants are there anyway."""
@@ -255,13 +266,22 @@ class Lifetimes:
         return 2 * output_bytes if facts.kind == "norm" else output_bytes
 
     def _reorders(self, op: Operator) -> int:
-        """Return a new gradient before it is added, and what a convolution has in other orders."""
+        """Return a new gradient before it is added, and what a convolution has in other orders.
+
+        Under autocast, kernels make it in the narrower dtype, and it is converted.
+        """
         if not facts_of(op).product:
             return 0
-        values, total = self._program.values, self._kernels_bytes(op)
+        total, item = self._kernels_bytes(op), self._kernel_item(op)
         for name in (name for name in op.inputs if name in self._program.parameters):
-            total += value_bytes(self._program, name) * (2 if prod(values[name].shape[2:]) > 1 else 1)
+            values = self._program.values[name]
+            orders = int(item < values.dtype.itemsize) + (prod(values.shape[2:]) > 1)
+            total += value_bytes(self._program, name) + orders * prod(values.shape) * min(item, values.dtype.itemsize)
         return total
+
+    def _kernel_item(self, op: Operator) -> int:
+        """Return the bytes of a number of a product's weights as its kernels take them: in the dtype of its result."""
+        return self._program.values[op.first_output].dtype.itemsize
 
     def _kernels_bytes(self, op: Operator) -> int:
         """Return the bytes of the kernels of a convolution in the order that its backward needs."""
@@ -270,10 +290,8 @@ class Lifetimes:
 
     def _blocked_bytes(self, op: Operator, weight: str) -> int:
         """Return the bytes of a kernel whose groups are padded to whole blocks of channels."""
-        (out_channels, in_channels, *window), item = (
-            self._program.values[weight].shape,
-            self._program.values[weight].dtype.itemsize,
-        )
+        out_channels, in_channels, *window = self._program.values[weight].shape
+        item = min(self._kernel_item(op), self._program.values[weight].dtype.itemsize)
         groups = max(1, self._program.values[op.inputs[0]].shape[1] // in_channels)
         padded = (-(-count // _BLOCK) * _BLOCK for count in (out_channels // groups, in_channels))
         return groups * prod(padded) * prod(window) * item

@@ -25,6 +25,7 @@ PLANS: dict[str, tuple[ParallelPlan, ...]] = {
         ParallelPlan(grids=(_ONE,), cells=(2, 1)),
         ParallelPlan(grids=((1, 2),)),
         ParallelPlan(grids=_TWO, microbatches=4),
+        ParallelPlan(grids=_TWO, microbatches=4, schedule="zb_h1"),
         ParallelPlan(grids=_TWO, microbatches=2, schedule="chimera"),
         ParallelPlan(grids=(_ONE,), replicas=2),
         ParallelPlan(grids=((2, 2),)),

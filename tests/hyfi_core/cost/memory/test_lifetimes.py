@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hyfi_core
+from hyfi_core.capture.autocast import under_autocast
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.cost.memory.forecast import forecast_memory, rank_peaks
 from hyfi_core.cost.memory.lifetimes import Held, Lifetimes, Peak
+from hyfi_core.cost.operators import value_bytes
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet18, resnet50
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -151,3 +153,19 @@ def test_factors_are_kept_only_if_the_other_has_a_gradient() -> None:
     program = captured_once(Masked().train(), (1, 3, 32, 32), torch.float32)
     kept = {name for op in program.operators for name in Lifetimes(program).of(op).kept}
     assert kept == {program.image, "mean"}
+
+
+def test_each_micro_batch_has_copies_of_weights_in_the_dtype_of_autocast() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    program = captured_once(model.train(), (2, 3, 32, 32), torch.float32)
+    narrow = under_autocast(program, torch.bfloat16, "cpu")
+    copies = {value: f"{value} as torch.bfloat16" for value, name in program.parameters.items() if name[0] in "04"}
+    kept = [
+        {name: size for op in one.operators for name, size in Lifetimes(one).of(op).kept.items()}
+        for one in (program, narrow)
+    ]
+    assert not set(copies.values()) & kept[0].keys()
+    assert {value: kept[1][copy] for value, copy in copies.items()} == {
+        value: value_bytes(program, value) // 2 for value in copies
+    }
+    assert sum("as torch" in name for name in kept[1]) == len(copies) == 4, "weights and biases of both products"
