@@ -50,6 +50,7 @@ def weighted_order(weights: Sequence[float], seed: int, epoch: int) -> NDArray[n
     total = sum(Fraction(weight) for weight in weights)
     ends = np.cumsum([int(Fraction(weights[i]) * _UNITS * n / total) for i in line])
     start = int(keyed_bits(1, "start", int(seed), int(epoch))[0] >> np.uint64(32))
+    # In units of 2⁻³² of the distance between two points, so that all numbers are whole.
     points = [((point << 32) + start) * int(ends[-1]) // (n << 32) for point in range(n)]
     drawn = line[np.searchsorted(ends, points, side="right")]
     return drawn[epoch_order(n, seed, epoch)]

@@ -223,6 +223,8 @@ class _RegionSearch:
             sent[plane] += sum(chains[at].sent_bytes for at in group if self._last[at] >= stop)
             owners.update(dict.fromkeys(group, plane))
         peers = self._planes - 1
+        # A plane sends its values to each peer and receives those of all others: whichever is more takes the time.
         most = max(max(peers * own, sum(sent) - own) for own in sent)
         exchange_s = self._latency_s * peers + most / self._bytes_per_s if most else 0.0
+        # Values go forward, and their cotangents backward.
         return max(loads) + 2 * exchange_s, owners

@@ -99,6 +99,7 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     reshaped = tuple(name for name in own if name in tensors and own[name].shape != tensors[name].shape)
     fitting = {name: tensors[name] for name in own if name in tensors and name not in reshaped}
     counters = {name for name in own if name.endswith("num_batches_tracked")}
+    # Counters fit any model with batch norm: they do not show that a file is of this one.
     if not set(fitting) - counters:
         raise RequestError(
             f"model.weights {path}: none of its {len(tensors)} tensors matches the model; its first names are "

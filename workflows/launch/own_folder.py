@@ -69,6 +69,7 @@ def _remove_abandoned(parent: Path) -> None:
                 continue
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
+                # Raises where a launcher that runs has the lock, and its folder stays.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:

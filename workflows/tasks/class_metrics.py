@@ -142,6 +142,7 @@ def _areas(scores: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, tr
         rank = ranks(scores[:, c])
         positive = _summed(counts * (targets == c), rank, int(rank.max()) + 1)
         negative = _summed(counts * (targets != c), rank, int(rank.max()) + 1)
+        # Negatives below each score; of those with the same score, one half.
         below = negative.cumsum(1) - negative / 2
         areas.append((positive * below).sum(1) / (positive.sum(1) * negative.sum(1)))
     return areas[0] if classes == 2 else mean_present(torch.stack(areas, 1), true)

@@ -244,6 +244,7 @@ class Lifetimes:
         outputs = {name for name in op.outputs if name is not None}
         inputs = {name for name in op.inputs if name in self._program.values}
         if keeps == "other factors":
+            # A factor is kept for the gradient of another one; in x · x, each is the other's.
             active = [name for name in op.inputs if name in self.active]
             inputs = {
                 name for name in inputs if any(active_name != name for active_name in active) or active.count(name) > 1

@@ -34,6 +34,7 @@ def cut_candidates(program: Program) -> list[CutCandidate]:
         last.update({".".join(parts[: n + 1]): index + 1 for n in range(len(parts)) if op.module})
     ends: dict[int, str] = {}
     for module, index in last.items():
+        # Of modules that end at one operator, the outermost.
         if index < len(program.operators) and (index not in ends or module.count(".") < ends[index].count(".")):
             ends[index] = module
     depth = max((module.count(".") for module in ends.values()), default=0)

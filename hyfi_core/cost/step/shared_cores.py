@@ -39,6 +39,7 @@ def on_shared_cores(run: Simulation, weights: Sequence[float], cores: SharedCore
             changes[end_s] = changes.get(end_s, 0.0) - weight * share
     times = sorted({0.0, run.makespan_s, *changes})
     working, later = changes.get(0.0, 0.0), [0.0]
+    # Time passes more slowly while more ranks work than there are cores.
     for begin_s, end_s in pairwise(times):
         later.append(later[-1] + (end_s - begin_s) * max(1.0, working / cores.count))
         working += changes.get(end_s, 0.0)

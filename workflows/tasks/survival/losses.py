@@ -48,9 +48,11 @@ def drawn_cox_losses(
     drawn = counts * events
     tied = torch.zeros(shape, dtype=torch.float64).index_add_(1, group, drawn * hazard)
     deaths = torch.zeros(shape, dtype=torch.float64).index_add_(1, group, drawn)
+    # Risks enter as differences: the largest is taken off, so that no hazard overflows.
     loss = -(drawn @ (risks - risks.max()))
     for step in range(int(deaths.max())):
         present = deaths > step
+        # Efron's ties, as in `cox_loss`: of d events at one time, the next one finds step / d of them gone.
         left = torch.where(present, all_at_risk - step / deaths * tied, 1.0)
         loss = loss + left.log().sum(1)
     total = drawn.sum(1)

@@ -136,6 +136,7 @@ def time_areas(
     for horizon in horizons:
         ended = by_rank(torch.where((times <= horizon) & (events > 0), weighted, 0.0))
         alive = by_rank(counts * (times > horizon))
+        # Those alive with a lower risk; of those with the same risk, one half.
         below = alive.cumsum(1) - alive / 2
         areas.append((ended * below).sum(1) / (ended.sum(1) * alive.sum(1)))
     distinct, curve = kaplan_meier(times, events, counts)
@@ -196,4 +197,5 @@ def log_rank(times: torch.Tensor, events: torch.Tensor, high: torch.Tensor) -> f
     if not float(variance.sum()) > 0:
         return None
     statistic = (deaths[1] - deaths[0] * share).sum() ** 2 / variance.sum()
+    # The tail of chi square with one degree of freedom.
     return float(torch.erfc((statistic / 2).sqrt()))

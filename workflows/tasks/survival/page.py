@@ -99,6 +99,7 @@ def _curve(targets: torch.Tensor, label: str) -> GroupCurve:
     variance = (deaths / (at_risk * (at_risk - deaths)).clamp(min=1e-12)).cumsum(0) / value.log() ** 2
     half = _Z * variance.sqrt()
     low, high = (value ** (sign * half).exp() for sign in (1, -1))
+    # log(−log S) is not finite at 0 and 1: no interval there.
     flat = (curve[0] >= 1) | (curve[0] <= 0)
     low, high = torch.where(flat, curve[0], low), torch.where(flat, curve[0], high)
     x, y, under, over = (
