@@ -78,3 +78,9 @@ def test_inner_outputs_look_at_nobody_elses_pixels(
     for output in range(inner.y0, inner.y1):
         start, stop = window.input_interval(output, output + 1)
         assert max(0, start) >= have[0] and min(length, stop) <= have[1]
+
+
+def test_a_part_with_room_for_one_window_is_called_as_it_is() -> None:
+    window = Window(AxisWindow(3), AxisWindow(3))
+    call = own_call(window, Box(0, 3, 0, 3), Box(0, 1, 0, 1))
+    assert call is not None and (call.start, call.padding) == ((0, 0), (0, 0))

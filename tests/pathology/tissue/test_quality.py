@@ -213,3 +213,12 @@ def test_small_slides_are_surveyed_too() -> None:
     found = survey.result()
     assert found.flags == {"no_tissue": True, "pen": False, "blur": False, "colour": False} and found.stains is None
     assert found.to_json()["sharpness"] is None
+
+
+def test_the_share_of_blurred_patches_is_of_those_measured() -> None:
+    blur = BlurMap(512, 512)
+    blur.values[:] = np.nan
+    blur.values.flat[:5] = [OUT_OF_FOCUS / 2, OUT_OF_FOCUS * 2, OUT_OF_FOCUS * 2, OUT_OF_FOCUS * 2, np.nan]
+    assert (blur.patches, blur.share, blur.median) == (4, 0.25, pytest.approx(OUT_OF_FOCUS * 2))
+    blur.values.flat[3] = np.nan
+    assert blur.share == 0.0 and blur.median is None, "too few patches to judge a slide by"
