@@ -68,7 +68,10 @@ class Table:
         for key in KEYS:
             if key in self.columns:
                 return key
-        raise RequestError(f"{self.name}: no column 'slide_id' or 'case_id'; it has: {', '.join(self.columns)}")
+        raise RequestError(
+            f"{self.name}: no column 'slide_id' or 'case_id'; it has: {', '.join(self.columns)}; name the one with the "
+            f"names of slides: --id-column, or data.id_column of a run"
+        )
 
 
 def read_table(path: Path | Table, subject: str, used: Sequence[str] = (), *, id_column: str | None = None) -> Table:
