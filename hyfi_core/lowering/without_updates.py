@@ -21,7 +21,7 @@ def updates_are_apart(program: Program, results: Iterable[str]) -> bool:
 
     Args:
         program: the whole captured model.
-        results: values of its output.
+        results: values of its output, and those that its stages send to others: cells would send old buffers.
     """
     results = set(results)
     read, of_image = _read(program, results), _of_image(program)

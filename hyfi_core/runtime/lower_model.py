@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -86,7 +86,7 @@ def lower_model(
         spills=spills,
         plane=_plane(subject, program, plan, index),
         compiler=None if spills else subject.compiler,
-        updates=updates or plan.directions > 1 or not updates_are_apart(program, refs_in(results)),
+        updates=updates or plan.directions > 1 or not updates_are_apart(program, _needed_values(stages)),
     )
     lowered = _StagesOfRank(stages, how)
     return LoweredModel(
@@ -105,6 +105,18 @@ def lower_model(
 def _stages(program: Program, results: tuple[Any, ...], plan: ParallelPlan) -> tuple[Stage, ...]:
     assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
     return cut_program(program, results, () if plan.cuts == "auto" else plan.cuts)
+
+
+def _needed_values(stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield the values of the output, and those that stages send, which may serve updates alone."""
+    for stage in stages:
+        yield from refs_in(stage.outputs)
+        yield from _exits(stage)
+
+
+def _exits(stage: Stage) -> tuple[str, ...]:
+    """Return the values that other stages use, each once."""
+    return tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
 
 
 def _plane(subject: Subject, program: Program, plan: ParallelPlan, index: int) -> Plane:
@@ -218,7 +230,7 @@ class _StagesOfRank:
 
     def _lower(self, index: int, position: int) -> HostedStage:
         stage, how = self._stages[index], self._how
-        exits = tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
+        exits = _exits(stage)
         needed = (*refs_in(stage.outputs), *exits)
         program = pool_before_relu(stage.program if how.updates else without_updates(stage.program, needed), needed)
         if how.runs is not None:

@@ -348,7 +348,9 @@ class StageRunner:
         return images_part if self._pager is None else images_part.clone()
 
     def _statistics(self, lowered: LoweredModel, apart: bool = False) -> FollowingStatistics | FoldedStatistics:
-        apart = apart or (self._cell and any(stage.ranked.program.mutations for stage in lowered.hosted.values()))
+        # Copies only where something changes them: most cells leave buffers as they are.
+        changes = any(stage.ranked.program.mutations for stage in lowered.hosted.values())
+        apart = (apart or self._cell) and changes
         model, rank = self._subject.model, self.groups.plane.rank
         if self._plan.directions == 1:
             return FollowingStatistics(self._subject.bindings.buffers, apart)

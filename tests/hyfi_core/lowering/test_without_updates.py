@@ -13,8 +13,10 @@ import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import refs_in
 from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.base import Communicator
 from hyfi_core.lowering.without_updates import updates_are_apart, without_updates
 from hyfi_core.models.resnet import resnet10
+from tests.harness import run_copies
 
 SHAPE = (2, 3, 24, 20)
 
@@ -83,6 +85,24 @@ class OnlyStatistics(Small):
         return map_.mean((2, 3))
 
 
+class SumOfMeans(nn.Module):
+    """Stores the sum of running means of two modules, the first of which is sent where they are in two stages."""
+
+    means: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Conv2d(c, 4, 3, padding=1), nn.BatchNorm2d(4)) for c in (3, 4))
+        self.register_buffer("means", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        first = self.first[1].running_mean * 1.0
+        x = self.second(x)
+        self.means.copy_(first + self.second[1].running_mean)
+        return x.mean((2, 3))
+
+
 @pytest.mark.parametrize(
     ("model", "apart"),
     [
@@ -126,3 +146,20 @@ def test_buffers_and_gradients_of_cells_are_those_of_one_process(model: nn.Modul
         torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-12, atol=1e-12, msg=name)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_stage_is_sent_values_of_updated_buffers() -> None:
+    """Of the second stage's two ranks, the latter receives them of a cell of the first stage that is not its first."""
+    model = SumOfMeans().double().train()
+    images, labels = torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 3])
+    plan = hyfi_core.ParallelPlan(grids=((1, 1), (1, 2)), cuts=("first",), cells=(2, 2), microbatches=2)
+
+    def body(comm: Communicator, module: nn.Module) -> torch.Tensor:
+        hyfi_core.parallelize(module, SHAPE, plan, comm, loss=F.cross_entropy).accumulate(images, labels)
+        return module.get_buffer("means")
+
+    _, *second = run_copies(model, plan.ranks, body)
+    for microbatch in images.split(1):
+        model(microbatch)
+    for means in second:
+        torch.testing.assert_close(means, model.means, rtol=1e-12, atol=1e-12)
