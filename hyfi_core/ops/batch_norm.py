@@ -115,9 +115,8 @@ class BatchNorm(AsyncBackward, Recomputable):
 
         def in_dtype() -> Tensors:
             mean, variance = (statistic.to(dtype) for statistic in self._of_all(rows, apart))
-            return (
-                torch.stack((mean, variance, (variance + self.eps).rsqrt())),
-            )  # each cell has a copy: of one tensor
+            # One tensor, as each cell has a copy of it.
+            return (torch.stack((mean, variance, (variance + self.eps).rsqrt())),)
 
         (statistics,) = computed_once(pending, in_dtype, kept=True)
         return statistics.unbind()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -86,7 +86,7 @@ def lower_model(
         spills=spills,
         plane=_plane(subject, program, plan, index),
         compiler=None if spills else subject.compiler,
-        updates=updates or plan.directions > 1 or not updates_are_apart(program, _needed_values(stages)),
+        updates=updates or plan.directions > 1 or not _can_leave_updates(program, stages),
     )
     lowered = _StagesOfRank(stages, how)
     return LoweredModel(
@@ -107,11 +107,11 @@ def _stages(program: Program, results: tuple[Any, ...], plan: ParallelPlan) -> t
     return cut_program(program, results, () if plan.cuts == "auto" else plan.cuts)
 
 
-def _needed_values(stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield the values of the output, and those that stages send, which may serve updates alone."""
-    for stage in stages:
-        yield from refs_in(stage.outputs)
-        yield from _exits(stage)
+def _can_leave_updates(program: Program, stages: Sequence[Stage]) -> bool:
+    """Whether there are updates of buffers that a cell can leave to another one: in evaluation there are none."""
+    # What a stage sends may serve updates alone.
+    needed = [name for stage in stages for name in (*refs_in(stage.outputs), *_exits(stage))]
+    return bool(program.mutations) and updates_are_apart(program, needed)
 
 
 def _exits(stage: Stage) -> tuple[str, ...]:

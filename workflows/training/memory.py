@@ -184,7 +184,7 @@ def check_memory(job: TrainingJob, roles: Roles, device: str, programs: ModelPro
 def describe_unchecked(plan: ParallelPlan) -> str:
     """Return why the memory of a plan with cells is not compared with what is free, and what limits it."""
     if plan.spill is None:
-        limit = "it is not forecast for plan.cells without plan.spill; the run ends if it runs out"
+        limit = "plan.cells without plan.spill keep all maps (`hyfi simulate` forecasts them); a run without room ends"
     elif plan.memory_bytes is None:
         limit = "maps of cells take half of what is free, and others are spilled"
     else:

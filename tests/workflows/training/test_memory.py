@@ -143,7 +143,7 @@ def test_the_checks_before_a_run_capture_its_model_once(
 
 def test_a_run_in_cells_says_that_its_memory_is_not_compared() -> None:
     in_cells = ParallelPlan(grids=((1, 1),), cells=(2, 2))
-    assert "not forecast for plan.cells without plan.spill" in describe_unchecked(in_cells)
+    assert "plan.cells without plan.spill keep all maps" in describe_unchecked(in_cells)
     spilling = replace(in_cells, spill="memory")
     assert "half of what is free" in describe_unchecked(spilling)
     assert "keeps each trainer within 6 GB" in describe_unchecked(replace(spilling, memory_bytes=6 * GB))
