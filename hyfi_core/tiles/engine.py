@@ -40,7 +40,7 @@ from hyfi_core.tiles.head import BagHead
 from hyfi_core.tiles.keyed_draws import DrawKey
 from hyfi_core.tiles.memory_budget import KeepingRoom, MemoryNeeds, chunk_size, chunks_kept, new_bytes
 from hyfi_core.tiles.model import OneStage, TileModel
-from hyfi_core.tiles.reading import ChunkReader, SourceReader
+from hyfi_core.tiles.reading import ChunkReader, Like, SourceReader
 from hyfi_core.tiles.settings import TileSettings, TriedModel
 from hyfi_core.tiles.source import TileSource, check_slides, gather_lengths, tile_like
 from hyfi_core.tiles.spread import AttentionSpread
@@ -356,8 +356,11 @@ class TilesEngine(EngineState):
         return KeepingRoom(needs, self.plan.memory_bytes, self.device)
 
     def _tried(self, slides: list[TileSource], train: bool) -> TriedModel:
-        """Return what is known of encoder and aggregator with their present flags; try them if they are new."""
-        like = tile_like(slides[0])
+        """Return what is known of encoder and aggregator for such slides with their present flags."""
+        return self._tried_for(tile_like(slides[0]), train)
+
+    def _tried_for(self, like: Like, train: bool) -> TriedModel:
+        """Return what is known for tiles of a certain shape and dtype; try encoder and aggregator if they are new."""
         flags = bytes(m.training for m in self._model.modules()) + bytes(
             p.requires_grad for p in self._model.parameters()
         )
@@ -368,7 +371,7 @@ class TilesEngine(EngineState):
                 self._known[like, flags, train] = self._trial(like, train)
         return self._known[like, flags, train]
 
-    def _trial(self, like: tuple[tuple[int, ...], torch.dtype], train: bool) -> TriedModel:
+    def _trial(self, like: Like, train: bool) -> TriedModel:
         key = DrawKey(self.random.seed, 0, 0)
         facts = tried(self._call, like[0], key, backward=train)
         if facts.alone and self._call.exact and self._call.live_norms:

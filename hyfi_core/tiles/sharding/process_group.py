@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -58,7 +59,9 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
         host, _, port = address.rpartition(":")
         store = library.TCPStore(host, int(port), comm.size, is_master=False, timeout=_LIMIT, wait_for_workers=False)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    report = sys.excepthook
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=_LIMIT)
+    sys.excepthook = report  # the library's holds back what ours writes until it returns, but ours ends the process
     atexit.register(_leave)
     _MADE[f"{ranks[0][0]} {address}"] = dist.group.WORLD
     return dist.group.WORLD

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.released import device_of
-from hyfi_core.comm.agreement.agree import agree
+from hyfi_core.comm.agreement.agree import agree, compare
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
@@ -18,6 +18,7 @@ from hyfi_core.tiles.encoding.encoder_pass import EncoderPass
 from hyfi_core.tiles.engine import TilesEngine
 from hyfi_core.tiles.gradients import TileGradients
 from hyfi_core.tiles.memory_budget import KeepingRoom, MemoryNeeds
+from hyfi_core.tiles.reading import Like
 from hyfi_core.tiles.settings import TriedModel
 from hyfi_core.tiles.sharding.process_group import process_group
 from hyfi_core.tiles.sharding.shard_encoder import check_shardable, shard_encoder
@@ -29,6 +30,7 @@ from hyfi_core.tiles.sharding.sharded_state import (
     clip_shards,
     whole_of,
 )
+from hyfi_core.tiles.source import TileSource, tile_like
 
 
 class ShardedTilesEngine(TilesEngine):
@@ -48,7 +50,7 @@ class ShardedTilesEngine(TilesEngine):
         alike = comm.subgroup(range(comm.rank % ranks, comm.size, ranks))
         assert alike is not None
         self._copies = CountedCommunicator(alike)
-        group = process_group(self._groups.replica, device_of(self._model))
+        group = agree(comm, lambda: process_group(self._groups.replica, device_of(self._model)))
         self._gathered_bytes = shard_encoder(self._model.encoder, group, device_of(self._model))
         self._flags = [parameter.requires_grad for parameter in self._model.encoder.parameters()]
 
@@ -64,13 +66,20 @@ class ShardedTilesEngine(TilesEngine):
     def _make_gradients(self, trained: tuple[str, ...], dtype: torch.dtype | None) -> TileGradients:
         return ShardedTileGradients(self._model, trained, self._groups, dtype, self._copies)
 
-    def _tried(self, slides: Any, train: bool) -> TriedModel:
-        """Refuse a change of what is trained, which gathered weights do not follow."""
+    def _tried(self, slides: list[TileSource], train: bool) -> TriedModel:
+        """Agree on what is tried before it is: a rank that refused alone would leave others in gathering weights."""
+        replica = self._groups.replica
+        like = agree(replica, lambda: self._checked_like(slides))
+        compare(replica, {"the shape and dtype of tiles": f"{like[0]} {like[1]}"})
+        return self._tried_for(like, train)
+
+    def _checked_like(self, slides: list[TileSource]) -> Like:
+        """Return shape and dtype of tiles; refuse a change of what is trained, which gathered weights do not follow."""
         if self._flags != [parameter.requires_grad for parameter in self._model.encoder.parameters()]:
             raise RequestError(
                 "shard=True: requires_grad of an encoder weight has changed since the engine was made; make a new one"
             )
-        return super()._tried(slides, train)
+        return tile_like(slides[0])
 
     def _room(self, known: TriedModel, encoding: EncoderPass) -> KeepingRoom:
         room = super()._room(known, encoding)

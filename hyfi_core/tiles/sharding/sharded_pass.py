@@ -61,9 +61,10 @@ class ShardedPass(EncoderPass):
             if encoded is None:
                 encoded = self._encoded(chunk, next(read), keeps=True)
             cotangent = cotangents[chunk.slide]
-            if cotangent is not None:
-                with self._guard():
-                    torch.autograd.backward(encoded, cotangent[chunk.start : chunk.stop])
+            # A slide that the loss does not depend on is driven backward, too: other ranks may be at another slide.
+            own = torch.zeros_like(encoded) if cotangent is None else cotangent[chunk.start : chunk.stop]
+            with self._guard():
+                torch.autograd.backward(encoded, own)
             del encoded
             gradients.poll()
 

@@ -11,15 +11,23 @@ import torch
 import hyfi_core
 import hyfi_core.tiles.engine as tiles_engine
 from hyfi_core.runtime.saving.weight_shards import own_part
-from tests.hyfi_core.tiles.bags import Attention, SmallViT, bags, token
+from tests.hyfi_core.tiles.bags import TILE_PX, Attention, SmallViT, bags, token
 
 SIZES, LABELS = (5, 1, 4), torch.tensor([0, 2, 1])
 STEPS = 5
 
 
-def make(comm, plan, shard, train="all", dtype=torch.float64, **more):
+class OfManyTiles(Attention):
+    """Says the same of every slide with fewer than three tiles, so that the loss does not depend on those tiles."""
+
+    def forward(self, features, coords):
+        assert features.dim() == 2
+        return super().forward(features, coords)[0] if len(features) >= 3 else self.classify.bias
+
+
+def make(comm, plan, shard, train="all", dtype=torch.float64, aggregator=Attention, **more):
     torch.manual_seed(4)
-    encoder, aggregator = SmallViT(), Attention()
+    encoder, aggregator = SmallViT(), aggregator()
     if train == "last":  # the last block, and updates of the first one's matrices
         from workflows.encoders.lora import add_lora
 
@@ -117,6 +125,14 @@ def check_float32(comm, plan):
         close(*gradients, "gradients in float32", 1e-3)
 
 
+def check_slides_without_gradients(comm, plan):
+    """Ranks are at other slides at a time: one whose cotangent is None, the other at one that has some."""
+    slides, labels = bags((2, 5, 1, 4, 1)), torch.tensor([0, 2, 1, 0, 1])
+    engine, plain = (make(comm, plan, shard, aggregator=OfManyTiles, chunk=2) for shard in (True, False))
+    same_steps(engine, plain, slides, labels, 1)
+    same_steps(engine, plain, slides[:1], labels[:1], 1)
+
+
 def check_refusals(comm, plan):
     def refused(says, **more):
         try:
@@ -136,6 +152,13 @@ def check_refusals(comm, plan):
         assert "has changed since the engine was made" in str(error)
     else:
         raise AssertionError("a change of requires_grad is refused")
+    slides = bags(SIZES, torch.float64 if comm.rank == 0 else torch.float32)
+    try:  # before one rank alone would try the encoder
+        make(comm, plan, True).accumulate(slides, LABELS)
+    except hyfi_core.RequestError as error:
+        assert "ranks disagree: the shape and dtype of tiles is" in str(error)
+    else:
+        raise AssertionError("other tiles on other ranks are refused")
 
 
 def two_ranks(comm, folder):
@@ -150,6 +173,7 @@ def two_ranks(comm, folder):
     check_resumed(comm, plan, engine, plain, slides, folder)
     check_keeping(comm, plan, slides)
     check_float32(comm, plan)
+    check_slides_without_gradients(comm, plan)
     check_refusals(comm, plan)
 
 
@@ -162,10 +186,27 @@ def two_replicas(comm):
     check_shares(engine, plain, comm.size // 2)
 
 
+def fail(comm):
+    """Rank 1 cannot read its tiles while rank 0 waits for its weights."""
+
+    class Tiles(hyfi_core.TensorTiles):
+        like = ((3, TILE_PX, TILE_PX), torch.float64)
+
+        def read(self, indices):
+            if comm.rank:
+                raise OSError("the disk is gone")
+            return super().read(indices)
+
+    slides = [Tiles(torch.rand(4, *Tiles.like[0], dtype=torch.float64), torch.zeros(4, 2))]
+    make(comm, hyfi_core.ParallelPlan(tiles=comm.size), True).accumulate(slides, LABELS[:1])
+
+
 def main() -> None:
     warnings.filterwarnings("error", message=".*view tensor.*")
     comm = hyfi_core.init()
-    if comm.size == 2:
+    if sys.argv[1] == "fail":
+        fail(comm)
+    elif comm.size == 2:
         two_ranks(comm, Path(sys.argv[1]))
     else:
         two_replicas(comm)

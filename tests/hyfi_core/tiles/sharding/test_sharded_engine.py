@@ -21,11 +21,15 @@ from workflows.encoders.lora import add_lora
 PROGRAM = "tests.hyfi_core.tiles.sharding.sharded_ranks"
 
 
-def run(command: list[str], folder: Path) -> str:
+def start(command: list[str], argument: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "-m", PROGRAM, str(folder)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    return subprocess.run(
+        [*command, "-m", PROGRAM, argument], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = start(command, str(folder), folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -34,6 +38,14 @@ def run(command: list[str], folder: Path) -> str:
 @pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")
 def test_two_ranks_of_mpi_equal_whole_weights(tmp_path: Path) -> None:
     assert "equal" in run([*str(MPIEXEC).split(), "-n", "2", sys.executable], tmp_path)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")
+def test_a_rank_that_fails_while_others_gather_weights_ends_all_and_says_why(tmp_path: Path) -> None:
+    failed = start([*str(MPIEXEC).split(), "-n", "2", sys.executable], "fail", tmp_path)
+    assert failed.returncode and "rank 1 failed, all ranks stop" in failed.stderr, failed.stderr
+    assert "OSError: the disk is gone" in failed.stderr
 
 
 @pytest.mark.soak
