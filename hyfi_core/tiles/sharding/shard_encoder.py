@@ -69,7 +69,7 @@ def shard_encoder(encoder: nn.Module, group: Any, device: torch.device) -> int:
     most = gathered_bytes(encoder)
     mesh = DeviceMesh.from_group(group, device.type)
     for module in (*units_of(encoder), encoder):
-        module.register_forward_hook(_without_views)
+        module.register_forward_hook(_copied if module is encoder else _without_views)
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # sums, not means
@@ -86,6 +86,15 @@ def gathered_bytes(encoder: nn.Module) -> int:
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Return outputs that own their memory: the library hooks them, and a change in place of a view loses its hook."""
     return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) and x._is_view() else x, output)
+
+
+def _copied(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return copies of the encoder's outputs, so that none is the output of a unit as well.
+
+    Which of the two gathers first in backward depends on that, and it may differ between chunks of ranks: in
+    ``x.contiguous()`` of one tile, or in what a user does for one tile only.
+    """
+    return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, output)
 
 
 def _units(module: nn.Module, total: int) -> Iterator[nn.Module]:

@@ -7,11 +7,12 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import hyfi_core
 import hyfi_core.tiles.engine as tiles_engine
 from hyfi_core.runtime.saving.weight_shards import own_part
-from tests.hyfi_core.tiles.bags import TILE_PX, Attention, SmallViT, bags, token
+from tests.hyfi_core.tiles.bags import TILE_PX, WIDTH, Attention, SmallViT, bags, token
 
 SIZES, LABELS = (5, 1, 4), torch.tensor([0, 2, 1])
 STEPS = 5
@@ -25,9 +26,22 @@ class OfManyTiles(Attention):
         return super().forward(features, coords)[0] if len(features) >= 3 else self.classify.bias
 
 
-def make(comm, plan, shard, train="all", dtype=torch.float64, aggregator=Attention, **more):
+class OtherForOne(nn.Module):
+    """Returns what its last layer did for one tile, and a new tensor for several."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(12, 9), nn.GELU(), nn.Linear(9, WIDTH))
+        self.bias = nn.Parameter(torch.full((3, 1, 1), 0.1))
+
+    def forward(self, tiles):
+        features = self.net(tiles + self.bias)
+        return {"cls": features if len(tiles) == 1 else features * 1}
+
+
+def make(comm, plan, shard, train="all", dtype=torch.float64, aggregator=Attention, encoder=SmallViT, **more):
     torch.manual_seed(4)
-    encoder, aggregator = SmallViT(), aggregator()
+    encoder, aggregator = encoder(), aggregator()
     if train == "last":  # the last block, and updates of the first one's matrices
         from workflows.encoders.lora import add_lora
 
@@ -35,7 +49,8 @@ def make(comm, plan, shard, train="all", dtype=torch.float64, aggregator=Attenti
         for name, parameter in encoder.named_parameters():
             parameter.requires_grad_(("parametrizations" in name and "original" not in name) or "blocks.1" in name)
     encoder, aggregator = encoder.to(dtype), aggregator.to(dtype)
-    encoder.patches.to(memory_format=torch.channels_last)
+    if isinstance(encoder, SmallViT):
+        encoder.patches.to(memory_format=torch.channels_last)
     return hyfi_core.parallelize_tiles(
         encoder, aggregator, plan, comm, output=token, shard=shard,
         optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1), **more,
@@ -133,6 +148,12 @@ def check_slides_without_gradients(comm, plan):
     same_steps(engine, plain, slides[:1], labels[:1], 1)
 
 
+def check_graphs_of_one_tile(comm, plan):
+    """Ranks whose graphs differ gather in the same order."""
+    engine, plain = (make(comm, plan, shard, encoder=OtherForOne, chunk=2) for shard in (True, False))
+    same_steps(engine, plain, bags((3,)), LABELS[:1], 1)
+
+
 def check_refusals(comm, plan):
     def refused(says, **more):
         try:
@@ -174,6 +195,7 @@ def two_ranks(comm, folder):
     check_keeping(comm, plan, slides)
     check_float32(comm, plan)
     check_slides_without_gradients(comm, plan)
+    check_graphs_of_one_tile(comm, plan)
     check_refusals(comm, plan)
 
 
