@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -93,7 +92,7 @@ class ShardedTileGradients(TileGradients):
         super().finish(hooks)
 
 
-def whole_of(tensors: Mapping[str, torch.Tensor], wanted: Any) -> dict[str, torch.Tensor]:
+def whole_of(tensors: Mapping[str, torch.Tensor], wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     """Return those tensors whose name ``wanted`` approves, whole (collective: all ranks gather all shards)."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -103,7 +102,9 @@ def whole_of(tensors: Mapping[str, torch.Tensor], wanted: Any) -> dict[str, torc
     return found
 
 
-def clip_shards(parameters: Sequence[nn.Parameter], max_norm: float, everyone: Communicator, replicas: int) -> Any:
+def clip_shards(
+    parameters: Sequence[nn.Parameter], max_norm: float, everyone: Communicator, replicas: int
+) -> torch.Tensor:
     """Scale gradients down to a norm over the whole model (collective), as ``runtime.gradients.clip``.
 
     Args:
@@ -121,7 +122,8 @@ def clip_shards(parameters: Sequence[nn.Parameter], max_norm: float, everyone: C
     zero = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     divided = sum((square for shard, square in squares if shard), zero.clone())
     everyone.all_reduce(divided)
-    norm = (divided / replicas + sum((square for shard, square in squares if not shard), zero)).sqrt()
+    once = sum((square for shard, square in squares if not shard), zero)
+    norm = (divided / replicas + once).sqrt()
     scale = max_norm / (norm + 1e-6)
     if parts and (scale.device.type != "cpu" or scale < 1.0):
         torch._foreach_mul_(parts, scale.clamp(max=1.0))
