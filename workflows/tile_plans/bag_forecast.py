@@ -119,7 +119,7 @@ def _least_bytes(costs: BagCosts, plan: ParallelPlan, longest: list[int], chunk:
 
 
 def _parts_s(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineModel, kept: float) -> dict[str, float]:
-    """Return the seconds of each part of a step."""
+    """Return the seconds of each part of a step; the messages that gather divided weights are not counted."""
     ranks_of_slide, each = plan.tiles or 1, slides // plan.replicas
     tiles = _mean_longest(costs.tiles, plan.replicas, each)
     own = tiles / ranks_of_slide
