@@ -113,18 +113,18 @@ class TrainedRange:
     def describe_outside(self, slide: SlideFigures) -> list[str]:
         """Return in what a slide is far outside of the ranges; empty: in nothing."""
         found = []
-        for name, factor, text in (
-            ("area_mm2", _AREA_FACTOR, "the area"),
-            ("source_mpp", _MPP_FACTOR, "the microns per pixel"),
+        for name, factor, text, ends in (
+            ("area_mm2", _AREA_FACTOR, "the area", ("smallest", "largest")),
+            ("source_mpp", _MPP_FACTOR, "the microns per pixel of the file", ("finest", "coarsest")),
         ):
             value = getattr(slide, name)
             if name not in self.numbers or not math.isfinite(value):
                 continue
             least, most = self.numbers[name]
             if value > factor * most:
-                found.append(f"{value / most:.2g} times {text} of the largest training slide")
+                found.append(f"{_rounded(value / most)} times {text} of the {ends[1]} training slide")
             elif value * factor < least:
-                found.append(f"{value / least:.2g} times {text} of the smallest training slide")
+                found.append(f"{_rounded(value / least)} times {text} of the {ends[0]} training slide")
         for name, stain in self.stains.items():
             if name in slide.stains:
                 degrees = _degrees(stain.mean, slide.stains[name])
@@ -134,6 +134,10 @@ class TrainedRange:
                         "was the farthest"
                     )
         return found
+
+
+def _rounded(ratio: float) -> str:
+    return f"{ratio:.2g}" if ratio < 100 else f"{ratio:,.0f}"
 
 
 def _unit(vector: Sequence[float]) -> Vector:

@@ -31,7 +31,8 @@ TRAINED = TrainedRange.of([slide(8, 0.25, -2), slide(20, 0.5, 2), slide(12, 0.5)
     [
         (slide(20 * 18), "18 times the area of the largest"),
         (slide(1), "0.12 times the area of the smallest"),
-        (slide(mpp=2.0), "4 times the microns per pixel of the largest"),
+        (slide(20 * 1600), "1,600 times the area of the largest"),
+        (slide(mpp=2.0), "4 times the microns per pixel of the file of the coarsest"),
         (slide(turn=25), "the colour of haematoxylin is 25° from the mean"),
     ],
 )
