@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
+from tests.mutation.covering import Covering
 from tests.mutation.survivors import outcomes, sample, used_s
 
 ROOT = Path(__file__).parents[2]
@@ -17,9 +18,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--each", type=int, default=10, help="mutants of each package")
     parser.add_argument("--minutes", type=float, default=20.0, help="of processor time, at most")
+    parser.add_argument(
+        "--covering", type=Path, nargs="+", help="which tests run each line, from tests.mutation.covering"
+    )
     asked = parser.parse_args()
     killed, tried = Counter[str](), Counter[str]()
-    for outcome in outcomes(ROOT, sample(ROOT, asked.seed, asked.each), 60 * asked.minutes):
+    covering = Covering.read(asked.covering) if asked.covering else None
+    for outcome in outcomes(ROOT, sample(ROOT, asked.seed, asked.each), 60 * asked.minutes, covering):
         package = "/".join(outcome.mutant.path.split("/")[:2])
         tried[package] += 1
         killed[package] += outcome.killed

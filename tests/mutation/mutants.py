@@ -45,6 +45,7 @@ class Mutant:
         path: of the module, from the root of the project.
         number: of the fault in the module, from 0 to ``count``.
         line: where it is.
+        statement: the lines of its statement, without those of statements in it.
         before: the statement's first line.
         after: the same with the fault.
     """
@@ -52,6 +53,7 @@ class Mutant:
     path: str
     number: int
     line: int
+    statement: range
     before: str
     after: str
 
@@ -75,8 +77,10 @@ def mutant(root: Path, path: str, number: int) -> Mutant:
     tree = ast.parse((root / path).read_text("utf-8"))
     statement, node, kind = next(islice(_places(tree), number, None))
     before, line = ast.unparse(statement), getattr(node, "lineno", statement.lineno)
+    body = getattr(statement, "body", None)
+    end = max(statement.lineno, body[0].lineno - 1) if body else statement.end_lineno or statement.lineno
     after = ast.unparse(_changed(statement, node, kind))
-    return Mutant(path, number, line, *_first_difference(before, after))
+    return Mutant(path, number, line, range(statement.lineno, end + 1), *_first_difference(before, after))
 
 
 def mutated(source: str, number: int) -> ast.Module:

@@ -20,13 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.mutation.covering import Covering
 from tests.mutation.mutants import Mutant, count, mutant, mutated
 from tests.mutation.nearest import PACKAGES, nearest
 
 _NO_TESTS = 5
 """Pytest's exit code if it has collected nothing, such as of a file with soak tests only: nothing noticed the fault."""
-_NEAREST_S, _FURTHER_S = 60, 150
-"""Processor time of a group of tests. If the nearest ones take longer, the fault has made a loop endless: noticed."""
+_UNKNOWN_TEST = 4
+"""Pytest's exit code if a test does not exist, such as one that was renamed since it was recorded."""
+_NEAREST_S, _FURTHER_S, _COVERING_S = 60, 150, 300
+"""Processor time of a group of tests. If the nearest or recorded ones take longer, a loop has become endless."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Outcome:
     Attributes:
         mutant: the fault.
         killed: whether a test failed.
-        by: the group of tests that noticed it, or the last that did not.
+        by: the group of tests that noticed it, or the last that did not; "no test runs it" where that is known.
     """
 
     mutant: Mutant
@@ -55,20 +58,43 @@ def sample(root: Path, seed: int, each: int) -> list[Mutant]:
     return [one for turn in zip(*drawn, strict=True) for one in turn]
 
 
-def outcomes(root: Path, drawn: Sequence[Mutant], seconds: float) -> Iterator[Outcome]:
-    """Yield what the tests say of each mutant, until they have taken so much processor time."""
+def outcomes(
+    root: Path, drawn: Sequence[Mutant], seconds: float, covering: Covering | None = None
+) -> Iterator[Outcome]:
+    """Yield what the tests say of each mutant, until they have taken so much processor time.
+
+    Args:
+        root: of the project.
+        drawn: the mutants.
+        seconds: of processor time.
+        covering: the tests that run each line, where they are recorded: after the file of tests that is named as the
+            module, these are asked instead of those in folders beside it.
+    """
     _import_libraries()
     for fault in drawn:
         if used_s() > seconds:
             return
-        group = ["no tests"]
-        for number, group in enumerate(nearest(root, fault.path)):
-            code = _exit_code(root, fault, group, _FURTHER_S if number else _NEAREST_S)
-            if (code > 0 and code != _NO_TESTS) or (code < 0 and number == 0):
-                yield Outcome(fault, True, " ".join(group))
-                break
-        else:
-            yield Outcome(fault, False, " ".join(group))
+        yield _outcome(root, fault, covering)
+
+
+def _outcome(root: Path, fault: Mutant, covering: Covering | None) -> Outcome:
+    groups = [
+        (group, _NEAREST_S if number == 0 else _FURTHER_S) for number, group in enumerate(nearest(root, fault.path))
+    ]
+    by = "no tests"
+    if covering is not None:
+        tests = covering.of(root, fault.path, [fault.line]) or covering.of(root, fault.path, fault.statement)
+        groups = [(group, limit_s) for group, limit_s in groups if group[0].endswith(".py")]
+        groups += [(tests, _COVERING_S)] if tests else []
+        by = "no test runs it"
+    for group, limit_s in groups:
+        code = _exit_code(root, fault, group, limit_s)
+        by = " ".join([*group[:3], *([f"and {len(group) - 3} more"] if len(group) > 3 else [])])
+        stale = code in (_NO_TESTS, _UNKNOWN_TEST if limit_s == _COVERING_S else _NO_TESTS)
+        too_slow = code in (-signal.SIGXCPU, -signal.SIGKILL) and limit_s == _FURTHER_S
+        if code != 0 and not stale and not too_slow:
+            return Outcome(fault, True, by)
+    return Outcome(fault, False, by if covering is None or tests else "no test runs it")
 
 
 def used_s() -> float:
