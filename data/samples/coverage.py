@@ -177,11 +177,12 @@ _NO_TISSUE = " (no tissue was found: leave the slide out of the splits)"
 def _smallest_size(dataset: CoverageSource, slides: list[int], min_coverage: float) -> tuple[int, int]:
     """Return the smallest size, a multiple of the grid and of the dataset's shape, that shows enough of each slide."""
     height, width = dataset.size_px
-    align = dataset.align_px
+    align, short = dataset.align_px, min(height, width)
 
     def size(k: int) -> tuple[int, int]:
-        factor = 1 + k * align / min(height, width)
-        return math.ceil(height * factor / align) * align, math.ceil(width * factor / align) * align
+        # In whole numbers: 48 * (1 + 160 / 48) is a little more than 208 as a float, which would add a block.
+        rows, columns = (-(-side * (short + k * align) // (short * align)) for side in (height, width))
+        return rows * align, columns * align
 
     def enough(slide: int, k: int) -> bool:
         return dataset.coverage_at(slide, size(k)) >= min_coverage

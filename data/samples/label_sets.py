@@ -85,7 +85,6 @@ def load_label_sets(
 def state_of(text: str) -> float | None:
     """Return `YES` or `NO` if a text says so; None: neither."""
     word = canonical(text)
-    word = word.removesuffix(".0") if word in ("0.0", "1.0") else word
     return YES if word in _YES else NO if word in _NO else None
 
 

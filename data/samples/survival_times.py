@@ -70,7 +70,6 @@ def load_survival(
 def event_of(text: str) -> float | None:
     """Return 1.0 if a text says that there was an event, 0.0 if it says that there was none; None: neither."""
     word = canonical(text).replace(" ", "")
-    word = word.removesuffix(".0") if word in ("0.0", "1.0") else word
     return 1.0 if word in _EVENT else 0.0 if word in _CENSORED else None
 
 

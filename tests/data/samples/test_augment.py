@@ -30,11 +30,13 @@ def test_any_box_is_a_slice_of_the_whole(height, width, square, seed, epoch, dat
 
 
 @pytest.mark.parametrize("mirror", [False, True])
-@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize("turns", range(6))
 def test_moves_are_those_of_numpy(mirror, turns):
-    image = picture(6, 6)
-    moved = Variation((6, 6), mirror, turns).apply(image)
+    image, variation, box = picture(6, 6), Variation((6, 6), mirror, turns), Box(0, 2, 1, 6)
+    moved = variation.apply(image)
     assert np.array_equal(moved, np.rot90(np.flip(image, 2) if mirror else image, turns, (1, 2)))
+    part = image[(slice(None), *variation.source(box).slices())]
+    assert np.array_equal(variation.apply(part), moved[(slice(None), *box.slices())])
 
 
 def test_all_eight_moves_are_drawn_and_half_of_them_where_not_square():

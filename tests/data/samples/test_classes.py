@@ -68,6 +68,7 @@ def test_a_whole_number_is_one_class_however_many_zeros_follow_its_point(tmp_pat
         ([f"slide {k}" for k in range(40)], "names, not classes; name the column"),
         (["TP53;KRAS", "TP53", "KRAS"], "'TP53;KRAS' has several classes.*data.task: multilabel"),
         (["a|b", "b|c", "c|a"], "multilabel"),
+        (["a;b", "b", "c"], "'a;b' has several classes"),
     ],
 )
 def test_values_that_are_no_classes_are_refused(tmp_path: Path, values: list[str], words: str) -> None:

@@ -146,6 +146,7 @@ def test_the_smaller_images_are_the_more_are_read_at_a_time_over_a_network(monke
         return dataset([slide(1)], size_px=size_px).reads_at_a_time
 
     assert [at_a_time(size, True) for size in (512, 4096, 8192, 32768)] == [8, 5, 2, 2]
+    assert at_a_time((2048, 8192), True) == at_a_time((8192, 2048), True) == 5
     assert at_a_time(512, False) == 1
 
 
@@ -213,6 +214,11 @@ def test_a_proposed_mpp_holds_all_of_the_tissue(kind):
             return (StoreLevel(int(np.ceil(height / fits)), int(np.ceil(width / fits)), (fits, fits), "0"),)
 
     assert dataset([Coarser(tall.pixels, tall.mask)], mpp=fits, view=kind).view(0).coverage == 1.0
+
+
+def test_images_may_be_higher_than_wide():
+    images = dataset([slide(0)], size_px=(384, 256))
+    assert images.size_px == images.view(0).size_px == (384, 256) and dataset([slide(0)]).size_px == (384, 384)
 
 
 def test_slides_must_be_in_the_store_and_once(tmp_path):

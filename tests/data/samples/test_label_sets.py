@@ -24,7 +24,9 @@ def test_columns_of_yes_and_no(tmp_path: Path) -> None:
     assert [labels.text((1.0, 0.0)), labels.text((0.0, -1.0))] == ["TP53", "none"]
     assert "1 of 6 labels are unknown" in labels.notes[-1]
     assert label_set_text((1.0, -1.0), labels.classes) == "TP53;KRAS?"
-    assert [state_of(text) for text in ("TRUE", "1.0", "mut", "neg", "0", "perhaps")] == [1, 1, 1, 0, 0, None]
+    assert [state_of(text) for text in ("TRUE", "1.0", "mut", "neg", "0", "perhaps", "2.0", "00")] == [
+        *(1, 1, 1, 0, 0, None, None, 0)
+    ]
 
 
 def test_names_in_one_cell(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.csv_table import natural_key, read_table, write_table
-from data.samples.labels import class_weights, load_labels
+from data.samples.labels import class_weights, load_labels, named_entries
 from hyfi_core.errors import RequestError
 
 
@@ -102,3 +102,11 @@ def test_tables_come_back_as_written(tmp_path):
     table = read_table(tmp_path / "new" / "t.csv", "table")
     assert table.rows == ({"a": "1,2", "b": ""}, {"a": "x\ny", "b": "ü"})
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["t.csv"]
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_the_first_entries_are_named_and_the_others_counted(count):
+    text = named_entries([(line, f"x{line}") for line in range(count)])
+    listed = text.count("(line ")
+    assert listed == min(count, max(listed, 1)) and text.startswith("x0 (line 0)")
+    assert (f"and {count - listed} more" in text) == (listed < count) == ("more" in text)

@@ -25,7 +25,8 @@ def test_what_matched_and_what_did_not_is_counted(tmp_path: Path) -> None:
     labels = labels_of(tmp_path, "slide_id,label\na-01,benign\na-02,malignant\nb-01,benign\nz-09,benign\nz-10,\n")
     match = match_labels(ROWS, labels)
     assert dict(match.slides) == {"a-01": "benign", "a-02": "malignant"}
-    assert match_labels(ROWS, labels, {"a-01": "train"}).without_split == ("a-02",)
+    unused = match_labels(ROWS, labels, {"a-01": "train"})
+    assert unused.without_split == ("a-02",) and "  labelled slides in no split       1  a-02\n" in unused.describe()
     assert (match.failed, match.unlabelled, match.unmatched, match.similar) == (("b-01",), ("c-01",), ("z-09",), {})
     assert match.describe().splitlines() == [
         "labels:",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.samples.names import AgreedCases
+from data.csv_table import read_table
+from data.samples.names import AgreedCases, cases_of
 from hyfi_core.errors import RequestError
 
 SLIDES = [f"s{k}" for k in range(6)]
@@ -53,3 +56,9 @@ def test_a_refusal_says_what_would_work() -> None:
     with pytest.raises(RequestError, match=r"contradicts mine.csv.*correct the one that is wrong"):
         AgreedCases.of(stored, own, "labels.csv", "mine.csv")
     assert "other names than mine.csv for 1 case," in AgreedCases.of({"a": "1"}, {"a": "P1"}, "t", "mine.csv").notes[0]
+
+
+def test_a_table_of_slides_and_cases_alone_has_cases(tmp_path: Path) -> None:
+    for columns, cases in (("slide_id,case_id", {"a": "1", "b": "1"}), ("slide_id,patient", {})):
+        (tmp_path / "cases.csv").write_text(f"{columns}\na,1\nb,1\nc,\n")
+        assert cases_of(read_table(tmp_path / "cases.csv", "splits")) == cases

@@ -22,7 +22,9 @@ def test_times_and_events(tmp_path: Path) -> None:
     assert [labels.of(item) for item in "abcdef"] == [(10.0, 1.0), (0.0, 0.0), (3.5, 1.0), None, None, None]
     assert "2 rows have (line 5, 6) only one of days and died: not used" in labels.notes[-2]
     assert "2 events of 3, at times up to 10" in labels.notes[-1]
-    assert [event_of(text) for text in ("TRUE", "1.0", "1:DECEASED", "no", "0:LIVING", "2")] == [1, 1, 1, 0, 0, None]
+    assert [event_of(text) for text in ("TRUE", "1.0", "1:DECEASED", "no", "0:LIVING", "2", "2.0")] == [
+        *(1, 1, 1, 0, 0, None, None)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,16 @@ def test_impossible_values_are_named(tmp_path: Path, row: tuple[str, str], messa
         load_survival(write(tmp_path, ("1", "1"), row), "days", "died")
 
 
+def test_the_first_lines_are_named(tmp_path: Path) -> None:
+    for count, said in (
+        (1, "1 row has (line 2) only"),
+        (3, "3 rows have (line 2, 3, 4) only"),
+        (4, "(line 2, 3, 4 …)"),
+    ):
+        labels = load_survival(write(tmp_path, *[("1", "")] * count, ("2", "1")), "days", "died")
+        assert said in labels.notes[-2]
+
+
 def test_times_of_a_test_set_may_teach_nothing(tmp_path: Path) -> None:
     """Only training needs events and different times, see `workflows.tasks.survival`."""
     labels = load_survival(write(tmp_path, ("2", "0"), ("2", "0")), "days", "died")
@@ -48,6 +60,10 @@ def test_times_of_a_test_set_may_teach_nothing(tmp_path: Path) -> None:
 def test_columns_that_are_something_else_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"data.target is \[time, event\], in this order"):
         load_survival(write(tmp_path, ("1", "31"), ("0", "12"), ("1", "44")), "days", "died")
+    for others in (("31", "12", "relapse"), ("31", "12", "1.2.3"), ("31", "12", "12")):  # no numbers, or as few as 1, 2
+        with pytest.raises(RequestError) as told:
+            load_survival(write(tmp_path, *(("1", value) for value in others)), "days", "died")
+        assert "in this order" not in str(told.value)
     path = write(tmp_path, ("1", "1"), ("2", "0"))
     path.write_text(path.read_text() + "a,1,0\n")
     with pytest.raises(RequestError, match=r"slide_id a has two values of died: 1.0 on line 2 and 0.0 on line 4"):

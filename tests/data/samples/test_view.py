@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.samples.pack import Shelves, components
-from data.samples.view import Piece, View, _merged, make_view
+from data.samples.pack import Shelves, components, place_all, place_most
+from data.samples.view import Piece, View, _merged, _sides, make_view
 from data.store.tissue_grid import LARGEST_DENOMINATOR, TissueGrid
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
@@ -89,6 +89,54 @@ def test_crop_is_the_window_with_most_tissue(case):
         for x in range(0, size[1], ALIGN)
     )
     assert round(view.coverage * view.tissue_px) == best
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_of_windows_with_as_much_tissue_the_middle_one_is_shown(height, width, rows, columns, data):
+    mask = np.array(data.draw(st.lists(st.booleans(), min_size=height * width, max_size=height * width)))
+    mask = mask.reshape(height, width)
+    if not mask.any():
+        return
+    grid = TissueGrid.under(mask, (4.0, 4.0), (4 * height, 4 * width), (1.0, 1.0))
+    (piece,) = make_view(grid, (4 * rows, 4 * columns), "crop", ALIGN).pieces
+    corners = [(y, x) for y in range(max(0, height - rows) + 1) for x in range(max(0, width - columns) + 1)]
+    tissue = {(y, x): mask[y : y + rows, x : x + columns].sum() for y, x in corners}
+    best = np.array([corner for corner in corners if tissue[corner] == max(tissue.values())])
+    middle = (best.min(axis=0) + best.max(axis=0)) / 2
+    off = {tuple(corner): np.abs(corner - middle).sum() for corner in best.tolist()}
+    assert off[piece.source.y0 // 4, piece.source.x0 // 4] == min(off.values())
+
+
+@pytest.mark.parametrize(
+    ("size_px", "align_px", "sides"),
+    [
+        ((2048, 4096), 64, [32, 16, 8, 4]),
+        ((4000, 2000), 64, [31, 15, 7, 4]),
+        ((128, 128), 64, [2]),
+        ((4096, 4096), 512, [8, 4, 2, 1]),
+    ],
+)
+def test_squares_are_halved_until_they_are_as_small_as_a_gland(size_px, align_px, sides):
+    assert _sides(size_px, align_px) == sides
+
+
+def test_a_grid_of_single_pixels_is_a_grid():
+    grid = TissueGrid.under(np.eye(5, dtype=bool), (1.0, 1.0), (5, 5), (1.0, 1.0))
+    assert make_view(grid, (7, 7), "pack", 1).pieces == (Piece(Box(0, 5, 0, 5), Box(1, 6, 1, 6)),)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(*[st.integers(1, 24)] * 3), max_size=14), st.integers(8, 48), st.integers(8, 48))
+def test_boxes_with_most_tissue_are_placed_as_long_as_they_fit_together(sizes, height, width):
+    boxes = [Box(64 * k, 64 * k + h, 0, w) for k, (h, w, _) in enumerate(sizes)]
+    tissue = [t for _, _, t in sizes]
+    ranked = sorted(boxes, key=lambda box: (-tissue[boxes.index(box)], box))
+    fit = [place_all(ranked[:n], (height, width), ALIGN) is not None for n in range(len(boxes) + 1)]
+    placed = {box for box, _ in place_most(boxes, tissue, (height, width), ALIGN)}
+    assert any(fit[n] and not any(fit[n + 1 : n + 2]) and set(ranked[:n]) <= placed for n in range(len(fit)))
+    if fit == sorted(fit, reverse=True):
+        assert set(ranked[: sum(fit) - 1]) <= placed
 
 
 @settings(max_examples=200, deadline=None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data.samples.augment import Augment
 from data.samples.colours import macenko, reinhard
 from data.samples.colours.reinhard import LabStatistics, ReinhardMap
-from data.samples.colours.slide_colours import glass_of, tissue_windows
+from data.samples.colours.slide_colours import glass_of, stains_of, tissue_windows
 from data.samples.colours.stain_normalisation import ColourMap, StainNormalisation, as_scanned_text
 from data.samples.dataset import SlideDataset, SlideRef
 from data.store.slide_store import StoreLevel
@@ -174,3 +174,26 @@ def test_windows_are_around_tissue_and_read_its_pixels_alone() -> None:
     assert boxes == [Box(0, 80, 568, 640), Box(256, 384, 96, 224)]
     assert np.array_equal(at_the_corner, slide.pixels[:, 16:24, 632:640].reshape(3, -1))
     assert np.array_equal(inside, slide.pixels[:, 320:328, 160:168].reshape(3, -1))
+
+
+def test_the_axes_of_reinhard_are_orthonormal_and_those_of_the_paper() -> None:
+    axes = reinhard._TO_AXES
+    assert np.allclose(axes @ axes.T, np.eye(3)) and np.allclose(axes[0], 3**-0.5)
+    assert axes[1] @ [1, 1, -2] == pytest.approx(6**0.5) and axes[2] @ [1, -1, 0] == pytest.approx(2**0.5)
+    assert LabStatistics.of([], np.full(3, 240, np.float32)) is None
+
+
+def test_a_slide_has_two_stains_if_both_have_a_strength() -> None:
+    assert stains_of(DrawnSlide()) == OWN
+    for strength in ([0.0, 0.8], [1.5, 0.0], [-1.0, 0.8]):
+        assert stains_of(DrawnSlide(stains={**OWN, "strength": strength})) is None
+
+
+def test_the_glass_of_a_large_level_is_measured_in_strips_spread_over_its_height(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("data.samples.colours.slide_colours._OVERVIEW_PX", 32 * 4 * 640)
+    slide, read = DrawnSlide(), list[Box]()
+    monkeypatch.setattr(slide, "read", lambda box, level: read.append(box) or np.full((3, *box.shape), 241, np.uint8))
+    assert np.abs(glass_of(slide) - 241).max() <= 2
+    assert read == [Box(16 * k + 8, 16 * k + 12, 0, 640) for k in range(32)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
-from data.samples.trained.trained_slides import TrainedSlides, _digest, _entry
+from data.samples.trained.trained_slides import TrainedSlides, _digest, _entry, source_sha256
 
 FILE, OTHER = "a" * 64, "b" * 64
 
@@ -37,6 +38,12 @@ def test_several_models_are_asked_together_and_old_ones_know_nothing() -> None:
     both = TrainedSlides.union([trained(("1", FILE)), trained(("2", OTHER), cases=("p",))])
     assert both.has("x", "", FILE) and both.has("x", "p", "") and both.has("2", "", OTHER)
     assert not TrainedSlides.of_json(None).has("1", "p", FILE)
+
+
+def test_a_slide_has_the_digest_of_its_file_if_that_is_known() -> None:
+    slides = [SimpleNamespace(attributes={"sha256": FILE}), SimpleNamespace(attributes={"sha256": None}), object()]
+    dataset = SimpleNamespace(slide=slides.__getitem__)
+    assert [source_sha256(dataset, k) for k in range(3)] == [FILE, "", ""]  # type: ignore[arg-type]
 
 
 def test_names_do_not_leave_in_a_checkpoint() -> None:
