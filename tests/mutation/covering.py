@@ -40,7 +40,7 @@ class Covering:
     texts: dict[str, str]
 
     def of(self, root: Path, path: str, lines: Iterable[int]) -> list[str] | None:
-        """Return tests that run one of the lines, spread over files and folders.
+        """Return tests that run one of the lines: first those beside the module, then others of all folders.
 
         Args:
             root: of the project.
@@ -48,8 +48,9 @@ class Covering:
             lines: of one statement.
 
         Returns:
-            At most 40 tests of at most 90 s in all, the cheapest one of each file first; those that run any line of
-            the module if its text has changed since, or if the line runs on import only; None if none runs the line.
+            Of each kind at most 40 tests of at most 90 s in all, the cheapest one of each file first; those that run
+            any line of the module if its text has changed since, or if the line runs on import only; None if none runs
+            the line.
         """
         module = self.lines.get(path)
         if not module:
@@ -59,7 +60,10 @@ class Covering:
             return None
         if self.texts[path] != _text_hash(root / path) or any(not module[line] for line in recorded):
             recorded = list(module)
-        return _spread([self.tests[at] for at in sorted({at for line in recorded for at in module[line]})])
+        tests = [self.tests[at] for at in sorted({at for line in recorded for at in module[line]})]
+        package = next((f"tests/{name}/" for name in PACKAGES if path.startswith(f"{name}/")), "tests/")
+        beside = [test for test in tests if test[0].startswith(package)]
+        return _spread(beside) + _spread(test for test in tests if test not in beside)
 
     @classmethod
     def read(cls, files: Sequence[Path]) -> Covering:

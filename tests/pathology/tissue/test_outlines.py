@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.components import label
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.errors import RequestError
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.predict.options import PredictOptions
 from pathology.tissue.geojson import read_areas
-from pathology.tissue.outlines import SlideGrid, mask_of_areas, mask_to_geojson
+from pathology.tissue.outlines import SlideGrid, mask_of_areas, mask_to_geojson, outline, signed_area
 from tests.pathology.tiffs import MakeSlide
 
 GRID = SlideGrid(np.array([[15.9, 0.0, 37.5], [0.0, 16.1, -3.25]]))
@@ -107,3 +108,29 @@ def test_prediction_opens_a_slide_with_the_tissue_that_is_given(tmp_path: Path, 
         PredictOptions(tissue="nowhere").check_tissue(["a"])
     with pytest.raises(RequestError, match=r"as c\.geojson"):
         PredictOptions(tissue=str(tmp_path)).check_tissue(["c"])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rings_have_the_area_of_their_cells_and_turn_at_each_corner(seed: int) -> None:
+    groups = label(np.random.default_rng(seed).random((12, 15)) < 0.6)
+    for number in range(1, int(groups.max()) + 1):
+        outer, *holes = outline(np.nonzero(groups == number))  # type: ignore[arg-type]
+        areas = [signed_area(outer), *map(signed_area, holes)]
+        assert sum(areas) == (groups == number).sum() and areas[0] > 0 and all(area < 0 for area in areas[1:])
+        for ring in (outer, *holes):
+            steps = np.diff(ring, axis=0)
+            assert ring[0] == ring[-1] and ((steps == 0).sum(axis=1) == 1).all()
+            assert ((steps[1:] * steps[:-1]).sum(axis=1) == 0).all(), "each point is a corner"
+
+
+def test_polygons_may_reach_beyond_the_slide_by_a_twentieth(tmp_path: Path) -> None:
+    grid = SlideGrid(np.eye(2, 3), (40, 60))
+    for corner, fits in (((-2, 20), True), ((-2.1, 20), False), ((10, -3), True), ((10, -3.1), False),
+                         ((42, 20), True), ((42.1, 20), False), ((10, 63), True), ((10, 63.1), False)):  # fmt: skip
+        y, x = corner
+        path = saved(tmp_path, feature([[[5, 5], [30, 5], [30, 30], [x, y], [5, 5]]]))
+        if fits:
+            assert mask_of_geojson(path, grid, (40, 60)).any()
+        else:
+            with pytest.raises(RequestError, match="polygons reach from"):
+                mask_of_geojson(path, grid, (40, 60))

@@ -18,10 +18,10 @@ from pathology.synthetic.sprites import EOSIN, HAEMATOXYLIN
 from pathology.tissue.blur import OUT_OF_FOCUS, BlurMap
 from pathology.tissue.density import density_of, row_strips
 from pathology.tissue.morphology import closed, dilated, opened
-from pathology.tissue.quality import Quality, QualityAccumulator
+from pathology.tissue.quality import Quality, QualityAccumulator, has_dark_ground, has_unlikely_colours
 from pathology.tissue.quality_maps import blur_from_json, blur_to_json, pen_from_json, pen_to_json
 from pathology.tissue.stain import StainSample, estimate_stains
-from pathology.tissue.tissue import TissueParameters, find_tissue
+from pathology.tissue.tissue import TissueMasks, TissueParameters, find_tissue
 
 SIZE_PX = 2048
 SPECS = [
@@ -222,3 +222,68 @@ def test_the_share_of_blurred_patches_is_of_those_measured() -> None:
     assert (blur.patches, blur.share, blur.median) == (4, 0.25, pytest.approx(OUT_OF_FOCUS * 2))
     blur.values.flat[3] = np.nan
     assert blur.share == 0.0 and blur.median is None, "too few patches to judge a slide by"
+
+
+def of_two_values(mean: tuple[float, ...], spread: tuple[float, ...], pixels: int = 50) -> np.ndarray:
+    """Pixels whose channels have exactly this mean and standard deviation."""
+    signs = np.where(np.arange(pixels) % 2, 1, -1)
+    return np.array(mean)[:, None] + np.array(spread)[:, None] * signs
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "unlikely"),
+    [
+        ((150, 128, 128), (20, 8, 8), True),
+        ((150, 128, 128), (20, 9.5, 3), False),  # green varies nearly half as much as red
+        ((150, 128, 128), (20, 3, 9.5), False),
+        ((150, 128, 128), (8.5, 3, 3), True),
+        ((150, 128, 128), (7.5, 3, 3), False),  # nothing varies
+        ((150, 162, 94), (20, 8, 8), True),
+        ((150, 164, 128), (20, 8, 8), False),  # not near 128
+        ((150, 128, 92), (20, 8, 8), False),
+    ],
+)
+def test_colours_are_unlikely_if_green_and_blue_are_chroma(
+    mean: tuple[float, ...], spread: tuple[float, ...], unlikely: bool
+) -> None:
+    assert has_unlikely_colours(of_two_values(mean, spread)) == unlikely
+    assert not has_unlikely_colours(of_two_values(mean, spread)[:, :48]), "too few pixels"
+
+
+@pytest.mark.parametrize(
+    ("share", "red", "green", "unlikely"),
+    [
+        (0.26, 254, 150, True),
+        (0.24, 255, 150, False),
+        (0.26, 253, 150, False),
+        (1.0, 255, 194, True),
+        (1.0, 255, 196, False),
+    ],
+)
+def test_colours_are_unlikely_if_red_is_saturated(share: float, red: int, green: int, unlikely: bool) -> None:
+    tissue = np.full((3, 100), green, np.uint8)
+    tissue[1:] += np.where(np.arange(100) % 2, 20, 236).astype(np.uint8)  # ± 20
+    tissue[0] = 220
+    tissue[0, : round(100 * share)] = red
+    assert has_unlikely_colours(tissue) == unlikely
+
+
+def test_ground_is_dark_if_half_of_what_is_not_black_is() -> None:
+    overview = np.zeros((3, 10, 10), np.uint8)
+    assert not has_dark_ground(overview), "nothing is scanned"
+    overview[1, 5:] = 63
+    assert has_dark_ground(overview)
+    overview[2, 5:] = 64
+    assert not has_dark_ground(overview)
+
+
+def test_flags_are_raised_above_their_shares_not_at_them() -> None:
+    blur = BlurMap(1280, 1280)
+    blur.values[:] = 1.0
+    pen, tissue = np.zeros((50, 50), bool), np.ones((50, 50), bool)
+    overview = np.full((3, 50, 50), 200, np.uint8)
+    for blurred, inked in ((8, 5), (9, 6)):
+        blur.values.flat[:blurred] = 0.0
+        pen.flat[:inked] = True
+        flags = Quality(overview, TissueMasks(tissue, pen), 8.0, blur, 1.0, None).flags
+        assert (flags["blur"], flags["pen"]) == (blurred > 8, inked > 5)
