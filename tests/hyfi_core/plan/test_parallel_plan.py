@@ -88,3 +88,14 @@ def test_a_replica_of_a_shared_batch_knows_what_is_before_it() -> None:
     plan = ParallelPlan(grids=((1, 1),), replicas=3, microbatches=2, shares=(4, 2, 6))
     assert [plan.share_of(replica) for replica in range(3)] == [(0, 6), (2, 6), (3, 6)]
     assert ParallelPlan(grids=((1, 1),), replicas=3).share_of(1) is None
+
+
+def test_the_ends_of_what_is_allowed_are_allowed() -> None:
+    grids, cuts = ((1, 1), (1, 1)), ("a",)
+    assert ParallelPlan(grids, cuts, gather_bytes=0).gather_bytes == 0
+    assert ParallelPlan(grids, cuts, recompute=(1, 0, 1)).recompute == (0, 1)  # type: ignore[arg-type]
+    both_ways = ParallelPlan(grids, cuts, schedule="gems_mast", microbatches=2, mirror="point_to_point")
+    assert both_ways.mirror == "point_to_point"
+    for wrong in ((2,), (-1,), (True,), "01", 1):
+        with pytest.raises(RequestError, match=r"plan.recompute is .*; use true, false, or stages from 0 to 1"):
+            ParallelPlan(grids, cuts, recompute=wrong)  # type: ignore[arg-type]

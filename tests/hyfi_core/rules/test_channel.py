@@ -36,6 +36,10 @@ def test_prelu_equals_one_process(grid: tuple[int, int], fused_halo: int) -> Non
     assert_equal_also_by_cells(net, (2, 3, 19, 25), grid, fused_halo=fused_halo)
 
 
+def test_slopes_of_channels_need_nothing_gathered() -> None:
+    lower(capture(Slopes(), (2, 3, 19, 25), torch.float32), Target((2, 2), 0, gather_bytes=0))
+
+
 def test_a_slope_for_each_row_is_refused() -> None:
     class Rows(nn.Module):
         def __init__(self) -> None:
