@@ -25,6 +25,17 @@ def import_safely() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
 
 
+def open_closed_streams() -> None:
+    """Open standard input, output and error on the null device where they are closed, as a daemon's may be.
+
+    Else the next file that is opened takes the number, and what libraries print is written into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+
+
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Ask the kernel to signal this process when its parent ends for any reason. Linux only; ignored elsewhere."""
     with contextlib.suppress(OSError, AttributeError):

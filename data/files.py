@@ -87,6 +87,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def in_utf8(text: str) -> str:
+    r"""Return a text in which what is not UTF-8 of file names is escaped (`\udcfc`), for browsers and libraries."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def json_bytes(value: dict[str, Any]) -> bytes:
     """Return the object as indented JSON in UTF-8; undecodable bytes of file names are kept."""
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "surrogateescape")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from data.children import import_safely
+from data.children import import_safely, open_closed_streams
 from workflows import signals
 
 if __name__ == "__main__":  # signal handlers first: the imports below take time
     signals.listen_from_start()
+    open_closed_streams()
     import_safely()
 
 from functools import partial

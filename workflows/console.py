@@ -86,12 +86,14 @@ def warn(text: str, level: str = "WARNING") -> None:
     _print(sys.stderr, level, text)
 
 
-def _print(stream: TextIO, level: str, text: str) -> None:
+def _print(stream: TextIO | None, level: str, text: str) -> None:
     show(stream, text if _keep is None else _keep(level, text))
 
 
-def show(stream: TextIO, text: str) -> None:
-    """Print a line as it is, but without passwords of addresses, and flush it."""
+def show(stream: TextIO | None, text: str) -> None:
+    """Print a line as it is, but without passwords of addresses, and flush it; None: its reader has closed it."""
+    if stream is None:
+        return
     text = without_password(text)
     encoding = getattr(stream, "encoding", None) or "utf-8"
     # Escape what the stream cannot encode: file names may have undecodable bytes, and a log may be ASCII only.

@@ -39,7 +39,7 @@ def working_folder(store: Path, base: Path | None = None) -> Path:
     """
     if not is_remote(store):
         return store
-    digest = hashlib.sha256(str(store).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(os.fsencode(str(store))).hexdigest()[:16]
     return _uploads(base) / digest
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.files import replacing
+from data.files import in_utf8, replacing
 from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap, pyramid
 
@@ -138,7 +138,7 @@ def channel_metadata(
     planes = len(channels)
     return {
         "axes": "CYX",
-        "Name": name,
+        "Name": in_utf8(name),
         "Description": explanation,
         "PhysicalSizeX": cell_um[1],
         "PhysicalSizeXUnit": "µm",
@@ -153,7 +153,7 @@ def channel_metadata(
         },
         "MapAnnotation": {
             "Namespace": NAMESPACE,
-            **{key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()},
+            **{key: in_utf8(value) if isinstance(value, str) else json.dumps(value) for key, value in facts.items()},
         },
     }
 

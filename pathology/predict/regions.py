@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.components import label
+from data.files import in_utf8
 from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
 from pathology.tissue.outlines import TISSUE_RGB, Ring, outline
@@ -293,7 +294,7 @@ def _enclosed(ring: NDArray[np.float64]) -> float:
 def _feature(identity: str, rings: list[Ring], properties: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "Feature",
-        "id": str(uuid.uuid5(_NAMESPACE, identity)),
+        "id": str(uuid.uuid5(_NAMESPACE, in_utf8(identity))),
         "geometry": {"type": "Polygon", "coordinates": rings},
         "properties": properties,
     }
@@ -325,4 +326,6 @@ def write_regions(path: Path, collection: dict[str, Any]) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    path.write_text(json.dumps(collection, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(collection, ensure_ascii=False, indent=1) + "\n", encoding="utf-8", errors="backslashreplace"
+    )

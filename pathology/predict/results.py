@@ -124,11 +124,11 @@ def _write_files(
         write_score_picture(folder / "scores.tiff", on_tissue)
     pictures = Pictures(Image.fromarray(thumb), overlay, cells, covered)
     report = fill_report(result, members, spec, pictures, regions, level0)
-    (folder / "report.html").write_text(render_report(report), encoding="utf-8")
+    (folder / "report.html").write_text(render_report(report), encoding="utf-8", errors="backslashreplace")
     text = json.dumps(
         {"key": dict(key), "slide_id": result.slide_id, "label": result.label, **metadata}, ensure_ascii=False, indent=1
     )
-    (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8")
+    (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def wide_enough(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -19,6 +19,7 @@ from skimage.draw import polygon
 
 from data.arrays import Mask
 from data.components import label
+from data.files import in_utf8
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from pathology.tissue.geojson import TISSUE_CLASS, Areas, Polygon
@@ -95,7 +96,7 @@ def mask_to_geojson(mask: Mask, grid: SlideGrid, slide_id: str) -> dict[str, Any
         features.append(
             {
                 "type": "Feature",
-                "id": str(uuid.uuid5(_NAMESPACE, f"{slide_id}/{number}")),
+                "id": str(uuid.uuid5(_NAMESPACE, in_utf8(f"{slide_id}/{number}"))),
                 "geometry": {
                     "type": "Polygon",
                     "coordinates": [grid.to_level0(ring) for ring in outline(np.nonzero(groups == number))],  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ class AnnotationFile:
             OSError: The file cannot be written.
         """
         collection = level0_collection(data, self.grid)
-        text = (json.dumps(collection, ensure_ascii=False, indent=1) + "\n").encode()
+        text = (json.dumps(collection, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "backslashreplace")
         with _saving:
             try:
                 current = _version(self.path.read_bytes())

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data.csv_table import read_own
+from data.files import in_utf8
 from data.location import is_remote, location
 from data.store.slide_store import StoreError
 from hyfi_core.errors import RequestError
@@ -214,6 +215,8 @@ class Gallery:
             RequestError: A path cannot be shown.
         """
         slides, predictions = find_slides(paths, annotations)
+        # Addresses are UTF-8: a browser would send back other bytes of a name that is not.
+        slides = [replace(slide, key=in_utf8(slide.key)) for slide in slides]
         gallery = cls({slide.key: slide for slide in slides}, tuple(predictions), slide_mpp)
         gallery.reasons.update({slide.key: slide.reason for slide in slides if slide.reason})
         return gallery

@@ -62,4 +62,6 @@ def as_json(value: object) -> bytes:
     Raises:
         ValueError: A number is NaN or infinite, which JSON does not have.
     """
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+        "utf-8", "backslashreplace"
+    )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -142,6 +143,17 @@ def test_what_no_encoding_knows_is_shown_escaped(encoding: str, monkeypatch: pyt
     first, last = written.getvalue().decode(encoding).splitlines()
     assert first.startswith("done: a\\udcff, 1 ")
     assert json.loads(last) == {"slide_id": "a\udcff", "unit": "µm"}
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-"])
+def test_a_command_runs_with_closed_streams(closed: str, tmp_path: Path) -> None:
+    """As a daemon's may be: the first line ended it, and the number of standard output went to the next file opened."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    (tmp_path / "labels.csv").write_text("slide_id,label\n" + "".join(f"s{n},{n % 2}\n" for n in range(20)))
+    words = shlex.join([sys.executable, "-m", "workflows", "split", "labels.csv", "--out", "splits.csv"])
+    done = subprocess.run(["bash", "-c", f"exec {words} {closed}"], env=environment, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "splits.csv").read_text().startswith("slide_id")
 
 
 def test_progress_in_a_log_is_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

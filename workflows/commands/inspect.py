@@ -96,7 +96,9 @@ def _export_tissue(path: Path, geojson: Path) -> None:
             collection = mask_to_geojson(mask, SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp), slide.slide_id)
             target = geojson if single else geojson / f"{slide.slide_id}.geojson"
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(target, (json.dumps(collection, ensure_ascii=False) + "\n").encode())
+            write_atomically(
+                target, (json.dumps(collection, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+            )
     except OSError as error:
         raise RequestError(f"{geojson}: cannot be written ({error.strerror or error}); choose another path") from error
     console.say(f"tissue: {geojson}")

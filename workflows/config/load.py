@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,11 @@ def _override(tree: dict[str, Any], override: str) -> None:
     names = key.strip().split(".")
     if not equals or len(names) < 2 or not all(names):
         raise RequestError(f"override {override!r}: section, key or '=' is missing; allowed: section.key=value")
+    if any("\udc80" <= letter <= "\udcff" for letter in text):
+        raise RequestError(
+            f"override {override!r}: it has bytes that are not {sys.getfilesystemencoding()}; in a UTF-8 locale "
+            "(LC_ALL=C.UTF-8) use names that are UTF-8, for example a link to the folder"
+        )
     try:
         value = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -113,7 +114,7 @@ def _predicted_slide(
         flags=tuple(flag for flag in row["flags"].split(";") if flag),
         reason=row["reason"],
         thumbnail=thumbnail if shown else b"",
-        link=f"{quote(row['slide_id'])}/report.html" if shown else "",
+        link=f"{quote(os.fsencode(row['slide_id']))}/report.html" if shown else "",
         uncalibrated=_uncalibrated(details) if row["prediction"] else (),
         wrong=bool(row["prediction"]) and target is not None and task.is_wrong(row["prediction"], target),
     )
@@ -267,7 +268,7 @@ def write_cohort_page(
         version=importlib.metadata.version("hyfi"),
     )
     path = folder / PAGE_FILE
-    write_atomically(path, page.encode("utf-8"))
+    write_atomically(path, page.encode("utf-8", "backslashreplace"))  # names of files need not be UTF-8
     return path
 
 

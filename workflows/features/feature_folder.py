@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ def digest_of(path: Path) -> str:
         return sha256_of(path)
     summed = hashlib.sha256()
     for file in sorted(entry for entry in path.rglob("*") if entry.is_file()):
-        summed.update(f"{file.relative_to(path).as_posix()} {sha256_of(file)}\n".encode())
+        summed.update(os.fsencode(f"{file.relative_to(path).as_posix()} {sha256_of(file)}\n"))
     return summed.hexdigest()
 
 

@@ -57,7 +57,7 @@ def write_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], u
     Raises:
         OSError: The file cannot be written.
     """
-    write_atomically(path, curves_page(title, records, unit).encode())
+    write_atomically(path, curves_page(title, records, unit).encode("utf-8", "backslashreplace"))
 
 
 def curves_page(title: str, records: Sequence[Mapping[str, Any]], unit: str = "images") -> str:

@@ -18,14 +18,15 @@ import os
 import re
 import socket
 import stat
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hyfi_core.errors import RequestError
+from hyfi_core.comm.supervision.rendezvous import Expected
+from hyfi_core.errors import RendezvousError, RequestError
 
 _ANSWER_S = 0.5
+_LOADED = Path("/proc/self/maps")
 
 
 def check_library(version: str, environment: Mapping[str, str]) -> None:
@@ -37,7 +38,9 @@ def check_library(version: str, environment: Mapping[str, str]) -> None:
 
     Raises:
         RequestError: It cannot; the message has the line to use.
+        RendezvousError: A RequestError: no launcher is there.
     """
+    _refuse_closed_connection(version, environment)
     is_open_mpi = "Open MPI" in version
     if is_open_mpi:
         wrong = _speaks_pmi(environment) and not _speaks_pmix(environment) and not _has_pmi(version)
@@ -62,6 +65,15 @@ def check_library(version: str, environment: Mapping[str, str]) -> None:
         f"the mpiexec of {used} started this rank, but its MPI library is {library}: use `{_own_mpiexec(is_open_mpi)} "
         f"-n {_size(environment)} …`, or an mpi4py that loads the MPI of that mpiexec"
     )
+
+
+def _refuse_closed_connection(version: str, environment: Mapping[str, str]) -> None:
+    """Refuse variables of an earlier Hydra or srun whose connection this process does not have: MPICH would abort."""
+    if "Open MPI" in version or "PMI_FD" not in environment or _speaks_pmi(environment) or _speaks_pmix(environment):
+        return
+    if "PMI_PORT" not in environment:
+        expected = Expected("mpi", environment)
+        raise RendezvousError(f"{expected.describe()}, but its connection is closed. {expected.if_left_over()}")
 
 
 def _speaks_pmi(environment: Mapping[str, str]) -> bool:
@@ -95,16 +107,22 @@ def _has_pmi(version: str) -> bool:
     match = re.search(r"v(\d+)", version)
     if match is None or int(match[1]) >= 5:
         return False
+    return any(any(folder.glob("openmpi*/**/mca_pmix_s[12].so")) for folder in _library_folders())
+
+
+def _library_folders() -> list[Path]:
+    """Return the folders of the MPI libraries that this process has loaded."""
     with suppress(OSError):
-        loaded = re.findall(r"\S*/libmpi\.so\S*", Path("/proc/self/maps").read_text(encoding="utf-8"))
-        return any(any(Path(name).parent.glob("openmpi*/**/mca_pmix_s[12].so")) for name in set(loaded))
-    return False
+        loaded = re.findall(r"/.*/libmpi\.so\S*", _LOADED.read_text(encoding="utf-8", errors="replace"))
+        return sorted({Path(name).parent for name in loaded})
+    return []
 
 
 def _own_mpiexec(is_open_mpi: bool) -> str:
-    beside = Path(sys.executable).parent / "mpiexec"
-    if not is_open_mpi and beside.exists():
-        return str(beside)
+    """Return the mpiexec of the loaded library: in ``bin`` beside its ``lib``, or by Debian's name."""
+    for folder in _library_folders():
+        if os.access(beside := folder.parent / "bin" / "mpiexec", os.X_OK):
+            return str(beside)
     return "mpiexec.openmpi" if is_open_mpi else "mpiexec.mpich"
 
 

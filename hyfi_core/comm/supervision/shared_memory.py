@@ -97,4 +97,4 @@ def _allocated(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.2g} MB"
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"

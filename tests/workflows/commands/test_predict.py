@@ -10,16 +10,21 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 import tifffile
+from starlette.testclient import TestClient
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.models.by_name import build_model
 from hyfi_core.runtime.checkpoint import save_checkpoint
 from pathology.predict.options import PredictOptions
+from pathology.view.gallery import Gallery
+from pathology.view.scene import Scene
+from pathology.view.server import make_app
 from tests.conftest import ROOT, Hyfi
 from tests.pathology.slides import draw_slide, member_of, write_slide
 from tests.workflows.predictions import rows_of, save
@@ -260,6 +265,28 @@ def test_ranks_get_the_request_as_it_is(checkpoint: Path, slides: Path, tmp_path
     status.leave_body(partial(predict._predict, request))
     body = status.body()
     assert isinstance(body, partial) and body.func is predict._predict and body.args == (request,)
+
+
+def test_a_slide_whose_name_is_not_utf_8_is_predicted_and_shown(
+    hyfi_here: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path
+) -> None:
+    """As of archives whose names are Latin-1: its files could not be written, and the table's page was a traceback."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "M\udcfcller.tiff").symlink_to(slides / "one.tiff")
+    done = hyfi_here("predict", checkpoint, "in", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    out, escaped = tmp_path / "out", "M\\udcfcller"
+    details = json.loads((out / "M\udcfcller" / "prediction.json").read_text(encoding="utf-8"))
+    assert details["slide_id"] == "M\udcfcller"
+    assert json.loads((out / "M\udcfcller" / "regions.geojson").read_text(encoding="utf-8"))["features"]
+    assert escaped in (out / "M\udcfcller" / "report.html").read_text(encoding="utf-8")
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert escaped in page and "M%FCller/report.html" in page
+    with tifffile.TiffFile(out / "M\udcfcller" / "heatmap.tiff") as heatmap:
+        assert escaped in (heatmap.ome_metadata or "")
+    with TestClient(make_app(Scene(Gallery.of([out]), 10**7), "token"), "http://127.0.0.1/token/") as client:
+        (slide,) = client.get("slides.json").json()["slides"]
+        assert client.get(f"slide/{quote(slide['key'], safe='')}/about.json").status_code == 200
 
 
 def test_only_a_launcher_starts_a_rank(hyfi_here: Hyfi) -> None:

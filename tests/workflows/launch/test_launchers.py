@@ -88,7 +88,7 @@ def test_open_mpi_gives_each_rank_all_cores(ranks: int) -> None:
     """It bound one or two ranks to a core each, and all threads of a rank took turns on it."""
     words, library = open_mpi()
     command = MpiExec(Path(words[0]), "Open MPI").command(ranks)
-    shown = "import os; print(len(os.sched_getaffinity(0)), flush=True)"
+    shown = "import os; print(f' {len(os.sched_getaffinity(0))} ', flush=True)"  # lines of ranks may be joined
     done = subprocess.run(
         [*command, sys.executable, "-c", shown], env=os.environ | library, capture_output=True, text=True, timeout=60
     )

@@ -47,8 +47,8 @@ def test_ranks_that_have_no_room_to_exchange_messages_are_refused(tmp_path: Path
     words = [*launcher, *HYFI, "train", str(config)]
     done = under_shared_memory("2m", tmp_path, words)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("/dev/shm has 1.8 MB free of 2.1 MB (in it: left 0.3 MB), but the 2 ranks") == 1
-    assert "need 2.1 MB there" in done.stderr and "--shm-size" in done.stderr and "signal" not in done.stderr
+    assert done.stderr.count("/dev/shm has 1.79 MB free of 2.1 MB (in it: left 0.303 MB), but the 2 ranks") == 1
+    assert "need 2.11 MB there" in done.stderr and "--shm-size" in done.stderr and "signal" not in done.stderr
     assert not (tmp_path / "run").exists()
 
 
