@@ -67,6 +67,7 @@ def fill_small_holes(mask: Mask, largest_px: int) -> None:
     holes = runs.select(runs.sizes(runs.components(corners=False)) <= largest_px)
     components = holes.components(corners=True)
     open_to_border = np.zeros(len(components), bool)
+    # Holes that touch by a corner count as one here: background reaches the border through corners, too.
     open_to_border[components[holes.at_border]] = True
     holes.select(~open_to_border[components]).paint(mask, True)
 
@@ -168,6 +169,8 @@ class Runs:
         for run in self._portions():
             starts, lengths = self.starts[run], self.ends[run] - self.starts[run]
             behind = np.cumsum(lengths)
+            # From the number of a pixel among those painted to its place in the image: positions of runs count one
+            # pixel more in each row.
             shift = starts - starts // (self.shape[1] + 1) - (behind - lengths)
             flat[np.arange(behind[-1]) + np.repeat(shift, lengths)] = np.repeat(values[run], lengths)
 

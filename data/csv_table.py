@@ -159,6 +159,7 @@ def _text_of(path: Path, subject: str) -> str:
     for start, kind in _OTHER_FILES.items():
         if data.startswith(start):
             raise RequestError(f"{subject}: {path} is {kind}, not a CSV; save the table as CSV UTF-8")
+    # Excel saves "Unicode text" as UTF-16, and "CSV UTF-8" with a byte order mark.
     wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
         text = data.decode("utf-16" if wide else "utf-8-sig")
@@ -180,6 +181,7 @@ def _without_hint(text: str) -> tuple[str, int, str]:
     if hint:
         return text[hint.end() :], 1, hint[1]
     first = next((line for line in text.splitlines() if line.strip()), "")
+    # Names of columns may have separators inside quotes.
     outside = re.sub(r'"[^"]*"', "", first)
     return text, 0, max(_SEPARATORS, key=outside.count)
 

@@ -39,6 +39,7 @@ def private_folder(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+    # Not stat: behind a link there may be a folder of this user that others can reach by another name.
     status = folder.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(errno.EACCES, "it belongs to another user, or is a link; remove it", str(folder))
@@ -65,6 +66,8 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         with naming(path):
             yield temporary
+        # The content is on the disk before it gets its name: after a power cut, a file of that name is never empty.
+        # The folder is synced last, because the renaming is an entry of the folder.
         sync_file(temporary)
         temporary.replace(path)
         sync_file(path.parent)
@@ -129,6 +132,7 @@ def upload_directory(prepared: Path, final: Path, last: str = "zarr.json", witho
         OSError: The object storage cannot be written, or files have not arrived as they were sent.
     """
     names = [name for name in files_below(prepared) if name != last and name not in without]
+    # Before anything else: a reader must not take the new files for those of the old version.
     (final / last).unlink(missing_ok=True)
     remove_tree(final)
 
@@ -150,6 +154,7 @@ def remove_leftovers(final: Path) -> None:
         prefix = f".{final.name}.{kind}-{host}-"
         for path in list(final.parent.glob(f"{_escape(prefix)}*")):
             pid = path.name.removeprefix(prefix)
+            # Its own number was another process's: in containers, every first process has the same.
             if pid.isdigit() and int(pid) != os.getpid() and is_running(int(pid)):
                 continue
             if kind == "old" and not final.exists():

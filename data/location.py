@@ -1,4 +1,4 @@
-"""Where stores and tables are: a folder of this machine, or object storage. The differences are here and nowhere else.
+"""Where stores and tables are: a folder of this machine, or object storage.
 
 `location` turns what a user writes into a path: a `pathlib.Path`, or an :class:`data.object_path.ObjectPath`, which has
 its methods. What a path cannot do in the same way on both is a function here.
@@ -93,6 +93,7 @@ def is_far(path: Path) -> bool:
 @lru_cache(maxsize=4096)
 def _is_on_network_disk(path: str) -> bool:
     real = os.path.realpath(path)
+    # A disk may be mounted in a folder of another: the longest name is the disk that has the path.
     holding = [mount for mount in _mounts() if real == mount or real.startswith(f"{mount.rstrip('/')}/")]
     return bool(holding) and _NETWORK_DISKS.match(_mounts()[max(holding, key=len)]) is not None
 
@@ -105,6 +106,7 @@ def _mounts() -> dict[str, str]:
     except OSError:
         return {}
     fields = (line.split(" ") for line in lines)
+    # The kernel writes blanks and backslashes of names as three octal digits, ``\040``.
     return {re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), words[1]): words[2] for words in fields}
 
 
@@ -143,7 +145,7 @@ class _LocalFile:
 
 
 class _RemoteFile:
-    """An object; each piece is a request, except pieces of what the last bytes of a small object were read with."""
+    """An object on storage. Each piece is a request, unless it lies in the last bytes, which `tail` has read."""
 
     def __init__(self, path: ObjectPath) -> None:
         self._path = path

@@ -187,6 +187,7 @@ class ObjectPath(PosixPath):
 
     def is_dir(self) -> bool:
         """Whether there is a store, a slide, or any object below; slides are those whose last file is there."""
+        # Lists only where no name tells: a listing is slower than a request for one object, and costs more.
         if self.suffix == ".zarr":
             return (self / "zarr.json").is_file()
         if any((self / name).is_file() for name in _MARKERS):

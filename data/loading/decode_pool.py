@@ -288,6 +288,7 @@ class DecodePool:
         return lease is not None
 
     def _replace(self, worker_id: int) -> None:
+        # The connection of a worker that exits ends before its process has an exit code.
         by_itself = self._workers[worker_id].stop(patience_s=1.0)
         self.counts.replaced += 1
         self._deaths_in_a_row += MAX_DEATHS_IN_A_ROW // MAX_DEATHS_OF_A_SAMPLE if by_itself else 1

@@ -125,7 +125,7 @@ class SharedBytes:
     def create(cls, size_bytes: int) -> SharedBytes:
         """Allocate new memory."""
         descriptor = os.memfd_create("hyfi", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, max(1, size_bytes))
+        os.ftruncate(descriptor, max(1, size_bytes))  # no bytes cannot be mapped
         return cls(descriptor, size_bytes)
 
     @classmethod
@@ -181,6 +181,7 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
             reply = LeaseDone(lease.name, decode(samples, lease, slots, cache))
         except Exception as error:
             reply = LeaseFailed(_portable(error), traceback.format_exc())
+        # One thread at a time: a message is not mixed with another, and bytes are counted in one answer only.
         with sending, contextlib.suppress(OSError):
             if isinstance(reply, LeaseDone):
                 (stored, shared), reported = reported, _node_bytes()
@@ -253,7 +254,7 @@ def _mapped(mapping: str) -> Pixels:
     """Map the memory of ``descriptor:size``."""
     descriptor, size = mapping.split(":")
     shared = SharedBytes(int(descriptor), int(size))
-    shared.close()
+    shared.close()  # what is mapped does not need it
     return shared.array
 
 

@@ -180,6 +180,7 @@ class LoaderService:
         return DecodePool(
             self._samples,
             workers=self._workers,
+            # Trainers of one replica request the same samples, which share a slot; boxes are prepared one by one.
             slots=max(self._workers, sum(open_requests.values()) + sum(t.ahead for t in in_boxes)),
             slot_bytes=max((sum(map(part_bytes, boxes)) for boxes in boxes_of_samples), default=largest_box),
             entry_bytes=max((part_bytes(hull(boxes)) for boxes in boxes_of_samples), default=largest_box),
@@ -253,6 +254,7 @@ class LoaderService:
         if not pool.has_free_slot:
             return False
         waiting = {rank: request for rank, t in self._trainers.items() if (request := t.next) is not None}
+        # The oldest first, but past those for which a trainer is not ready: waiting for it could take for ever.
         for rank, request in sorted(waiting.items(), key=lambda item: item[1].number):
             boxes_of = self._needed(rank, request)
             if all(trainer in waiting and waiting[trainer].name == request.name for trainer in boxes_of):

@@ -102,6 +102,7 @@ class LoaderLink:
 
     def wait(self, request: int) -> None:
         """Return when this request and all earlier ones have been answered."""
+        # Noted before waiting: afterwards nobody would be late, and loaders learn of it with the next request.
         for answer in self._answers:
             if answer.number <= request:
                 self._waited |= answer.late()
@@ -116,6 +117,7 @@ class LoaderLink:
     def close(self, stopped: bool) -> None:
         """Say goodbye to the loaders, receive what was requested, and then their reports."""
         self._send({loader: {"kind": "goodbye", "stopped": stopped} for loader in self._loaders})
+        # Loaders report when they have sent all that was requested, blank or not.
         self._receive(lambda: bool(self._answers))
         for pending in self._sends:
             pending.wait()

@@ -49,6 +49,8 @@ class PartBuffers:
         if self._copied is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(self._copied)
+            # They were allocated on the stream of the copies: without this, their memory would be given to another
+            # copy as soon as they are released, while the current stream may still read it.
             for images in self._images:
                 images.record_stream(current)
 

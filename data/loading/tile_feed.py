@@ -137,13 +137,13 @@ class TileFeed:
             tiles = torch.empty((0, *like[0]), dtype=like[1]) if not parts else parts[0]
             if len(parts) > 1:
                 tiles = torch.cat(parts)
-            del parts
+            del parts  # else the messages stay in memory while the engine encodes their tiles
             waited(time.perf_counter() - start_s)
             yield chunk, tiles
             del tiles
 
     def _expect(self, coming: list[Piece]) -> None:
-        """Request from now on what is coming; forget what was requested and is not: the order has become another."""
+        """Request these pieces from now on. Forget requested ones that are not among them: the order has changed."""
         wanted = set(coming)
         self._open = {piece: opened for piece, opened in self._open.items() if piece in wanted}
         self._waiting = deque(piece for piece in coming if piece not in self._open)

@@ -26,7 +26,7 @@ RECENT_TURNS = 12
 _WORKER_BYTES = 150_000_000
 """Of a worker before its first sample: Python, NumPy and the codecs."""
 _SPARE = 4
-"""So many times the memory of a further worker must be free, as trainers may need more later."""
+"""Memory that must be free for one more worker, in multiples of its own: trainers may need more later."""
 _PAUSE_S = 1.0
 """Until free memory is asked for again, where it was too little."""
 
@@ -66,7 +66,7 @@ class WorkerGrowth:
         self._next_look_s = float("-inf")  # at free memory
 
     def limit(self, workers: int) -> None:
-        """Allow no more than so many: others would have nothing to prepare."""
+        """Allow at most this many workers: more would have nothing to prepare."""
         self.most = min(self.most, workers)
 
     def turn(self, trainer: int, late: bool) -> None:
@@ -91,11 +91,11 @@ class WorkerGrowth:
         return is_due
 
     def grown(self, workers: int) -> None:
-        """Begin to count anew, as there are so many workers now."""
+        """Count late turns anew after the number of workers has risen to ``workers``."""
         self._late.clear()
         self._raised(workers, self.most)
 
     def refused(self, workers: int, error: OSError) -> None:
-        """Stay at the current number, as one more could not be started."""
+        """Start no further workers after one could not be started."""
         self.most = workers
         self._failed(workers, error)

@@ -183,6 +183,7 @@ def load_manifest(store: Path) -> list[dict[str, str]]:
         StoreError: There is no store in this folder, or its records cannot be read.
     """
     try:
+        # On a disk the records: while slides are ingested, ``manifest.csv`` is behind them.
         records = {} if is_remote(store) else load_records(store)
     except OSError as error:
         raise StoreError(f"{store}: cannot be read ({error.strerror or error})") from error

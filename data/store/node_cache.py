@@ -178,6 +178,7 @@ class NodeCache:
             return None
         try:
             os.utime(handle)  # used now
+            # Mapped, the pixels stay readable after the file is closed, and after another process has removed it.
             stored = np.frombuffer(mmap.mmap(handle, 0, prot=mmap.PROT_READ), np.uint8)
             body = without_checksum(stored)
         except (OSError, ValueError):  # damaged: read it from the store again
@@ -198,6 +199,7 @@ class NodeCache:
         if self._full:
             return
         path = self._path(name)
+        # Processes and threads may add the same chunk at once: each writes a file of its own, and any of them may stay.
         temporary = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
         try:
             with temporary.open("wb") as file:
@@ -252,6 +254,7 @@ class NodeCache:
         total = sum(size for _, size, _ in chunks)
         if total <= self._size_bytes:
             return
+        # Without a lock: processes that do this at the same time remove the same files.
         for _, size, path in sorted(chunks):
             if total <= _FILLED * self._size_bytes:
                 return
@@ -266,6 +269,7 @@ class NodeCache:
         Where the disk has no locks, or the folder was removed meanwhile, chunks may be read twice.
         """
         number = int(hashlib.sha256(row.encode()).hexdigest()[:8], 16) % _LOCKS
+        # An index is read by the holder of a row. If both used the same locks, two processes could wait for each other.
         name = f"index-{number}" if row.endswith(INDEX) else str(number)
         with contextlib.ExitStack() as opened:
             with contextlib.suppress(OSError):

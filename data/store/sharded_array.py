@@ -320,6 +320,7 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
     key = (os.getpid(), threads)
     pool = _pools.get(key)
     if pool is None:
+        # Of two threads that come first at the same time, both take the same pool.
         pool = _pools.setdefault(key, ThreadPoolExecutor(threads, thread_name_prefix="store-read"))
     return pool
 

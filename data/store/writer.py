@@ -100,6 +100,7 @@ class SlideWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # First: their threads write into the folder that may be removed below.
         for pool in (self._encoders, self._disk):
             pool.shutdown(wait=True, cancel_futures=True)
         self._journal.close()
@@ -273,6 +274,7 @@ class SlideWriter:
         """Write a file in a disk thread; ``when_written`` is called once, when written (not yet synced) or failed."""
         once = _Once(when_written)
         future = self._disk.submit(self._store, name, layout, chunks, once)
+        # Also if the file fails before it is written: otherwise `write` would wait for its place for ever.
         future.add_done_callback(once)
         self._pending.append(future)
 
@@ -290,39 +292,40 @@ class SlideWriter:
             for future in written:
                 future.result()
         except BaseException:
+            # The caller's block will not be written, so nothing else would free its place.
             self._free_blocks.release()
             raise
 
 
 class _Countdown:
-    """Calls ``then`` when it has been called ``count`` times; thread-safe."""
+    """Calls ``action`` when it has been called ``count`` times; thread-safe."""
 
     def __init__(self, count: int, action: Any) -> None:
-        self._count, self._then, self._lock = count, action, threading.Lock()
+        self._count, self._action, self._lock = count, action, threading.Lock()
 
     def __call__(self) -> None:
         with self._lock:
             self._count -= 1
             last = self._count == 0
         if last:
-            self._then()
+            self._action()
 
 
 class _Once:
-    """Calls ``then`` the first time it is called, and does nothing afterwards; not thread-safe."""
+    """Calls ``action`` the first time it is called, and does nothing afterwards; not thread-safe."""
 
     def __init__(self, action: Callable[[], object]) -> None:
-        self._then: Callable[[], object] | None = action
+        self._action: Callable[[], object] | None = action
 
     def __call__(self, *_: object) -> None:
-        action, self._then = self._then, None
+        action, self._action = self._action, None
         if action is not None:
             action()
 
 
 def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[int, Buffers | None]]:
     """Yield (slot, bytes) in order, waiting for each, and keep no reference to what was yielded."""
-    chunks.reverse()
+    chunks.reverse()  # the last one of a list is removed at no cost
     while chunks:
         slot, future = chunks.pop()
         yield slot, None if future is None else (future.result(),)

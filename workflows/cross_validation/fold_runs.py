@@ -137,6 +137,7 @@ class FoldRuns(RunFamily):
         splits = self.folder / SPLITS_FILE
         if not splits.is_file():
             raise RequestError(f"run.dir {self.folder}: exists and has no {SPLITS_FILE} of folds; use another run.dir")
+        # Byte by byte: a slide that has moved to another fold would be tested by a model that was trained on it.
         if splits.read_bytes() != self.table.splits():
             raise RequestError(
                 f"{splits}: the folds are others than those of {self.table.table.name}; restore them, or use another "

@@ -51,6 +51,7 @@ class ChildProcess:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # Else its end would not be noticed here: a socket ends when every process has closed its copy.
         theirs.close()
         ACTIVITY.helpers.add(self._process.pid)
         self._connection = Connection(ours.detach())

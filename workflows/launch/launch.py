@@ -110,6 +110,8 @@ def launch_program(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=_environment(ranks) | {VARIABLE: str(folder)},
+            # Of its own: Ctrl-C on the terminal reaches this process alone, which forwards it, and `kill_session` finds
+            # whatever the ranks have started.
             start_new_session=True,
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )
@@ -231,6 +233,7 @@ class _LaunchMonitor:
             warn(FAILED.format(**failure))
             return FAULT
         codes = self._status.codes()
+        # The largest code: 3, stopped, if only some ranks had something left to do when the request came.
         if len(codes) == self._ranks and self._process.returncode == 0:
             return max(codes.values())
         if self._given_up:
@@ -291,6 +294,7 @@ def run_as_rank(body: Callable[[], int]) -> int:
         code = _run_as_rank(body)
     finally:
         rank_log.end()
+    # Not by returning: Python would end while a thread is inside a library, which may crash.
     if peer_watch.still_waits():
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -330,6 +334,7 @@ def _reports_refusal(status: RunStatus | None, rank: int) -> bool:
     if status is None:
         return rank == 0
     try:
+        # Only one rank can create the file, whichever comes first.
         (status.folder / "refusal-reported").touch(exist_ok=False)
     except FileExistsError:
         return False

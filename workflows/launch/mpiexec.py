@@ -121,7 +121,7 @@ class Output:
     def finish(self) -> None:
         """Return when all output has been forwarded, or after a few seconds."""
         for pump in self._pumps:
-            pump.join(timeout=5)
+            pump.join(timeout=5)  # a program that a rank has left behind may keep the pipe open
 
     def _pump(self, source: IO[bytes], target: TextIO) -> None:
         blank = False  # an empty line is held back: the banner starts with one

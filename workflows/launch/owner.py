@@ -64,6 +64,7 @@ class FolderOwner:
         self.release()
 
     def _own(self, folder: Path, name: str, remedy: str, shared: bool) -> None:
+        # Not "w": that would erase what the owner has written there, before it is known whether there is one.
         file = (folder / name).open("a+", encoding="utf-8")
         self._files.append(file)
         self._names.append(name)
@@ -114,8 +115,10 @@ def _in_use(folder: Path, owner: dict[str, Any] | None, remedy: str) -> RequestE
 def owner_of(folder: Path, name: str = NAME) -> dict[str, Any] | None:
     """Return ``pid``, ``host``, ``job`` and ``since`` (Unix time in s) of a folder's current owner, or None."""
     try:
+        # For writing, although it is only read: network file systems lock other files in shared mode alone.
         with (folder / name).open("r+", encoding="utf-8") as file:
             try:
+                # Who can lock it shows that it has no owner: what is written there is of a process that has ended.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return _parse(file.read())

@@ -19,6 +19,7 @@ def session_members(session: int) -> list[int]:
 def kill_session(session: int, seconds: float = 2.0) -> None:
     """Kill every process of a session; return when none is left, or after ``seconds``."""
     deadline_s = time.monotonic() + seconds
+    # Again until none is left: a process may have started another one before it was killed.
     while (members := session_members(session)) and time.monotonic() < deadline_s:
         for pid in members:
             with contextlib.suppress(ProcessLookupError):

@@ -112,6 +112,7 @@ class RankLog(logging.Handler):
         """Return lines in the form of the log, after they were written there."""
         head = f"{_time_text()} {self._head(level)}"
         marked = "".join(f"{head}{line}\n" for line in without_password(text).splitlines() or [""])
+        # `logging.Handler` has a lock: lines of threads are not mixed.
         with self.lock or contextlib.nullcontext():
             if self._file is not None:
                 with contextlib.suppress(OSError, ValueError):  # a full disk must not end a run, nor a late line

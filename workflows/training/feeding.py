@@ -144,6 +144,7 @@ def cores_of_trainer(device: str) -> int:
 
 def cores_left(own: CoreUse, uses: Sequence[CoreUse]) -> int:
     """Return the cores for a loader: of those that it may use, what other ranks with the same leave to each loader."""
+    # Containers of one host may have different cores; ranks with others do not compete for these.
     mates = [use for use in uses if (use.host, use.cores) == (own.host, own.cores)]
     loaders = sum(use.needs is None for use in mates)
     return (own.usable - sum(use.needs or 0 for use in mates)) // max(1, loaders)
@@ -188,7 +189,7 @@ class RaisedWorkers:
         self._loader, self._said = loader, False
 
     def __call__(self, workers: int, most: int) -> None:
-        """Take note that there are so many now, and of the most there may be."""
+        """Say, the first time, how many processes there are now and how many there may be."""
         if not self._said:
             say(
                 f"{self._loader}: trainers wait for images, and cores are free: {workers} decoding processes, up to "
@@ -197,7 +198,7 @@ class RaisedWorkers:
         self._said = True
 
     def failed(self, workers: int, error: OSError) -> None:
-        """Say that it stays at so many."""
+        """Say that the number of processes stays as it is."""
         say(
             f"{self._loader}: one more decoding process cannot be started ({error.strerror or error}); it stays at "
             f"{workers}"

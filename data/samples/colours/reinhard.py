@@ -36,7 +36,7 @@ class LabStatistics:
 
     @classmethod
     def of(cls, windows: Iterable[Pixels], glass: NDArray[np.float32]) -> LabStatistics | None:
-        """Return those of the stained pixels of windows ``(3, n)``; None if they are fewer than 1000, or all alike."""
+        """Return the statistics of the stained pixels of windows ``(3, n)``; None if under 1000, or all equal."""
         stained = [window[:, _densities(window, glass) >= STAINED_DENSITY] for window in windows]
         pixels = np.concatenate(stained, axis=1) if stained else np.empty((3, 0), np.uint8)
         if pixels.shape[1] < _FEWEST_PX:

@@ -33,7 +33,7 @@ class StainRange:
 
     @classmethod
     def union(cls, ranges: Sequence[StainRange]) -> Self:
-        """Return a range that has all others in it."""
+        """Return a range that contains all others."""
         mean = _unit([sum(numbers) for numbers in zip(*(one.mean for one in ranges), strict=True)])
         return cls(mean, max(one.degrees + _degrees(mean, one.mean) for one in ranges))
 
@@ -89,7 +89,7 @@ class TrainedRange:
 
     @classmethod
     def union(cls, ranges: Iterable[TrainedRange]) -> Self:
-        """Return ranges that have all others in them."""
+        """Return ranges that contain all others."""
         ranges = list(ranges)
         pairs = {name: [one.numbers[name] for one in ranges if name in one.numbers] for name in _NUMBERS}
         stains = {name: [one.stains[name] for one in ranges if name in one.stains] for name in _STAINS}
@@ -111,7 +111,7 @@ class TrainedRange:
         return {**{name: list(pair) for name, pair in self.numbers.items()}, **({"stains": stains} if stains else {})}
 
     def describe_outside(self, slide: SlideFigures) -> list[str]:
-        """Return in what a slide is far outside of the ranges; empty: in nothing."""
+        """Return a sentence for each figure of a slide that is far outside the ranges; empty if none is."""
         found = []
         for name, factor, text, ends in (
             ("area_mm2", _AREA_FACTOR, "the area", ("smallest", "largest")),

@@ -68,6 +68,7 @@ class ScheduleFree(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if "z" in self.state.get(weight, ()):
+                    # x = (y − (1 − β) z) / β, which is y moved away from z.
                     weight.lerp_(self.state[weight]["z"], 1 - 1 / group["beta"])
 
     @torch.no_grad()

@@ -130,6 +130,7 @@ class _LoggerThread(threading.Thread):
 
     def _write(self) -> RunOutcome | None:
         """Write what has come so far, waiting for the first; return the outcome if it has come."""
+        # Waits for the first alone, then takes what is there: servers of metrics are asked once for many steps.
         items = [self.records.get()]
         while not self.records.empty():
             items.append(self.records.get())
