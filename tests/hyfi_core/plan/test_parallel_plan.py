@@ -84,6 +84,15 @@ def test_of_large_grids_and_of_many_replicas_the_ends_are_drawn() -> None:
     assert "…" not in nine and "⋮" not in nine and "728" in nine
 
 
+def test_numbers_of_ranks_are_as_wide_as_the_largest_and_micro_batches_of_two_directions_are_even() -> None:
+    for ranks, lines in ((10, ("    0", "    9")), (11, ("     0", "    10")), (100, ("     0", "    99"))):
+        text = ParallelPlan(grids=((1, 1),), replicas=ranks).describe().splitlines()
+        assert (text[2], text[-1]) == lines
+    assert ParallelPlan(((1, 1), (1, 1)), ("a",), schedule="gems_mast", microbatches=4).microbatches == 4
+    with pytest.raises(RequestError, match="even number, such as 4"):
+        ParallelPlan(((1, 1), (1, 1)), ("a",), schedule="gems_mast", microbatches=3)
+
+
 def test_a_replica_of_a_shared_batch_knows_what_is_before_it() -> None:
     plan = ParallelPlan(grids=((1, 1),), replicas=3, microbatches=2, shares=(4, 2, 6))
     assert [plan.share_of(replica) for replica in range(3)] == [(0, 6), (2, 6), (3, 6)]

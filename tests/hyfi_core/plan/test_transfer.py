@@ -42,6 +42,27 @@ def test_what_one_sends_the_other_receives(case: tuple[Layout, list[Box]]) -> No
     assert all(sender != receiver and not box.empty for sender, receiver, box in sent)
 
 
+@given(cases())
+def test_a_rank_is_idle_if_what_it_needs_is_what_it_has_and_others_need_none_of_it(
+    case: tuple[Layout, list[Box]],
+) -> None:
+    layout, need = case
+    for rank, wanted in enumerate(need):
+        have, others = layout.parts[rank], need[:rank] + need[rank + 1 :]
+        same = wanted == have or (have.empty and wanted.shape == have.shape)
+        apart = not any(pixels(have) & pixels(other) for other in others)
+        assert plan_transfer(layout.parts, need, layout.map, rank).idle == (same and apart)
+
+
+def test_a_part_that_is_moved_by_its_padding_is_not_idle() -> None:
+    layout = Layout.even(4, 4, (1, 1))
+    for need in (Box(1, 5, 0, 4), Box(0, 4, -1, 3), Box(0, 0, 0, 2)):
+        assert not plan_transfer(layout.parts, [need], layout.map, 0).idle
+    nothing = Layout((0, 4, 4), (0, 4))
+    for need, idle in ((Box(4, 4, 0, 4), True), (Box(9, 9, 0, 4), True), (Box(5, 7, 0, 4), False)):
+        assert plan_transfer(nothing.parts, [Box(0, 4, 0, 4), need], nothing.map, 1).idle == idle
+
+
 def test_a_part_smaller_than_the_halo_is_filled_from_two_neighbours() -> None:
     layout = Layout.even(6, 1, (6, 1))
     need = [Box(part.y0 - 2, part.y1 + 2, 0, 1) for part in layout.parts]
