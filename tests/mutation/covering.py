@@ -56,9 +56,10 @@ class Covering:
         if not module:
             return None
         recorded = [line for line in lines if line in module]
-        if not recorded:
+        changed = self.texts[path] != _text_hash(root / path)
+        if not recorded and not changed:
             return None
-        if self.texts[path] != _text_hash(root / path) or any(not module[line] for line in recorded):
+        if changed or any(not module[line] for line in recorded):
             recorded = list(module)
         tests = [self.tests[at] for at in sorted({at for line in recorded for at in module[line]})]
         package = next((f"tests/{name}/" for name in PACKAGES if path.startswith(f"{name}/")), "tests/")

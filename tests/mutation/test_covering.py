@@ -42,6 +42,7 @@ def test_a_changed_module_is_asked_as_a_whole(project: Path) -> None:
     known = covering(project, {2: [0], 4: [1]})
     (project / "plan" / "of_numbers.py").write_text("\n" + MODULE)
     assert len(known.of(project, "plan/of_numbers.py", [4]) or []) == 2
+    assert len(known.of(project, "plan/of_numbers.py", [99]) or []) == 2, "its lines have other numbers now"
 
 
 def test_costly_tests_are_left_out(project: Path) -> None:
