@@ -66,6 +66,7 @@ def _failing_place(error: BaseException, model: nn.Module) -> tuple[str | None, 
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
+        # The trace leads from the caller inwards: what is found last is nearest to the error.
         path = names.get(id(frame.f_locals.get("self"))) or path
         if is_users(frame.f_code):
             line = _line(frame.f_code.co_filename, trace.tb_lineno)

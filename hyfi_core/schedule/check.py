@@ -46,20 +46,21 @@ def expected(
     backwards: list[dict[int, list[Action]]] = [{} for _ in range(placement.size)]
     for direction in range(placement.directions):
         for stage in range(placement.stages):
-            needs, last = _of_stage(stage, direction, microbatches[direction], edges, halves)
+            needs, completing = _of_stage(stage, direction, microbatches[direction], edges, halves)
             if point_to_point and direction == 1:
-                needs[act(Verb.SEND_G, stage, 1, None, 0)] = last
+                needs[act(Verb.SEND_G, stage, 1, None, 0)] = completing
             for rank in placement.group(stage, direction):
                 ranks[rank].update(needs)
-                backwards[rank].setdefault(stage, []).extend(last)
+                backwards[rank].setdefault(stage, []).extend(completing)
+    # A rank may have a stage in both directions: it is reduced once, after the backwards of both.
     for rank, stages in enumerate(backwards):
-        for stage, last in stages.items():
+        for stage, completing in stages.items():
             if not point_to_point:
-                ranks[rank][act(Verb.REDUCE, stage, 0)] = last
+                ranks[rank][act(Verb.REDUCE, stage, 0)] = completing
             elif rank in placement.group(stage, 0):
                 gradients = act(Verb.RECV_G, stage, 0, None, 1)
                 ranks[rank][gradients] = ()
-                ranks[rank][act(Verb.REDUCE, stage, 0)] = [gradients, *last]
+                ranks[rank][act(Verb.REDUCE, stage, 0)] = [gradients, *completing]
     return list(ranks)
 
 

@@ -101,7 +101,7 @@ def predict_slides(
     ensemble = _kind(spec)(members, spec, group, options) if any(not inputs[k].reason for k in chosen) else None
     with _scratch(folder, comm, bool(chosen)) as scratch:
         if group.rank == 0 and comm.rank != 0:
-            folder.open(inputs)
+            folder.open(inputs)  # rank 0 has done it above; the first rank of every group writes there
         caller = _Caller(say, progress, stop_wanted) if comm.rank == 0 else _Caller(stop_wanted=stop_wanted)
         run = _Run(folder, members, spec, options, group, scratch, flags, caller)
         queue = SlideQueue(chosen, scratch, group, alone=group.size == comm.size)

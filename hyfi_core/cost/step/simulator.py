@@ -180,14 +180,14 @@ def _update_s(plan: ParallelPlan, costs: StageCosts) -> float:
 def _collapsed(plan: ParallelPlan) -> ParallelPlan:
     """Return a plan whose dry run takes the same time: one replica and, if possible, one rank for each grid.
 
-    What does not change the order of actions is left out, so that many plans have the same.
+    Fields that do not change the order of actions keep their defaults, so that many plans share one dry run.
     """
     small = ParallelPlan(
         plan.grids, "auto", plan.microbatches, plan.schedule, interleave=plan.interleave, mirror=plan.mirror
     )
     sizes = [prod(grid) for grid in plan.grids]
     if plan.directions == 2 and sizes != sizes[::-1]:
-        return small
+        return small  # the stages that a rank has in both directions depend on the sizes of the grids
     return replace(small, grids=((1, 1),) * len(plan.grids))
 
 
@@ -239,7 +239,7 @@ def rank_bytes(program: Program, plan: ParallelPlan, stages: Sequence[StageMaps]
         stages: of the plan, if they are known.
     """
     plane_bytes = _plane_bytes(plan, forecast_memory(program, plan, stages))
-    return plane_bytes * plan.branches  # an upper bound: each plane has all branches
+    return plane_bytes * plan.branches  # one plane after the other; an upper bound, as each has all branches
 
 
 def grown_bytes(program: Program, plan: ParallelPlan, device: str) -> tuple[int, ...]:

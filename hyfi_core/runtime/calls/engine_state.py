@@ -79,10 +79,11 @@ class EngineState:
         return None if norm is None else float(norm)
 
     def update_unread(self, max_norm: float | None = None) -> torch.Tensor | None:
-        """Like ``update``; the norm stays on the device, float64 without dims, and the host does not wait."""
+        """Like ``update``, but return the norm as a float64 scalar tensor on the device, so that the host does not wait."""
         factor, norm = self._scale.factor(), None
         if max_norm is not None:
             owned, alone = self._ownership.optimized(), self.plan.stages == 1
+            # Ranks of several stages have different weights, and some share a weight, which counts once in the norm.
             counted = owned if alone else self._ownership.counted()
             norm = clip(owned, counted, max_norm, None if alone else self._groups.plane)
         with self._watch.changing():
