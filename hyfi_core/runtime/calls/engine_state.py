@@ -79,7 +79,7 @@ class EngineState:
         return None if norm is None else float(norm)
 
     def update_unread(self, max_norm: float | None = None) -> torch.Tensor | None:
-        """Like ``update``, but return the norm as a float64 scalar tensor on the device, so that the host does not wait."""
+        """Like ``update``, but the host does not wait: the norm is a float64 scalar tensor on the device."""
         factor, norm = self._scale.factor(), None
         if max_norm is not None:
             owned, alone = self._ownership.optimized(), self.plan.stages == 1

@@ -197,3 +197,10 @@ def test_the_glass_of_a_large_level_is_measured_in_strips_spread_over_its_height
     monkeypatch.setattr(slide, "read", lambda box, level: read.append(box) or np.full((3, *box.shape), 241, np.uint8))
     assert np.abs(glass_of(slide) - 241).max() <= 2
     assert read == [Box(16 * k + 8, 16 * k + 12, 0, 640) for k in range(32)]
+
+
+def test_densities_are_means_of_the_channels_relative_to_glass() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 500), dtype=np.uint8)
+    glass = np.array([243, 200, 255], np.float32)
+    channels = np.log((glass[:, None] + 1.0) / (pixels + 1.0))
+    assert np.allclose(reinhard._densities(pixels, glass), np.maximum(channels, 0).mean(axis=0), atol=1e-6)

@@ -26,6 +26,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum of exponentials": lambda y: y.logsumexp(3) + y.logsumexp((1, 3)).unsqueeze(1),
     "spread of rows": lambda y: y.var(3) + torch.var_mean(y, 3)[1] + torch.std_mean(y, (1, 3), keepdim=True)[0][..., 0],
     "number of pixels": lambda y: ((y > 0).sum((2, 3)) & 3) + y.sum((2, 3)) + (y > 0).sum(),
+    "one of all": lambda y: y.sum((2, 3)) * (y == y.amax()).any() + (y < y.amax()).all() + (y <= y.amax()).all(),
     "norm of rows": lambda y: torch.linalg.vector_norm(y, dim=3),
     "product": lambda y: y.prod(3, keepdim=True) * y.prod(1, keepdim=True),
     "best three": lambda y: y.topk(3, 3)[0] + y.median(3, keepdim=True)[0],
