@@ -104,10 +104,10 @@ class Executor:
         inputs: Any = tuple(values[name] if name is not None else None for name in call.inputs)
         # ``BackwardPass`` calls the operator's own backward; autograd must not record a second one.
         if isinstance(call, CustomCall):
-            with torch.no_grad():
+            with without_grad():
                 outputs, saved = call.operator.forward(inputs)
         else:
-            outputs, saved = yield from within(torch.no_grad, call.operator.forward(self._comm_of(call), inputs))
+            outputs, saved = yield from within(without_grad, call.operator.forward(self._comm_of(call), inputs))
         values.update((n, out) for n, out in zip(call.outputs, outputs, strict=False) if n is not None)
         for name in step.drops:
             values.pop(name, None)
@@ -121,7 +121,7 @@ class Executor:
         segment_record = SegmentRecord(segment)
         local: LocalValues = {}
         active = record and any(name in self.tape.active for name in segment.outputs)
-        with torch.set_grad_enabled(active):
+        with torch.enable_grad() if active else without_grad():
             for name in segment.inputs if active else ():
                 tensor = values[name]
                 if name in self.tape.active and not tensor.requires_grad:  # parameters are used directly
@@ -206,6 +206,23 @@ def _nothing(info: ValueInfo, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     if dtype.is_floating_point and torch.is_autocast_enabled(device.type):
         dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), dtype)
     return torch.empty(info.shape, dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def without_grad() -> Iterator[None]:
+    """Context without gradients, in which autocast caches no converted weights.
+
+    Before torch 2.11 it caches what is converted here without a graph, and a later use of the same weight would have no
+    gradient: https://github.com/pytorch/pytorch/issues/158232. A weight that several layers share may have one use in
+    an operator, which runs without autograd, and the next in a segment.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 def autocasting(
