@@ -32,5 +32,5 @@ class ClamSb(nn.Module):
     def forward(self, bag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits ``(K,)`` and attention ``(N,)`` of tiles ``(N, D)``."""
         compressed = self.compress(bag)
-        attention = self.score(compressed).softmax(0)
+        attention = self.score(compressed).squeeze(1).softmax(0)
         return self.classifier(attention @ compressed), attention

@@ -83,6 +83,29 @@ def test_gated_attention_and_clam_are_their_formulas() -> None:
         assert torch.allclose(aggregator(tiles)[0], aggregator.classifier(expected))
 
 
+def test_heads_of_gated_attention_are_single_ones_side_by_side() -> None:
+    heads, tiles = GatedAttention(D, K, 8, heads=3, spread=4.0).double(), bag(9)
+    logits, weights = heads.classifier.bias, []
+    for number, columns in enumerate(heads.classifier.weight.split(D, 1)):
+        one = GatedAttention(D, K, 8).double()
+        own = {f"score.w.{name}": value[number, None] for name, value in heads.score.w.named_parameters()}
+        last = {"classifier.weight": columns, "classifier.bias": torch.zeros(K)}
+        one.load_state_dict(heads.state_dict() | own | last)
+        part, attention = one(tiles)
+        logits, weights = logits + part, [*weights, attention]
+    assert torch.allclose(heads(tiles)[0], logits)
+    assert torch.allclose(heads(tiles)[1], sum(weights) / 3)
+    batched = heads(tiles[None])
+    assert [batched[0].shape, batched[1].shape] == [(1, K), (1, 9)]
+    assert torch.allclose(batched[0][0], logits)
+
+
+def test_spread_multiplies_the_first_scores() -> None:
+    narrow, wide = (torch.manual_seed(3) and GatedAttention(D, K, 8, spread=spread) for spread in (1.0, 8.0))
+    assert torch.allclose(wide.score.w.weight, 8 * narrow.score.w.weight)
+    assert torch.equal(wide.classifier.weight, narrow.classifier.weight)
+
+
 def test_dsmil_is_its_formula() -> None:
     one, tiles = Dsmil(D, K, 8).double(), bag(9)
     scores, seen = one.tile_classifier(tiles), []
@@ -169,6 +192,12 @@ def test_names_are_light_and_refused() -> None:
         build_aggregator("mean", D, K, {"heads": 2})
     with pytest.raises(RequestError, match=r"hidden is 10; use a multiple of heads, 4"):
         build_aggregator("abmilx", D, K, {"hidden": 10, "heads": 4})
+    for options, message in (
+        ({"heads": 0}, "heads is 0; use at least 1"),
+        ({"spread": 0.0}, "spread is 0.0; use a num"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            build_aggregator("gated_attention", D, K, options)
     assert isinstance(build_aggregator(f"{__name__}:own", D, K, {"scale": 2.0}), MeanAggregator)
     names = "from hyfi_core.models.aggregators.by_name import AGGREGATORS; import sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True, timeout=60)

@@ -1,0 +1,209 @@
+"""Slides whose class is in one tile of about 300: which aggregators find it, with the encoder frozen and trained?
+
+Draws slides as ``hyfi synth`` does, at 1 µm, in tiles of 32 px. A positive slide has coarse nuclei in one tile only; a
+negative one has none. An aggregator is trained on the vectors of a random small CNN that stays as it is, then, with
+``--steps``, both together, through ``hyfi_core.parallelize_tiles``.
+
+    python -m workflows.benchmarks.tiles.one_tile [--train 300] [--test 100] [--nuclei 7] [--width 16]
+        [--head-steps 250] [--steps 0] [--sampled 0] [--batch 16] [--seed 0] [--ways 1:1,8:8]
+
+A way is the number of heads of ``gated_attention`` and their ``spread``. Printed for each: the loss of the last 50
+steps, the AUROC of test slides, how many of the positive ones have their highest attention on the tile with the class,
+and the mean AUROC of attention over their tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+import hyfi_core
+from hyfi_core.models.aggregators.gated_attention import GatedAttention
+from hyfi_core.plan.box import Box
+from hyfi_core.runtime.settings import OptimizerFactory
+from pathology.synthetic.anatomy import Anatomy, SlideSpec
+from pathology.synthetic.placing import make_anatomy
+from pathology.synthetic.render import Renderer
+from pathology.synthetic.sprites import COARSE, DUSTY
+from workflows.benchmarks.demo_task import auroc
+
+SIDE_PX, TILE_PX = 768, 32
+_SEED = 5
+_RATES = {False: 3e-3, True: 1e-3}  # of the aggregator alone, of both
+
+
+class OneTileSlide(hyfi_core.TensorTiles):
+    """The tissue tiles of one drawn slide.
+
+    Attributes:
+        identity: By which vectors of a frozen encoder are kept.
+        with_class: ``(N,)``, which tile has the class; none of a negative slide.
+    """
+
+    def __init__(self, tiles: torch.Tensor, with_class: NDArray[np.bool_], name: str) -> None:
+        super().__init__(tiles, name=name)
+        self.identity, self.with_class = name, with_class
+
+    @property
+    def label(self) -> int:
+        """1 if the slide has the class."""
+        return int(self.with_class.any())
+
+
+class Standardised(nn.Module):
+    """A random CNN of three convolutions, the mean of each map, in units of its deviation over tiles.
+
+    Args:
+        width: Channels of the first convolution; vectors are twice as long.
+        tiles: Tiles ``(n, 3, T, T)`` uint8 by which mean and deviation of the random vectors are fixed.
+    """
+
+    mean: torch.Tensor
+    deviation: torch.Tensor
+
+    def __init__(self, width: int, tiles: torch.Tensor) -> None:
+        super().__init__()
+        shapes = [(3, width, 2), (width, 2 * width, 2), (2 * width, 2 * width, 1)]
+        layers: list[nn.Module] = []
+        for inside, outside, stride in shapes:
+            conv = nn.Conv2d(inside, outside, 3, stride, 1)
+            nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+            layers += [conv, nn.ReLU()]
+        self.layers = nn.Sequential(*layers)
+        with torch.no_grad():
+            vectors = self._vectors(tiles.float() / 255)
+        self.register_buffer("mean", vectors.mean(0))
+        self.register_buffer("deviation", vectors.std(0) + 1e-6)
+
+    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+        """Return ``(n, 2 * width)``."""
+        return (self._vectors(tiles) - self.mean) / self.deviation
+
+    def _vectors(self, tiles: torch.Tensor) -> torch.Tensor:
+        maps: torch.Tensor = self.layers((tiles - 0.7) * 5)
+        return maps.mean((2, 3))
+
+
+def draw_slide(index: int, nuclei: int) -> OneTileSlide:
+    """Draw a slide: odd indices have the class, ``nuclei`` coarse nuclei at most in one tile."""
+    anatomy = make_anatomy(SlideSpec(_SEED, index, index, SIDE_PX, positive=True, mpp_um=1.0))
+    anatomy, best = _with_one_tile(anatomy, nuclei if index % 2 else 0)
+    cells = SIDE_PX // TILE_PX
+    ends = np.arange(SIDE_PX) + 0.5
+    depth = anatomy.tissue.grid(ends, ends).reshape(cells, TILE_PX, cells, TILE_PX)
+    tissue, with_class = (depth > 0).mean((1, 3)) >= 0.5, np.zeros((cells, cells), np.bool_)
+    with_class.flat[best] = index % 2 == 1
+    tissue |= with_class
+    pixels = Renderer(anatomy).read(Box(0, SIDE_PX, 0, SIDE_PX))
+    tiles = pixels.reshape(cells, TILE_PX, cells, TILE_PX, 3).transpose(0, 2, 4, 1, 3)[tissue]
+    return OneTileSlide(torch.from_numpy(tiles.copy()), with_class[tissue], f"drawn-{index}-{nuclei}")
+
+
+def _with_one_tile(anatomy: Anatomy, most: int) -> tuple[Anatomy, int]:
+    """Return the slide with the ``most`` coarse nuclei nearest the centre of one tile, and that tile's number."""
+    nuclei, cells = anatomy.nuclei.copy(), SIDE_PX // TILE_PX
+    coarse = np.flatnonzero(nuclei[:, 2] == COARSE)
+    numbers = np.ravel_multi_index(tuple((nuclei[coarse, :2] // TILE_PX).T), (cells, cells))
+    best = int(np.argmax(np.bincount(numbers, minlength=cells * cells)))
+    centre = (np.array(divmod(best, cells)) + 0.5) * TILE_PX
+    inside = coarse[numbers == best]
+    nearest = inside[np.argsort(np.abs(nuclei[inside, :2] - centre).max(1))[:most]]
+    nuclei[np.setdiff1d(coarse, nearest), 2] = DUSTY
+    return replace(anatomy, nuclei=nuclei), best
+
+
+def batches(slides: list[OneTileSlide], size: int, seed: int) -> Iterator[list[OneTileSlide]]:
+    """Yield batches, in a new order in each epoch."""
+    rng = np.random.default_rng(seed)
+    while True:
+        order = rng.permutation(len(slides))
+        for first in range(0, len(slides) - size + 1, size):
+            yield [slides[number] for number in order[first : first + size]]
+
+
+def sampled(slide: OneTileSlide, most: int, rng: np.random.Generator) -> OneTileSlide:
+    """Return a slide with at most ``most`` of its tiles, drawn at random; all of them if ``most`` is 0."""
+    if not 0 < most < len(slide):
+        return slide
+    chosen = np.sort(rng.choice(len(slide), most, replace=False))
+    return OneTileSlide(slide.read(chosen.tolist()), slide.with_class[chosen], "")
+
+
+def fit(
+    encoder: nn.Module,
+    aggregator: nn.Module,
+    slides: Iterator[list[OneTileSlide]],
+    steps: int,
+    *,
+    whole: bool,
+    most: int = 0,
+) -> float:
+    """Train the aggregator, or with ``whole`` both; return the mean loss of the last 50 steps.
+
+    Labels are those of whole slides, also where only ``most`` tiles of a slide are read.
+    """
+    encoder.requires_grad_(whole)
+    adamw: OptimizerFactory = partial(torch.optim.AdamW, lr=_RATES[whole])
+    engine = hyfi_core.parallelize_tiles(
+        encoder, aggregator, hyfi_core.ParallelPlan(tiles=1), hyfi_core.init(), optimizer=adamw
+    )
+    rng, losses = np.random.default_rng(0), []
+    for _ in range(steps):
+        batch = next(slides)
+        losses.append(engine.train_step([sampled(s, most, rng) for s in batch], torch.tensor([s.label for s in batch])))
+    return float(np.mean(losses[-50:]))
+
+
+def judge(encoder: nn.Module, aggregator: nn.Module, slides: list[OneTileSlide]) -> dict[str, float]:
+    """Return the AUROC of slides, the share of positive ones whose highest tile is right, and the AUROC of tiles."""
+    engine = hyfi_core.parallelize_tiles(encoder, aggregator, hyfi_core.ParallelPlan(tiles=1), hyfi_core.init())
+    logits, attention = engine.predict(slides)
+    scores = (logits[:, 1] - logits[:, 0]).double().numpy()
+    pairs = [(a.numpy(), s.with_class) for a, s in zip(attention or [], slides, strict=True) if s.label]
+    return {
+        "auroc": round(auroc(scores, np.array([slide.label for slide in slides])), 3),
+        "hits": round(float(np.mean([truth[values.argmax()] for values, truth in pairs])), 3),
+        "auroc_of_tiles": round(float(np.mean([auroc(values, truth.astype(int)) for values, truth in pairs])), 3),
+    }
+
+
+def main() -> None:
+    """Print a line of JSON for each way and stage."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = {"train": 300, "test": 100, "nuclei": 7, "width": 16, "head-steps": 250, "steps": 0, "sampled": 0}
+    for name, default in (numbers | {"batch": 16, "seed": 0}).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--ways", default="1:1,8:8")
+    args = parser.parse_args()
+    drawn = [draw_slide(index, args.nuclei) for index in range(args.train + args.test)]
+    train, test = drawn[: args.train], drawn[args.train :]
+    print(json.dumps({"tiles_of_a_slide": round(float(np.mean([len(slide) for slide in drawn])))}), flush=True)
+    some = torch.cat([slide.read(range(len(slide))) for slide in train[:20]])
+    for way in args.ways.split(","):
+        heads, spread = way.split(":")
+        torch.manual_seed(args.seed)
+        encoder = Standardised(args.width, some)
+        aggregator = GatedAttention(2 * args.width, 2, heads=int(heads), spread=float(spread))
+        for whole, steps in ((False, args.head_steps), (True, args.steps)):
+            if steps:
+                start_s, order = time.process_time(), batches(train, args.batch, args.seed)
+                loss = fit(encoder, aggregator, order, steps, whole=whole, most=args.sampled if whole else 0)
+                row: dict[str, Any] = {"heads": int(heads), "spread": float(spread), "encoder": "frozen"}
+                row |= {"encoder": "trained"} if whole else {}
+                row |= {"steps": steps, "loss": round(loss, 3), **judge(encoder, aggregator, test)}
+                print(json.dumps(row | {"processor_s": round(time.process_time() - start_s)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
