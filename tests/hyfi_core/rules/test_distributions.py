@@ -136,6 +136,7 @@ def test_integers_and_trials_are_as_frequent_as_they_should_be() -> None:
     assert set(draws.integers(3, where, torch.float32, 4).tolist()) == {0.0, 1.0, 2.0, 3.0}
     trials = torch.bincount(draws.geometric(draws.mixed(4), where, torch.float32, 0.3).long()) / len(where)
     assert [float(trials[k]) for k in range(4)] == pytest.approx([0.0, 0.3, 0.21, 0.147], abs=0.008)
+    assert (draws.geometric(draws.mixed(4), where, torch.float32, 1.0) == 1).all(), "it cannot fail"
     order = draws.permutation(draws.mixed(6), where, torch.int64)
     assert torch.equal(order.sort()[0], where) and not torch.equal(order, where)
 

@@ -10,7 +10,7 @@ from hyfi_core.schedule.action import Schedule
 from hyfi_core.schedule.fault import MARK, ScheduleError
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.lower import lower
-from hyfi_core.schedule.simulate import Costs, Simulation, simulate
+from hyfi_core.schedule.simulate import Costs, Simulation, simulate, validate
 from tests.hyfi_core.schedule.cases import chain, draw_case, dry_run, plant
 
 SHAPES = [(2, 2), (2, 8), (3, 6), (4, 4), (4, 16), (8, 8), (8, 32)]
@@ -221,6 +221,8 @@ def test_ranks_that_wait_for_each_others_data_are_told() -> None:
 def test_a_schedule_of_another_number_of_ranks_is_refused() -> None:
     schedule, placement = lowered("gpipe", ((1, 1), (1, 1)), 2)
     assert "it has 1 ranks, but the placement has 2" in message(Schedule("x", schedule.actions[:1]), placement)
+    with pytest.raises(ScheduleError, match="it has 3 ranks, but the placement has 2"):
+        validate(Schedule("x", (*schedule.actions, ())), placement, [(0, 1)])
 
 
 def test_microbatches_that_lack_everywhere_are_found_by_their_number() -> None:
