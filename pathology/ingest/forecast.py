@@ -135,7 +135,9 @@ def size_note(store: Path, slide_ids: Sequence[str], options: IngestOptions) -> 
     if not source_bytes or stored_bytes < _MANY_TIMES * source_bytes:
         return ""
     scale = len(slide_ids) / len(sampled)
-    stored, jpeg, files = (_size(value * scale) for value in (stored_bytes, stored_bytes * _JPEG_SHARE, source_bytes))
+    stored, jpeg, files = (
+        size_text(value * scale) for value in (stored_bytes, stored_bytes * _JPEG_SHARE, source_bytes)
+    )
     return (
         f"note: these slides take {stored} in the store, {stored_bytes / source_bytes:.0f} times their files, as their "
         f"pixels are kept exactly; --codec jpeg:85 would take about {jpeg}; --lossless, for files with JPEG tiles, "
@@ -143,7 +145,8 @@ def size_note(store: Path, slide_ids: Sequence[str], options: IngestOptions) -> 
     )
 
 
-def _size(size_bytes: float) -> str:
+def size_text(size_bytes: float) -> str:
+    """Return a size as text, in GB or MB."""
     return f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
@@ -159,5 +162,5 @@ def require_room(store: Path, finest_px: int) -> None:
     """
     needed_bytes, free = int(finest_px * MIN_BYTES_PER_PX) + RESERVE_BYTES, free_bytes(store)
     if free is not None and needed_bytes > free:
-        reason = f"disk full: the next slide needs at least {needed_bytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        reason = f"disk full: the next slide needs at least {size_text(needed_bytes)}, {size_text(free)} are free"
         raise OSError(errno.ENOSPC, reason, str(store))

@@ -42,7 +42,15 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
     Raises:
         SlideError: with the reason of the first failing rank.
     """
-    return agree(comm, action, READ_ERRORS, SlideError)
+
+    def named() -> T:
+        try:
+            return action()
+        except OSError as error:  # the file first, without the error's number
+            text = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+            raise SlideError(text) from error
+
+    return agree(comm, named, READ_ERRORS, SlideError)
 
 
 @dataclass(frozen=True, eq=False)

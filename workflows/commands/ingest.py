@@ -278,13 +278,13 @@ def _refuse_too_little_room(work: IngestWork, request: Request) -> None:
     Raises:
         RequestError: It has less room than a lower bound of what the slides need.
     """
-    from pathology.ingest.forecast import free_bytes, lower_bound_bytes
+    from pathology.ingest.forecast import free_bytes, lower_bound_bytes, size_text
 
     free = free_bytes(request.store)
     if free is not None and (needed_bytes := lower_bound_bytes(work.jobs, request.options)) > free:
         raise RequestError(
-            f"{request.store}: its disk has {free / 1e9:.1f} GB free, but the slides need at least "
-            f"{needed_bytes / 1e9:.1f} GB; choose another --out, or ingest a part of them with --part"
+            f"{request.store}: its disk has {size_text(free)} free, but the slides need at least "
+            f"{size_text(needed_bytes)}; choose another --out, or ingest a part of them with --part"
         )
 
 

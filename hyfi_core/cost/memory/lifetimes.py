@@ -269,15 +269,19 @@ class Lifetimes:
     def _reorders(self, op: Operator) -> int:
         """Return a new gradient before it is added, and what a convolution has in other orders.
 
-        Under autocast, kernels make it in the narrower dtype, and it is converted.
+        Under autocast, kernels sum it in the wider dtype and return the narrower one, which is converted: there are
+        never more than two, and the kernels of the map's cotangent have been freed.
         """
         if not facts_of(op).product:
             return 0
-        total, item = self._kernels_bytes(op), self._kernel_item(op)
+        total, item = 0, self._kernel_item(op)
         for name in (name for name in op.inputs if name in self._program.parameters):
             values = self._program.values[name]
-            orders = int(item < values.dtype.itemsize) + (prod(values.shape[2:]) > 1)
-            total += value_bytes(self._program, name) + orders * prod(values.shape) * min(item, values.dtype.itemsize)
+            total += value_bytes(self._program, name)
+            if item < values.dtype.itemsize:
+                total += prod(values.shape) * item
+            elif prod(values.shape[2:]) > 1:
+                total += value_bytes(self._program, name) + self._blocked_bytes(op, name)
         return total
 
     def _kernel_item(self, op: Operator) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 _VALUES = 64
 _TOLERANCE = 2e-2
@@ -31,7 +32,7 @@ class GradientScale:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = sorted(parameters, key=lambda parameter: -parameter.numel())
         self._noted: nn.Parameter | None = None
-        self._gradient: torch.Tensor | None = None
+        self._gradient: TensorWeakRef | None = None  # a gradient is in memory no longer than the parameter has it
         self._version = 0
         self._values = torch.empty(0)
 
@@ -39,8 +40,9 @@ class GradientScale:
         """Remember the gradients as they are now."""
         self._noted = next((p for p in self._parameters if p.grad is not None and p.numel()), None)
         if self._noted is not None and self._noted.grad is not None:
-            self._gradient = self._noted.grad
-            self._version, self._values = self._gradient._version, _few(self._gradient).clone()
+            gradient = self._noted.grad
+            self._gradient = TensorWeakRef(gradient)
+            self._version, self._values = gradient._version, _few(gradient).clone()
 
     def factor(self) -> float | None:
         """Return the factor since ``note``; None if there are no gradients, or they were not multiplied by one number.
@@ -50,7 +52,8 @@ class GradientScale:
         gradient = None if self._noted is None else self._noted.grad
         if gradient is None:
             return None
-        if gradient is self._gradient and gradient._version == self._version:
+        noted = None if self._gradient is None else self._gradient()
+        if noted is not None and gradient is noted and noted._version == self._version:
             return 1.0
         used = self._values != 0
         ratios = (_few(gradient)[used] / self._values[used]).double()

@@ -240,10 +240,11 @@ def test_a_folder_that_takes_no_more_ends_the_run(
     sources = [make_slide(f"{k}.tiff", seed=k) for k in range(2)]
     monkeypatch.setattr(forecast, "free_bytes", lambda folder: 1000)
     report = run(sources, tmp_path / "store")
-    assert not report.done and not report.failed and "disk full" in report.stopped and "GB are free" in report.stopped
+    assert not report.done and not report.failed
+    assert "disk full" in report.stopped and "0.0 MB are free" in report.stopped
     # How small JPEG is, or a slide without its glass, nobody knows before.
     small = run(sources[:1], tmp_path / "jpeg", replace(AT_HALF, codec="jpeg:80"))
-    assert f"needs at least {forecast.RESERVE_BYTES / 1e9:.2f} GB" in small.stopped
+    assert f"needs at least {forecast.size_text(forecast.RESERVE_BYTES)}" in small.stopped
     monkeypatch.undo()
     assert len(run(sources, tmp_path / "store").done) == 2
 
