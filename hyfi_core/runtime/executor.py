@@ -226,14 +226,15 @@ def without_grad() -> Iterator[None]:
 
 
 def autocasting(
-    device: torch.device, dtype: torch.dtype | None, cached: bool = True
+    device: torch.device, dtype: torch.dtype | None, cached: bool | None = None
 ) -> contextlib.AbstractContextManager[Any]:
     """Return the autocast context for ``dtype``; None: no autocast.
 
     Args:
         device: of the computation.
         dtype: see above.
-        cached: whether autocast caches converted weights, which needs memory.
+        cached: whether autocast caches converted weights, which needs memory; None: unless a context around it, such as
+            ``without_grad``, has turned that off.
     """
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=cached)
 

@@ -21,7 +21,7 @@ from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.calls.engine_state import EngineState
 from hyfi_core.runtime.calls.gradient_scale import GradientScale
 from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
-from hyfi_core.runtime.executor import autocasting, evaluating
+from hyfi_core.runtime.executor import autocasting, evaluating, without_grad
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.loss_function import Loss, LossFunction
 from hyfi_core.runtime.mirror import Mirrors
@@ -136,7 +136,7 @@ class TilesEngine(EngineState):
         self._groups.reset_traffic()
         parts = SlideParts(gather_lengths(comm, slides, comm.size)[0], comm.size)
         self._consensus.check_evaluation("predict", (len(slides), sum(parts.tiles), 0, 0), "tiles")
-        with evaluating(self._model, self.device), torch.no_grad():
+        with evaluating(self._model, self.device), without_grad():
             known = agree(comm, lambda: self._tried(slides, train=False))
             encoding = self._pass(known, slides, parts, train=False)
             features = encoding.forward(0)[0]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator
+from hyfi_core.runtime.executor import without_grad
 from hyfi_core.tiles.aggregator_call import AggregatorCall
 from hyfi_core.tiles.spread import attention_of_tiles
 
@@ -25,7 +26,8 @@ class TileExplanation:
         attention: ``(N,)``, with sum 1; None if the aggregator returns none, or no weight for each tile.
         alone: ``(N, K)`` the logits of a slide that has this tile only.
         contributions: ``(N, K)``: attention × ``alone``. Their sum is the logits if the aggregator is a linear
-            classifier of averaged vectors (mean, gated attention). Without attention: vectors × gradients of logits.
+            classifier of averaged vectors (mean, gated attention of one head). Without attention: vectors × gradients
+            of logits.
     """
 
     logits: torch.Tensor
@@ -71,7 +73,7 @@ def _alone(call: AggregatorCall, bag: torch.Tensor, coords: torch.Tensor | None)
     def logits(tile: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
         return call(tile[None], None if place is None else place[None], None)[0]
 
-    with torch.no_grad(), warnings.catch_warnings():
+    with without_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")  # vmap's request to report it to PyTorch
         try:
             together = torch.vmap(logits, chunk_size=_TOGETHER)

@@ -26,8 +26,6 @@ from tests.mutation.nearest import PACKAGES, nearest
 
 _NO_TESTS = 5
 """Pytest's exit code if it has collected nothing, such as of a file with soak tests only: nothing noticed the fault."""
-_UNKNOWN_TEST = 4
-"""Pytest's exit code if a test does not exist, such as one that was renamed since it was recorded."""
 _NEAREST_S, _FURTHER_S, _COVERING_S = 60, 150, 300
 """Processor time of a group of tests. If the nearest or recorded ones take longer, a loop has become endless."""
 
@@ -86,13 +84,11 @@ def _outcome(root: Path, fault: Mutant, covering: Covering | None) -> Outcome:
         tests = covering.of(root, fault.path, [fault.line]) or covering.of(root, fault.path, fault.statement)
         groups = [(group, limit_s) for group, limit_s in groups if group[0].endswith(".py")]
         groups += [(tests, _COVERING_S)] if tests else []
-        by = "no test runs it"
     for group, limit_s in groups:
         code = _exit_code(root, fault, group, limit_s)
         by = " ".join([*group[:3], *([f"and {len(group) - 3} more"] if len(group) > 3 else [])])
-        stale = code in (_NO_TESTS, _UNKNOWN_TEST if limit_s == _COVERING_S else _NO_TESTS)
         too_slow = code in (-signal.SIGXCPU, -signal.SIGKILL) and limit_s == _FURTHER_S
-        if code != 0 and not stale and not too_slow:
+        if code not in (0, _NO_TESTS) and not too_slow:
             return Outcome(fault, True, by)
     return Outcome(fault, False, by if covering is None or tests else "no test runs it")
 
@@ -141,7 +137,24 @@ def _run(root: Path, fault: Mutant, tests: Sequence[str], limit_s: int) -> int:
         os.dup2(quiet, stream)
     sys.meta_path.insert(0, _Finder(root, fault))
     options = ["-x", "-q", "-m", "not soak", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    return int(pytest.main([*options, *tests]))
+    paths = [path for path in dict.fromkeys(test.split("::")[0] for test in tests) if Path(path).exists()]
+    return int(pytest.main([*options, *paths], plugins=[_Named(tests)])) if paths else _NO_TESTS
+
+
+class _Named:
+    """A plugin of pytest: of files whose tests are named, only these run, in the order of the names.
+
+    As arguments, the names of tests give pytest's exit code 4 both if one was renamed since it was recorded, and then
+    none of them runs, and if the fault lets a file's import fail, which is noticed.
+    """
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self._order = {name: at for at, name in enumerate(tests) if "::" in name}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        if self._order:
+            named = [item for item in items if item.nodeid in self._order]
+            items[:] = sorted(named, key=lambda item: self._order[item.nodeid])
 
 
 class _Finder(importlib.abc.MetaPathFinder):

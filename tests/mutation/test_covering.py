@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -12,6 +13,7 @@ from tests.mutation.covering import Covering, _text_hash, record
 from tests.mutation.mutants import mutant
 from tests.mutation.survivors import outcomes
 
+ROOT = Path(__file__).parents[2]
 MODULE = "def double(x):\n    if x < 0:\n        raise ValueError(x)\n    return 2 * x\n\n\nLIMIT = 3\n"
 
 
@@ -60,6 +62,26 @@ def test_a_line_that_no_test_runs_is_said_so(project: Path) -> None:
     ):
         (outcome,) = outcomes(project, [fault], 1e9, covering(project, {4: [1]}))
     assert (outcome.killed, outcome.by) == (False, "no test runs it")
+
+
+def test_recorded_tests_run_alone_also_if_one_was_renamed(project: Path) -> None:
+    """In a process of its own: pytest's worker has threads, and should not fork."""
+    (project / "test_two.py").write_text("def test_a(): assert 0\ndef test_b(): pass\n")
+    (project / "test_broken.py").write_text("raise ImportError\ndef test_a(): pass\n")
+    asked = [
+        (["test_two.py::test_a"], 1),
+        (["test_two.py::test_b"], 0),
+        (["test_two.py::test_of_old", "test_removed.py::test_a", "test_two.py::test_a"], 1),
+        (["test_two.py::test_of_old", "test_removed.py::test_a"], 5),
+        (["test_removed.py::test_a"], 5),
+        (["test_broken.py::test_a"], 2),
+    ]
+    fault = mutant(project, "plan/of_numbers.py", 0)
+    code = "from pathlib import Path, PosixPath; from tests.mutation.mutants import Mutant; import pytest\n"
+    code += "from tests.mutation.survivors import _exit_code\n"
+    code += f"print([_exit_code({project!r}, {fault!r}, tests, 60) for tests in {[tests for tests, _ in asked]}])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str([code for _, code in asked]), done.stderr
 
 
 def test_lines_are_recorded_by_test(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,9 @@ def check_library(version: str, environment: Mapping[str, str]) -> None:
 
 def _refuse_closed_connection(version: str, environment: Mapping[str, str]) -> None:
     """Refuse variables of an earlier Hydra or srun whose connection this process does not have: MPICH would abort."""
-    if "Open MPI" in version or "PMI_FD" not in environment or _speaks_pmi(environment) or _speaks_pmix(environment):
+    if "Open MPI" in version or "PMI_FD" not in environment or "PMI_PORT" in environment:
         return
-    if "PMI_PORT" not in environment:
+    if not _speaks_pmi(environment) and not _speaks_pmix(environment):
         expected = Expected("mpi", environment)
         raise RendezvousError(f"{expected.describe()}, but its connection is closed. {expected.if_left_over()}")
 

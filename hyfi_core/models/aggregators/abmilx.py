@@ -28,10 +28,15 @@ class Abmilx(nn.Module):
         hidden: Length of x, a multiple of ``heads``.
         heads: Number M of heads.
         dropout: Of x, in training.
+
+    Raises:
+        RequestError: There is no head, or heads do not divide x.
     """
 
     def __init__(self, features: int, classes: int, hidden: int = 512, heads: int = 8, dropout: float = 0.25) -> None:
         super().__init__()
+        if heads < 1:
+            raise RequestError(f"heads is {heads}; use at least 1")
         if hidden % heads:
             raise RequestError(f"hidden is {hidden}; use a multiple of heads, {heads}")
         self.heads, part = heads, hidden // heads

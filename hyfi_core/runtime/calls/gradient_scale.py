@@ -52,8 +52,7 @@ class GradientScale:
         gradient = None if self._noted is None else self._noted.grad
         if gradient is None:
             return None
-        noted = None if self._gradient is None else self._gradient()
-        if noted is not None and gradient is noted and noted._version == self._version:
+        if self._gradient is not None and self._gradient() is gradient and gradient._version == self._version:
             return 1.0
         used = self._values != 0
         ratios = (_few(gradient)[used] / self._values[used]).double()

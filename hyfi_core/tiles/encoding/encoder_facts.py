@@ -15,6 +15,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.executor import without_grad
 from hyfi_core.runtime.saving.weight_shards import is_shard
 from hyfi_core.tiles.encoding.encoder_call import EncoderCall
 from hyfi_core.tiles.keyed_draws import DrawKey, DrawnShape, KeyedDraws, NoDrawsInBackward
@@ -127,7 +128,7 @@ def _check_norms(call: EncoderCall) -> None:
 
 def _drawn(call: EncoderCall, tile: torch.Tensor, key: DrawKey) -> tuple[DrawnShape, ...]:
     """Return the shapes of the random numbers that a call for one tile draws."""
-    with torch.no_grad(), KeyedDraws(key, "encoder", [0]) as draws:
+    with without_grad(), KeyedDraws(key, "encoder", [0]) as draws:
         call(tile, key, [0], ())
     return tuple(draws.shapes)
 
@@ -185,7 +186,7 @@ def _mixes(
         flags = [(module, module.training) for module in call.encoder.modules()]
         call.encoder.eval()
         try:
-            with torch.no_grad():
+            with without_grad():
                 quiet = [call(some, key, range(len(some)), ())[-1] for some in (tiles[-1:], tiles)]
         finally:
             for module, flag in flags:

@@ -126,6 +126,28 @@ def test_autocast_equals_plain_autocast() -> None:
     assert (gradients["encoder.patches.weight"] - wanted).norm() < 0.05 * wanted.norm()
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_in_a_callers_autocast_weights_converted_without_a_graph_are_not_cached(autocast: torch.dtype | None) -> None:
+    """Before torch 2.11, what was tried or predicted left copies of the weights, and the step had no gradients."""
+    seen = set[tuple[bool, bool]]()
+
+    def note(*_: Any) -> None:
+        seen.add((torch.is_grad_enabled(), torch.is_autocast_cache_enabled()))
+
+    encoder, aggregator = SmallViT(), Attention()
+    encoder.register_forward_pre_hook(note)
+    aggregator.register_forward_pre_hook(note)
+
+    def body(comm: Any) -> None:
+        engine = hyfi_core.parallelize_tiles(encoder, aggregator, Plan(tiles=1), comm, output=token, autocast=autocast)
+        with torch.autocast("cpu", torch.bfloat16):
+            engine.explain(bags((2,), torch.float32)[0])
+            engine.accumulate(bags(SIZES, torch.float32), LABELS)
+
+    run_ranks(1, body)
+    assert seen == {(False, False), (True, True)}
+
+
 def test_bytes_are_scaled_and_earlier_gradients_are_kept() -> None:
     slides = [hyfi_core.TensorTiles(torch.full((2, 3, 16, 16), 255, dtype=torch.uint8), torch.zeros(2, 2))]
     ones = [hyfi_core.TensorTiles(torch.ones((2, 3, 16, 16)), torch.zeros(2, 2))]

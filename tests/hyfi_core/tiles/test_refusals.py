@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hyfi_core
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.tiles.aggregator_call import aggregator_call
 from tests.hyfi_core.tiles.bags import WIDTH, Attention, BatchedMean, SmallViT, bags, sgd, small_cnn, token
 
 Plan = hyfi_core.ParallelPlan
@@ -135,7 +136,20 @@ def test_ambiguous_and_wrong_aggregators() -> None:
         def forward(self, features: torch.Tensor) -> torch.Tensor:
             return features.flatten(0, -2)[:, :2].mean(0) * features.dim()
 
+    class Rounded(nn.Module):
+        """As kernels that round products of 16 bits differently if there is a batch."""
+
+        def __init__(self, apart: float) -> None:
+            super().__init__()
+            self.apart = apart
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            return (2 + features.flatten(0, -2)[:, :2].mean(0)) * (1 + self.apart * (features.dim() - 2))
+
     assert "returns different logits" in refused(small_cnn(), Both())
+    assert "returns different logits" in refused(small_cnn(), Rounded(1e-2))
+    for autocast, apart in ((None, 1e-4), (torch.bfloat16, 1e-2)):
+        aggregator_call(Rounded(apart), autocast, torch.device("cpu"), WIDTH, torch.float32)
     assert "takes neither features" in refused(small_cnn(), nn.Linear(WIDTH, 2))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -192,12 +193,14 @@ def test_names_are_light_and_refused() -> None:
         build_aggregator("mean", D, K, {"heads": 2})
     with pytest.raises(RequestError, match=r"hidden is 10; use a multiple of heads, 4"):
         build_aggregator("abmilx", D, K, {"hidden": 10, "heads": 4})
-    for options, message in (
-        ({"heads": 0}, "heads is 0; use at least 1"),
-        ({"spread": 0.0}, "spread is 0.0; use a num"),
+    for aggregator, options, message in (
+        ("gated_attention", {"heads": 0}, "heads is 0; use at least 1"),
+        ("abmilx", {"heads": 0}, "heads is 0; use at least 1"),
+        ("gated_attention", {"spread": 0.0}, "spread is 0.0; use a num"),
+        ("gated_attention", {"spread": math.nan}, "spread is nan; use a num"),
     ):
         with pytest.raises(RequestError, match=message):
-            build_aggregator("gated_attention", D, K, options)
+            build_aggregator(aggregator, D, K, options)
     assert isinstance(build_aggregator(f"{__name__}:own", D, K, {"scale": 2.0}), MeanAggregator)
     names = "from hyfi_core.models.aggregators.by_name import AGGREGATORS; import sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True, timeout=60)
