@@ -33,7 +33,8 @@ def open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
-            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+            # As Python's own stderr, which writes text of any bytes.
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace"))
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

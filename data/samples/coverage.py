@@ -140,7 +140,7 @@ def check_coverage(dataset: CoverageSource, min_coverage: float) -> None:
     """Check that every image holds enough of its slide's tissue.
 
     Raises:
-        RequestError: Some do not. The message names these slides, the smallest size of the same shape at which all show
+        RequestError: Some do not. The message names these slides, a size of the same shape at which all show
             enough, and the size and the mpp at which they show all tissue.
     """
     low = [i for i in range(len(dataset)) if dataset.view(i).coverage < min_coverage]
@@ -158,9 +158,7 @@ def check_coverage(dataset: CoverageSource, min_coverage: float) -> None:
     with_tissue = [i for i in low if too_low[i].tissue_px]
     if with_tissue:
         height, width = _smallest_size(dataset, with_tissue, min_coverage)
-        lines.append(
-            f"data.size_px=[{height},{width}] is the smallest size of this shape that shows enough of every slide"
-        )
+        lines.append(f"data.size_px=[{height},{width}] shows enough of every slide")
         sizes = [size for i in with_tissue if (size := too_low[i].fits_size_px)]
         height, width = max(h for h, _ in sizes), max(w for _, w in sizes)
         mpp = max(too_low[i].fits_mpp or 0.0 for i in with_tissue)
@@ -175,7 +173,7 @@ _NO_TISSUE = " (no tissue was found: leave the slide out of the splits)"
 
 
 def _smallest_size(dataset: CoverageSource, slides: list[int], min_coverage: float) -> tuple[int, int]:
-    """Return the smallest size, a multiple of the grid and of the dataset's shape, that shows enough of each slide."""
+    """Return a small size, a multiple of the grid and of the shape of the dataset, that shows enough of each slide."""
     height, width = dataset.size_px
     align, short = dataset.align_px, min(height, width)
 

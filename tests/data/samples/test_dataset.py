@@ -186,7 +186,7 @@ def test_low_coverage_is_refused_with_what_would_fit():
     assert "s0" not in message and "s1: 0." in message and "s2: 0.000 (no tissue" in message
     assert f"data.size_px=[{fits.fits_size_px[0]},{fits.fits_size_px[1]}]" in message
     assert f"data.mpp={fits.fits_mpp:g}" in message
-    height, width = map(int, re.findall(r"size_px=\[(\d+),(\d+)\] is the smallest size", message)[0])
+    height, width = map(int, re.findall(r"size_px=\[(\d+),(\d+)\] shows enough of every slide", message)[0])
     assert images.coverage_at(1, (height, width)) >= 0.9 > images.coverage_at(1, (height - 32, width - 32))
     assert (height, width) <= fits.fits_size_px
     check_coverage(dataset([slide(0)]), 0.9)
