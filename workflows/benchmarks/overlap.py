@@ -49,7 +49,7 @@ class SleepingConvolution(Convolution):
         return super()._convolve(tensor, *bias)
 
     def _differentiate(self, back: Any, mask: Any) -> Any:
-        time.sleep(sum(mask[:2]) * self.seconds if back.saved.seen.shape[3] > 1 else 0.0)
+        time.sleep(sum(mask[:2]) * self.seconds if back.saved.conv_input.shape[3] > 1 else 0.0)
         return super()._differentiate(back, mask)
 
 
