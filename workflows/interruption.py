@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hyfi_core.errors import RequestError
+from hyfi_core.size_text import size_text
 
 if TYPE_CHECKING:
     from workflows.config.load import Config
@@ -55,7 +56,7 @@ def describe_full_disk(error: OSError, path: Path | None) -> str:
         room = None if path is None else shutil.disk_usage(path if path.is_dir() else path.parent)
     except OSError:
         room = None
-    has = "" if room is None else f"; its disk has {_size(room.free)} free of {_size(room.total)}"
+    has = "" if room is None else f"; its disk has {size_text(room.free)} free of {size_text(room.total)}"
     return f"{path or 'a file'} cannot be written ({error.strerror}{has}); make room there, or raise the quota"
 
 
@@ -100,7 +101,3 @@ def how_to_continue(run: Path) -> str:
         return "there is no checkpoint yet: --resume begins the run again"
     step = int(latest.resolve().name.removeprefix("step-"))
     return f"--resume continues after step {step}, that of the latest checkpoint; later steps are computed again"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"

@@ -12,6 +12,7 @@ from pathlib import Path
 from data.errors import StoreError
 from data.location import is_remote
 from data.store.slide_store import SlideStore, slide_path
+from hyfi_core.size_text import size_text
 from pathology.errors import SlideError
 from pathology.ingest.discover import SlideJob
 from pathology.ingest.identity import SourceStamp
@@ -143,11 +144,6 @@ def size_note(store: Path, slide_ids: Sequence[str], options: IngestOptions) -> 
         f"pixels are kept exactly; --codec jpeg:85 would take about {jpeg}; --lossless, for files with JPEG tiles, "
         f"which it keeps at the scanner's resolution, about {files}"
     )
-
-
-def size_text(size_bytes: float) -> str:
-    """Return a size as text, in GB or MB."""
-    return f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
 def require_room(store: Path, finest_px: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
+from hyfi_core.size_text import size_text
 from workflows import console, signals
 from workflows.console import duration
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
@@ -278,7 +279,7 @@ def _refuse_too_little_room(work: IngestWork, request: Request) -> None:
     Raises:
         RequestError: It has less room than a lower bound of what the slides need.
     """
-    from pathology.ingest.forecast import free_bytes, lower_bound_bytes, size_text
+    from pathology.ingest.forecast import free_bytes, lower_bound_bytes
 
     free = free_bytes(request.store)
     if free is not None and (needed_bytes := lower_bound_bytes(work.jobs, request.options)) > free:

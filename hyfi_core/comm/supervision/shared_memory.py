@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hyfi_core.errors import RequestError
+from hyfi_core.size_text import size_text
 
 FOLDER = Path("/dev/shm")
 _CELLS, CELLS_VARIABLE = 64, "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS"
@@ -51,8 +52,8 @@ def check_shared_memory(ranks: int, environment: Mapping[str, str], folder: Path
     if _free_bytes(folder) + _starting_bytes(folder) >= needed_bytes:
         return
     raise RequestError(
-        f"{room}, but the {ranks} ranks of this node need {_size(needed_bytes)} there to exchange messages (MPICH): "
-        f"{advice(folder)}, or let MPICH take less ({CELLS_VARIABLE}=8)"
+        f"{room}, but the {ranks} ranks of this node need {size_text(needed_bytes)} there to exchange messages "
+        f"(MPICH): {advice(folder)}, or let MPICH take less ({CELLS_VARIABLE}=8)"
     )
 
 
@@ -65,9 +66,9 @@ def describe_room(folder: Path = FOLDER) -> str:
     """Return how much room ``folder`` has, and its largest files."""
     disk = os.statvfs(folder)
     sizes = sorted(((size, path.name) for path, size in _allocated(folder)), reverse=True)[:_NAMED]
-    files = ", ".join(f"{name} {_size(size)}" for size, name in sizes if size)
+    files = ", ".join(f"{name} {size_text(size)}" for size, name in sizes if size)
     return (
-        f"{folder} has {_size(_free_bytes(folder))} free of {_size(disk.f_blocks * disk.f_frsize)}"
+        f"{folder} has {size_text(_free_bytes(folder))} free of {size_text(disk.f_blocks * disk.f_frsize)}"
         f"{f' (in it: {files})' if files else ''}"
     )
 
@@ -94,7 +95,3 @@ def _allocated(folder: Path) -> list[tuple[Path, int]]:
             with suppress(OSError):
                 files.append((path, path.stat().st_blocks * 512))
     return files
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"

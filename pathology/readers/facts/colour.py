@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pathology.errors import SlideError
-from pathology.readers.facts.jpeg_2000 import Jpeg2000Header, jpeg_2000_header
+from pathology.readers.facts.jpeg_2000 import CodestreamHeader, jpeg_2000_header
 from pathology.readers.facts.slide_facts import Note
 from pathology.readers.jpeg_tile import APP0, APP14, header_segments
 from pathology.readers.source_level import RGB
@@ -131,7 +131,7 @@ def believed_jpeg_2000(
         )
     if len({header.says for header in headers}) > 1:
         raise ColourError("some of its JPEG 2000 tiles say that they hold RGB, others YCbCr")
-    header = next(iter(headers), Jpeg2000Header(own_transform=False, subsampled=False))
+    header = next(iter(headers), CodestreamHeader(own_transform=False, subsampled=False))
     if declared and (header.says == declared or not header.says) and header.box != "grey" and not header.contradicts:
         return declared, None
     shown = "ycbcr" if header.subsampled else pixels_say(_decoded(tiles, decode))

@@ -22,7 +22,7 @@ _ENUMERATED = {_SRGB: "rgb", 17: "grey", 18: "ycbcr", 0: "", 12: "CMYK", 14: "CI
 
 
 @dataclass(frozen=True, slots=True)
-class Jpeg2000Header:
+class CodestreamHeader:
     """What a tile says.
 
     Attributes:
@@ -64,11 +64,11 @@ class Jpeg2000Header:
         return self.box if self.box in ("rgb", "ycbcr") else ""
 
 
-def jpeg_2000_header(tile: bytes) -> Jpeg2000Header | None:
+def jpeg_2000_header(tile: bytes) -> CodestreamHeader | None:
     """Return what a tile says; None if it is damaged."""
     start, colour = _codestream(tile)
     try:
-        return Jpeg2000Header(_has_transform(tile, start), is_subsampled(tile, start), _colour_of(tile, colour))
+        return CodestreamHeader(_has_transform(tile, start), is_subsampled(tile, start), _colour_of(tile, colour))
     except (IndexError, ValueError):
         return None
 
@@ -84,7 +84,7 @@ def codestream_of(tile: bytes) -> bytes:
 
 
 def is_subsampled(codestream: bytes, start: int = 0) -> bool:
-    """Whether a codestream's second component has fewer columns than its first; see `Jpeg2000Header`."""
+    """Whether a codestream's second component has fewer columns than its first; see `CodestreamHeader`."""
     several = codestream[start + 40 : start + 42] != b"\0\1"
     return several and codestream[start + 43] < codestream[start + 46]
 

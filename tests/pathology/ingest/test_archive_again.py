@@ -241,7 +241,7 @@ def test_a_folder_that_takes_no_more_ends_the_run(
     monkeypatch.setattr(forecast, "free_bytes", lambda folder: 1000)
     report = run(sources, tmp_path / "store")
     assert not report.done and not report.failed
-    assert "disk full" in report.stopped and "0.0 MB are free" in report.stopped
+    assert "disk full" in report.stopped and "0.001 MB are free" in report.stopped
     # How small JPEG is, or a slide without its glass, nobody knows before.
     small = run(sources[:1], tmp_path / "jpeg", replace(AT_HALF, codec="jpeg:80"))
     assert f"needs at least {forecast.size_text(forecast.RESERVE_BYTES)}" in small.stopped
