@@ -85,10 +85,12 @@ def _rank(args: argparse.Namespace) -> None:
     own = _stage_bytes(args, engine.plan, comm.rank)
     facts: dict[str, Any] = {"way": args.way, "rank": comm.rank}
     facts |= {f"{name}_mb": count for name, count in tensor_bytes.items()}
-    facts |= {"held_mb": sum(tensor_bytes.values()), "stage_mb": own, "growth_mb": grown, "peak_growth_mb": peak}
+    held = sum(tensor_bytes.values())
+    facts |= {"held_mb": held, "stage_mb": own, "growth_mb": grown, "peak_growth_mb": peak}
+    facts["held_to_stage"] = round(held / own, 3)
     lines = comm.gather_objects({k: round(v / 1e6, 1) if k.endswith("_mb") else v for k, v in facts.items()})
     for line in lines or ():
-        print(json.dumps({**line, "held_to_stage": round(line["held_mb"] / line["stage_mb"], 3)}), flush=True)
+        print(json.dumps(line), flush=True)
 
 
 def _stage_bytes(args: argparse.Namespace, plan: ParallelPlan, stage: int) -> int:
