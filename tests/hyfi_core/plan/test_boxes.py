@@ -45,8 +45,22 @@ def test_they_are_a_sequence_in_order_of_ranks(given_boxes: list[Boxes]) -> None
     assert list(boxes.shift(2, -1)) == [box.shift(2, -1) for box in boxes]
     assert list(boxes.transposed()) == [Box(b.x0, b.x1, b.y0, b.y1) for b in boxes]
     assert all(map(same, boxes.within(WHOLE), [box.intersect(WHOLE) for box in boxes]))
-    with pytest.raises(IndexError):
-        boxes[len(boxes)]
+    there_and_back = boxes.transposed().transposed()
+    assert there_and_back == (boxes if len(boxes) > 1 else Boxes(boxes.rows, boxes.columns))
+    assert hash(Boxes(boxes.rows, boxes.columns, boxes.turned)) == hash(boxes)
+    for wrong in (len(boxes), -1):
+        with pytest.raises(IndexError):
+            boxes[wrong]
+    for box in (Box(2, 6, -1, 5), Box(3, 3, 0, 9)):
+        met = [(rank, own.intersect(box)) for rank, own in enumerate(boxes) if not own.intersect(box).empty]
+        assert list(boxes.meeting(box)) == met
+
+
+def test_grids_that_differ_are_not_alike() -> None:
+    row, column = Boxes(((0, 1),), ((0, 1), (1, 2))), Boxes(((0, 1), (1, 2)), ((0, 1),))
+    assert row.alike(row) and not row.alike(column) and not row.alike(row.transposed())
+    assert not row.alike(Boxes(column.rows, column.columns, turned=True)), "the same grid, the other way round"
+    assert Boxes.same(Box(1, 2, 3, 4), (2, 3)) == Boxes(((1, 2),) * 2, ((3, 4),) * 3)
 
 
 @given(several())

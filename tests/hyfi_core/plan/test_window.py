@@ -1,5 +1,7 @@
 """Windows against a brute-force mask."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,10 +47,17 @@ def test_no_other_cut_moves_fewer_positions(window: AxisWindow, inputs: int, dat
         after = window.input_interval(out, outputs)[0] if out < outputs else inputs
         return sum(p >= cut for p in inside if p < before) + sum(p < cut for p in inside if p >= after)
 
-    chosen = window.cut(cut, inputs, outputs, outputs // 2)
+    balanced = data.draw(st.integers(0, outputs))
+    chosen = window.cut(cut, inputs, outputs, balanced)
     assert 0 <= chosen <= outputs
     if 0 < cut < inputs:
-        assert crossing(chosen) == min(crossing(out) for out in range(outputs + 1))
+        fewest = min(crossing(out) for out in range(outputs + 1))
+        assert crossing(chosen) == fewest
+        target = cut if window.stride == 1 and outputs == inputs else balanced
+        nearest = min((out for out in range(outputs + 1) if crossing(out) == fewest), key=lambda out: abs(out - target))
+        assert abs(chosen - target) == abs(nearest - target)
+    else:
+        assert chosen == (0 if cut == 0 else outputs)
 
 
 def test_three_by_three_stride_two_moves_one_row_not_two() -> None:
@@ -58,6 +67,36 @@ def test_three_by_three_stride_two_moves_one_row_not_two() -> None:
     have = Layout.even(64, 64, (2, 1)).rows
     crossing = max(0, min(needs[0][1], 64) - have[1]) + max(0, have[1] - needs[1][0])
     assert crossing == 1
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 6), st.integers(1, 6))
+def test_an_even_layout_has_parts_of_two_sizes_at_most(height: int, width: int, rows: int, columns: int) -> None:
+    layout = Layout.even(height, width, (rows, columns))
+    assert (layout.height, layout.width, layout.map) == (height, width, Box(0, height, 0, width))
+    assert layout.parts.grid == (rows, columns) and sum(part.area for part in layout.parts) == height * width
+    for cuts, length, count in ((layout.rows, height, rows), (layout.columns, width, columns)):
+        sizes = [stop - start for start, stop in pairwise(cuts)]
+        assert sum(sizes) == length and set(sizes) <= {length // count, -(-length // count)}
+    twin = Layout(layout.rows, layout.columns)
+    assert hash(twin) == hash(layout) and twin == layout
+
+
+@given(windows, windows, st.integers(1, 40), st.integers(1, 40), st.integers(1, 4), st.integers(1, 4))
+def test_each_axis_of_a_layout_goes_through_its_own_window(
+    y: AxisWindow, x: AxisWindow, height: int, width: int, rows: int, columns: int
+) -> None:
+    """Cuts are those of ``AxisWindow.cut`` with even ones as targets, but none before the last."""
+    out_y, out_x = outputs_of(y, height), outputs_of(x, width)
+    if out_y < 1 or out_x < 1:
+        return
+    layout = Layout.even(height, width, (rows, columns))
+    made, even = layout.through(Window(y, x), out_y, out_x), Layout.even(out_y, out_x, (rows, columns))
+    axes = ((y, layout.rows, made.rows, even.rows), (x, layout.columns, made.columns, even.columns))
+    for window, cuts, found, balanced in axes:
+        wanted = [0]
+        for cut, target in zip(cuts[1:-1], balanced[1:-1], strict=True):
+            wanted.append(max(wanted[-1], window.cut(cut, cuts[-1], balanced[-1], target)))
+        assert found == (*wanted, balanced[-1])
 
 
 @given(windows, st.integers(1, 60), st.integers(1, 5))
