@@ -28,12 +28,12 @@ def import_safely() -> None:
 def open_closed_streams() -> None:
     """Open standard input, output and error on the null device where they are closed, as a daemon's may be.
 
-    Else the next file that is opened takes the number, and what libraries print is written into it.
+    Otherwise the next opened file gets that descriptor, and output of libraries is written into the file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
-            # As Python's own stderr, which writes text of any bytes.
+            # As Python's own stderr: names of files that are not UTF-8 must not make a print fail.
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace"))
 
 
@@ -44,7 +44,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment, with its module search path and, of a launcher's variables, limits alone."""
+    """Return this process's environment with its module search path, without launcher variables other than limits."""
     variables = {
         name: value
         for name, value in os.environ.items()

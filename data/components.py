@@ -73,7 +73,7 @@ def fill_small_holes(mask: Mask, largest_px: int) -> None:
 
 
 def joined_to(seeds: Mask, mask: Mask) -> Mask:
-    """Return the 8-connected components of ``mask`` that contain a pixel of ``seeds``."""
+    """Return the 8-connected components of ``mask`` that contain a pixel of ``seeds``, which lie all in ``mask``."""
     runs = Runs.from_mask(mask)
     components = runs.components(corners=True)
     with_seed = np.zeros(len(components), bool)
@@ -132,7 +132,8 @@ class Runs:
         from scipy.sparse.csgraph import connected_components
 
         row = self.shape[1] + 1
-        # The neighbours of a run in the next row are consecutive: runs first[i] to end[i] (exclusive).
+        # The neighbours of a run in the next row are consecutive: runs first[i] to end[i] (exclusive). Runs that touch
+        # by a corner have an end equal to a start: the sides of the two searches count or skip them.
         first = np.searchsorted(self.ends, self.starts + row, "left" if corners else "right")
         end = np.searchsorted(self.starts, self.ends + row, "right" if corners else "left")
         count = end - first
@@ -160,7 +161,7 @@ class Runs:
         return [Box(*map(int, box)) for box in ends]
 
     def containing(self, inner: Runs) -> Places:
-        """Return, for each run of ``inner``, the index of the run of this mask that contains it."""
+        """Return, for each run of ``inner``, the index of the run of this mask that contains it; there must be one."""
         return np.searchsorted(self.starts, inner.starts, "right") - 1
 
     def paint(self, image: npt.NDArray[Any], value: Any) -> None:
@@ -169,8 +170,8 @@ class Runs:
         for run in self._portions():
             starts, lengths = self.starts[run], self.ends[run] - self.starts[run]
             behind = np.cumsum(lengths)
-            # From the number of a pixel among those painted to its place in the image: positions of runs count one
-            # pixel more in each row.
+            # Added to a pixel's number among those painted, `shift` gives its index in the image. The quotient is the
+            # row: positions of runs count one pixel more in each row than the image has.
             shift = starts - starts // (self.shape[1] + 1) - (behind - lengths)
             flat[np.arange(behind[-1]) + np.repeat(shift, lengths)] = np.repeat(values[run], lengths)
 

@@ -17,7 +17,7 @@ from hyfi_core.errors import RequestError
 
 KEYS = ("slide_id", "case_id")
 _OPTIONAL = (*KEYS, "source_mpp", "objective", "scene")
-"""Columns that tables may lack, so that one in another spelling would not be missed."""
+"""Columns that tables may lack: another spelling of one would be ignored in silence, so `read_table` refuses it."""
 _SEPARATORS = ",;\t|"
 _NUMBER = re.compile(r"[+-]?([0-9]+([.,][0-9]*)?|[.,][0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 _FORMULA = re.compile(r"'*[=@+\t\r\n-]")
@@ -53,7 +53,7 @@ class Table:
         """Check that ``column`` exists.
 
         Raises:
-            RequestError: It does not; the message names its purpose ``purpose`` and the existing columns.
+            RequestError: It does not; the message has ``purpose`` and the existing columns.
         """
         if column not in self.columns:
             raise RequestError(f"{self.name}: no column {column!r} ({purpose}); it has: {', '.join(self.columns)}")
@@ -80,13 +80,14 @@ def read_table(path: Path | Table, subject: str, used: Sequence[str] = (), *, id
     The separator is a comma, a semicolon, a tab or a bar, or what a first line ``sep=…`` says. Cells are stripped, and
     names of columns are without invisible characters, in composed Unicode. Empty lines are skipped, and so are the
     empty cells without a column that spreadsheets write at the end of lines, and a first column without a name that
-    numbers the rows, as pandas and R write it. ``="007"`` is the text ``007``; `write_table` is undone.
+    numbers the rows, as pandas and R write it. ``="007"`` is the text ``007``; apostrophes that `write_table` adds are
+    removed.
 
     Args:
-        path: The file; or what this function returned for it, which is returned again.
+        path: The file; or a table that was read before, which is returned as it is.
         subject: Purpose of the file, for messages ("labels", "splits", "manifest").
         used: Columns that the user named, which may be spelled in any way.
-        id_column: The column that has the names of the slides, which is ``slide_id`` then; None: it has this name.
+        id_column: The column with the names of the slides; the result calls it ``slide_id``. None: the file does so.
 
     Raises:
         RequestError: The file is missing, not text or not CSV, has no rows, has two columns of the same name, has a
@@ -176,7 +177,7 @@ def _text_of(path: Path, subject: str) -> str:
 
 
 def _without_hint(text: str) -> tuple[str, int, str]:
-    """Return the text without a first line ``sep=…``, how many lines that is, and the separator of cells."""
+    """Return the text without a first line ``sep=…``, the number of lines removed, and the separator of cells."""
     hint = re.match(r'"?sep=(.)"?[,;\t]*(?:\r\n|\r|\n)', text, re.IGNORECASE)
     if hint:
         return text[hint.end() :], 1, hint[1]
@@ -243,12 +244,13 @@ def csv_bytes(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> b
 
 def _line(values: Sequence[object]) -> str:
     text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\r\n").writerow([guarded(value) for value in values])  # both are quoted in cells
+    # The writer quotes cells that contain a character of the terminator: with this one, lone CR and LF alike.
+    csv.writer(text, lineterminator="\r\n").writerow([guarded(value) for value in values])
     return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 def guarded(value: object) -> object:
-    """Return a value as it is to be in a CSV, see `csv_bytes`."""
+    """Return a value as `csv_bytes` writes it into a cell."""
     if not isinstance(value, str):
         return "" if value is None else value
     return f"'{value}" if _FORMULA.match(value) and not _NUMBER.fullmatch(value) else value
@@ -260,7 +262,7 @@ def unguarded(value: str) -> str:
 
 
 def read_own(data: bytes) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and rows of `csv_bytes`, as they were given to it.
+    """Return the columns and rows that `csv_bytes` wrote; missing values are empty.
 
     Raises:
         csv.Error: It is not a CSV.
@@ -278,4 +280,5 @@ def natural_key(text: str) -> tuple[int, float, list[tuple[int, int, str]], str]
         number = float(text)
     except ValueError:
         return 1, 0.0, parts, text
+    # NaN, which is not equal to itself, would make the order depend on the input's: the text "nan" is a word.
     return (0, number, parts, text) if number == number else (1, 0.0, parts, text)

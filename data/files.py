@@ -29,8 +29,8 @@ def temporary_path(path: Path) -> Path:
 def private_folder(folder: Path) -> None:
     """Make a folder that only this user may enter; one of this user that others may enter is closed to them.
 
-    A name in the system's temporary folder can be foreseen, and another user could have made the folder, or a link, to
-    read what is written there.
+    Names in the system's temporary folder are predictable: another user could create the folder first, or a link of
+    this name, to read what is written there.
 
     Raises:
         PermissionError: It belongs to another user, or is a link.
@@ -82,7 +82,7 @@ def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no such file, or it has something else."""
+    """Return the JSON object in a file; empty if there is no such file, or it contains anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -91,7 +91,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def in_utf8(text: str) -> str:
-    r"""Return a text in which what is not UTF-8 of file names is escaped (`\udcfc`), for browsers and libraries."""
+    r"""Return a text with escapes (`\udcfc`) for bytes of file names that are not UTF-8: browsers refuse them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -101,7 +101,7 @@ def json_bytes(value: dict[str, Any]) -> bytes:
 
 
 def sync_tree(folder: Path, only: str | None = None) -> None:
-    """Sync a folder and everything below it to disk; with ``only``, of the files just those of this name."""
+    """Sync a folder and everything below it to disk; with ``only``, all folders, but just the files of this name."""
     folders = list(os.walk(folder))
     files = [Path(path) / name for path, _, names in folders for name in names if only in (None, name)]
     # In parallel: a disk serves many waiting writers at once.
@@ -154,7 +154,8 @@ def remove_leftovers(final: Path) -> None:
         prefix = f".{final.name}.{kind}-{host}-"
         for path in list(final.parent.glob(f"{_escape(prefix)}*")):
             pid = path.name.removeprefix(prefix)
-            # Its own number was another process's: in containers, every first process has the same.
+            # A leftover with this process's own id is an earlier process's: in containers, every first process has the
+            # same id.
             if pid.isdigit() and int(pid) != os.getpid() and is_running(int(pid)):
                 continue
             if kind == "old" and not final.exists():
@@ -188,9 +189,9 @@ def _escape(text: str) -> str:
 
 
 def as_on_disk(path: Path) -> Path:
-    """Return the path of an existing file whose names differ in their Unicode form only: macOS writes another one.
+    """Return the existing path that differs from ``path`` in the Unicode form of names only: macOS writes another form.
 
-    ``path`` itself if it exists, if nothing like it does, or if it cannot be told.
+    Returns ``path`` itself if it exists, or if not exactly one file is like it.
     """
     if str(path).isascii() or os.path.lexists(path) or path.parent == path:
         return path

@@ -25,7 +25,7 @@ from data.object_path import ObjectPath
 from hyfi_core.errors import RequestError
 
 REQUESTS_AT_A_TIME = 32
-"""Requests of one process at a time to what is far: each waits for the network nearly all of its time."""
+"""Requests of one process at a time to what `is_far`: each waits for the network nearly all of its time."""
 
 _NETWORK_DISKS = re.compile(r"(nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|afs|pvfs|orangefs|9p|virtiofs|fuse\.)")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 def location(user_text: str | os.PathLike[str]) -> Path:
     """Return the path of what a user gave: ``s3://``, ``gs://``, ``https://``, ``memory://``, ``file://``, or a path.
 
-    One slash after the scheme is enough, as a `Path` of an address keeps no more.
+    One slash after the scheme is enough: a `Path` made from an address keeps only one.
 
     Raises:
         RequestError: The scheme is not known, there is no bucket or host, or obstore is not installed.
@@ -209,7 +209,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 def version_of(path: Path) -> str:
-    """Return a text that is another one after each change of a file; empty while there is none."""
+    """Return a text that differs after each change of a file; empty while there is no file."""
     try:
         if isinstance(path, ObjectPath):
             return path.version()
@@ -220,7 +220,7 @@ def version_of(path: Path) -> str:
 
 
 def versions_in(folder: Path, suffix: str) -> dict[str, str]:
-    """Return the `version_of` every visible file of a folder with this suffix, by its name without it."""
+    """Return `version_of` each visible file of a folder that has this suffix, by its name without the suffix."""
     if isinstance(folder, ObjectPath):
         versions = folder.versions() if folder.can_list else {}
     else:
@@ -240,7 +240,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def create_exclusively(path: Path, data: bytes = b"") -> bool:
-    """Create a file; return False if it exists. Of many processes that try, one succeeds."""
+    """Create a file; return False if it exists. If several processes try, exactly one succeeds."""
     try:
         if isinstance(path, ObjectPath):
             path.create(data)
@@ -263,7 +263,7 @@ def each(act: Callable[[_Item], _Result], items: Iterable[_Item], folder: Path) 
     """Return ``act`` of each item, many at a time if ``folder`` is far.
 
     Raises:
-        Exception: The first of ``act``.
+        Exception: The first that ``act`` raised.
     """
     return list(ahead(act, list(items), folder))
 

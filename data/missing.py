@@ -1,4 +1,4 @@
-"""Words that tables have where a value is missing."""
+"""Words that stand for a missing value in tables."""
 
 from __future__ import annotations
 

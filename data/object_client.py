@@ -113,13 +113,13 @@ def _endpoint(scheme: str) -> str:
 
 
 def _emulated(endpoint: str) -> dict[str, str]:
-    """Return the settings of a client for a server that stands in for Google's and does not ask who is there."""
+    """Return the settings of a client for a server that stands in for Google's and checks no credentials."""
     nobody = {"private_key": "", "private_key_id": "", "client_email": "", "disable_oauth": True}
     return {"service_account_key": json.dumps(nobody | {"gcs_base_url": endpoint})} if endpoint else {}
 
 
 def _require_credentials(bucket: str, endpoint: str) -> None:
-    """Refuse a server of one's own without credentials; with Amazon's, the machine itself may have a role."""
+    """Refuse a custom endpoint without credentials; at Amazon's own, the machine may have a role instead."""
     unsigned = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "yes")
     if endpoint and not unsigned and not any(os.environ.get(name) for name in _CREDENTIALS):
         raise RequestError(f"s3://{bucket}: there are no credentials for {endpoint}; {_HOW_TO_SIGN}")

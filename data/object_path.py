@@ -134,7 +134,7 @@ class ObjectPath(PosixPath):
     def _put(self, data: bytes, mode: Any) -> str:
         import obstore
 
-        # In one request: the parts of an interrupted upload in parts would stay, unseen.
+        # In one request: an interrupted multipart upload would leave parts behind that no listing shows.
         put = self._request(lambda client: obstore.put(client, self.key, data, mode=mode, use_multipart=False))
         return self._revision_in(put)
 
@@ -186,7 +186,7 @@ class ObjectPath(PosixPath):
         return True
 
     def is_dir(self) -> bool:
-        """Whether there is a store, a slide, or any object below; slides are those whose last file is there."""
+        """Whether there is a store, a slide (its last file, ``zarr.json``, is there), or any object below."""
         # Lists only where no name tells: a listing is slower than a request for one object, and costs more.
         if self.suffix == ".zarr":
             return (self / "zarr.json").is_file()

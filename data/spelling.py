@@ -1,10 +1,10 @@
-"""Spellings: which texts of people's tables are one slide, case or class that is written in several ways.
+"""Which texts in users' tables are spellings of one slide, case or class.
 
 ```
 canonical form     'P 007' 'p\u00a0007'   compared by Unicode form, invisible characters, dashes, white space and case
                    '007' '7' '7.0'        and, if the whole text is a number, by its zeros
-ending             'a.svs' 'a'            only if one of them has none: a.tif and a.tiff are two slides; the only
-                                          difference from names of a store that needs no consent
+ending             'a.svs' 'a'            only if one of them has none: a.tif and a.tiff are two slides; names of a
+                                          table and a store that differ in nothing else are joined without asking
 no white space     'low grade' 'lowgrade' classes only
 ```
 """
@@ -26,6 +26,7 @@ ADVICE = "write each in one way, or join them with --merge-alike (in a run: data
 _MOST_NAMED = 10
 _MOST_JOINED = 3
 _ENDINGS = re.compile(r"(\.(svs|tiff?|btf|ndpi|mrxs|scn|vms|vmu|bif|svslide|qptiff|czi|dcm|ome|zarr))+$", re.IGNORECASE)
+# A comma and three zeros separate thousands: "1,000" is not 1.
 _WHOLE_NUMBER = re.compile(r"([+-]?)0*([0-9]+?)(?:\.0+|,0{1,2})?")
 _MINUS = "\u2212"
 
@@ -34,6 +35,7 @@ _MINUS = "\u2212"
 def canonical(text: str) -> str:
     """Return the form by which texts are compared; see the table at the top of this module."""
     form = text.casefold()
+    # Folding the case can undo the normal form, so it is made again. A minus sign is no dash (Pd) for Unicode.
     if not (text.isascii() and text.isprintable()):
         form = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
         form = "".join("-" if c == _MINUS or unicodedata.category(c) == "Pd" else c for c in without_invisible(form))
@@ -64,11 +66,11 @@ def forms_of(texts: Iterable[str], kind: NameKind = "name") -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Spelled:
-    """Values of a column, and how each is to be written.
+    """The spelling of each value of a column.
 
     Attributes:
-        spelling: Text to the spelling that stands for it.
-        joined: Those of them that differ, which were joined.
+        spelling: Spelling by text.
+        joined: (text, spelling) of each text that has another spelling.
     """
 
     spelling: Mapping[str, str]
@@ -88,7 +90,7 @@ def one_spelling(
 ) -> Spelled:
     """Choose one spelling of each name: a known one, else the most frequent, the first of equals.
 
-    A text that differs from a known one in nothing but the ending of a slide file is that one, also without ``merge``.
+    A text that differs from a known name only by the ending of a slide file gets that name even without ``merge``.
 
     Args:
         texts: The values; empty ones are left out.
@@ -123,6 +125,7 @@ def one_spelling(
             pairs.append((text, first))
     unclear = [pair for pair in pairs if pair[1] not in settled or len({without_ending(text) for text in pair}) > 1]
     if unclear and not merge:
+        # Reversed, so that a text that occurs twice has its first line.
         at = dict(zip(reversed(texts), reversed(lines), strict=True)) if lines else {}
         raise RequestError(_refusal(unclear, where, at, settled.keys(), knows) + f"\n{advice}")
     return Spelled(spelling, tuple(pairs))

@@ -64,6 +64,7 @@ class CellFeed:
         hello = {
             "parts": [],
             "replica": spec.replica,
+            # One more: a box that is read out of order is requested beside those ahead.
             "ahead": (self._ahead + 1) * samples,
             "box_bytes": max((part_bytes(part.box) for part in self._parts), default=0),
         }

@@ -48,7 +48,7 @@ class Leases:
         self._deaths: Counter[Hashable] = Counter()
 
     def __len__(self) -> int:
-        """Return how many no worker has yet."""
+        """Return the number of waiting leases."""
         return len(self._waiting)
 
     def add(self, lease: Lease) -> None:
@@ -126,7 +126,7 @@ class DecodePool:
 
     Attributes:
         counts: Statistics so far.
-        image_bytes: Of the largest images that a worker prepares at a time.
+        image_bytes: Most bytes of the images that a worker prepares at a time.
         most_busy: Most workers that can prepare samples at a time, as there are no more slots.
     """
 
@@ -171,7 +171,7 @@ class DecodePool:
 
     @property
     def is_behind(self) -> bool:
-        """Whether samples queue that another worker could prepare: all have started, and have as many as they may."""
+        """Whether samples wait although all workers have started: one more worker could prepare them."""
         return bool(self._leases) and not self._starting
 
     def add_worker(self) -> None:

@@ -97,7 +97,7 @@ class Worker(Protocol):
         """Kill the worker and return when it has ended.
 
         Args:
-            patience_s: Seconds it is given to end by itself.
+            patience_s: Seconds in which it may end by itself first.
 
         Returns:
             Whether it ended by itself with an error, as another worker probably would, too.
@@ -125,7 +125,7 @@ class SharedBytes:
     def create(cls, size_bytes: int) -> SharedBytes:
         """Allocate new memory."""
         descriptor = os.memfd_create("hyfi", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, max(1, size_bytes))  # no bytes cannot be mapped
+        os.ftruncate(descriptor, max(1, size_bytes))  # an empty file cannot be mapped
         return cls(descriptor, size_bytes)
 
     @classmethod
@@ -171,7 +171,7 @@ StartWorker = Callable[[Memory], Worker]
 
 
 def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels) -> None:
-    """Decode leases until the connection is closed, as many at a time as the supervisor has sent."""
+    """Decode leases until the connection is closed; all that the supervisor has sent are decoded at the same time."""
     sending, reported = threading.Lock(), _node_bytes()
 
     def answer(lease: Lease) -> None:
@@ -254,7 +254,7 @@ def _mapped(mapping: str) -> Pixels:
     """Map the memory of ``descriptor:size``."""
     descriptor, size = mapping.split(":")
     shared = SharedBytes(int(descriptor), int(size))
-    shared.close()  # what is mapped does not need it
+    shared.close()  # the mapping stays valid without its descriptor
     return shared.array
 
 

@@ -34,12 +34,12 @@ from hyfi_core.plan.input_part import InputPart
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """What a trainer wants of one sample.
+class _SampleRequest:
+    """A trainer's request for one sample, or for a box of it.
 
     Attributes:
-        number: Of the sample.
-        name: Of what is prepared for it: the number, which trainers share, or (trainer, index) of a box.
+        number: The sample's number.
+        name: Name of the prepared pixels: the sample's number, which trainers share, or (trainer, index) of a box.
         box: The box; None: the trainer's parts.
     """
 
@@ -69,7 +69,7 @@ class _Client:
     every: tuple[int, int]
     ahead: int
     box_bytes: int = 0
-    requested: deque[_Wanted] = field(default_factory=deque)
+    requested: deque[_SampleRequest] = field(default_factory=deque)
     started: int = 0
     gone: bool = False
     sent_bytes: int = 0
@@ -82,7 +82,7 @@ class _Client:
         return [part.box for part in self.parts if part.has_sample(layout.position_of(number))]
 
     @property
-    def next(self) -> _Wanted | None:
+    def next(self) -> _SampleRequest | None:
         """The oldest request whose preparation has not started."""
         return self.requested[self.started] if self.started < len(self.requested) else None
 
@@ -227,14 +227,14 @@ class LoaderService:
             self._stopped |= bool(message["stopped"])
         return True
 
-    def _requests(self, peer: int, numbers: Sequence[int], box: Sequence[int] | None) -> Iterator[_Wanted]:
+    def _requests(self, peer: int, numbers: Sequence[int], box: Sequence[int] | None) -> Iterator[_SampleRequest]:
         """Yield what a trainer requests: its parts of samples, or a box of them."""
         for number in numbers:
             if box is None:
-                yield _Wanted(number, number)
+                yield _SampleRequest(number, number)
             else:
                 self._boxes += 1
-                yield _Wanted(number, (peer, self._boxes), Box(*box))
+                yield _SampleRequest(number, (peer, self._boxes), Box(*box))
 
     def _add_worker(self, pool: DecodePool) -> bool:
         """Start one more worker if trainers have waited; return whether one was."""
@@ -254,7 +254,7 @@ class LoaderService:
         if not pool.has_free_slot:
             return False
         waiting = {rank: request for rank, t in self._trainers.items() if (request := t.next) is not None}
-        # The oldest first, but past those for which a trainer is not ready: waiting for it could take for ever.
+        # The oldest first, but skip samples that another trainer must request first: it may itself wait for a slot.
         for rank, request in sorted(waiting.items(), key=lambda item: item[1].number):
             boxes_of = self._needed(rank, request)
             if all(trainer in waiting and waiting[trainer].name == request.name for trainer in boxes_of):
@@ -262,14 +262,14 @@ class LoaderService:
                 return True
         return False
 
-    def _needed(self, rank: int, request: _Wanted) -> dict[int, list[Box]]:
+    def _needed(self, rank: int, request: _SampleRequest) -> dict[int, list[Box]]:
         """Return the boxes (trainer to boxes) that are prepared together for a request."""
         if request.box is not None:
             return {rank: [request.box]}
         pairs = ((rank, t.boxes(self._layout, request.number)) for rank, t in self._trainers.items())
         return {rank: boxes for rank, boxes in pairs if boxes}
 
-    def _start(self, request: _Wanted, boxes_of: dict[int, list[Box]], pool: DecodePool) -> None:
+    def _start(self, request: _SampleRequest, boxes_of: dict[int, list[Box]], pool: DecodePool) -> None:
         """Start preparing what the trainers (rank to boxes) need of a sample."""
         epoch, index = self._stream.at(request.number)
         counted = request.box is None or request.number not in self._samples_in_boxes
@@ -288,6 +288,7 @@ class LoaderService:
         happened = False
         for rank, trainer in self._trainers.items():
             while trainer.started and (ready := pool.parts(trainer.requested[0].name)) is not None:
+                # In order, even if a later sample is ready first: receives are told apart by their order alone.
                 name = trainer.requested.popleft().name
                 trainer.started -= 1
                 mine = ready[self._recipients[name][rank]]

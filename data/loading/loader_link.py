@@ -31,9 +31,9 @@ class _Answer:
     """What loaders send for one request.
 
     Attributes:
-        number: Of the request.
-        receives: Own the memory.
-        pending: By loader, what it has not sent yet.
+        number: The request's number.
+        receives: The posted receives; they keep the memory alive.
+        pending: Receives that are not complete, by loader.
     """
 
     number: int
@@ -80,7 +80,7 @@ class LoaderLink:
 
         Args:
             receives: In the order in which each loader will send.
-            requests: Of each loader (the key).
+            requests: Request by loader.
 
         Returns:
             The index of this request: 0, 1, 2, …

@@ -15,9 +15,9 @@ class PartBuffers:
     """Parts of a batch's images: a host buffer for each part and, if the device is a GPU, copies there.
 
     Args:
-        parts: Of each image.
-        device: Of the images.
-        stream: For copies, if the device is a GPU.
+        parts: The parts of a batch to receive.
+        device: Device of the images.
+        stream: Stream for the copies, if the device is a GPU.
     """
 
     def __init__(

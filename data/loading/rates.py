@@ -11,10 +11,10 @@ from data.samples.augment import Augment
 
 _READ_BYTES_PER_S = 700e6
 _MOVE_BYTES_PER_S = 1250e6
-"""Of flips and turns; most images have one."""
+"""Flips and turns by 90°; most images have one."""
 _RECOLOUR_BYTES_PER_S = 310e6
 _STAIN_BYTES_PER_S = {"macenko": 310e6, "reinhard": 145e6}
-"""In proportion to recolouring: both timed in one process."""
+"""Scaled by the rate of recolouring, which was timed in the same process."""
 
 
 def core_bytes_per_s(augment: Augment | None, stain: Literal["none", "macenko", "reinhard"] = "none") -> float:

@@ -1,6 +1,6 @@
 """The feed of a trainer that has loaders: receives its parts of the images while it computes.
 
-What is said to the loaders stands in :mod:`data.loading.loader_link`. Images for a GPU are received in pinned memory,
+:mod:`data.loading.loader_link` describes the messages to the loaders. Images for a GPU are received in pinned memory,
 and copied on a stream of their own while earlier turns are computed.
 """
 

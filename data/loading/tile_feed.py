@@ -27,7 +27,7 @@ from hyfi_core.tiles.reading import Like
 from hyfi_core.tiles.source import TileSource
 
 MOST_TILES = 32
-"""Of one message: longer chunks arrive in several."""
+"""Most tiles in one message: longer chunks arrive in several."""
 
 Piece = tuple[int, int, int]
 """(number of the sample, first tile, first tile after)."""
@@ -54,8 +54,8 @@ class TileFeed:
     Args:
         comm: Communicator of all ranks.
         loaders: Ranks of the loaders that serve this trainer.
-        replica: Of the trainer.
-        row: Of each tile.
+        replica: The trainer's replica.
+        row: How a tile becomes a row of an image.
         ahead: Most messages requested and not taken yet.
         pinned: Whether to receive in memory from which GPUs copy.
         watch: Called while waiting, for signals; may raise.
@@ -93,9 +93,9 @@ class TileFeed:
         """Begin a turn, and request the first of its tiles.
 
         Args:
-            numbers: Of the samples of this turn, in the order of the engine's slides.
-            chunks: Those that the engine is expected to encode first.
-            later: What the next turn is expected to need first, see `pieces`.
+            numbers: Numbers of this turn's samples, in the order of the engine's slides.
+            chunks: Chunks that the engine is expected to encode first.
+            later: Pieces that the next turn is expected to need first, see `pieces`.
         """
         self._numbers, self._later = tuple(numbers), list(later)
         self._expect(pieces(chunks, numbers))
@@ -111,10 +111,10 @@ class TileFeed:
         """Yield chunks with their tiles, in order; requests are sent now, ahead of them.
 
         Args:
-            slides: Of the batch.
-            chunks: Of this rank.
+            slides: The slides of the batch.
+            chunks: The chunks of this rank.
             like: Shape and dtype of a tile.
-            waited: Is given the seconds for which a chunk was not there when it was needed.
+            waited: Called for each chunk with the seconds spent waiting for it.
             last: Whether the next turn follows: its tiles are requested after these.
         """
         self._expect(pieces(chunks, self._numbers) + (self._later if last else []))
@@ -173,11 +173,11 @@ class TileFeed:
 
 
 def pieces(chunks: Sequence[TileChunk], numbers: Sequence[int]) -> list[Piece]:
-    """Return the messages of chunks.
+    """Return the pieces of chunks, one for each message.
 
     Args:
-        chunks: In the order in which they are encoded.
-        numbers: Of the samples, for each slide of the batch.
+        chunks: Chunks in the order in which they are encoded.
+        numbers: Sample number of each slide of the batch.
     """
     return [
         (numbers[chunk.slide], start, min(start + MOST_TILES, chunk.stop))

@@ -7,7 +7,7 @@
                                                                    3 late turns among a trainer's last 12:
                                                                    one more worker
 
-Which worker prepares a sample changes nothing of it, nor of the order in which samples are sent.
+The number of workers changes neither the samples nor the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from collections.abc import Callable
 from hyfi_core import job_limits
 
 LATE_TURNS = 3
-"""Of one trainer, for one more worker: a single late turn may come from a cold disk or from workers that start."""
+"""Late turns of one trainer that start one more worker: a single one may come from a cold disk or starting workers."""
 RECENT_TURNS = 12
-"""Of each trainer, in which late turns count: over a long run, even a loader that is fast enough is late at times."""
+"""Last turns of each trainer that count: over a long run, even a loader that is fast enough is late at times."""
 
 _WORKER_BYTES = 150_000_000
-"""Of a worker before its first sample: Python, NumPy and the codecs."""
+"""Memory of a worker before its first sample: Python, NumPy and the codecs."""
 _SPARE = 4
 """Memory that must be free for one more worker, in multiples of its own: trainers may need more later."""
 _PAUSE_S = 1.0
-"""Until free memory is asked for again, where it was too little."""
+"""Seconds until free memory is looked at again, after it was too little."""
 
 
 def _free_bytes() -> int:
@@ -62,8 +62,8 @@ class WorkerGrowth:
         self.most = most
         self._raised, self._failed = raised, failed
         self._kept_bytes, self._free_bytes, self._clock = kept_bytes, free_bytes, clock
-        self._late: dict[int, deque[bool]] = {}  # by trainer: whether each of its last turns was
-        self._next_look_s = float("-inf")  # at free memory
+        self._late: dict[int, deque[bool]] = {}  # by trainer: whether each of its last turns was late
+        self._next_look_s = float("-inf")  # when to look at free memory again
 
     def limit(self, workers: int) -> None:
         """Allow at most this many workers: more would have nothing to prepare."""
@@ -78,8 +78,8 @@ class WorkerGrowth:
 
         Args:
             workers: The current number.
-            image_bytes: Of the largest images that a worker reads at a time; it has those and the augmented ones in
-                memory.
+            image_bytes: Most bytes of the images that a worker reads at a time; it has the augmented ones in memory,
+                too.
         """
         if workers >= self.most or max(map(sum, self._late.values()), default=0) < LATE_TURNS:
             return False

@@ -81,6 +81,7 @@ def _assign(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -
         allowed = _allowed_parts(without, c, groups - position, groups_left[c])
         # How much the error falls: lack² − (lack − size)² = (2 · lack − size) · size, summed over columns.
         gain = (((2 * lack - sizes[g]) * sizes[g]) * weight**2).sum(axis=1)
+        # Rounded: equal gains must be a tie on every machine, whatever the last bits of their sums.
         part = int(np.argmax(np.where(allowed, np.round(gain, 12), -np.inf)))
         result[g], groups_left[c] = part, groups_left[c] - 1
         lack[part] -= sizes[g]

@@ -86,6 +86,7 @@ class Variation:
     def source(self, box: Box) -> Box:
         """Return the box of the original image that becomes ``box`` of the augmented image."""
         height, width = self.size_px
+        # The reverse of `apply`: the quarter turns are undone one by one, then the mirroring.
         for _ in range(self.turns % 4):
             box = Box(box.x0, box.x1, height - box.y1, height - box.y0)
             height, width = width, height
@@ -95,6 +96,7 @@ class Variation:
         """Return the augmented pixels of a box, given those of its :meth:`source`; (3, h, w) uint8, a new array."""
         moves, colours = self.mirror or self.turns % 4 != 0, not self._keeps_colours
         moved = turned(pixels, self.mirror, self.turns) if moves else pixels
+        # An image that is not moved is recoloured even with its own colours: the result must be a new array.
         recoloured = self.recolour(moved) if colours or not moves else moved
         return own_colours(self.own, recoloured, self.own_draw) if self.own else recoloured
 

@@ -60,7 +60,7 @@ class Coverage:
 
 
 class CoverageSource(Protocol):
-    """What coverage needs of a dataset; :class:`data.samples.dataset.SlideDataset` implements it."""
+    """A dataset whose coverage is measured; :class:`data.samples.dataset.SlideDataset` implements it."""
 
     @property
     def size_px(self) -> tuple[int, int]:

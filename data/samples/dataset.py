@@ -37,7 +37,7 @@ _READ_AHEAD_BYTES = 2**28
 
 
 class SlideReader(Protocol):
-    """What a dataset needs of an open slide; :class:`data.store.slide_store.SlideStore` implements it."""
+    """An open slide of a dataset; :class:`data.store.slide_store.SlideStore` implements it."""
 
     @property
     def levels(self) -> tuple[StoreLevel, ...]:
@@ -121,10 +121,10 @@ class SlideDataset:
 
     @property
     def reads_at_a_time(self) -> int:
-        """Images that a process should read at a time: one, or enough of them that waits for a network are hidden.
+        """Images that a process should read at a time: one from a local disk, several from a network.
 
-        Small images wait for longer than they are decoded, so more of them are read at a time; of large ones two are
-        enough, and together they take no more than 256 MB where that is possible.
+        Small images take longer to arrive than to decode, so more of them are read at a time. Of large images two are
+        read at a time; more only if they take at most 256 MB together.
         """
         image_bytes = 3 * self.size_px[0] * self.size_px[1]
         return min(MOST_AT_A_TIME, max(2, _READ_AHEAD_BYTES // image_bytes)) if is_far(self._store) else 1

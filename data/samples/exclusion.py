@@ -37,7 +37,7 @@ class ExcludedSlide:
     Attributes:
         slide_id, case_id: The slide.
         split: The split that it would be in.
-        flags: Those of its flags for which it is left out.
+        flags: The flags for which it is left out.
     """
 
     slide_id: str

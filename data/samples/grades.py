@@ -1,4 +1,4 @@
-"""Grades as labels: classes with an order, which is that of numbers, or is given."""
+"""Grades as labels: classes in the order of their numbers, or in a given order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _order_of(names: Sequence[str]) -> list[int] | None:
 
 
 def _numbered(name: str) -> tuple[str, float] | None:
-    """Return what stands before the number of a grade, and the number."""
+    """Return the text before the number of a grade, and the number; None if it has no number."""
     try:
         return "", float(name)
     except ValueError:

@@ -17,7 +17,7 @@ from hyfi_core.errors import RequestError
 YES, NO, UNKNOWN = 1.0, 0.0, -1.0
 """Values of a label in a target."""
 States = tuple[float, ...]
-"""A target: one of these for each label."""
+"""A target: `YES`, `NO` or `UNKNOWN` for each label."""
 NONE = "none"
 """Text of a slide without any of the labels."""
 _YES = ("1", "true", "yes", "y", "positive", "pos", "+", "present", "mut", "mutated", "mutant")
@@ -41,7 +41,7 @@ def load_label_sets(
             labels of a slide, with ``;`` or ``|`` between them; ``;`` alone means none of them, and an empty cell that
             the slide is unlabelled.
         classes: The labels in order, if they are known; then one may be the same for every slide.
-        rows: Rows of the store's manifest, whose names of slides and cases hold.
+        rows: Rows of the store's manifest; its spellings of slides and cases are used.
         merge_alike: Whether several spellings of one slide, case or label are joined.
         missing: Words that mean that a value is missing.
 

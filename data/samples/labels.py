@@ -83,7 +83,7 @@ def load_labels(
         csv: The file; may be the store's own ``manifest.csv``.
         target: The column that has the class.
         classes: The allowed classes, in the order of their indices.
-        rows: Rows of the store's manifest, whose names of slides and cases hold.
+        rows: Rows of the store's manifest; its spellings of slides and cases are used.
         merge_alike: Whether several spellings of one slide, case or class are joined, see `data.spelling`.
         missing: Words that mean that a value is missing, see `data.missing`.
 
@@ -124,7 +124,7 @@ def with_cases(
     """Return copies of manifest rows with ``case_id`` filled: from the row, else from the labels, else empty.
 
     Args:
-        rows: Of the manifest.
+        rows: Rows of the manifest.
         labels: The labels.
         table: Where the labels come from, for messages.
         manifest: Where the rows come from, likewise.
@@ -147,7 +147,7 @@ def agreed_cases(
 def one_of_each(
     table: Table, column: str, values: Iterable[Value | None], text: Callable[[Value | None], str], noun: str = "labels"
 ) -> dict[str, Value | None]:
-    """Return slide or case to its value; None: empty.
+    """Return the value of each slide or case by its name; None: empty.
 
     Args:
         table: The table.

@@ -119,7 +119,7 @@ def match_labels(
     """Compare labels with the rows of a manifest.
 
     Args:
-        rows: Of the manifest.
+        rows: Rows of the manifest.
         labels: The labels.
         splits: Slide to split, if there are splits.
         table: Where the labels come from, for notes.

@@ -13,7 +13,7 @@ from data.store.manifest import SameContent
 from hyfi_core.errors import RequestError
 
 STORE_MANIFEST = "the store's manifest.csv"
-"""Name of the table with the slides' own cases, unless they are no store's."""
+"""Default name, for messages, of the table that has the slides' own cases."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,11 @@ def column_in_one_way(
 def without_missing(
     named: NamedTable, column: str, missing: Iterable[str] = MISSING, *, keep: Iterable[str] = ()
 ) -> NamedTable:
-    """Return a table without the words in a column that say that a value is missing; those of ``keep`` stay."""
+    """Return a table without the words in a column that mean that a value is missing; words in ``keep`` stay.
+
+    Raises:
+        RequestError: ``-`` would be read as missing, but the column has a class ``+``.
+    """
     exempt, words, table = set(keep), tuple(missing), named.table
     values = Counter(row[column] for row in table.rows if row[column])
     missing_words = {
@@ -140,7 +144,7 @@ class AgreedCases:
     """Cases of slides on which the store's manifest and a table agree.
 
     Attributes:
-        cases: Slide to case; slides whose case neither knows are not in it.
+        cases: Slide to case; slides that have a case in neither are left out.
         notes: Sentences for the user about how the table's names of cases were read.
     """
 

@@ -33,7 +33,7 @@ def load_numbers(
     merge_alike: bool = False,
     missing: Iterable[str] = MISSING,
 ) -> Labels:
-    """Read a number for each slide or case from the column ``target`` of a CSV; the arguments as of `load_labels`.
+    """Read the number of each slide or case from the column ``target`` of a CSV; arguments: see `load_labels`.
 
     Raises:
         RequestError: The file or the column is missing, a value is no finite number, a slide has two, or none has one.
@@ -57,7 +57,7 @@ def load_numbers(
 
 
 def numbers_by_key(table: Table, column: str) -> dict[str, float | None]:
-    """Return slide or case to its number in a column; None: empty.
+    """Return the number of each slide or case in a column, by its name; None: empty.
 
     Raises:
         RequestError: A value is no finite number, a slide or case has two, or a row has a number but no key.

@@ -32,6 +32,7 @@ class Shelves:
         """Reserve a rectangle; return the (y, x) of its first pixel, None if it does not fit."""
         for shelf in self._shelves:
             top, tall, x = shelf
+            # A shelf is as high as whole blocks, so the last one may reach beyond the image.
             if height <= tall and x + width <= self._width and top + height <= self._height:
                 shelf[2] = self._up(x + width)
                 return top, x
@@ -126,8 +127,8 @@ def place_most(
 ) -> list[tuple[Box, tuple[int, int]]]:
     """Place as many boxes as fit, those with most tissue first.
 
-    The largest number of boxes in order of tissue that fit together (found by bisection), then any others that fit
-    beside them.
+    These are the largest number of boxes in order of tissue that fit together (found by bisection), then any others
+    that fit beside them.
     """
     ranked = [box for _, box in sorted(zip(tissue_px, boxes, strict=True), key=lambda item: (-item[0], item[1]))]
     fits, fails = 0, len(ranked) + 1

@@ -36,7 +36,7 @@ def strata_of(table: Table, columns: Sequence[str]) -> list[str]:
 
 
 def is_numbers(texts: Sequence[str]) -> bool:
-    """Whether cells are numbers of so many values that they are no classes; empty ones do not count."""
+    """Whether cells are numbers with too many different values for classes (over 10); empty cells do not count."""
     values = {text for text in texts if text}
     return len(values) > _MOST_CLASSES and all(map(_is_number, values))
 
@@ -57,10 +57,10 @@ def fixed_groups(table: Table, groups: Sequence[str], fixed_test: str | None) ->
     kinds: dict[str, set[bool]] = {}
     for name, row in zip(groups, table.rows, strict=True):
         kinds.setdefault(name, set()).add(row[column] in values)
-    both = next((name for name, found in kinds.items() if len(found) > 1), None)
+    both = next((name for name, in_test in kinds.items() if len(in_test) > 1), None)
     if both is not None:
         raise RequestError(f"--fixed-test {fixed_test}: {both} has rows of the test set, and others")
-    fixed = {name for name, found in kinds.items() if True in found}
+    fixed = {name for name, in_test in kinds.items() if True in in_test}
     if not fixed or len(fixed) == len(kinds):
         has = ", ".join(sorted({row[column] or "(empty)" for row in table.rows})[:_NAMED])
         raise RequestError(f"--fixed-test {fixed_test}: {'every' if fixed else 'no'} row has it; {column} has: {has}")

@@ -36,7 +36,7 @@ def load_survival(
         csv: The file.
         time: The column of times, numbers ≥ 0.
         event: The column of events: 1, true, yes, dead, deceased; 0, false, no, alive, living, censored.
-        rows: Rows of the store's manifest, whose names of slides and cases hold.
+        rows: Rows of the store's manifest; its spellings of slides and cases are used.
         merge_alike: Whether several spellings of one slide or case are joined.
         missing: Words that mean that a value is missing.
 
@@ -74,7 +74,7 @@ def event_of(text: str) -> float | None:
 
 
 def _events_by_key(table: Table, column: str) -> dict[str, float | None]:
-    """Return slide or case to its event; None: empty.
+    """Return the event of each slide or case by its name; None: empty.
 
     Raises:
         RequestError: A value is neither, a slide or case has two, or a row has an event but no key.
@@ -90,7 +90,7 @@ def _events_by_key(table: Table, column: str) -> dict[str, float | None]:
 
 
 def _hint(values: set[str]) -> str:
-    """Return what the values of a wrong column probably are."""
+    """Return what is probably wrong with the values of a column, as the end of a message; empty if unknown."""
     if values <= {"1", "2", "1.0", "2.0"}:
         return "; 1 and 2, as some programs write them, are not told apart: recode them"
     if len(values) > 2 and all(value.replace(".", "", 1).isdigit() for value in values):

@@ -23,7 +23,8 @@ _EXCHANGES = (
     (2, np.uint64(16), np.uint64(0x0000FFFF0000FFFF)),
     (1, np.uint64(8), np.uint64(0x00FF00FF00FF00FF)),
 )
-"""Rows between two that exchange halves, bits of such a half, and the half of a word that the first one gives away."""
+"""Distance of two rows that exchange halves, bits of a half, and a mask of the low halves of a word: the second row
+gives these to the first, for its high halves."""
 
 
 def turned(pixels: NDArray[np.uint8], mirror: bool, turns: int) -> NDArray[np.uint8]:
@@ -37,8 +38,8 @@ def turned(pixels: NDArray[np.uint8], mirror: bool, turns: int) -> NDArray[np.ui
     if turns % 2 == 0:
         return np.array(np.rot90(pixels[:, :, ::-1] if mirror else pixels, turns, axes=(1, 2)), order="C")
     result = np.empty((pixels.shape[0], pixels.shape[2], pixels.shape[1]), np.uint8)
-    # One quarter turn is a transposition, then rows in reverse; three are one of rows in reverse. Mirroring first adds
-    # rows in reverse after the transposition.
+    # One quarter turn transposes, then reverses the order of rows; three reverse the rows first, then transpose.
+    # Mirroring before the turn is the same as reversing the rows after the transposition.
     target = result if mirror == (turns % 4 == 1) else result[:, ::-1]
     _transpose(pixels if turns % 4 == 1 else pixels[:, ::-1], target)
     return result

@@ -214,7 +214,7 @@ def _sides(size_px: tuple[int, int], align: int) -> list[int]:
 
 
 def _crop(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple[Piece, ...], int]:
-    """Return the window with most tissue and its number of tissue pixels; of equal ones that nearest their middle.
+    """Return the window with most tissue, and its tissue pixels; of equal windows the one nearest to their middle.
 
     Counts all windows at once with a summed-area table over the rows and columns where windows start or end.
     """

@@ -117,6 +117,7 @@ def _write(store: SlideStore, path: Path, threads: int, progress: Callable[[int]
         _copy(root, store.images[dataset["path"]], dataset["path"], threads, progress)
     for dataset in label_ome["multiscales"][0]["datasets"]:
         source = ShardedArray.open(label / dataset["path"])
+        # Labels do not count as progress, which may still stop the export.
         _copy(root, source, f"labels/tissue/{dataset['path']}", threads, lambda _: progress(0))
     image_label = {"version": "0.4", **label_ome["image-label"]}
     root["labels"].attrs["labels"] = ["tissue"]

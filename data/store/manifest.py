@@ -48,7 +48,7 @@ COLUMNS = (
 _REQUIRED = COLUMNS[: COLUMNS.index("flags")]
 """Columns that the manifest of every store has, whatever version wrote it."""
 _USER_COLUMNS = ("slide_id", "source_path", "source_mpp")
-"""Those of `COLUMNS` that a user's manifest may have."""
+"""Columns of `COLUMNS` that a user's manifest may have, too."""
 
 DONE = "done"
 FAILED = "failed"
@@ -76,7 +76,7 @@ class SlideRecord:
         tiles: Number of source tiles that were read.
         bad_share: ``bad_tiles / tiles``.
         stain_h, stain_e: Optical density of haematoxylin and eosin in (red, green, blue), of length 1.
-        file_notes: What the file contradicts itself in, and what was believed.
+        file_notes: Contradictions in the file, and which statement was believed.
         identity: Parameters, and the source's size, mtime and digest, for which this record is valid.
         extra: The other columns of the user's manifest.
     """
@@ -143,7 +143,7 @@ def record_path(store: Path, slide_id: str) -> Path:
 
 
 def record_state(store: Path, slide_id: str) -> str:
-    """Return a version string of a slide's record: another one after each save, empty while there is no record."""
+    """Return a version string of a slide's record: it differs after each save; empty while there is no record."""
     return version_of(record_path(store, slide_id))
 
 

@@ -17,7 +17,7 @@ def group_json(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def digest_of_group(group: dict[str, Any]) -> str:
-    """Return the SHA-256 of a slide's ``zarr.json``, of its content without the digest itself and not of its format."""
+    """Return the SHA-256 of a slide's ``zarr.json``, without the digest itself and however the JSON is formatted."""
     attributes = dict(group.get("attributes", {}))
     attributes["hyfi"] = {k: v for k, v in attributes.get("hyfi", {}).items() if k != "metadata_sha256"}
     text = json.dumps({**group, "attributes": attributes}, ensure_ascii=False, sort_keys=True)

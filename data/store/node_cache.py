@@ -2,7 +2,8 @@
 
 ```
 FOLDER/<digest>          crc32c, then the pixels of one chunk; appears complete, by renaming
-FOLDER/locks/<0 … 255>   held by who reads a run of chunks from the store, while others wait for the result
+FOLDER/locks/<0 … 255>   held by the process that reads a row of chunks from the store, while others wait for the result
+FOLDER/locks/index-<…>   likewise, by the process that reads the index of a file
 FOLDER/locks/room        removed by the first process that finds the disk full, which says so
 ```
 
@@ -62,7 +63,7 @@ def share_on_node(size_bytes: int, folder: Path | None = None) -> None:
 
     Args:
         size_bytes: Most bytes of the cache; 0: no cache.
-        folder: On a disk of the node, for nothing else; default: `user_folder`.
+        folder: Folder on a disk of the node, used for nothing else; default: `user_folder`.
 
     Raises:
         OSError: The folder cannot be written.
@@ -75,10 +76,10 @@ def share_on_node(size_bytes: int, folder: Path | None = None) -> None:
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """What the disk of a cache has room for.
+    """The room on the disk of a cache.
 
     Attributes:
-        usable_bytes: Free bytes of the disk, and those of chunks that the cache has already.
+        usable_bytes: Free bytes of the disk, plus the bytes of chunks that are in the cache.
         disk_bytes: Size of the disk.
     """
 
@@ -118,7 +119,7 @@ class NodeCache:
         private_folder(folder)
 
     def room(self) -> CacheRoom:
-        """Return what the disk has room for.
+        """Return the room on the disk.
 
         Raises:
             OSError: The folder cannot be read.

@@ -118,7 +118,7 @@ class ShardedArray:
 
     def _read_far(self, runs: list[_ChunkRun], box: Box, out: Pixels, threads: int) -> None:
         """Fill ``out`` over a network: first the indexes, then the chunks, many requests at a time."""
-        if self._cache() is None and len(runs) > 1:  # else the index is read with a chunk, or when one is missing
+        if self._cache() is None and len(runs) > 1:  # otherwise indexes are read with their chunks
             files = [file for file in dict.fromkeys(run.file for run in runs) if file not in self._index]
             each(self._load_index, files, self.path)
         if threads > 1 or self._cache() is not None:

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from data.arrays import Mask
 from hyfi_core.plan.box import Box
 
-"""Tissue ``(h, w)``; pixel 0 starts at the slide's corner."""
-
 LARGEST_DENOMINATOR = 100_000
+"""Of fractions that stand for a ratio of two mpp: products with numbers of pixels stay within int64."""
 
 
 def first_pixels(length_px: int, pixel_mpp: float, mask_length: int, mask_mpp: float) -> NDArray[np.int64]:
@@ -105,7 +104,7 @@ class TissueGrid:
         return np.diff(self._count_left_of(strips, x_ends), axis=1)
 
     def is_glass(self, box: Box) -> bool:
-        """Whether ``box`` (image pixels) has no tissue, also not in the mask pixels next to it."""
+        """Whether neither ``box`` (image pixels) nor the mask pixels next to it have tissue."""
         rows = _rows_around(self.rows, box.y0, box.y1)
         columns = _rows_around(self.columns, box.x0, box.x1)
         return not bool(self.mask[rows, columns].any())

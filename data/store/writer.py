@@ -104,7 +104,7 @@ class SlideWriter:
         for pool in (self._encoders, self._disk):
             pool.shutdown(wait=True, cancel_futures=True)
         self._journal.close()
-        # KeyboardInterrupt or SystemExit: the run can be resumed. An Exception would occur again, but for an upload.
+        # KeyboardInterrupt or SystemExit: the run can be resumed. Other errors would occur again, except an upload's.
         stopped = kind is not None and (self._uploading or not issubclass(kind, Exception))
         if not (self._resumable and stopped):
             shutil.rmtree(self.path, ignore_errors=True)
@@ -118,7 +118,7 @@ class SlideWriter:
     def read_back(self, level: int, box: Box) -> Pixels | None:
         """Return the pixels of ``box`` ``(3, h, w)`` as this run or an earlier one wrote them.
 
-        None if some are not written yet, or not losslessly.
+        None if some are not written yet, are lossy, or lack chunks that were left out for having no tissue.
         """
         layout = self.levels[level].layout
         names = [f"{level}/{layout.file_name(file)}" for file in layout.files(box)]

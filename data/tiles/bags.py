@@ -20,7 +20,7 @@ from data.tiles.tissue_tiles import NoTilesError, TissueTiles, tissue_tiles
 from hyfi_core.errors import RequestError
 
 _GRID_BYTES = 2**26
-"""Positions of tiles that stay in memory."""
+"""Bytes of tiles' positions that stay in memory."""
 
 
 class BagSource(Protocol):
@@ -135,7 +135,7 @@ class TileBags:
 
         Args:
             index: Index of the slide.
-            epoch: Of training: key of the augmentation and of the tiles that are drawn; None: all tiles, as they are.
+            epoch: Epoch of training, by which tiles are drawn and augmented; None: all tiles, as they are.
         """
         slide, grid, colours = self.slide(index), self.grid(index), self.dataset.colour_map(index)
         if epoch is None:
@@ -176,7 +176,7 @@ class TileBags:
 
 
 def tissue_seen(mask: NDArray[np.bool_], mask_mpp: tuple[float, float], tiles: TissueTiles) -> tuple[float, int]:
-    """Return the share of a slide's tissue that is in some tiles of it, and all of its tissue in pixels of their plane.
+    """Return the share of a slide's tissue that lies in ``tiles``, and the area of all its tissue in their pixels.
 
     Args:
         mask: The slide's tissue ``(h, w)``.

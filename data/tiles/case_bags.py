@@ -67,7 +67,7 @@ class JoinedTiles:
 
     @cached_property
     def identity(self) -> str:
-        """Text that is another one whenever a tile is; empty if that of a slide is."""
+        """Text that differs whenever a tile differs; empty if a slide's identity is empty."""
         own = [str(getattr(part, "identity", "")) for part in self._parts]
         return " | ".join(own) if all(own) else ""
 
@@ -99,7 +99,7 @@ class JoinedTiles:
         return torch.stack([read[k] for k in range(len(indices))])
 
     def span(self, part: int) -> slice:
-        """Return which tiles are those of a slide."""
+        """Return the indices of the tiles of one slide."""
         return slice(self._ends[part] - len(self._parts[part]), self._ends[part])
 
 
@@ -133,7 +133,7 @@ class CaseBags:
         return sum(map(self.slides.count, self.cases.members[index]))
 
     def coverage(self, index: int) -> float | None:
-        """Return the mean share of tissue in the tiles of a case's slides; None if that of one is unknown."""
+        """Return the mean of the `coverage` of a case's slides; None if one of them is unknown."""
         shares = [self.slides.coverage(slide) for slide in self.cases.members[index]]
         known = [share for share in shares if share is not None]
         return sum(known) / len(known) if len(known) == len(shares) else None

@@ -38,7 +38,7 @@ class DecodedChunks:
 
     @property
     def most_bytes(self) -> int:
-        """Most bytes that stay in memory: of so many chunks, or of the whole level."""
+        """Most bytes that stay in memory: those of the cache, or of the whole level if it is smaller."""
         return min(self._most * 3 * self._px[0] * self._px[1], 3 * self.bounds.area)
 
     def forget(self) -> None:
@@ -46,7 +46,7 @@ class DecodedChunks:
         self._recent.clear()
 
     def places(self, box: Box) -> list[ChunkPlace]:
-        """Return where the chunks are that hold a box."""
+        """Return the places of the chunks that hold a box."""
         inside = box.intersect(self.bounds)
         if inside.empty:
             return []

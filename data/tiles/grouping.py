@@ -78,7 +78,7 @@ def _difference(slides: Sequence[SlideRef]) -> str:
 
 
 def _equal(one: Target | None, other: Target | None) -> bool:
-    """Whether two labels are the same; a number that both lack is."""
+    """Whether two labels are the same; a number that is missing (NaN) in both counts as the same."""
     if not (isinstance(one, tuple) and isinstance(other, tuple)):
         return one == other
     return len(one) == len(other) and all(a == b or (a != a and b != b) for a, b in zip(one, other, strict=True))

@@ -76,7 +76,7 @@ class StoreTiles:
 
     @cached_property
     def identity(self) -> str:
-        """Text that is another one whenever a tile is; empty if tiles are augmented, or the store has no digest."""
+        """Text that differs whenever a tile differs; empty if tiles are augmented, or the store has no digest."""
         if self._augment is not None or not self.tiles.content:
             return ""
         return self.tiles.digest() + ("" if self._colours is None else f" {self._colours.identity}")
@@ -96,7 +96,7 @@ class StoreTiles:
         return torch.from_numpy(self.read_array(indices))
 
     def read_array(self, indices: Sequence[int]) -> NDArray[np.uint8]:
-        """Return the same as :meth:`read`, as an array of NumPy's."""
+        """Return the same as :meth:`read`, as a NumPy array."""
         corners = self.tiles.corners[np.asarray(indices, dtype=np.intp)]
         pixels = self.read_level(indices)
         result = np.empty((len(corners), 3, self.tiles.size_px, self.tiles.size_px), np.uint8)

@@ -1,4 +1,4 @@
-"""What was made of the slides used last, in limited memory."""
+"""A cache of what was computed from the slides used last, in limited memory."""
 
 from __future__ import annotations
 

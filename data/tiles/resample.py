@@ -41,7 +41,7 @@ def reduced(
     rows = _sums(pixels.transpose(1, 0, 2), corner[0], size_px[0], step[0], _WHITE * step[0].numerator)
     area = step[0].numerator * step[1].numerator
     total = _sums(rows.transpose(2, 1, 0), corner[1], size_px[1], step[1], _WHITE * area)
-    total += area // 2  # rounds halves up; of an odd area there are none
+    total += area // 2  # rounds halves up; an odd area has no halves
     result = np.empty((pixels.shape[0], *size_px), np.uint8)
     np.floor_divide(total, area, out=total)
     result[...] = total.transpose(1, 2, 0)

@@ -33,8 +33,8 @@ class TileRow:
     """The row of a tile: its bytes in three bands.
 
     Attributes:
-        shape: Of a tile.
-        dtype: Of a tile.
+        shape: Shape of a tile.
+        dtype: Dtype of a tile.
     """
 
     shape: tuple[int, ...]
@@ -70,10 +70,10 @@ class BagRows:
 
     Args:
         bags: The slides.
-        row: Of each tile.
+        row: How a tile becomes a row.
 
     Attributes:
-        kept_bytes: Most bytes of decoded chunks.
+        kept_bytes: Most bytes of decoded chunks between reads.
     """
 
     kept_bytes: ClassVar[int] = _SLIDES * CACHE_BYTES
@@ -83,7 +83,7 @@ class BagRows:
         self._sources: Recent[BagSource] = Recent(self.kept_bytes, _cache_bytes)
 
     def source(self, index: int, box: Box, epoch: int | None) -> Box:
-        """Return the box in the columns of the epoch."""
+        """Return the box in the columns of the epoch: `read_plain` learns the epoch by the columns alone."""
         first = (epoch or 0) * self._row.width
         return Box(box.y0, box.y1, box.x0 + first, box.x1 + first)
 

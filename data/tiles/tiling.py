@@ -57,7 +57,8 @@ class TilePlane:
 
     Attributes:
         level: Index of the level that is read.
-        step: Pixels (y, x) of the level for each pixel of the plane: 1, or above 1.
+        step: Pixels (y, x) of the level for each pixel of the plane, at least 1; below 1 only where stored features are
+            finer than the store: their pixels are not read.
         mpp: Microns per pixel (y, x).
         size_px: Height and width; the last row and column may reach beyond the slide.
     """

@@ -114,7 +114,7 @@ class TissueTiles:
         return replace(self, corners=read_only(self.corners[chosen]), tissue=read_only(self.tissue[chosen]))
 
     def digest(self) -> str:
-        """Return the SHA-256 of the slide's content and of what tiles of it these are, in hexadecimal digits."""
+        """Return the SHA-256, in hexadecimal digits, of the slide's content and the tiles' size, plane and corners."""
         described = (
             self.content,
             self.size_px,
@@ -197,6 +197,6 @@ def to_source_of(slide: SlideStore, plane: TilePlane) -> tuple[tuple[float, floa
 
 
 def read_only(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
-    """Return the array, which can no longer be written."""
+    """Make an array read-only and return it."""
     array.flags.writeable = False
     return array

@@ -110,6 +110,7 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
         SlideError: The file is damaged, its pixels are not 8-bit colour, or their compression is not supported.
     """
     try:
+        # Each segment begins with 32 bytes (`_HEAD`); the header has these two positions after 52 bytes of its content.
         directory, metadata = struct.unpack("<qq", file.read(32 + 52, 16))
         every = _blocks(_segment(file, directory, b"ZISRAWDIRECTORY"))
         blocks = _picked(every, pick)
@@ -172,7 +173,7 @@ def _segment(file: SlideFile, position: int, name: bytes) -> bytes:
 
 
 def _blocks(directory: bytes) -> list[CziBlock]:
-    """Parse all entries of a directory."""
+    """Parse all entries of a directory: their number, 124 reserved bytes, and the entries."""
     (count,), at, blocks = struct.unpack_from("<i", directory), 128, []
     for _ in range(count):
         block, at = _block(directory, at)

@@ -34,7 +34,7 @@ _PHOTOMETRIC, _PIXELS = 0x00280004, 0x7FE00010
 _JPEG_START, _JPEG_2000_START = b"\xff\xd8", b"\xff\x4f"
 _AGAIN = "DICOM does not allow; convert the slide again from its original"
 _SHOWN_AS_RGB = ("RGB", "YBR_ICT", "YBR_RCT")
-"""Of which OpenSlide shows the frames as they are, after the transform of their codestream."""
+"""PhotometricInterpretations for which OpenSlide shows frames as they are, after the transform of their codestream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def series_in(folder: Path) -> dict[DicomHeader, Path]:
 
 
 def frame_contradiction(path: Path) -> str:
-    """Return what the first frame of a DICOM file has that contradicts its header; empty if it does not.
+    """Return how the first frame of a DICOM file contradicts its header; empty if it does not.
 
     Damaged files are reported by the reader.
     """

@@ -88,7 +88,7 @@ def resolve_mpp(
         manifest_mpp: The cell ``source_mpp`` of the slide's manifest row; may be empty.
         flag_mpp: ``--slide-mpp``: used if neither file nor manifest states a plausible value.
         force: ``--force-mpp``: manifest and flag take precedence over the file.
-        doubt: Why none of the file's values is believed; empty if that is not so.
+        doubt: Why none of the file's values is believed; empty if one is, or there is none.
         power: Magnification that the file states; None if it does not.
         objective: The cell ``objective`` of the manifest row, as in ``20x``; may be empty.
         from_magnification: ``--mpp-from-magnification``: if nothing else is known, take the usual value of the
@@ -180,7 +180,7 @@ def _what_the_file_says(file_mpp: tuple[float, float] | None) -> str:
     if file_mpp is None:
         return "the file does not state its microns per pixel"
     y, x = file_mpp
-    stated = f"{_number(x)} µm/px" if x == y else f"{_number(x)} × {_number(y)} (x, y) µm/px"
+    stated = f"{_number(x)} µm/px" if x == y else f"{_number(y)} × {_number(x)} µm/px (y, x)"
     if 0 in file_mpp:
         stated += ", or a resolution of 0"
     sensible = all(SENSIBLE_UM[0] <= v <= SENSIBLE_UM[1] for v in file_mpp)

@@ -110,8 +110,8 @@ class OpenSlideSource:
             raise UnsupportedFormatError("OpenSlide does not know the format") from error
         except openslide.OpenSlideError as error:
             reason = f"OpenSlide cannot open it: {_reason(error, self._path, 'Slidedat.ini or Index.dat')}"
-            # The scanner is supported, but not the file's compression, or a tag is left out that TIFF does not require:
-            # OpenSlide says so by its text alone, which has one class for all errors.
+            # The scanner is supported, but not the file's compression, or a tag is left out that TIFF does not require.
+            # Only the text tells: OpenSlide has one class for all such errors.
             is_unsupported = "compression" in str(error) or "required TIFF tag" in str(error)
             raise (UnsupportedFormatError if is_unsupported else SlideError)(reason) from error
 
@@ -225,7 +225,7 @@ def _as_stated(level: SourceLevel, finest: SourceLevel, factor: float) -> Source
 
 
 def _stated_mpp(properties: Mapping[str, str]) -> tuple[StatedMpp, ...]:
-    """Return (y, x): OpenSlide's value, Aperio's text (which may have a decimal comma), resolution tags."""
+    """Return what OpenSlide's value, Aperio's text (which may have a decimal comma) and the resolution tags state."""
     vendor = properties.get(openslide.PROPERTY_NAME_VENDOR, "")
     unit = properties.get("tiff.ResolutionUnit", "")
     tags = [_number(properties.get(f"tiff.{axis}Resolution")) for axis in "YX"]

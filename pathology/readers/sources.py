@@ -102,7 +102,7 @@ def scene_count(path: Path) -> int:
 
 
 def largest_scene(path: Path) -> int:
-    """Return the number of the largest scene of a CZI file; 0 for other files, whose readers take it for that."""
+    """Return the number of the largest scene of a CZI file; 0 for other files: their readers then take the largest."""
     sizes = scenes_of_czi(path) if _is_czi(path) else ()
     return 1 + max(range(len(sizes)), key=lambda k: (sizes[k][0] * sizes[k][1], -k)) if len(sizes) > 1 else 0
 
@@ -130,7 +130,7 @@ def _tiff(path: Path, pick: Pick, by_openslide: SlideSource | None = None) -> Ti
 
 
 def _upright(stored: TiffSource) -> SlideSource:
-    """Return the slide upright, as its own page says; that of a label before it may be stored another way."""
+    """Return the slide upright by the orientation of its own page; the page of a label before it may have another."""
     return stored if stored.orientation == 1 else UprightSource(stored, stored.orientation)
 
 

@@ -32,7 +32,7 @@ class TiffLevel:
         lengths: Bytes of each tile; 0 if the scanner left it out.
         decode: Decoder of the tiles.
         compression: Name of the compression, for messages.
-        note: What its tiles contradict its tags in; None if nothing.
+        note: How its tiles contradict its tags; None if they do not.
     """
 
     height_px: int

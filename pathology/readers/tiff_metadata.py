@@ -1,4 +1,4 @@
-"""Metadata of TIFF files: orientation, page sizes; whether one is OME-TIFF or truncated."""
+"""Metadata of TIFF files: orientation and page sizes; whether a file is an OME-TIFF, or truncated."""
 
 from __future__ import annotations
 

@@ -66,9 +66,9 @@ def lay_out_archive(
 ) -> list[ArchiveSlide]:
     """Return the slides of an archive; the same arguments give the same archive.
 
-    Cases have one to three slides, one label, and one time, which ends with death five times earlier if it is
-    malignant, or is censored; labels are balanced over slides. About 40 % of the slides of each
-    label are for testing and 10 % for validation; a case is in one split only.
+    Cases have one to three slides, one label, and one time, which ends with death or is censored; malignant cases die
+    five times earlier on average. Labels are balanced over slides. About 40 % of the slides of each label are for
+    testing and 10 % for validation; a case is in one split only.
 
     Args:
         slides: Number of slides.

@@ -21,7 +21,7 @@ def density_table(glass: float = 255.0) -> NDArray[np.float32]:
 
 
 def value_table(contrast: float = 1.0) -> NDArray[np.uint8]:
-    """Return the pixel value (uint8) at the middle of each density step; ``contrast``: factor of its way to white."""
+    """Return the pixel value (uint8) in the middle of each density step; ``contrast`` scales its distance to white."""
     density = (np.arange(STEPS) + 0.5) * (MAX_DENSITY / STEPS)
     values = 256.0 * np.exp(-density) - 1.0
     table: NDArray[np.float64] = np.clip(np.rint(255.0 - (255.0 - values) * contrast), 0, 255)
@@ -49,6 +49,7 @@ def mixed_densities(
     for start in range(0, flat.shape[1], STRIP_PX):
         strip = slice(start, min(start + STRIP_PX, flat.shape[1]))
         red, green, blue = density[:, : strip.stop - start]
+        # Indices are always valid, but with the default mode np.take would write into a buffer first.
         for table, channel, values in zip(tables, (red, green, blue), flat[:, strip], strict=True):
             np.take(table, values, out=channel, mode="clip")
         for k in range(3):

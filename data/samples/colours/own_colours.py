@@ -5,7 +5,7 @@
     function(pixels (3, h, w) uint8, rng: numpy.random.Generator) -> (3, h, w) uint8
 
 Ranks read parts of an image. So that the parts fit together, a pixel's new colour may depend on its old colour and on
-``rng`` only, which is the same for all parts of an image, and another one for each image and epoch.
+``rng`` only, which is the same for all parts of an image and differs between images and epochs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stain normalisation of Reinhard et al., "Color transfer between images", IEEE Comput Graph Appl 21:34 (2001).
 
 In the space lαβ, the logarithms of cone responses on three axes that are independent in natural images, mean and
-standard deviation of each axis become those of the reference. White is no stain: pixels that absorb less than stained
-tissue fade to white, which glass becomes.
+standard deviation of each axis become those of the reference. Glass must stay white: pixels that absorb less than
+stained tissue are blended with white, the more the less they absorb.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LabStatistics:
 
     @classmethod
     def of(cls, windows: Iterable[Pixels], glass: NDArray[np.float32]) -> LabStatistics | None:
-        """Return the statistics of the stained pixels of windows ``(3, n)``; None if under 1000, or all equal."""
+        """Return the statistics of the stained pixels of windows ``(3, n)``; None for fewer than 1000, or all equal."""
         stained = [window[:, _densities(window, glass) >= STAINED_DENSITY] for window in windows]
         pixels = np.concatenate(stained, axis=1) if stained else np.empty((3, 0), np.uint8)
         if pixels.shape[1] < _FEWEST_PX:

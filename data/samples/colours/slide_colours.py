@@ -1,4 +1,4 @@
-"""What stain normalisation measures of a whole slide: the colour of its glass, and a sample of its tissue.
+"""Measurements of a whole slide for stain normalisation: the colour of its glass, and a sample of its tissue.
 
 Both depend on the stored slide only, so every process measures the same.
 """
@@ -19,7 +19,7 @@ STAINED_DENSITY = 0.15
 """Optical density (natural logarithm) from which a pixel is stained tissue; Macenko et al. have the same limit."""
 
 _LEAST_DEGREES = 8.0
-"""Between two stains. H&E has 15° to 40°; one stain and noise 1.5° to 3.5°."""
+"""Smallest angle between two stains. H&E has 15° to 40°; one stain and noise 1.5° to 3.5°."""
 _DARKEST_GLASS = 200
 _HISTOGRAM_PX = 2**20
 """The glass colour is estimated from a sample of about this many pixels or more."""
@@ -32,7 +32,7 @@ _WINDOWS, _WINDOW_PX = 64, 128
 
 
 class MeasuredSlide(Protocol):
-    """What is measured of an open slide; :class:`data.store.slide_store.SlideStore` implements it."""
+    """An open slide whose colours are measured; :class:`data.store.slide_store.SlideStore` implements it."""
 
     @property
     def levels(self) -> tuple[StoreLevel, ...]:

@@ -1,1 +1,1 @@
-"""What a checkpoint says of the slides that its model was trained on."""
+"""What a checkpoint says about the slides that its model was trained on."""

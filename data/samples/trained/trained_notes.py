@@ -13,16 +13,16 @@ from data.samples.trained.trained_slides import TrainedSlides, source_sha256
 TRAINED_ON = "trained_on"
 """Flag of slides that the model was trained on, or on others of their cases."""
 OUTSIDE = "outside_training"
-"""Flag of slides far from those of training; ``reason`` says in what."""
+"""Flag of slides far from those of training; ``reason`` says in which figure."""
 
 
 @dataclass(frozen=True)
 class TrainedNotes:
-    """Slides of a dataset about which the checkpoint says something.
+    """Slides of a dataset that are in training, or far from it, according to a checkpoint.
 
     Attributes:
-        trained: Names of those that it was trained on, or on others of their cases.
-        outside: Name to in what it is far from all training slides.
+        trained: Names of slides that the model was trained on, or on others of their cases.
+        outside: For slides that are far from all training slides, by name: sentences that say how.
     """
 
     trained: tuple[str, ...] = ()
@@ -46,6 +46,6 @@ class TrainedNotes:
         return (*[OUTSIDE] * (slide_id in self.outside), *[TRAINED_ON] * (slide_id in self.trained))
 
     def reason(self, slide_id: str) -> str:
-        """Return in what a slide is far from those of training; empty if it is not."""
+        """Return how a slide is far from those of training; empty if it is not."""
         how = self.outside.get(slide_id, "")
         return f"{OUTSIDE}: {how}" if how else ""

@@ -10,9 +10,9 @@ from typing import Any, Self
 from data.samples.dataset import SlideDataset
 
 _AREA_FACTOR, _MPP_FACTOR = 3.0, 1.5
-"""By how many times a slide may be larger or smaller, or scanned coarser or finer, than all training slides."""
+"""How many times larger or smaller, or coarser or finer, a slide may be than all training slides."""
 _STAIN_FACTOR, _STAIN_DEGREES = 1.5, 10.0
-"""A stain may be this times as far from the mean as the farthest of training, and this much more."""
+"""Largest angle of a stain to the mean: this factor times the largest one of training, plus these degrees."""
 _STAINS = ("haematoxylin", "eosin")
 _NUMBERS = ("area_mm2", "source_mpp")
 Vector = tuple[float, ...]
@@ -20,7 +20,7 @@ Vector = tuple[float, ...]
 
 @dataclass(frozen=True)
 class StainRange:
-    """Where the optical density of a stain was: unit vectors around a mean, ``degrees`` the farthest."""
+    """The optical densities of one stain: unit vectors, at most ``degrees`` from ``mean``."""
 
     mean: Vector
     degrees: float
@@ -35,15 +35,16 @@ class StainRange:
     def union(cls, ranges: Sequence[StainRange]) -> Self:
         """Return a range that contains all others."""
         mean = _unit([sum(numbers) for numbers in zip(*(one.mean for one in ranges), strict=True)])
+        # By the triangle inequality of angles, no vector of a range is farther from the new mean.
         return cls(mean, max(one.degrees + _degrees(mean, one.mean) for one in ranges))
 
 
 @dataclass(frozen=True)
 class SlideFigures:
-    """What is known of a slide without reading its pixels; empty or NaN where it is not known.
+    """Figures of a slide that are known without reading its pixels; empty or NaN if unknown.
 
     Attributes:
-        area_mm2: Of the whole slide as it is stored.
+        area_mm2: Area of the whole slide as it is stored.
         source_mpp: Microns per pixel of the file.
         stains: Name to the optical density of (red, green, blue), of length 1.
     """
@@ -71,7 +72,7 @@ class TrainedRange:
 
     Attributes:
         numbers: ``area_mm2`` and ``source_mpp``: (least, greatest).
-        stains: Name to where it was.
+        stains: Range of each stain by its name.
     """
 
     numbers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -101,9 +102,10 @@ class TrainedRange:
     @classmethod
     def of_json(cls, value: Mapping[str, Any] | None) -> Self:
         """Return the ranges of ``to_json``; None: unknown, as of older checkpoints."""
-        found = value or {}
-        stains = {name: StainRange(tuple(one["mean"]), one["degrees"]) for name, one in found.get("stains", {}).items()}
-        return cls({name: (found[name][0], found[name][1]) for name in _NUMBERS if name in found}, stains)
+        ranges = value or {}
+        ranges_of_stains = ranges.get("stains", {}).items()
+        stains = {name: StainRange(tuple(one["mean"]), one["degrees"]) for name, one in ranges_of_stains}
+        return cls({name: (ranges[name][0], ranges[name][1]) for name in _NUMBERS if name in ranges}, stains)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -112,7 +114,7 @@ class TrainedRange:
 
     def describe_outside(self, slide: SlideFigures) -> list[str]:
         """Return a sentence for each figure of a slide that is far outside the ranges; empty if none is."""
-        found = []
+        sentences = []
         for name, factor, text, ends in (
             ("area_mm2", _AREA_FACTOR, "the area", ("smallest", "largest")),
             ("source_mpp", _MPP_FACTOR, "the microns per pixel of the file", ("finest", "coarsest")),
@@ -122,18 +124,18 @@ class TrainedRange:
                 continue
             least, most = self.numbers[name]
             if value > factor * most:
-                found.append(f"{_rounded(value / most)} times {text} of the {ends[1]} training slide")
+                sentences.append(f"{_rounded(value / most)} times {text} of the {ends[1]} training slide")
             elif value * factor < least:
-                found.append(f"{_rounded(value / least)} times {text} of the {ends[0]} training slide")
+                sentences.append(f"{_rounded(value / least)} times {text} of the {ends[0]} training slide")
         for name, stain in self.stains.items():
             if name in slide.stains:
                 degrees = _degrees(stain.mean, slide.stains[name])
                 if degrees > _STAIN_FACTOR * stain.degrees + _STAIN_DEGREES:
-                    found.append(
+                    sentences.append(
                         f"the colour of {name} is {degrees:.0f}° from the mean of training, where {stain.degrees:.0f}° "
                         "was the farthest"
                     )
-        return found
+        return sentences
 
 
 def _rounded(ratio: float) -> str:

@@ -12,7 +12,7 @@ from data.samples.dataset import SlideDataset
 from data.samples.trained.trained_range import SlideFigures, TrainedRange
 
 _DIGITS = 16
-"""Hexadecimal digits of a digest: two of a million slides are alike with a chance of 1 in 30 million."""
+"""Hexadecimal digits of a digest: two of a million slides have the same one with a chance of 1 in 37 million."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class TrainedSlides:
     """Digests of names, cases and files. Names of patients do not leave a site with its checkpoints.
 
     Attributes:
-        slides: Of the slides' names, with the digest of the file behind a colon; empty behind it if that is unknown.
-        cases: Of the names of their cases.
+        slides: ``name:file``, the digests of each slide's name and file; ``name:`` if the file is unknown.
+        cases: Digests of the names of their cases.
         ranges: Their sizes, resolutions and stains.
     """
 

@@ -17,9 +17,9 @@ from data.tiles.recent import Recent
 from hyfi_core.errors import RequestError
 
 SCALE_TOLERANCE = 1.25
-"""Largest ratio of the sides of tiles on their slides: scanners' microns per pixel at one magnification differ so."""
+"""Largest ratio of the sides of tiles on their slides: scanners' mpp at one magnification differ by as much."""
 _COORDS_BYTES = 2**26
-"""Positions of tiles that stay in memory."""
+"""Bytes of tiles' positions that stay in memory."""
 
 
 class FeatureBags:
@@ -123,7 +123,7 @@ def check_sides(sides_um: Mapping[str, float], usual_um: float | None = None) ->
 
     Args:
         sides_um: Height and width of a tile, in micrometres, by slide id.
-        usual_um: What they should be; None: their median.
+        usual_um: The expected height and width; None: the median of ``sides_um``.
 
     Raises:
         RequestError: They do not; the message names slides.

@@ -43,7 +43,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_alike(folder: Path, stored: dict[str, StoredFeatures]) -> None:
-    """Refuse features of several encoders: what most slides have is named with one that differs."""
+    """Refuse features of several encoders; the message names the one of most slides, and a file that differs."""
     for attribute in ("features", "encoder"):
         counts = Counter(getattr(features, attribute) for features in stored.values())
         if len(counts) > 1:

@@ -28,11 +28,11 @@ _USUAL_PX = 256
 _MOST_CELLS = 4
 """Cells of a heatmap along the side of a tile that is not at whole tiles."""
 _ROUNDED_PX = 0.6
-"""Level-0 pixels by which rounding changes the stated side of a tile, and the corners that it is measured by."""
+"""Most level-0 pixels between the stated side of a tile and the side measured by corners: both were rounded."""
 
 
 class WrongSlideError(RequestError):
-    """Features are not those of their slide."""
+    """Features belong to another slide."""
 
 
 def source_mpp(slide: SlideStore) -> tuple[float, float]:
@@ -131,7 +131,7 @@ def _plane(levels: Sequence[StoreLevel], mpp_um: float) -> TilePlane:
 
 
 def _cell(corners: NDArray[np.float64], size_px: int) -> tuple[int, bool]:
-    """Return the side of a cell, and whether all corners are at whole cells but for rounding."""
+    """Return the side of a cell, and whether all corners are at whole cells apart from rounding."""
     parts = [k for k in range(1, _MOST_CELLS + 1) if size_px % k == 0]
     for k in parts:
         cell = size_px // k
@@ -141,7 +141,7 @@ def _cell(corners: NDArray[np.float64], size_px: int) -> tuple[int, bool]:
 
 
 def _unrounded(corners: NDArray[np.float64], side_px: float) -> float:
-    """Return height and width of a tile before its file rounded it to whole pixels, by the grid of all corners."""
+    """Return a tile's side before its file rounded it to whole pixels, measured by the grid of all corners."""
     if side_px % 1:
         return side_px
     # Corners lie on a grid of the unrounded side, or of a part of it where tiles overlap: its step is the one that

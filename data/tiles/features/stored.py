@@ -57,7 +57,7 @@ class StoredFeatures:
         count: N, the number of tiles.
         features: D, the length of a vector.
         encoder: Name of the encoder, if the file states it.
-        unit: Of `coords`: level-0 pixels or micrometres; None: the file has none.
+        unit: Unit of `coords`: level-0 pixels or micrometres; None: the file has no coords.
         tile_size: Height and width of a tile in that unit, if the file states it.
         tile_px: Height and width of a tile as the encoder saw it, if the file states it.
         slide_px: Height and width of the slide's level 0, if the file states them.
@@ -144,13 +144,13 @@ def _opened(path: Path) -> Iterator[Any]:
                 yield file
     except RequestError:
         raise
-    except Exception as error:  # of h5py, zarr and torch there are many
+    except Exception as error:  # h5py, zarr and torch raise many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RequestError(f"{path}: damaged, or not a file of features ({reason}); compute it again") from error
 
 
 def _tensor(path: Path) -> Any:
-    """Return the tensor of a ``.pt``: mapped, so that only rows that are used are read; of old files, all of it."""
+    """Return the tensor of a ``.pt``; it is mapped, so that only the rows in use are read. Old files are read whole."""
     mapped = zipfile.is_zipfile(path)  # what torch.save writes since PyTorch 1.6
     return import_module("torch").load(path, map_location="cpu", weights_only=True, mmap=mapped)
 

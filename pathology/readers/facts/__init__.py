@@ -1,1 +1,1 @@
-"""What a slide's file says about itself, where it says so, and what is believed of it."""
+"""What a slide's file says about itself, where it says so, and which of it is believed."""

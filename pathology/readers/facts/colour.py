@@ -33,17 +33,17 @@ _PALE = 200
 _NEUTRAL = 12
 _GLASS_SHARE = 0.02
 _DECIDES = 0.2
-"""Difference between the correlations of both readings."""
+"""Smallest difference between the correlations of both readings that decides."""
 _TO_RGB = np.array([[1, 1, 1], [0, -0.34414, 1.772], [1.402, -0.71414, 0]], np.float32)
-"""(Y, Cb, Cr) times this is (red, green, blue) but for constants."""
+"""(Y, Cb, Cr) times this is (red, green, blue) apart from constants."""
 
 
 class ColourError(SlideError):
-    """Tiles say what their colours are, and contradict each other, or nothing decides; or they are of no use here."""
+    """The colours of tiles are not supported, or statements about them contradict each other and nothing decides."""
 
 
 def jpeg_says(tile: bytes) -> str:
-    """Return ``ycbcr`` or ``rgb`` as a JPEG's markers say, with the reason; empty if they say nothing or is damaged."""
+    """Return ``ycbcr`` or ``rgb`` as a JPEG's markers say; empty if they say nothing or are damaged."""
     try:
         segments = [(marker, tile[start + 4 : end]) for marker, start, end in header_segments(tile)]
     except ValueError:
@@ -64,8 +64,8 @@ def jpeg_says(tile: bytes) -> str:
 def pixels_say(stored: Sequence[RGB]) -> str:
     """Return ``ycbcr`` or ``rgb`` as the stored components of some tiles say; empty if they do not decide.
 
-    White glass is three times the same in RGB, and (white, 128, 128) in YCbCr. In stained tissue red, green and blue
-    are dark together; luma and chroma are not, nor are colours that were converted although they were RGB.
+    White glass has three equal components in RGB, and (white, 128, 128) in YCbCr. In stained tissue red, green and blue
+    get darker together. Luma and chroma do not, nor do RGB colours that were converted as if they were YCbCr.
     """
     if not stored:
         return ""
@@ -113,7 +113,7 @@ def believed_jpeg(declared: str, tiles: Sequence[bytes], decode: Callable[[bytes
 def believed_jpeg_2000(
     declared: str, tiles: Sequence[bytes], decode: Callable[[bytes], RGB]
 ) -> tuple[str, Note | None]:
-    """Return what the JPEG 2000 tiles of a page hold after their own transform, likewise.
+    """Return ``ycbcr`` or ``rgb``, which the JPEG 2000 tiles of a page hold after their own transform, and a note.
 
     Args:
         declared: What the tags say; empty if they contradict each other.

@@ -21,7 +21,7 @@ from typing import BinaryIO
 from pathology.errors import SlideError
 
 MOST_TILES = 1_000_000
-"""Of all directories of a file: a slide of 262,144² px in tiles of 256²."""
+"""Most tiles in all directories of a file: the finest level of a slide of 256,000² px has as many, at 256² px each."""
 MOST_DIRECTORIES = 100_000
 _MOST_ENTRIES = 65_535
 _WIDTH, _HEIGHT, _SUB_DIRECTORIES = 256, 257, 330
@@ -36,7 +36,7 @@ class _ByteLayout:
     """How a TIFF writes numbers.
 
     Attributes:
-        order: Of bytes, ``<`` or ``>``.
+        order: Order of bytes, ``<`` or ``>``.
         big: Whether offsets and counts have 64 bits.
     """
 
@@ -81,7 +81,7 @@ class _ByteLayout:
         length = count * struct.calcsize(self.order + _KINDS[kind])
         if length > len(field):
             at = int(struct.unpack(self.order + self.word, field)[0])
-            file.seek(min(at, 2**62))
+            file.seek(min(at, 2**62))  # offsets of 64 bits may be more than seek takes; it then reads nothing
             field = file.read(length)
         return struct.unpack(f"{self.order}{count}{_KINDS[kind]}", field[:length]) if len(field) >= length else ()
 
@@ -147,7 +147,7 @@ def _check(tiles: int, directories: int, last: _Directory) -> None:
 
 
 def _directory(file: BinaryIO, offset: int, layout: _ByteLayout) -> _Directory | None:
-    """Return what a directory has; None if the file ends before it does."""
+    """Return the directory at an offset; None if the file ends before it does."""
     file.seek(offset)
     count = layout.number(file, "Q" if layout.big else "H")
     if count is None or count > _MOST_ENTRIES:

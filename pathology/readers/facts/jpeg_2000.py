@@ -1,4 +1,4 @@
-"""What a JPEG 2000 tile says of its colours: its codestream, and the boxes of the JP2 file that may be around it.
+"""What a JPEG 2000 tile says about its colours: its codestream, and the boxes of the JP2 file that may be around it.
 
 ```
 jP  ftyp  jp2h { ihdr  colr: 16 sRGB, 17 grey, 18 sYCC, or an ICC profile }  jp2c { codestream }
@@ -23,7 +23,7 @@ _ENUMERATED = {_SRGB: "rgb", 17: "grey", 18: "ycbcr", 0: "", 12: "CMYK", 14: "CI
 
 @dataclass(frozen=True, slots=True)
 class CodestreamHeader:
-    """What a tile says.
+    """What a tile says about its colours.
 
     Attributes:
         own_transform: Whether the codestream has a colour transform of its own, so that decoders return RGB.
@@ -44,7 +44,7 @@ class CodestreamHeader:
 
     @property
     def contradicts(self) -> bool:
-        """Whether the codestream says another of both than the box."""
+        """Whether one of codestream and box says RGB, and the other YCbCr."""
         return bool(self._stream and self._box and self._stream != self._box)
 
     @property
@@ -85,12 +85,13 @@ def codestream_of(tile: bytes) -> bytes:
 
 def is_subsampled(codestream: bytes, start: int = 0) -> bool:
     """Whether a codestream's second component has fewer columns than its first; see `CodestreamHeader`."""
+    # SIZ: the number of components at byte 40, then three bytes for each; the second is its column step.
     several = codestream[start + 40 : start + 42] != b"\0\1"
     return several and codestream[start + 43] < codestream[start + 46]
 
 
 def without_colour(tile: bytes) -> bytes:
-    """Return a tile whose box says sRGB, so that decoders return its components as they are, but for subsampled ones.
+    """Return a tile whose box says sRGB, so that decoders return its components as they are, except subsampled ones.
 
     Palettes and the order of channels, which other boxes state, are still applied.
     """
@@ -107,7 +108,7 @@ def _has_transform(tile: bytes, start: int) -> bool:
         if tile[at] != 0xFF:
             raise ValueError("its main header is damaged")
         if tile[at + 1] == _COD:
-            return tile[at + 8] == 1
+            return tile[at + 8] == 1  # the multiple component transform
         at += 2 + int.from_bytes(tile[at + 2 : at + 4], "big")
     return False
 
@@ -120,7 +121,7 @@ def _colour_of(tile: bytes, at: int) -> str:
 
 
 def _codestream(tile: bytes) -> tuple[int, int]:
-    """Return the offsets of the codestream and of the content of the first colour box; 0 for what there is not."""
+    """Return the offsets of the codestream (the end without one) and of the first colour box's content (0 without)."""
     if not is_jp2(tile):
         return 0, 0
     colour = 0

@@ -29,20 +29,20 @@ _ROUNDING_PX = 2
 _PATCH_PX = (16, 64)
 """Smallest and largest side of the compared patches, in pixels of the coarser level."""
 _FINER_PX = 512
-"""Side of what is read of the finer level for one patch."""
+"""Side of the part of the finer level that is read for one patch."""
 _PATCHES = 3
 _OVERVIEW_PX, _OVERVIEW_SHARE = 2**18, 1 / 128
 """The coarsest level is read as a whole if it is smaller than one of these: pixels, or share of the finest level's."""
 _FIXED_PLACES = ((0.5, 0.5), (0.35, 0.65), (0.65, 0.35), (0.3, 0.3), (0.7, 0.7))
-"""Compared otherwise."""
+"""Centres of the patches, as fractions of the slide, if the coarsest level is not read as a whole."""
 _FLAT = 4.0
 """Standard deviation of grey values below which a patch has no structure to compare."""
 _ALIKE = 0.45
 """Correlation of grey values: above 0.9 for scanners' levels, about 0 for other pictures."""
 _ENOUGH, _SMALL_PX, _CLEARLY = 2, 2**25, 0.9
-"""So many places decide, of slides of fewer pixels the first one, if they correlate by so much."""
+"""The first 2 places decide, or the first one of slides below 2**25 pixels, if they correlate by at least 0.9."""
 _LARGEST_SHIFT = 30.0
-"""Difference of the mean colours of two levels."""
+"""Largest accepted difference between the mean colours of two levels."""
 
 Read = Callable[[Box, int], RGB]
 """Reads a box of a level."""
@@ -188,7 +188,7 @@ def _alike(
 
 
 def _show_the_same(pairs: Sequence[tuple[RGB, RGB]], correlation: float) -> bool:
-    """Whether patches ``(n, 3)`` of two levels have the same colours, and structures that correlate by so much."""
+    """Whether patches ``(n, 3)`` of two levels have the same colours, and grey values correlated by ``correlation``."""
     finer, coarser = (np.concatenate(side) for side in zip(*pairs, strict=True))
     grey = finer.mean(1), coarser.mean(1)
     if np.abs(finer.mean(0) - coarser.mean(0)).max() > _LARGEST_SHIFT or min(g.std() for g in grey) < _FLAT:

@@ -4,7 +4,7 @@
 OME-TIFF   Image 0   20000 × 30000, 0.25 µm   scene 1        OME-XML says where each picture is: its directory in this
            Image 1   18000 × 25000, 0.25 µm   scene 2        file, or another file, whose pages are never read here
            Image 2     800 ×   600, 12 µm     macro: no scene
-other TIFF pages of one size                  focal planes, times or channels: which, the file does not say
+other TIFF pages of one size                  focal planes, times or channels; the file does not say which
 ```
 """
 
@@ -32,7 +32,7 @@ _OME_SUFFIXES = {".tif", ".tiff", ".btf", ".qptiff", ".tf2", ".tf8"}
 
 
 class PlanesError(SlideError):
-    """The file has channels, focal planes or times of one picture, and none was chosen, or one that is not there."""
+    """The file has channels, focal planes or times of one picture, and no plane, or a missing one, was chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Pick:
     """Which picture of a file is the slide.
 
     Attributes:
-        scene: Number of the scene, from 1; 0: the largest.
-        plane: Number of the focal plane, from 1; 0: there must be one only.
+        scene: Number of the scene, from 1; 0: the largest, or all scenes of a CZI file, where they are on the glass.
+        plane: Number of the focal plane, from 1; 0: the only one, and a file with several is refused.
     """
 
     scene: int = 0
@@ -57,7 +57,7 @@ class Picture:
 
     Attributes:
         size_px: (height, width).
-        planes: Numbers of (depths, times).
+        planes: How many (focal planes, times) there are.
         channels: Number of channels; one of three samples is a colour picture.
         colour: Whether all its channels are samples of one page.
         um: PhysicalSizeX as written; empty if the file does not state it.

@@ -20,19 +20,24 @@ from pathology.readers.mpp import AGREE_TOLERANCE, UM_TIMES_POWER, is_sensible, 
 
 MPP_FLAG = "mpp_doubtful"
 FINEST_UM = 0.12
-"""Below this no brightfield scanner with an objective under `_IMMERSION_POWER` goes."""
+"""No brightfield scanner with an objective below `_IMMERSION_POWER` has finer pixels."""
 _IMMERSION_POWER = 60
 _USUAL = (4.2, 17.0)
 """Range of microns per pixel times magnification among scanners, whose cameras and lenses differ."""
 _POSSIBLE = (2.5, 50.0)
-"""Outside of it, a statement is wrong by about ten or more."""
+"""Outside of this range, a statement is wrong by a factor of about ten or more."""
 _DECIDES = (6.0, 15.0)
 """Range in which magnification decides between two statements."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedMpp:
-    """The believed microns per pixel (y, x), or an implausible one to be shown; and the facts with doubt and notes."""
+    """The microns per pixel (y, x) that are believed, and the facts with doubts and notes.
+
+    Attributes:
+        um: The believed value; if none is plausible, the first one, to be shown; None if there is none, or doubt.
+        facts: The file's facts.
+    """
 
     um: tuple[float, float] | None
     facts: SlideFacts

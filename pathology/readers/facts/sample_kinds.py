@@ -68,7 +68,7 @@ def _steps(page: Any) -> list[str]:
 
 
 def _grey_over_white(page: Any) -> list[str]:
-    """Return the step that blends grey of an opacity over white; a second sample of another meaning is left out."""
+    """Return the steps that blend grey with opacity over white; a second sample that is no opacity is dropped."""
     if not page.extrasamples or page.extrasamples[0] == 0:
         return ["a = a[..., 0]"]
     grey = "a[..., 0] + (255 - o)" if page.extrasamples[0] == _ASSOCIATED else "255 - (255 - a[..., 0]) * (o / 255)"
@@ -98,7 +98,7 @@ def _to_8_bits(kind: str, bits: int) -> list[str]:
     if kind == "f":  # to 1, to 255, or to what cameras of more bits return
         top = "m = 1 if a.max() < 2 else 2 ** max(8, int(a.max()).bit_length()) - 1"
         return [top, "a = (a * (255 / m)).round().clip(0, 255).astype('uint8')"]
-    if kind == "i":  # programs without unsigned numbers write positive ones, or take half of the range from all
+    if kind == "i":  # programs without unsigned numbers write positive ones, or subtract half of the range
         most = "int(max(a.max(), -1 - a.min())).bit_length()"
         steps = ["a = a.astype('int64')", f"a = a + (0 if a.min() >= 0 else 1 << max(7, {most}))"]
         return [*steps, _UPPER_8]

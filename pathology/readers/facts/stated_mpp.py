@@ -67,7 +67,7 @@ def power_of_ome(xml: str) -> float | None:
 
 
 def um_of_unit(unit: str) -> tuple[float, str] | None:
-    """Return micrometres of a unit of length, and what was mended to read it; None for other units.
+    """Return the micrometres of a unit of length, and what was mended to read it; None for unknown units.
 
     The µ is often garbled by a program that reads UTF-8 in another encoding (``Âµm``, ``碌m``, ``Î¼m``) or writes ASCII
     (``?m``).

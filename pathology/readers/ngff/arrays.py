@@ -1,6 +1,6 @@
 """The pixels of one level: an array of any zarr store, or of a slide that `hyfi ingest` wrote.
 
-Chunks that are not stored have the array's fill value; whether they were empty, or got lost, a store does not say.
+Chunks that are not stored have the array's fill value; the store does not say whether they were empty or got lost.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OwnLevel:
             raise TileError(str(error)) from error
 
     def absent(self) -> list[Box]:
-        """See `LevelArray`: what is left out is listed, and all else is an error."""
+        """Return none: chunks that were left out on purpose are listed, and any other missing chunk is an error."""
         return []
 
 
@@ -196,7 +196,7 @@ def _opened(image: NgffImage, path: str) -> Any:
     array_path = group.path / name
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of codecs that are not in the specification yet
+            warnings.simplefilter("ignore")  # zarr warns of codecs that are not in its specification yet
             if not isinstance(array_path, ObjectPath):
                 return zarr.open_array(array_path, mode="r", zarr_format=group.zarr_format)
             from zarr.storage import ObjectStore

@@ -54,7 +54,7 @@ def read_group(path: Path) -> ZarrGroup | None:
 
 
 def is_ome_zarr(path: Path) -> bool:
-    """Whether a folder is an OME-Zarr store, or one that is damaged; by its content, whatever its name."""
+    """Whether a folder is an OME-Zarr store, even a damaged one: by its content, or without any, by `.ome.zarr`."""
     if not _may_be_group(path):
         return False
     try:

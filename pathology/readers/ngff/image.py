@@ -28,7 +28,7 @@ from pathology.readers.facts.stated_mpp import elements
 from pathology.readers.ngff.groups import ZarrGroup, read_bytes, read_group
 
 _OLD_AXES = ("t", "c", "z", "y", "x")
-"""Of NGFF 0.1 and 0.2, which state none."""
+"""Axes of NGFF 0.1 and 0.2, which state none."""
 _MOST_SERIES = 10_000
 
 

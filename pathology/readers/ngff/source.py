@@ -33,7 +33,7 @@ _BLOCK_PX = 1024
 _WHITE = 255
 _OVERVIEW_PX = 1024
 _SHOWN = 40.0
-"""Difference of mean grey values between the fill value and what another level shows."""
+"""Least difference between the fill value and the mean of another level's pixels that shows that chunks got lost."""
 _AGREE = 0.05
 
 
