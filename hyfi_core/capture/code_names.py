@@ -1,4 +1,4 @@
-"""The names in the byte code of a function: of globals, attributes and texts. Code in it counts, too."""
+"""Names in the byte code of a function and of functions inside it: globals, attributes and texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def globals_assigned_in(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.cache
 def words_in(code: types.CodeType) -> frozenset[str]:
-    """Return all names and texts in code: of globals and attributes, ``getattr(self, "name")``."""
+    """Return all names of globals and attributes in code, and all texts, as of ``getattr(self, "name")``."""
     words = {*code.co_names}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

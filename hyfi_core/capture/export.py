@@ -74,7 +74,7 @@ def _exported(
     with PATCHING, collection_paused(), _graphs_without_code(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            image = torch.empty(shape, dtype=dtype, device=device_of(model))  # a norm refuses another one
+            image = torch.empty(shape, dtype=dtype, device=device_of(model))  # a norm refuses another device
         # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
         with (
             torch.enable_grad(),
@@ -113,11 +113,11 @@ def _rotated(x: torch.Tensor, k: int = 1, dims: tuple[int, int] = (0, 1)) -> tor
 
 
 _DECOMPOSED: dict[Any, Any] = {torch.ops.aten.diff.default: _difference, torch.ops.aten.rot90.default: _rotated}
-"""Operators of the user's that become others."""
+"""Operators of the user's model that others replace."""
 
 
 def _decompositions(traced: ExportedProgram) -> dict[Any, Any]:
-    """Return operator -> equivalent of those in the graph; copies, which export creates, have no derivative.
+    """Return operator of the graph -> function that replaces it; copies, which export creates, have no derivative.
 
     PyTorch refuses those of operators that ``_own_composites_only`` does not list.
     """
@@ -132,9 +132,9 @@ def _targets(traced: ExportedProgram) -> set[Any]:
 
 
 def _own_composites_only(traced: ExportedProgram) -> contextlib.AbstractContextManager[None]:
-    """Context in which PyTorch keeps those composite operators whole that the graph has.
+    """Context in which PyTorch preserves only the composite operators that the graph has.
 
-    It lists and patches all that it knows, hundreds, at every export: several times the time of a small model.
+    It would list and patch all that it knows, hundreds, at every export: several times the time of a small model.
     """
     is_kept = getattr(importlib.import_module("torch._export.utils"), "_is_preservable_cia_op", None)
     if is_kept is None:  # a version of PyTorch that works otherwise
@@ -147,7 +147,7 @@ def _own_composites_only(traced: ExportedProgram) -> contextlib.AbstractContextM
 def _without_metadata() -> Iterator[None]:
     """Context in which PyTorch does not copy notes about parameters to each new graph, which nobody reads here.
 
-    It lists all parameters for each of them: a sixth of the time of AmoebaNet-D (18, 416).
+    It lists all parameters for each graph: a sixth of the time of AmoebaNet-D (18, 416).
     """
     with contextlib.ExitStack() as modules:
         for name in ("torch.export._trace", "torch.export.exported_program"):
@@ -162,7 +162,7 @@ _LISTED = "_collect_all_valid_cia_ops"
 def _graphs_without_code() -> contextlib.AbstractContextManager[None]:
     """Context in which PyTorch writes and compiles the Python code of a graph only if it is run.
 
-    An export has about twenty graphs on the way to its last, whose operators are read, and runs two or three.
+    An export makes about twenty graphs and runs two or three of them; of the last, only the operators are read.
     """
     lazy = getattr(importlib.import_module("torch.fx._lazy_graph_module"), "_use_lazy_graph_module", None)
     return contextlib.nullcontext() if lazy is None else lazy(True)

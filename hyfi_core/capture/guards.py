@@ -129,7 +129,7 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
         calls.begin()
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
-        calls.end()  # what follows is no part of the forward
+        calls.end()  # what follows is not part of the forward
         register_output(output)
         _refuse_counted(outside, outside_attributes(model))
         constants = caches.undo(calls.of_image)  # before attributes are compared: caches are allowed

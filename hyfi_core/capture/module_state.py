@@ -41,7 +41,7 @@ _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 _DEPTH = 12
 """Depth to which objects in attributes are compared."""
 _OBJECTS = 20_000
-"""Number of objects that are compared inside; of more, the identity."""
+"""Number of objects whose contents are compared; further ones are compared by identity."""
 _ITEMS = 4096
 """Of longer containers, the items are compared by identity."""
 
@@ -107,16 +107,16 @@ def outside_attributes(
     """
     values = own_objects(model) if own is None else dict(own)
     return {
-        # A program holds these tensors themselves, so that changes in place need no other one.
+        # A program holds these tensors themselves, so that changes in place need no new program.
         (OUTSIDE, name): (_Same(value),) if type(value) in _TENSORS else _comparable(value, _DEPTH, values)
         for name, value in outside_values(model, roots)
     }
 
 
 def own_objects(model: nn.Module) -> dict[int, Hashable]:
-    """Return the start of ``values`` of ``comparable``: the values of parameters and buffers are inputs of a program.
+    """Return the initial ``values`` for ``comparable``: parameters, buffers and modules, each by identity.
 
-    The model's modules are in it, too: their attributes are compared one by one.
+    The values of parameters and buffers are inputs of a program; the attributes of modules are compared one by one.
     """
     return {id(item): (_Same(item),) for item in (*model.parameters(), *model.buffers(), *model.modules())}
 
@@ -255,7 +255,7 @@ def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
     members = [*_items(getattr(value, "__dict__", {})), *_slots(value)]
     if isinstance(value, types.FunctionType):
         members.append(value.__code__)  # a notebook that reloads a file replaces it
-        if depth < _DEPTH:  # what an attribute itself takes from around it is outside of the model
+        if depth < _DEPTH:  # the closure of an attribute itself is among the values outside of the model
             members += _closure_values(value)
     if isinstance(value, functools.partial):
         members += [value.func, value.args, value.keywords]

@@ -10,8 +10,8 @@ os.environ["SCALE"]                      the environment
 ```
 
 A trace records their current values. The names that a function reads are found once, in its byte code; their values are
-looked up at every step. Of classes, those methods and attributes count whose names code has that a forward reaches:
-loading of weights, configurations and exports, which large libraries have in the same classes, do not.
+looked up at every step. Methods and attributes of a class count only if code that a forward reaches has their names:
+large libraries keep the loading of weights, configurations and exports in the same classes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _Member = tuple[type, str, Any, bool]
 
 
 def outside_values(model: nn.Module, attributes: Iterable[Any] | None = None) -> NamedValues:
-    """Yield (name, value), each name once, of what functions of the model's classes read outside of the model.
+    """Yield (name, value) of all that functions of the model read outside of it; a repeated name gets a number.
 
     Args:
         model: the user's module.
@@ -86,7 +86,7 @@ Memoised = Any  # a function with functools.lru_cache, whose type is private
 
 
 def memories(model: nn.Module) -> tuple[list[Memoised], list[tuple[Any, str]]]:
-    """Return where functions of the model may store values besides containers: what they are found in outside of it.
+    """Return where functions of the model may store values, other than in containers.
 
     Args:
         model: the user's module.
@@ -176,7 +176,7 @@ class _Walk:
             yield from self._found_by_own(full, value, _DEPTH)
 
     def _of_attribute(self, value: Any) -> NamedValues:
-        """What an attribute of a module reads; the attribute itself is compared with the module."""
+        """Yield what an attribute of a module reads; the attribute itself is compared with the module."""
         kind = type(value)
         if kind in _LISTS:
             inside: Any = value
@@ -282,7 +282,7 @@ class _Walk:
             yield from self._found(*_looked_up(function.__globals__, chain), own, depth)
 
     def _found(self, name: str, value: Any, own: bool, depth: int) -> NamedValues:
-        """What a function found under a name; ``own``: code of the user, which is followed everywhere."""
+        """Yield what a function reads under a name; ``own``: it is the user's code, which is followed everywhere."""
         self._keep_memoised((value,))
         if value is sys.modules:
             return  # an import changes nothing that a forward computes

@@ -34,7 +34,7 @@ class ValueInfo:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
-@cache  # of few: PyTorch puts the name together anew each time
+@cache  # there are few, and PyTorch composes the name anew each time
 def _text_of(target: Callable[..., Any]) -> str:
     return str(target)
 

@@ -101,7 +101,7 @@ def release(model: nn.Module, names: Collection[str]) -> Former:
     former = [(weakref.ref(tensor), name) for name, tensor in chosen.items()]
     _replace(model, {id(tensor): _without_values(tensor) for tensor in chosen.values()})
     chosen.clear()
-    gc.collect()  # a capture leaves circles of references that hold them
+    gc.collect()  # a capture leaves reference cycles that hold them
     return_freed_now()
     return former
 
@@ -160,7 +160,7 @@ def _released_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _adopt(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Give a tensor another's attributes and hooks; where it gets no gradient, they are only counted."""
+    """Give a tensor another's attributes and hooks; those of a released one never run, but checks see them."""
     vars(target).update(vars(tensor))
     target._backward_hooks = tensor._backward_hooks
     target._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks

@@ -52,7 +52,7 @@ def cut_program(program: Program, results: tuple[Any, ...], cuts: Sequence[str])
         cuts: each stage but the last ends after this module.
 
     Raises:
-        RequestError: a cut is no module with operators, cuts are out of order, or a buffer is used in two stages.
+        RequestError: a cut is not a module with operators, cuts are out of order, or a buffer is used in two stages.
     """
     return ProgramCutter(program, results).cut(cuts)
 
@@ -214,7 +214,7 @@ def active_values(program: Program, results: tuple[Any, ...], sources: Iterable[
     """
 
     def carrying(names: Iterable[str | None]) -> list[str]:
-        # An assertion (of a dtype before a cast) has a name, but its result is no tensor.
+        # An assertion (of a dtype before a cast) has a name, but its result is not a tensor.
         values = (name for name in names if name is not None and name in program.values)
         return [name for name in values if program.values[name].differentiable]
 

@@ -8,8 +8,8 @@
 
 If anything differs, the state is computed again, which takes several times as long.
 
-A call of the engine takes the state once, for all its cells. A capture, too, may change it: a forward gives a warning
-once. Then it must compute the same again, and the state is the one afterwards.
+A call of the engine takes the state once, for all its cells. A capture may change it, too, as by a warning given once.
+A second capture must then give the same program, and the state after it counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hyfi_core.errors import RequestError
 
 _MISSING = object()
 _MOST_CHANGES = 3
-"""Captures that are repeated at most, as each of them changes the state."""
+"""Most repeated captures, while each of them changes the state."""
 
 
 class _Contents:
@@ -139,7 +139,7 @@ class StateWatch:
         return self._state if self._compared() == self._others else self._compute()
 
     def compare(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count changes of these tensors from now on: a program that computes their values stands for one with them."""
+        """Count changes of these tensors from now on: a program that computes them replaces one that holds them."""
         ids = {id(tensor) for tensor, _ in self._cached}
         self._cached += [(tensor, _version(tensor)) for tensor in tensors if id(tensor) not in ids]
 

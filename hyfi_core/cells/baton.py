@@ -1,4 +1,4 @@
-"""The baton: the cells of a process are threads between their tapes, and only the one that has it runs.
+"""The baton: between their tapes, the cells of a process are threads, and only the thread that has the baton runs.
 
     cell 0   ── run ── needs a loss │                  │   joins │                              │ ── run ── …
     cell 1                          │ ── run ── joins  │         │                              │
@@ -60,9 +60,9 @@ class Baton:
         self._joined: dict[int, Waits[Any]] = {}
         self._results: dict[int, Any] = {}
         self._failed = self._in_tapes = False
-        self._idle = 0
+        self._idle = 0  # how often a cell was not ready since any of them last ran
         self._noted_outside = False
-        self._outside: set[int] = set()
+        self._outside: set[int] = set()  # the cells that wait for another process
 
     def run(self, body: Callable[[int], T]) -> list[T]:
         """Run ``body(cell)`` for every cell and return the results.
@@ -73,7 +73,7 @@ class Baton:
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
         self.cell, self._holder, self._failed, self._idle = 0, 0, False, 0
-        # A run that a signal has ended may have left some.
+        # A run that a signal has ended may have left entries.
         self._joined, self._results, self._noted_outside, self._outside = {}, {}, False, set()
         self._running = set(range(self.size))
 
@@ -154,7 +154,7 @@ class Baton:
         self._noted_outside = True
 
     def waited_outside(self) -> bool:
-        """Return whether any has since this was last called."""
+        """Return whether a cell has waited for another process since the last call of this method."""
         noted, self._noted_outside = self._noted_outside, False
         return noted
 

@@ -34,12 +34,12 @@ from hyfi_core.process_memory import available_bytes, resident_bytes
 EARLY = 0.75
 """Fraction of a pager's limit above which pages are written early, so that they can be dropped at once."""
 _ONLY_IN_MEMORY = {True: 0.41, False: 0.2}
-"""Of the limit less the largest step, with and without backward: kept maps that are never in the store; recomputed ones
-are not counted. Measured with backward, ResNet-18: 0.39 to 0.60."""
+"""Kept maps that never go to the store, as a fraction of the limit less the largest step; True: with backward.
+Recomputed maps are not counted. Measured with backward, ResNet-18: 0.39 to 0.60."""
 _EVALUATION_OFF = 1.15
-"""An evaluation's real peak is at most so many times the forecast."""
+"""An evaluation's real peak is at most this many times the forecast."""
 OF_FREE_MEMORY = 0.5
-"""Used for pages, if no limit is given."""
+"""Fraction of the free memory that is used for pages if no limit is given."""
 
 SIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows (and columns) of cells to try."""
@@ -90,13 +90,13 @@ def with_cells(
     held_bytes += state
     records = len(program.operators) * STEP_BYTES[trains]
     needs: dict[int, tuple[int, int]] = {}
-    for side, of in steps:  # the costs of many cells take long: up to those that have room
+    for side, of in steps:  # a generator: costs of more cells than needed would take long
         if side < fewest:
             continue
         always, least = needs[side] = _of_cells(held_bytes, side, of, weights, records)
         if always + _ROOM * (least - always) <= memory_bytes:
             return replace(plan, cells=(side, side))
-    for side, (_, least) in needs.items():
+    for side, (_, least) in needs.items():  # without room to read ahead: slower, but it works
         if least <= memory_bytes:
             return replace(plan, cells=(side, side))
     smallest = min(least for _, least in needs.values())
@@ -109,7 +109,7 @@ def with_cells(
 
 
 def _of_cells(held_bytes: int, side: int, maps_bytes: int, weights_bytes: int, records_bytes: int) -> tuple[int, int]:
-    """Return (what a rank always needs, the least it needs) with so many rows and columns of cells."""
+    """Return (what a rank always needs, the least it needs) with ``side`` rows and columns of cells."""
     always_bytes = held_bytes + LIBRARY_BYTES + side**2 * records_bytes
     return always_bytes, least_bytes(always_bytes, PagedForecast(maps_bytes, 0, 0, weights_bytes))
 

@@ -22,7 +22,7 @@ from hyfi_core.comm.wire import reduced
 class _Call:
     """One collective call of a group: the inputs of this process's cells, the result, and what is computed from it."""
 
-    given: dict[int, Any] = field(default_factory=dict)
+    inputs: dict[int, Any] = field(default_factory=dict)
     result: Any = None
     pending: Pending = field(default_factory=Completed)
     taken: int = 0
@@ -62,14 +62,14 @@ class _Group:
     def call(self, number: int, rank: int, value: Any, last: Callable[[_Call], None]) -> _Call:
         """Add a cell's value to a collective call; the last cell of this process runs ``last``."""
         call = self._calls.setdefault(number, _Call())
-        call.given[rank] = value
-        if len(call.given) == len(self.here):
+        call.inputs[rank] = value
+        if len(call.inputs) == len(self.here):
             last(call)
         return call
 
     def finished(self, call: _Call) -> bool:
         """Whether all cells have entered a call and its communication with other processes has completed."""
-        if len(call.given) < len(self.here):
+        if len(call.inputs) < len(self.here):
             return False
         if not call.pending.test():
             self.baton.note_outside()
@@ -271,7 +271,7 @@ class CellCommunicator:
 
         def last(call: _Call) -> None:
             # Any cell may be the last to come; in a process without the root, the result needs memory of its own.
-            call.result = call.given[root] if root in call.given else torch.empty_like(tensor)
+            call.result = call.inputs[root] if root in call.inputs else torch.empty_like(tensor)
             self.group.comm.broadcast(call.result, process)
 
         arrived = self._together(tensor.detach().clone() if self._rank == root else None, last)
@@ -283,7 +283,7 @@ class CellCommunicator:
         process, _ = self.group.members[root]
 
         def last(call: _Call) -> None:
-            call.result = self.group.comm.broadcast_object(call.given.get(root), process)
+            call.result = self.group.comm.broadcast_object(call.inputs.get(root), process)
 
         return self._together(value, last)
 
@@ -335,7 +335,7 @@ class CellCommunicator:
     def _all_objects(self, value: Any) -> list[Any]:
         def last(call: _Call) -> None:
             comm = self.group.comm
-            every = comm.broadcast_object(comm.gather_objects([[rank, call.given[rank]] for rank in self.group.here]))
+            every = comm.broadcast_object(comm.gather_objects([[rank, call.inputs[rank]] for rank in self.group.here]))
             call.result = [item for _, item in sorted((pair for part in every for pair in part), key=lambda p: p[0])]
 
         values: list[Any] = self._together(value, last)
@@ -366,7 +366,7 @@ def cell_communicators(comm: Communicator, baton: Baton, members: Sequence[tuple
 def _reduce(group: _Group, call: _Call, op: ReduceOp) -> None:
     """Reduce over the cells of this process, and start the reduction over processes."""
     # In rank order, whichever cell came last: otherwise sums would be rounded differently from run to run.
-    total = reduced([call.given[rank] for rank in group.here], op)
+    total = reduced([call.inputs[rank] for rank in group.here], op)
     call.result = total
     if group.comm.size > 1:
         call.pending = group.comm.start_all_reduce(total, op)

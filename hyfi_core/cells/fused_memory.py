@@ -87,7 +87,7 @@ class CellCosts:
         self._known: dict[tuple[int, int], RunCost] = {}
 
     def of(self, grid: tuple[int, int]) -> RunCost:
-        """Return the cost with so many rows and columns of cells.
+        """Return the cost with these rows and columns of cells.
 
         Raises:
             RequestError: as ``runs_for_cells``.

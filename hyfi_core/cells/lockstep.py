@@ -61,7 +61,7 @@ def run_in_lockstep(
 
 
 def _until_wait(steps: Waits[Any]) -> Pending:
-    """Run a computation until it needs what has not yet completed."""
+    """Run a computation until it waits for something that is not complete yet; return that."""
     while True:
         pending = next(steps)
         if not pending.test():

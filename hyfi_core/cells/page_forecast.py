@@ -125,7 +125,7 @@ class _Sizes:
         return prod(self.ranked.values[name].shape) * self.ranked.values[name].dtype.itemsize
 
     def values(self, name: str) -> int:
-        """Return how many values it has."""
+        """Return the number of elements of this cell's part of a value."""
         shape, split = self.ranked.values[name].shape, self.ranked.splits.get(name)
         return prod(shape if split is None else split.local_shape(shape, self._position))
 

@@ -29,11 +29,11 @@ class StepMemory(Protocol):
     """Callbacks before and after each step."""
 
     def need(self, tensors: Any) -> None:
-        """Tensors are used outside of the tape's steps, before this cell's turn ends."""
+        """Load tensors that are used outside of the tape's steps, before this cell's turn ends."""
         ...
 
     def stay(self, tensors: Any) -> None:
-        """Tensors have memory with another owner, such as a message's: they are not spilled."""
+        """Never spill these tensors: their memory has another owner, such as a message."""
         ...
 
     def begin(self, step: Step, values: NamedTensors) -> None:
@@ -44,7 +44,7 @@ class StepMemory(Protocol):
         """Return the context in which autograd saves a segment's tensors for backward.
 
         Args:
-            segment: that runs.
+            segment: the running one.
             outputs: what it has computed so far and still needs.
         """
         ...
@@ -235,12 +235,12 @@ class PagedSteps:
         return len(self._order.steps), self._order.steps[id(step)], back
 
     def _compacted(self, step: Step, saved: Any) -> Any:
-        """Return what an operator has saved: what its input gives again is recomputed, or else takes fewer bytes."""
+        """Return what an operator has saved: recomputed from its input if that is recomputed, too, else compacted."""
         if not isinstance(step, OperatorStep) or not isinstance(step.call.operator, RemakesSaved) or saved is None:
             return saved
         operator, own = step.call.operator, self._taken[str(step.call.inputs[0])]
         remade, source = operator.remade(saved), self._pager.page_of(own)
-        # If the input is not recomputed, nothing else may need it: then it would be kept instead.
+        # An input that is not recomputed may have no other use: it would then be kept in place of what was saved.
         if remade is None or source is None or source.recomputation is None or source.recomputation.depth >= DEEPEST:
             return operator.compact(saved)
         page = self._pager.track(remade)

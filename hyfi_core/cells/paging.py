@@ -107,7 +107,7 @@ class Paging:
         return self._limits[key].pages_bytes if key in self._limits else None
 
     def describe(self, key: PagedKey, forecasts: Sequence[PagedForecast]) -> str:
-        """Return the bytes that a training step keeps and spills, as text for people."""
+        """Return the bytes that a training step keeps and spills, as text."""
         kept_bytes, largest = (
             sum(forecast.kept_bytes for forecast in forecasts),
             max(forecast.working_bytes for forecast in forecasts),

@@ -39,8 +39,8 @@ class PredictionNeeds:
     """What is to be planned.
 
     Attributes:
-        command: ``predict``: slides are divided into squarest grids, by as many ranks as one likes; ``validate``: all
-            ranks share each slide in columns or, with cells, each has its own slides.
+        command: ``predict``: each slide is divided into the squarest grid of any number of ranks that divides
+            ``ranks``; ``validate``: all ranks share each slide in columns or, with cells, each has its own slides.
         ranks: of the whole run.
         machine: the machine model.
         memory_bytes: memory limit of a rank.
@@ -183,7 +183,7 @@ class _PredictionTrials:
         """Return the message if nothing was found."""
         needs = self._needs
         if self._least_bytes is None:
-            return f"nothing can be run: {next(iter(self.refused.values()), 'no way is known')}"
+            return f"no plan for {needs.command} works: {next(iter(self.refused.values()), 'none was tried')}"
         return (
             f"no way to {needs.command} with {needs.ranks} rank(s) fits into {needs.memory_bytes / 1e9:.3g} GB a rank; "
             f"the smallest needs {enough_gb(self._least_bytes)} GB: give more memory (--memory), "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hyfi_core.process_memory import resident_bytes, return_freed_now
 
 _GROWN_BYTES = 16 << 20
-"""Freed memory is returned again only after so much more is held besides pages; it takes some milliseconds."""
+"""Freed memory is returned to the system, which takes milliseconds, once the rest of the process has grown by this."""
 
 
 @dataclass

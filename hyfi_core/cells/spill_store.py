@@ -246,7 +246,7 @@ class FreeBlocks:
         self.end_bytes = 0
 
     def take(self, size: int) -> tuple[tuple[int, int], ...]:
-        """Return ranges of blocks for so many bytes: one free range if one is long enough, else several."""
+        """Return ranges of blocks for ``size`` bytes: one free range if one is long enough, else several."""
         missing = blocks_bytes(size)
         for at, (start, stop) in enumerate(self._free):
             if stop - start >= missing:
@@ -288,7 +288,7 @@ def _tensor_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _on_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return the storage itself, or of one on a device a pinned copy."""
+    """Return the storage itself if it is on the host, else a pinned copy."""
     if storage.device.type == "cpu":
         return storage
     buffer = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)

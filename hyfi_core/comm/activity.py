@@ -34,7 +34,7 @@ class Activity:
     """The current activity of a process.
 
     Attributes:
-        step: the current training step; a run that is resumed sets that of its checkpoint before.
+        step: the current training step; a resumed run first sets it to the step of its checkpoint.
         begun: number of training steps that this process has begun.
         action: the current action, anything with a text form; None outside of steps.
         wait: for other ranks, None while it does not wait.

@@ -18,7 +18,7 @@ class GpuSupport:
 
     Attributes:
         direct: if not, they go through pinned host memory.
-        reason: how that is known, for people.
+        reason: how that is known, as text.
     """
 
     direct: bool
@@ -26,7 +26,7 @@ class GpuSupport:
 
 
 def gpu_support(version: str, query: Callable[[], int] | None, environment: Mapping[str, str]) -> GpuSupport:
-    """Return whether MPI can be given addresses of GPU memory: only if nothing is known by which it would crash.
+    """Return whether MPI can be given addresses of GPU memory: not if anything is known that would make it crash.
 
     Args:
         version: ``MPI_Get_library_version``.
@@ -37,6 +37,7 @@ def gpu_support(version: str, query: Callable[[], int] | None, environment: Mapp
     if off:
         return GpuSupport(False, f"{off[0]} is {environment[off[0]]}")
     transports = environment.get("UCX_TLS", "all").lower()
+    # "^a,b" excludes transports, "a,b" lists the only ones: CUDA is missing if excluded, or not listed.
     if transports.startswith("^") == ("cuda" in transports) and "all" not in transports.split(","):
         return GpuSupport(False, f"UCX_TLS is {transports}, without a transport for CUDA")
     allocator = environment.get("PYTORCH_ALLOC_CONF", "") + environment.get("PYTORCH_CUDA_ALLOC_CONF", "")

@@ -55,7 +55,7 @@ _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 @functools.cache
 def own_gpu_support() -> GpuSupport:
-    """Return that of the MPI of this process; of mpi4py's library, which has not made its symbols global."""
+    """Return the GPU support of this process's MPI, asked through mpi4py's library: MPI's symbols are not global."""
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
     return gpu_support(MPI.Get_library_version(), query, os.environ)
 
@@ -80,7 +80,7 @@ def _is_staged(tensor: torch.Tensor) -> bool:
 def _in_place(tensor: torch.Tensor) -> list[Any]:
     """Return the slices of a message in memory that MPI can be given."""
     if tensor.device.type != "cpu":
-        # MPI knows no streams: what was given to this one may still write the message, or use memory to receive into.
+        # MPI knows no streams: kernels of this one may still write the message, or use the memory to receive into.
         torch.cuda.current_stream(tensor.device).synchronize()
     return _pieces(tensor, min(_MOST_BYTES, _SLICE_BYTES))
 
@@ -302,8 +302,8 @@ def world(expected: Expected | None = None, interrupted: Callable[[], bool] = la
 
     The arguments, and what is raised, are those of ``joined``.
     """
-    # A new thread has memory of its own, full of zeros: MPICH sends the other ranks 4 KB of its memory; its
-    # address is a small part. Where they hold much else, Slurm's PMI-2 cuts off the lines, and ranks wait for ever.
+    # On a new thread, whose memory is still zero: MPICH sends the other ranks 4 KB of it, although only an address in
+    # it matters. With other contents the lines are longer, Slurm's PMI-2 cuts them off, and ranks wait for ever.
     return joined(_world, expected or Expected("mpi", os.environ), interrupted)
 
 
@@ -343,7 +343,7 @@ def _shares_cores() -> bool:
 def _remove_names_of_shared_memory() -> None:
     """Remove the name of the shared memory by which MPICH's ranks of this node exchange messages; they keep the memory.
 
-    MPICH removes it when ranks end normally only: killed or aborted ones would leave megabytes in ``/dev/shm``, which
+    MPICH removes it only when ranks end normally: killed or aborted ones would leave megabytes in ``/dev/shm``, which
     are in the way of the next ranks of the same Slurm job.
     """
     with contextlib.suppress(OSError):

@@ -178,7 +178,7 @@ class ThreadCommunicator:
         """Send a small value."""
         with self._group.world.lock:
             self._group.objects.setdefault((peer, tag), deque()).append((self._rank, json.dumps(value)))
-            self._group.world.notify(())  # who polls does not wait
+            self._group.world.notify(())  # a receiver polls: no wait ends by this
         return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:

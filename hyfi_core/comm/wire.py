@@ -61,6 +61,7 @@ def _ordered(floats: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """Return integers in the order of the floats; NaN is the last one for a maximum, the first for a minimum."""
     bits = floats.view(_INTEGERS[floats.dtype])
     limits = torch.iinfo(bits.dtype)
+    # Floats are stored as sign and magnitude: the magnitude of negative ones is inverted, so that integers order alike.
     ordered = torch.where(bits >= 0, bits, bits ^ limits.max)
     return ordered.masked_fill_(floats.isnan(), limits.max if op == "max" else limits.min)
 
@@ -128,7 +129,7 @@ class HostSlice:
 
 
 def host_slices(tensor: torch.Tensor, most_bytes: int) -> list[HostSlice]:
-    """Return the slices of a message of a device, of at most so many bytes; one for an empty tensor.
+    """Return the slices of a device's message, each of at most ``most_bytes``; one for an empty tensor.
 
     Each has memory of its own: an allocator that keeps pinned memory finds the same sizes again.
 

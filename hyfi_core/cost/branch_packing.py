@@ -40,7 +40,7 @@ class _Chain:
         seconds: of forward and backward.
         sources: chains whose values it uses.
         users: chains that use its values.
-        sent_bytes: bytes of the values that other chains, or nobody but the result of the stage, use.
+        sent_bytes: bytes of the results of its last operator, which other chains or the stage's result use.
         is_result: whether the stage returns one of them.
         level: largest number of chains before it on any path.
     """

@@ -187,7 +187,7 @@ class _AxisNeed:
 
 @lru_cache(maxsize=4096)  # networks repeat their blocks
 def _reached(parts: tuple[Interval, ...], need: tuple[Interval, ...]) -> frozenset[_AxisNeed]:
-    """Return what the rows need that differ: the ranks of most rows need the same."""
+    """Return the different needs of the rows; most rows need the same."""
     starts, stops = [start for start, _ in parts], [stop for _, stop in parts]
     ordered = all(a <= b for ends in (starts, stops) for a, b in pairwise(ends))
     needs = set()

@@ -90,7 +90,7 @@ class MachineModel:
     """The properties of a type of node.
 
     Attributes:
-        name: for people.
+        name: shown in messages.
         device: ``cpu`` or ``cuda``.
         devices_per_node: largest number of ranks of a node.
         memory_bytes: of one device.
@@ -154,12 +154,12 @@ class MachineModel:
         return replace(self, peak_flops_per_s=peaks, scalar_efficiency={})
 
     def shared(self, ranks: int) -> bool:
-        """Whether so many ranks must share cores."""
+        """Whether this many ranks must share cores."""
         nodes = -(-ranks // self.devices_per_node)
         return self.cores is not None and nodes * self.cores.count < ranks
 
     def turns_s(self, ranks: int) -> float:
-        """Return what an exchange waits for turns, on a core of its own: sharing makes it ``SharedCores.turn_s``."""
+        """Return how long an exchange waits for turns; ``on_shared_cores`` stretches it to ``SharedCores.turn_s``."""
         if self.cores is None or not self.shared(ranks):
             return 0.0
         return self.cores.turn_s * self.cores.count / min(ranks, self.devices_per_node)
@@ -169,13 +169,13 @@ class MachineModel:
         return self.overhead_s.get(kind, (self.kernel_s, self.kernel_s))[backward]
 
     def weights_s(self, weight_bytes: float, kind: str, backward: bool = False, crowded: bool = False) -> float:
-        """Return the time in which a library rearranges so many bytes of weights; see ``weight_bytes_per_s``."""
+        """Return the time in which a library rearranges this many bytes of weights; see ``weight_bytes_per_s``."""
         if kind not in self.weight_bytes_per_s:
             return 0.0
         return (self.crowding.memory if crowded else 1.0) * weight_bytes / self.weight_bytes_per_s[kind][backward]
 
     def update_s(self, tensors: int, weight_bytes: float, crowded: bool = False) -> float:
-        """Return the time of the optimizer's update of so many tensors of weights."""
+        """Return the time of the optimizer's update of this many tensors of weights."""
         slower = self.crowding.memory if crowded else 1.0
         if self.update is None:
             return slower * UPDATE_PASSES * weight_bytes / self.memory_bytes_per_s
@@ -256,7 +256,7 @@ class MachineModel:
         Args:
             ranks: of the group.
             length_bytes: of the tensor.
-            link: the slowest in the group; None: that within a node if so many ranks fit into one.
+            link: the slowest in the group; None: that within a node if the ranks fit into one.
         """
         if ranks == 1:
             return 0.0

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import flop_registry
 from hyfi_core.capture.program import Operator, Program, Ref
 from hyfi_core.capture.stages import active_values
 
-_DIMENSIONS = 2
-"""Products multiply at least one value of so many dims."""
+_FACTOR_DIMS = 2
+"""Least dims of a factor: PyTorch's counter knows no products with a vector."""
 
 
 def training_flops(program: Program, trained: Collection[str]) -> float:
@@ -45,7 +45,7 @@ def _gradients(program: Program, op: Operator, active: frozenset[str]) -> int:
 def _forward(program: Program, op: Operator) -> float:
     """Return the operations of an operator's forward, from a call on tensors without data."""
     values = [program.values[name] for name in op.inputs if name in program.values]
-    if sum(len(value.shape) >= _DIMENSIONS and value.dtype.is_floating_point for value in values) < _DIMENSIONS:
+    if sum(len(value.shape) >= _FACTOR_DIMS and value.dtype.is_floating_point for value in values) < 2:
         return 0.0  # no product of two values
     args, kwargs = _without_data(program, op.args), _without_data(program, op.kwargs)
     with torch.no_grad(), _ProductCount() as count:

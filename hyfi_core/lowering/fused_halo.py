@@ -77,7 +77,7 @@ class Sketch:
 
     @cached_property
     def grows(self) -> tuple[tuple[str, ...], ...]:
-        """For each operator, the inputs of which a rank that computes its own part needs more than it owns."""
+        """For each operator, the inputs that a rank needs beyond its own part, to compute its part of the results."""
         return tuple(
             tuple(value for value, _ in reaching(self, flow, self.layouts[flow.makes[0]].parts)) for flow in self.flows
         )

@@ -3,7 +3,7 @@
     apart          own part ──▶ one kernel        each strip ──▶ a kernel for each tap, and copies around them
     on a canvas    own part and strips copied together ──▶ one kernel
 
-The cells of a process wait for nobody, so there is nothing to overlap, and the host would start twenty kernels on
+Cells of one process wait for no message, so there is nothing to overlap, and the host would start twenty kernels on
 strips in the time of the copy. All ranks compute convolutions with stride and dilation on a canvas: called on the own
 part with stride 2, dilation 2 and padding on both sides, cuDNN 9.19 on an H200 returned wrong cotangents of the map, in
 bfloat16 and in channels-last float32; called on a canvas, which is padded as in one process, right ones.

@@ -7,8 +7,8 @@ CPU, allocating the pages of such a result costs more than the arithmetic.
                             └──── same ────┘          uses: relu writes c over it
 
 A relu becomes an operator with its own backward, so that its cotangent can overwrite the incoming one (see
-``lowering.reuse``). Without other ranks, that of a small map stays with its neighbours in a segment: a further segment
-takes longer than new memory. The backward of a max pool needs no values of its input, only the memory.
+``lowering.reuse``). On a single rank, the relu of a small map stays with its neighbours in a segment: one more segment
+takes longer than new memory. The backward of a max pool needs only the memory of its input, not its values.
 """
 
 from __future__ import annotations

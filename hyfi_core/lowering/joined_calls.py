@@ -69,7 +69,7 @@ class JoinedCalls:
 
     @cached_property
     def _ended(self) -> tuple[tuple[str, ...], ...]:
-        """The values that end with each call: it is their last user, or nobody uses them."""
+        """The values to free after each call: it is their last user, or they have none."""
         ended: list[tuple[str, ...]] = []
         used_later = set(self.outputs)
         for call in reversed(self.calls):

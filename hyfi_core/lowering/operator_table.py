@@ -22,7 +22,7 @@ default), and on one rank without limit. Otherwise it is refused when the engine
 operator, the module that calls it, and what would work. [Your own model](own-model.md#operators) lists what \
 is sent for which operator.
 
-The table also has what autograd keeps of each until its backward, and as what its time is modelled (`hyfi plan`); \
+The table also says what autograd keeps of each until its backward, and how `hyfi plan` models its time; \
 the records are in `hyfi_core/rules`.
 
 Names are those of PyTorch's ATen operators without `aten.` and `.default`: `conv2d`, `max_pool2d`, `mean.dim`.

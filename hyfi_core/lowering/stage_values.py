@@ -19,7 +19,7 @@ def entries_of(stage: Stage, splits: Sequence[SplitsByName], grid: tuple[int, in
     """Return how the values from other stages are split in a stage: evenly, None for replicated ones.
 
     Args:
-        stage: that receives them.
+        stage: the receiving stage.
         splits: for each earlier stage, how its values are split.
         grid: rows and columns of the receiving stage's ranks.
     """

@@ -4,9 +4,9 @@
      ▲                      ▲
     apart ─ norm ─ relu ─ apart          gradients of maps in I; in W those of the weights of convolution and linear
 
-Convolutions with a halo exchange have two parts anyway (``ops.base.SplitBackward``). What else has weights, such as
-norms and biases of their own, gets these gradients in I: they are sums over the map, cheaper than to keep what they
-need. So does a product whose factor is computed from weights (weight norm, LoRA): its gradient has to go on.
+Convolutions with a halo exchange have two parts anyway (``ops.base.SplitBackward``). Other weights, such as those of
+norms and separate biases, get their gradients in I: these are sums over the map, cheaper than keeping what they need.
+So does a product whose factor is computed from weights (weight norm, LoRA): its gradient is needed to go on.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ def weights_apart(ranked: RankProgram, trained: Collection[str]) -> RankProgram:
         ranked: the program of one rank, before calls are joined.
         trained: values of the trained parameters.
     """
-    made = {name: op for op in ranked.program.operators for name in op.outputs if name is not None}
-    return replace(ranked, instructions=tuple(_apart(one, made, trained, ranked) for one in ranked.instructions))
+    makers = {name: op for op in ranked.program.operators for name in op.outputs if name is not None}
+    return replace(ranked, instructions=tuple(_apart(each, makers, trained, ranked) for each in ranked.instructions))
 
 
 def _apart(
-    instruction: Instruction, made: dict[str, Operator], trained: Collection[str], ranked: RankProgram
+    instruction: Instruction, makers: dict[str, Operator], trained: Collection[str], ranked: RankProgram
 ) -> Instruction:
     if not isinstance(instruction, LocalCall) or instruction.empty is not None or len(instruction.outputs) != 1:
         return instruction
     output, parameters = instruction.outputs[0], ranked.program.parameters
-    op = instruction.source or (made.get(output.split("~")[0]) if output is not None else None)
+    # A rule names its own values "captured~number".
+    op = instruction.source or (makers.get(output.split("~")[0]) if output is not None else None)
     factors = [name for name in instruction.inputs if name in trained and len(ranked.values[name].shape) > 1]
     if op is None or not facts_of(op).product or not factors:  # a bias alone is no reason to keep anything
         return instruction

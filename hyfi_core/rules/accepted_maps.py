@@ -35,7 +35,7 @@ def one_map(rule: Rule) -> Rule:
 
 
 def on_tiles(builder: Builder, op: Operator) -> None:
-    """An operator that treats the entries of a batch alike and apart, on this rank's tiles."""
+    """An operator that treats each entry of a batch by itself: called on this rank's tiles."""
     split = builder.splits[op.args[0].name].owned
     emit_on_part(builder, op, split, split, op)
 

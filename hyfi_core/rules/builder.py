@@ -75,7 +75,7 @@ class Builder:
         gather_bytes: the same.
         splits: the layout of each split value; read only.
         values: global shape and type of every value; read only.
-        ahead: operators whose results are divided by what later operators do with them; rules add them.
+        ahead: operators whose results are split as later operators use them; rules add them.
     """
 
     def __init__(

@@ -208,7 +208,7 @@ class RankProgram:
         gathered: descriptions of the maps that ranks gather.
         drawn: operators that draw from torch's generator, which recomputation would not reproduce.
         undivided: the instructions of all planes; empty if these are all.
-        ahead: operators whose results are divided by what later ones do with them.
+        ahead: operators whose results are split as later operators use them.
     """
 
     instructions: tuple[Instruction, ...]

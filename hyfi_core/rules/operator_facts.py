@@ -38,7 +38,7 @@ class OperatorFacts:
         in_place: whether the engine may compute it over an operand, and its backward over the incoming gradient.
         cheap: whether computing it again is faster than reading its result from a disk.
         window: returns the window that it slides over a map.
-        tap: returns the input pixel that each output pixel is, where it only moves rows and columns.
+        tap: returns which input pixel each output pixel is, for operators that only move rows and columns.
         instead: what to use instead, where there is no rule.
     """
 
@@ -60,7 +60,7 @@ class OperatorFacts:
 
     @property
     def fusible(self) -> bool:
-        """Whether a compiler computes it together with its neighbours; products are calls, and views no work."""
+        """Whether a compiler fuses it with its neighbours: products are calls of a library, and views do no work."""
         return self.kind != "view" and not self.product
 
     @property

@@ -71,7 +71,7 @@ def dropout(builder: Builder, op: Operator) -> None:
 
 
 def of_pixels(draw: _Sampler) -> Callable[[Builder, Operator], None]:
-    """Return the rule of numbers that each have a parameter of their own, of the last argument."""
+    """Return the rule of a draw whose last argument has a parameter for each number."""
 
     def rule(builder: Builder, op: Operator) -> None:
         """Random numbers with a parameter for each pixel; no gradient passes through, as in PyTorch."""
@@ -142,7 +142,8 @@ def permutation(builder: Builder, op: Operator) -> None:
     shape, dtype = builder.shape(output), builder.values[output].dtype
 
     def call(key: torch.Tensor) -> torch.Tensor:
-        seed, step, _ = (int(word) for word in key)  # of channels, say, which all images share
+        # Without the sample: a permutation, such as one of channels, is shared by all images of a step.
+        seed, step, _ = (int(word) for word in key)
         where = draws.positions(shape, None, (0, 0, 0, 0), device, 0)
         return draws.permutation(draws.mixed(seed, step, operator), where, dtype)
 

@@ -159,7 +159,7 @@ def maximum(builder: Builder, op: Operator) -> None:
 
 
 def truth(builder: Builder, op: Operator) -> None:
-    """``any`` and ``all``, by the number of values that are not or that are zero."""
+    """``any`` and ``all``: ranks count the values that are not zero, or that are zero."""
     name, dims, keepdim = _reduced_dims(builder, op)
     if not set(dims) & set(builder.splits[name].dims):
         _pointwise(builder, op, dims, keepdim)

@@ -207,7 +207,7 @@ def _group(builder: Builder, op: Operator) -> None:
     start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
     tiles = range(builder.shape(name)[0])[start:stop:step]
     if tiles.step != 1 or not tiles:
-        builder.refuse(op, "takes every so many tiles, or none", "consecutive tiles")
+        builder.refuse(op, "takes tiles with a step other than 1, or none", "consecutive tiles")
     group(builder, name, op.first_output, tiles.start, tiles.stop)
 
 

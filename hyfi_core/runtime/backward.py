@@ -45,7 +45,7 @@ LocalValues = dict[str, torch.Tensor]
 Arrived = list[tuple[str, torch.Tensor]]
 Complete = Callable[[Sequence[str]], None]
 _SHORT_SEGMENT = 4
-"""In segments of so few calls, gradients are not reported one by one: hooks take longer than what they would hide."""
+"""In segments of at most this many calls, gradients are not reported one by one: hooks take longer than they hide."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class BackwardPass:
     """One run of a tape backward.
 
     Args:
-        tape: that has run forward.
+        tape: the tape that has run forward.
         comm_of: the communicator of a call.
         parameters: value name -> parameter; gradients are added to their ``grad``.
         complete: called with the value names of parameters as soon as their gradients are complete, also inside of a
@@ -140,7 +140,7 @@ class BackwardPass:
         return self._cotangents
 
     def run_first(self, records: list[Record], cotangents: Mapping[str, torch.Tensor]) -> Waits[LocalValues]:
-        """Run the records backward, but for the gradients of weights that can wait; ``run_rest`` computes these.
+        """Run the records backward, except for the gradients of weights that can wait; ``run_rest`` computes these.
 
         Args:
             records: in forward order; removed from the end so that memory is freed.
@@ -158,8 +158,8 @@ class BackwardPass:
                 yield from self._run_operator(record, (), records)
             else:
                 self._run_segment(record, ())
-        found, self._cotangents = self._cotangents, {}
-        return found
+        entered, self._cotangents = self._cotangents, {}
+        return entered
 
     def run_rest(self, complete: Complete | None = None) -> None:
         """Compute the gradients that ``run_first`` has deferred.
@@ -168,7 +168,7 @@ class BackwardPass:
             complete: called with the value names of parameters as soon as their gradients are complete; here that is
                 after the last of several uses.
         """
-        users = {name: at for at, one in enumerate(self._deferred) for name in one.record.step.call.inputs}
+        users = {name: at for at, deferred in enumerate(self._deferred) for name in deferred.record.step.call.inputs}
         if complete is not None:
             complete([name for name in self._used if name not in users])
         for at in range(len(self._deferred)):
@@ -202,8 +202,8 @@ class BackwardPass:
             else:
                 collective = self._run_collective(call, record.saved, cotangents, before)
                 results, deferred = yield from within(torch.no_grad, collective)
-                del collective
-            # The last reference: nobody else may need this memory, and the results that are added next can have it.
+                del collective  # a finished generator would still hold the cotangents that it was called with
+            # The last reference: the results that are added next can take this memory.
             del cotangents
             self._add(self._named(call, results), record.step.sums)
             if deferred is not None:
@@ -222,6 +222,7 @@ class BackwardPass:
         self, call: CollectiveCall, saved: Any, cotangents: Cotangents, before: Sequence[Record]
     ) -> Waits[tuple[Cotangents, Rest | None]]:
         operator, comm, needs_grad = call.operator, self._comm_of(call), self._wanted(call)
+        # In two parts the weights wait for their own action: computed here, they would delay earlier stages.
         if self._deferred and isinstance(operator, AsyncBackward) and not self._in_two:
             pending, finish = operator.start_backward(comm, saved, cotangents, needs_grad)
             del cotangents
@@ -294,9 +295,9 @@ class BackwardPass:
 
 
 def carried_by(call: CustomCall | CollectiveCall) -> tuple[str | None, ...]:
-    """Return the values for an operator's backward: it has one if one of them carries a gradient.
+    """Return the values that decide whether an operator runs backward: it does if one of them carries a gradient.
 
-    Between planes there is one on either side: that which sends a value has it as input, others have it as output.
+    Between planes both sides run backward: the plane that sends a value has it as an input, the others as an output.
     """
     between_planes = isinstance(call, CollectiveCall) and call.between_planes
     return (*call.inputs, *call.outputs) if between_planes else call.outputs

@@ -116,10 +116,12 @@ def _uses_of_weights(program: Program) -> float:
 
 
 def batch_shape(images: Images, expected: Shape) -> Shape:
-    """Return the shape of a batch; for one that is read box by box from its ``samples``, or the expected one.
+    """Return the shape of a batch.
+
+    A batch that is read box by box has the expected shape, or as many images as its attribute ``samples`` says.
 
     Raises:
-        RequestError: a tensor is not (B, C, H, W), or the batch is none of ``Images``.
+        RequestError: a tensor is not (B, C, H, W), or the batch is not one of ``Images``.
     """
     if not isinstance(images, (torch.Tensor, ImageParts)) and not callable(images):
         raise RequestError(
@@ -215,8 +217,8 @@ class ImageBatch:
 
     Attributes:
         images: of the whole batch.
-        shape: of the whole batch.
-        micro: of one micro-batch.
+        shape: ``(B, C, H, W)`` of the whole batch.
+        micro: the shape of one micro-batch.
     """
 
     images: Images
@@ -302,7 +304,7 @@ class Reader:
     def read_pixels(
         self, images: PixelParts, part: InputPart
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """Return the pixels of a part, in new memory, and what computes the images from them."""
+        """Return the pixels of a part, in new memory, and the function that computes images from them."""
         pixels = images.pixels(part.box, part.first, part.stop)
         if not isinstance(pixels, torch.Tensor) or pixels.dtype != images.pixel_dtype:
             description = pixels.dtype if isinstance(pixels, torch.Tensor) else _type_name(pixels)
@@ -340,7 +342,7 @@ class Reader:
         """Return a batch to predict; one that cannot be divided is one micro-batch.
 
         Raises:
-            RequestError: it is no batch of images.
+            RequestError: it is not a batch of images.
         """
         shape = batch_shape(images, self._shape)
         return ImageBatch(images, shape, self.micro_shape(shape))

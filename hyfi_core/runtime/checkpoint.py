@@ -107,7 +107,7 @@ def save_checkpoint(
         averaged: the weights' average.
 
     Raises:
-        OSError: nothing is left at ``folder``.
+        OSError: it cannot be written; the temporary folder is removed, and an existing checkpoint stays.
     """
     temporary = temporary_name(folder)
     temporary.mkdir(parents=True)
@@ -136,7 +136,7 @@ def write_tensors(
         temporary: the folder; other ranks may write into it, too.
         weights: those of this rank.
         optimizer: its tensors, "<parameter name>/<key>".
-        averaged: its average.
+        averaged: the average of its weights.
         buffers: its buffers that are not among the weights.
         number: (index of this file, number of files).
 

@@ -177,14 +177,14 @@ class Engine(EngineState):
             return gather_explanation(parts, self.plan.cell_grid or (1, 1), stage)
 
     def input_gradients(self, images: Images, use: UseGradient) -> torch.Tensor:
-        """Return the logits ``(B, K)``, the same on every rank, after ``use`` has this rank's gradients of the image.
+        """Pass this rank's gradients of the image to ``use``; return the logits ``(B, K)``, the same on every rank.
 
         ``use`` is called for each output, micro-batch and cell. Parts of ranks and cells overlap where they read the
-        same pixels; there the gradient is the sum of what they are given. Memory: that of a training step without
+        same pixels; there the gradient is the sum of theirs. Memory: that of a training step without
         gradients of weights.
 
         Raises:
-            RequestError: as ``explain``, but for the map.
+            RequestError: as ``explain``; the model needs no map.
         """
         if self.plan.stages > 1:
             raise RequestError(
@@ -199,13 +199,13 @@ class Engine(EngineState):
             return self._runners.each(lambda runner: runner.differentiate(batch, use))[0]
 
     def gradient_bytes(self) -> int | None:
-        """Return the bytes of the maps that ``input_gradients`` keeps for an image; None if they may leave memory."""
+        """Return the bytes of the maps that ``input_gradients`` keeps of a micro-batch; None if they may be spilled."""
         if self._paging is not None:
             return None
         with evaluating(self._model, self.device):
             self._runners[0].observe()
             forecasts = self._forecasts(PagedCall(self._shapes.micro, True))
-            return sum(one.kept_bytes + one.stays_bytes + one.recomputed_bytes for one in forecasts)
+            return sum(each.kept_bytes + each.stays_bytes + each.recomputed_bytes for each in forecasts)
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
         """Run forward and backward; this call's gradient is reduced and added to earlier ones.
@@ -274,7 +274,7 @@ class Engine(EngineState):
 
     @property
     def segments(self) -> SegmentCompiler | None:
-        """What compiles segments of the model, with what it has compiled so far; None: they run as they are."""
+        """The compiler of the model's segments, with those compiled so far; None: segments run uncompiled."""
         return self._subject.compiler
 
     def record_spans(self, spans: list[Span] | None) -> None:
@@ -372,7 +372,7 @@ class Engine(EngineState):
             self._mirrors.settle()
 
     def _shared_by(self, lowered: LoweredModel) -> tuple[StepGradients, ReplicaBuffers]:
-        """Return what reduces gradients, and what takes over buffers."""
+        """Return the reduction of this model's gradients and the exchange of its buffers, made at its first step."""
         shared = next(((gradients, buffers) for owner, gradients, buffers in self._shared if owner is lowered), None)
         if shared is None:
             model, groups = self._model, self._groups

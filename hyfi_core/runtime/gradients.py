@@ -157,7 +157,7 @@ class EarlierGradients:
 
 
 class GradientsOfCells:
-    """The same for the cells of a rank, which add to the same gradients: complete after the last cell.
+    """``StepGradients`` for the cells of a rank, which add to the same gradients: complete after the last cell.
 
     Args:
         gradients: of the rank.
@@ -294,7 +294,7 @@ class ReductionGroup:
                 offset += parameter.numel()
 
     def wait_for(self, parameters: Collection[int]) -> None:
-        """Do not wait for gradients of other parameters than these (by ``id``): other planes compute them alone."""
+        """Wait for the gradients of these parameters (by ``id``) only: other planes compute the rest alone."""
         for bucket in self._buckets:
             bucket.open.intersection_update(parameters)
 

@@ -46,7 +46,7 @@ def _check_tasks(size: int, expected: Expected) -> None:
 
     Raises:
         RendezvousError: it does not; otherwise each rank would do the whole work.
-        RequestError: As many tasks of srun run, each alone: rank 0 is there to say so.
+        RequestError: srun's tasks do not see each other: each is rank 0 of its own world, and rank 0 reports it.
     """
     for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
         stated = os.environ.get(name, "")
@@ -79,7 +79,7 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
     If the other ranks have not come within ten seconds (``HYFI_NOTICE_S``), it says whom it waits for and which
     variables of the environment say so; it gives up after ``HYFI_TIMEOUT_S``. Signals are handled meanwhile.
 
-    With GPUs, the one of this rank's local rank becomes PyTorch's current device.
+    With GPUs, the GPU with the number of this rank on its node becomes PyTorch's current device.
 
     Args:
         supervised: False for programs whose launcher handles failures.
@@ -87,7 +87,7 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
             wait for other ranks with a KeyboardInterrupt.
 
     Raises:
-        RequestError: ``HYFI_TIMEOUT_S`` or ``HYFI_NOTICE_S`` is no number, the launcher is that of another MPI, or
+        RequestError: ``HYFI_TIMEOUT_S`` or ``HYFI_NOTICE_S`` is not a number, the launcher is that of another MPI, or
             ``/dev/shm`` has too little room for MPICH.
         RendezvousError: a RequestError: a launcher started several ranks and no MPI can be loaded, the launcher's and
             MPI's number of ranks differ, or the other ranks have not come.
@@ -126,7 +126,7 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
 
 
 def _library_limit_s(limit_s: float) -> float:
-    """Return the limit of a wait inside the library, which ends what is not supervised: well after ours, if any."""
+    """Return the library's own limit of a wait: longer than ours, so that it ends only what is not supervised."""
     return 2 * limit_s + 60 if limit_s else 30 * 24 * 3600.0
 
 

@@ -109,7 +109,7 @@ def _stages(program: Program, results: tuple[Any, ...], plan: ParallelPlan) -> t
 
 def _can_leave_updates(program: Program, stages: Sequence[Stage]) -> bool:
     """Whether there are updates of buffers that a cell can leave to another one: in evaluation there are none."""
-    # What a stage sends may serve updates alone.
+    # All that a stage sends counts as needed, although it may serve only updates of buffers in a later stage.
     needed = [name for stage in stages for name in (*refs_in(stage.outputs), *_exits(stage))]
     return bool(program.mutations) and updates_are_apart(program, needed)
 
@@ -120,7 +120,7 @@ def _exits(stage: Stage) -> tuple[str, ...]:
 
 
 def _plane(subject: Subject, program: Program, plan: ParallelPlan, index: int) -> Plane:
-    """Return the plane of this number; dtypes are needed only where maps are sent between stages or planes."""
+    """Return the plane of an index; dtypes are computed only if maps are sent between stages or planes."""
     autocast, device = subject.settings.autocast, subject.device.type
     dtypes = dtypes_under_autocast(program, autocast, device) if autocast and plan.stages * plan.branches > 1 else {}
     last = subject.channels_last or any(is_channels_last(p) for p in subject.model.parameters())
@@ -209,6 +209,7 @@ class _StagesOfRank:
                 for direction in range(placement.directions)
                 if rank in placement.group(index, direction)
             }
+            # A rank without this stage lowers it as position 0: later stages need the layouts of its outputs.
             lowered = {position: self._lower(index, position) for position in {*positions.values()} or {0}}
             ranked = next(iter(lowered.values())).ranked
             divided |= bool(ranked.undivided)

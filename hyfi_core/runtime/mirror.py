@@ -68,7 +68,7 @@ class Mirror:
 
     Args:
         placement: which ranks hold which stage.
-        comm: the ranks of the replica.
+        comm: the ranks of the plane.
         parameters: for each stage, its trained parameters in one order on all ranks.
 
     Raises:
@@ -220,7 +220,7 @@ def _trained_by_stage(model: nn.Module, lowered: LoweredModel) -> list[list[nn.P
 
 
 def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
-    """Return (stage -> owner, of those that this rank holds in direction 1 only; stage -> mirror, of those it owns)."""
+    """Return (stage -> owner, for stages held in direction 1 only; stage -> mirror, for those in direction 0 only)."""
     owners, mirrors = {}, {}
     for stage in range(placement.stages):
         own, second = placement.group(stage, 0), placement.group(stage, 1)

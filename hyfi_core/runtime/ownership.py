@@ -81,7 +81,7 @@ class ParameterOwnership:
         return [name for name in local_state(self._model) if self._writers.get(name, self.owner(name)) == rank]
 
     def owned_buffers(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return those of these buffers that this rank writes, not copied; each has one writer."""
+        """Return the buffers among ``names`` that this rank writes, not copied; each has one writer."""
         named = dict(self._model.named_buffers(remove_duplicate=False))
         return {name: named[name] for name in sorted(names) if self.owner(name) == self._groups.all.rank}
 
@@ -96,14 +96,11 @@ class ParameterOwnership:
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
         """Return copies of all gradients on rank 0, None elsewhere."""
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        empty = {name: name not in self._lowered.trained for name in names}
         gradients: dict[str, torch.Tensor] = {}
         for name in names:
             grad = self._named[name].grad
-            if self.owner(name) == self._groups.all.rank:
-                empty[name] = grad is None
-                if grad is not None:
-                    gradients[name] = grad
+            if grad is not None and self.owner(name) == self._groups.all.rank:
+                gradients[name] = grad
         elsewhere = self._groups.all.gather_objects([name for name in gradients if self.owner(name) != 0])
         order = [name for part in elsewhere for name in part] if elsewhere is not None else list(gradients)
         return self._gather(order, gradients, {name: p for name, p in self._named.items()}, names)

@@ -112,8 +112,8 @@ def _warned(comm: Communicator, engine: Engine) -> Engine:
     if comm.rank == 0 and plan.recompute and not any(recomputes(plan, stage) for stage in range(plan.stages)):
         warnings.warn(
             "plan.recompute saves no memory in this plan, so nothing is recomputed: backward follows forward at once; "
-            "plan.interleave=8 makes pieces of which one is recomputed at a time; plan.cells, plan.spill or larger "
-            "plan.grids save memory, too",
+            "plan.interleave=8 cuts the model into pieces that are recomputed one at a time; plan.cells, plan.spill or "
+            "larger plan.grids save memory, too",
             stacklevel=3,
         )
     if comm.rank == 0 and plan.interleave > 1 and len(plan.grids) == 1 and not plan.recompute:
@@ -230,7 +230,7 @@ def _compiler(compile: CompileMode, plan: ParallelPlan, model: nn.Module, comm: 
 
 
 def check_functions(loss: object, output: object, optimizer: object) -> None:
-    """Refuse a loss, an output or an optimizer that is no function."""
+    """Refuse a loss, an output or an optimizer that is not a function."""
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise RequestError(f"loss is the class {loss.__name__}; pass an object of it: {loss.__name__}()")
     if not callable(loss):

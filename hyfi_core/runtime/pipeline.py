@@ -69,7 +69,7 @@ class Step:
 
     Attributes:
         begin: (stage, direction, micro-batch) -> the values before the first instruction.
-        loss: that the last stage computes.
+        loss: computed by the last stage.
         parameters: (stage, direction) -> value name -> parameter.
     """
 
@@ -80,7 +80,17 @@ class Step:
 
 @dataclass
 class _MicroBatch:
-    """One micro-batch in one stage between its forward and its backward."""
+    """One micro-batch in one stage between its forward and its backward.
+
+    Attributes:
+        records: of the forward; empty until backward if that is recomputed.
+        exits: values for other stages, until all are sent.
+        leaves: of the model's output, on the last stage.
+        cotangents: of the values received from other stages, until all are sent.
+        sends: number of edges along which the exits, then the cotangents, have been sent.
+        again: (values before the forward, log of its messages) to compute it again; None: its records are kept.
+        memory: the paging callbacks.
+    """
 
     records: list[Record] = field(default_factory=list)
     exits: LocalValues = field(default_factory=dict)
@@ -99,7 +109,7 @@ class Pipeline:
         groups: (stage, direction) -> its ranks.
         copies: (stage, direction) -> its ranks in all replicas, for synchronised norms.
         peers: the ranks with the same position in all planes.
-        exchange: between stages.
+        exchange: sends and receives values and cotangents between stages.
         statistics: storage of buffers; None for prediction.
         gradients: reduction of gradients; None for prediction, whose schedule has only forwards.
         autocasting: creates the autocast context.

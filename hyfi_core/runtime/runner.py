@@ -48,7 +48,7 @@ class StageRunner:
         comm: all runners of the plan.
         groups: the plan's groups, if they exist already.
         lockstep: what runs this and the other cells of the process: a cell has its own buffers, and reads its box of
-            the image when it needs it. None: this is no cell.
+            the image when it needs it. None: this is not a cell.
         pager: of all cells of the process; None: no paging.
         updates: whether it computes new values of buffers; of the cells of a process, one does.
     """
@@ -79,7 +79,7 @@ class StageRunner:
         self._cache: dict[Any, LoweredModel] = {}
         self._used: Hashable = None
         self._unchecked = True  # whether its tensors may have been replaced since the last call
-        self._checked: Hashable = None  # the state in which none was: it names all tensors
+        self._checked: Hashable = None  # the state of the last check; it identifies all tensors of the model
         self._schedules = PlanSchedules(plan, self._placement)
         self._trained: FollowingStatistics | FoldedStatistics | None = None
 
@@ -134,7 +134,7 @@ class StageRunner:
         former = next(
             (key for key, lowered in self._cache.items() if key[0] == shape and lowered.program is program), current
         )
-        # In the same place: all ranks drop the same one first.
+        # The key is replaced where it stands: all ranks drop their oldest program, which must be the same one.
         self._cache = {current if key == former else key: lowered for key, lowered in self._cache.items()}
         return current in self._cache
 
@@ -152,7 +152,7 @@ class StageRunner:
         return self._schedules.forwards_first(lowered.boundaries)
 
     def training_parts(self, micro: Shape, samples: int) -> dict[Key, InputPart]:
-        """Return (stage, direction) -> what this runner reads of a batch of so many samples in training."""
+        """Return (stage, direction) -> what this runner reads in training of a batch of ``samples``."""
         return self.reader.training_parts(self.lowered(micro), samples)
 
     def training_input(self, batch: ImageBatch) -> LocalInput:
@@ -235,7 +235,7 @@ class StageRunner:
         return join_explanations([self._driver.run(self._explained(lowered, inputs, number)) for number in numbers])
 
     def differentiate(self, batch: ImageBatch, use: UseGradient) -> torch.Tensor:
-        """Return the logits, after ``use`` has this runner's parts of gradients; see ``Engine.input_gradients``."""
+        """Pass this runner's parts of gradients to ``use``; return the logits; see ``Engine.input_gradients``."""
         lowered, inputs = self._begin_evaluation(batch)
         numbers = range(batch.count)
         return torch.cat([self._driver.run(self._differentiated(lowered, inputs, number, use)) for number in numbers])

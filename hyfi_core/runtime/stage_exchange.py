@@ -50,7 +50,7 @@ class StageExchange:
     Args:
         boundaries: (from, to) -> boundary transfer.
         placement: which ranks hold which stage.
-        comm: the ranks of the replica.
+        comm: the ranks of the plane.
         device: of buffers.
 
     Attributes:

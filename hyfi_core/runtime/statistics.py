@@ -62,7 +62,7 @@ class FoldedStatistics:
         model: the user's module.
         hosted: the stages of this rank.
         peers: (stage, direction) of this rank -> the rank that holds the same part in the other direction.
-        comm: the ranks of the replica.
+        comm: the ranks of the plane.
         microbatches: of both directions.
         apart: whether copies are changed until ``publish``.
 
@@ -239,9 +239,9 @@ class ReplicaBuffers:
 
 
 class StageBuffers:
-    """Which ranks have the values of buffers that one stage changed, where other stages read them in another mode.
+    """Which ranks have the values of buffers that one stage changed and other stages read in another mode.
 
-    Such as a counter of the root module: the first stage counts in training, and the last one reads it in evaluation.
+    For example a counter of the root module: the first stage counts in training, the last one reads it in evaluation.
 
     Args:
         model: the user's module.

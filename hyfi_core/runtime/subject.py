@@ -95,7 +95,7 @@ class Bindings:
         weights: Weights | None,
         device: torch.device,
     ) -> None:
-        """Take the values of rank 0, or read those of tensors on the meta device; release what is used elsewhere only.
+        """Take rank 0's values, or read those of tensors on the meta device; release tensors that only other ranks use.
 
         Args:
             stages: name of a parameter or buffer -> stages that use it; the same on every rank.
@@ -143,7 +143,7 @@ class Bindings:
         Raises:
             RequestError: one is new or was replaced; the message names the first.
         """
-        if self._holdings == _holdings(self._model):  # a few per cent of the time of a walk with names
+        if self._holdings == _holdings(self._model):  # takes a few per cent of the time of the loop below
             return
         for kind, expected, current in (
             ("parameter", self._parameters, self._model.named_parameters(remove_duplicate=False)),
@@ -207,7 +207,7 @@ class Bindings:
 
 
 def _holdings(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the identities of all that the modules of a model hold: modules, parameters and buffers, by name."""
+    """Return the identities of the names, modules, parameters and buffers that the modules of a model hold."""
     holdings, reached = [], [model]
     visited = {id(model)}
     for module in reached:  # grows
@@ -226,7 +226,7 @@ class Subject:
 
     Attributes:
         model: the user's module.
-        settings: that the caller of ``parallelize`` has chosen.
+        settings: chosen by the caller of ``parallelize``.
         shapes: of the batch of one replica and its micro-batches.
         device: of the model.
         dtype: of images: that of the parameters by default.
@@ -307,9 +307,10 @@ class Subject:
         return self._instead(empty, program)
 
     def _known_as(self, shape: Shape, program: Program) -> Program:
-        """Return a known program that computes the same, which then belongs to the present state; or this one.
+        """Return an earlier program that computes the same, which then belongs to the present state; or this one.
 
-        A cache that a forward of the user's own has filled, on this rank alone perhaps, makes no other program.
+        A forward of the user's own, perhaps on this rank alone, may have filled a cache in the module: that must not
+        give this rank another program than the others have.
         """
         for size, state in [*self.programs]:
             candidate = self.programs[size, state]
@@ -319,7 +320,7 @@ class Subject:
         return program
 
     def _instead(self, program: Program, representative: Program) -> Program:
-        """Return a program that stands for another; changes of a constant that only one of them has then count."""
+        """Return ``program``, used for ``representative``; the watch then compares constants that only one has."""
         of = [{id(tensor): tensor for tensor in side.constants.values()} for side in (program, representative)]
         self.watch.compare(tensor for side in of for key, tensor in side.items() if (key in of[0]) != (key in of[1]))
         return program

@@ -6,9 +6,9 @@ class Reversed(torch.autograd.Function)   forward returns x, backward -dy
 ```
 
 A trace sees only what ``forward`` computes. Here it records one operator instead, whose calls are ``Function.apply``.
-Each rank may call it on its part of a map if every value depends on the values at its own place alone. This is tried on
-random numbers, forward and backward: in another order they must give the same in that order, and where the numbers stay
-the same, so must the results.
+Each rank may call it on its part of a map if every value depends only on the values at its own place. This is tried on
+random numbers, forward and backward: permuted inputs must give equally permuted results, and where inputs stay the same
+while others change, so must the results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class PointwiseFunction:
-    """A user's function and its arguments that are no tensors: the target of an operator.
+    """A user's function and its arguments that are not tensors: the target of an operator.
 
     Attributes:
         function: the class.
@@ -155,7 +155,7 @@ def _not_pointwise(called: PointwiseFunction, tensors: Sequence[torch.Tensor]) -
 
 
 def _differs(called: PointwiseFunction, samples: list[torch.Tensor]) -> str | None:
-    """Return in what the function differs from a pointwise one; the last tensor given is the result's cotangent."""
+    """Return how the function differs from a pointwise one, or None; the last sample is the result's cotangent."""
     results = _results(called, samples)
     if not _equal(results, _results(called, samples)):
         return "returns something else when it is called again"

@@ -28,7 +28,7 @@ from hyfi_core.errors import RequestError
 
 
 def of_empty_caches(model: nn.Module, program: Program, capture: Callable[[], Program]) -> Program:
-    """Return the program of a model whose caches are empty; ``program`` if what it found stored is no cache.
+    """Return the program of a model whose caches are empty; ``program`` if what it found stored is not a cache.
 
     Args:
         model: the user's module; not changed.
@@ -142,7 +142,7 @@ class _Values:
     """Which values of two programs are the same."""
 
     def __init__(self, a: _Parts, b: _Parts) -> None:
-        self._one, self._other = a, b
+        self._first, self._second = a, b
         self._pairs: dict[str, str] = {}
 
     def pair(self, outputs_a: tuple[str | None, ...], outputs_b: tuple[str | None, ...]) -> bool:
@@ -159,13 +159,13 @@ class _Values:
         return type(a) is type(b) and bool(a == b or (a != a and b != b))
 
     def _are_same(self, a: str, b: str) -> bool:
-        if self._one.is_free(a) and self._other.is_free(b):
-            if self._one.expression(a) == self._other.expression(b):
+        if self._first.is_free(a) and self._second.is_free(b):
+            if self._first.expression(a) == self._second.expression(b):
                 return True
             with torch.no_grad():
-                return _equal(self._one.value(a), self._other.value(b))
-        if a in self._one.inputs or b in self._other.inputs:
-            return self._one.inputs.get(a) == self._other.inputs.get(b)
+                return _equal(self._first.value(a), self._second.value(b))
+        if a in self._first.inputs or b in self._second.inputs:
+            return self._first.inputs.get(a) == self._second.inputs.get(b)
         return self._pairs.get(a) == b
 
 

@@ -88,7 +88,7 @@ def changes(model: nn.Module, stored: Stored) -> str:
 
 
 class _UntracedError(Exception):
-    """The model cannot be traced in this mode, which is said when it is used."""
+    """The model cannot be traced in this mode; this is reported when the mode is used."""
 
 
 def _traced(trace: Callable[[list[Stored] | None], Program]) -> Program:

@@ -40,7 +40,7 @@ _WITHOUT_VALUES = frozenset({"empty_like", "full_like", "ones_like", "zeros_like
 _WITHOUT_VALUES |= {"new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"}
 """Functions whose results do not depend on the values of a tensor."""
 _AS_ANOTHER = frozenset({"expand_as", "reshape_as", "to", "type_as", "view_as"})
-"""Functions that take dtype, device or shape of their second tensor."""
+"""Functions that use only the dtype, device or shape of their second tensor."""
 _DEPTH = 6
 """Depth to which containers and objects are searched for caches."""
 _ITEMS = 4096
@@ -121,10 +121,10 @@ class OfImage:
 
 
 class Caches:
-    """What all that a model's functions store in held before a forward.
+    """The contents of everything that a forward may store values in, before that forward.
 
-    Containers in attributes of its modules, containers, globals and class attributes that its functions read or assign,
-    and functions with ``functools.lru_cache``.
+    This is: containers in attributes of modules; containers, globals and class attributes that the model's functions
+    read or assign; functions with ``functools.lru_cache``.
 
     Args:
         model: the user's module.
@@ -144,10 +144,10 @@ class Caches:
         """Remove what has been stored since and does not depend on the image; counters are left.
 
         Args:
-            of_image: the tensors that do.
+            of_image: the tensors that depend on it.
 
         Returns:
-            The flags and other constants among it, but for those stored together with tensors, such as their sizes.
+            The removed flags and other constants, except those stored beside tensors, such as their sizes.
         """
         stored_values: list[Stored] = []
         for container, before in self._held:
@@ -217,7 +217,7 @@ def _sets(roots: Iterable[Any]) -> list[Any]:
 
 
 def _reachable(roots: Iterable[Any], condition: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield what is wanted of values and all that they contain, each object once."""
+    """Yield the objects that fulfil a condition among values and all that they contain, each once."""
     open_values, visited = [(value, _DEPTH) for value in roots], set[int]()
     while open_values:
         value, depth = open_values.pop()

@@ -246,6 +246,7 @@ class CallConsensus:
         number = zlib.crc32(f"{call} {shape} {program} {facts}".encode() + flags)
         scales = _scale_words(self._factor if weights == "training" else None)
         words = self._weights.words(weights) if weights is not None else []
+        # Each number beside its negative: one maximum gives the largest and the smallest of all ranks.
         extremes = torch.tensor([number, -number, *scales, *words])
         comm.all_reduce(extremes, "max")
         highest, lowest, largest, smallest, *words = extremes.tolist()
@@ -274,7 +275,7 @@ class CallConsensus:
 
 
 def _scale_words(factor: float | None) -> list[int]:
-    """Return the words of a factor: those of all known factors. The group takes the largest."""
+    """Return a factor as a number and its negative, for a maximum over the group; an unknown one is below all."""
     if factor is None:
         return [_NO_FACTOR, _NO_FACTOR]
     word = round(max(-_LARGEST_FACTOR, min(_LARGEST_FACTOR, factor)) * 2**40)

@@ -27,8 +27,8 @@ class HeldWeights:
 
     Attributes:
         names: of parameters and buffers that it uses in any direction.
-        groups: for each set of ranks that update the same parameters, the same sets on every rank: their names, None on
-            ranks that are not in the set.
+        groups: for each set of ranks that update the same parameters, in one order on every rank: the parameters'
+            names; None if this rank is not in the set.
     """
 
     names: Collection[str]
@@ -49,6 +49,7 @@ class SameWeights:
         self, watch: WeightWatch, weights: HeldWeights, settle: Callable[[], None], resend: Callable[[], None]
     ) -> None:
         self._watch, self._held, self._settle, self._resend = watch, weights, settle, resend
+        # Of weights that this rank does not use: writing the same values again is no change.
         self._idle = {name: watch.digest(name) for name in watch.names if name not in weights.names}
         self._turn = 0
         self._equal_arithmetic = True
@@ -102,7 +103,14 @@ class SameWeights:
 
 @dataclass(frozen=True)
 class _RankFacts:
-    """A rank's facts about one weight: ranks that hold it must have equal digests."""
+    """A rank's facts about one weight: ranks that hold it must have equal digests.
+
+    Attributes:
+        holds: whether the rank computes with it.
+        changed: whether it was changed on this rank since the last call, outside of the engine.
+        lost: whether values that another rank sent have overwritten that change.
+        digest: of its values; 0 if the rank neither holds nor changed it.
+    """
 
     holds: bool
     changed: bool
@@ -136,7 +144,7 @@ def _refusal(by_name: dict[str, list[_RankFacts]], equal_arithmetic: bool) -> st
 
 
 def _agree(ranks: list[_RankFacts], equal_arithmetic: bool) -> bool:
-    """Whether all ranks that hold a weight have the same, or changed all their own, and nobody else changed it."""
+    """Whether ranks that hold a weight have equal values or all changed it, and no other rank changed it alone."""
     holders = [facts for facts in ranks if facts.holds]
     everywhere = all(facts.changed for facts in holders)
     if any(facts.lost for facts in ranks) and not everywhere:

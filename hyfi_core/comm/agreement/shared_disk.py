@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # without torch, for processes that only read slides
 T = TypeVar("T")
 
 SEEN_WITHIN_S = 5.0
-"""A network disk may show a new file to other nodes so much later."""
+"""A network disk may show a new file to other nodes this much later."""
 
 
 def agree_everywhere(world: Communicator, check: Callable[[], T]) -> T:
@@ -57,7 +57,7 @@ def require_shared(world: Communicator, folder: Path, purpose: str) -> None:
         return
     mark = world.broadcast_object(f".seen-{secrets.token_hex(8)}" if world.rank == 0 else None)
     if world.rank == 0:
-        (folder / mark).touch()  # a full disk is an error of this rank, told as such
+        (folder / mark).touch()  # a full disk is an error of this rank, raised as such
     world.barrier()
     answers = world.gather_objects((_is_seen(folder / mark), socket.gethostname()))
     if world.rank == 0:

@@ -30,7 +30,7 @@ _LOADED = Path("/proc/self/maps")
 
 
 def check_library(version: str, environment: Mapping[str, str]) -> None:
-    """Check that the launcher that started this process can start its MPI library; all ranks do so alike.
+    """Check that the launcher that started this process can start its MPI library; all ranks come to the same result.
 
     Args:
         version: ``MPI_Get_library_version``.

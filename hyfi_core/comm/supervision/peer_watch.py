@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the watch itself needs no torch
     from hyfi_core.comm.base import Communicator
 
 _LEAVES, _FAILS, _END, _BEAT, _KILL = b"L", b"F", b"E", b"B", b"K"
+"""Words: this rank ends normally; it ends by an error that it reports; end, too; a heartbeat; kill a frozen rank."""
 _TOKEN_BYTES = 16
 _CONNECT_S = 20.0
 _PERIOD_S = 1.0
@@ -67,7 +68,7 @@ class PeerWatch:
         rank: this one.
         peers: rank -> connection: on rank 0 to all others, on others to rank 0.
         tell: reports that a rank has died; called on one rank, before its process ends.
-        places: where all ranks run, by rank; without it, there are no heartbeats.
+        places: where all ranks run, by rank; if empty, there are no heartbeats.
         tell_stalled: reports ranks that do not go on; called on one rank, before its process ends.
         stops: whether this rank was requested to stop.
         ends_with_dead: whether this process ends when another has died; not if a launcher sees to that.
@@ -139,6 +140,7 @@ class PeerWatch:
         peer = self._peers[rank]
         word = _read(peer)
         if word == _BEAT:
+            # Padded, here and below: fewer bytes come if the connection is closed in the middle of a word.
             text = _read(peer, struct.unpack("!H", _read(peer, 2).rjust(2, b"\0"))[0])
             with contextlib.suppress(ValueError, TypeError):
                 self.rule.hear(rank, Beat(*json.loads(text)), time.monotonic())

@@ -60,7 +60,7 @@ class Expected:
 
     @property
     def started(self) -> bool:
-        """Whether a launcher has certainly started this process: only torchrun leaves no doubt, by the run's name."""
+        """Whether the variables are a launcher's: RANK and WORLD_SIZE without torchrun's run id may be anybody's."""
         return self.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in self.environment
 
     def describe(self) -> str:

@@ -39,7 +39,7 @@ class Stall:
 
     Attributes:
         ranks: Those that hold up the others; all if none of them computes.
-        text: What is said of them.
+        text: The report about them.
     """
 
     ranks: tuple[int, ...]

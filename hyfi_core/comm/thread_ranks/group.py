@@ -66,7 +66,7 @@ class GroupCall:
 
     what: str
     first: int
-    given: dict[int, Any] = field(default_factory=dict)
+    inputs: dict[int, Any] = field(default_factory=dict)
     taken: int = 0
     result: torch.Tensor | None = None
 
@@ -145,27 +145,27 @@ class ThreadGroup:
         return call
 
     def _give(self, call: GroupCall, rank: int, value: Any) -> None:
-        call.given[rank] = value
+        call.inputs[rank] = value
         self.world.notify(self.members if self.complete(call) else ())
 
     def complete(self, call: GroupCall) -> bool:
         """Whether every rank has entered the call."""
-        return len(call.given) == len(self.members)
+        return len(call.inputs) == len(self.members)
 
     def missing(self, call: GroupCall) -> str:
         """Describe which ranks have not entered a call."""
-        return f"{call.what} with ranks {[rank for rank in range(len(self.members)) if rank not in call.given]}"
+        return f"{call.what} with ranks {[rank for rank in range(len(self.members)) if rank not in call.inputs]}"
 
     def take(self, number: int, call: GroupCall) -> list[Any]:
         """Return the inputs of all ranks, in rank order; the last rank removes the call."""
         self._left(number, call)
-        return [call.given[rank] for rank in range(len(self.members))]
+        return [call.inputs[rank] for rank in range(len(self.members))]
 
     def reduce(self, number: int, call: GroupCall, op: ReduceOp) -> torch.Tensor:
         """Return the inputs of all ranks reduced in rank order; as ``take``."""
         if call.result is None:
             with torch.inference_mode(False), torch.no_grad():  # regardless of the modes of the ranks
-                call.result = reduced([call.given[rank] for rank in range(len(self.members))], op)
+                call.result = reduced([call.inputs[rank] for rank in range(len(self.members))], op)
         self._left(number, call)
         return call.result
 

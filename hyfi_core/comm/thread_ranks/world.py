@@ -6,9 +6,9 @@
 
 Python runs one thread at a time, and PyTorch lets go of the interpreter in every operator. If many threads could run,
 each operator would hand over to another thread: hundreds of switches between threads in each step of a rank, which take
-longer than the step. So as many ranks run at once as make use of it: in the end one while turns are short, as in Python
-code and tiny operators; one more at each tick without a new turn, so that a rank that computes for long, or waits for
-something else than a message, never blocks the others for long.
+longer than the step. So the number of ranks that run at once adapts. It falls to one while turns are short, as in
+Python code and tiny operators. It grows by one at each tick without a new turn: a rank that computes for long, or waits
+for something else than a message, never blocks the others for long.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class ThreadWorld:
         return self._all_ended.is_set()
 
     def _choose_how_many(self, ticks: float) -> None:
-        """Choose how many ranks run at once, after so many ticks in which the number was the same."""
+        """Choose how many ranks run at once, after ``ticks`` ticks with the same number."""
         handed, self._handed = self._handed, 0
         if self._ready and not handed:
             self._turns = min(self.size, self._turns + 1)

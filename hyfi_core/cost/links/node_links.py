@@ -28,7 +28,7 @@ class NodeLinks:
 
     Args:
         plan: of the ranks.
-        machine: with so many devices on a node.
+        machine: has the links, and the number of devices on a node.
     """
 
     def __init__(self, plan: ParallelPlan, machine: MachineModel) -> None:
@@ -43,7 +43,7 @@ class NodeLinks:
         """Return (overhead of the messages, time of the bytes) of an exchange, for all kinds of ranks of a stage.
 
         Args:
-            stage: in whose grid it is.
+            stage: whose ranks exchange.
             received: way from a rank to a peer -> bytes that it receives from there; 0 for a message to it alone.
         """
         ways = tuple(received)

@@ -45,7 +45,7 @@ class GradientHolders:
     def exposed_s(self, gradients: Iterable[tuple[float, float]], backward_s: float, machine: MachineModel) -> float:
         """Return the time from the end of the backward to the end of the reductions.
 
-        What CPUs do within a node is never hidden: the cores that compute copy and add.
+        On CPUs, reducing within a node is never hidden: the cores that compute also copy and add.
 
         Args:
             gradients: (time at which they are complete, bytes), in order.

@@ -32,13 +32,13 @@ STATE_COPIES = 3
 UPDATE_COPIES = 2
 """Temporary tensors of the optimizer, of the size of the weight that it updates."""
 PeakOrLeast = Literal["peak", "least"]
-"""To the peak, or a lower bound: what is kept when a backward begins; with less, the run cannot work."""
+"""Memory at the peak, or the least: what is kept when a backward begins; with less, the run cannot work."""
 
 FORECAST_OFF = {"cpu": 1.4, "cuda": 1.15}
-"""A step's real peak is at most so many times the forecast. On a CPU a process keeps what is freed: measured 1.12 to
+"""A step's real peak is at most this many times the forecast. On a CPU a process keeps what is freed: measured 1.12 to
 1.36 on one rank at 512 to 1024 px (ResNet-18 and 50, AmoebaNet-D), more where all maps together are small."""
 SPILLING_OFF = 1.15
-"""The same of a plan that spills: its forecast counts workspaces, and maps in memory are limited."""
+"""The same for a plan that spills: its forecast counts workspaces, and maps in memory are limited."""
 
 PAGES = 2
 """Times the inputs and outputs of a cell's largest step: its pages, and those being transferred."""
@@ -47,7 +47,7 @@ WORKSPACE = 3
 WEIGHT_COPIES = 4
 """Of a step's weights, in cells: their gradient, and both in the kernels' own order."""
 LIBRARY_BYTES = 64 << 20
-"""That kernels need from their first run on: code, and buffers of matrix products."""
+"""What kernels need from their first run on: code, and buffers of matrix products."""
 STEP_BYTES = {True: 8 << 10, False: 1 << 10}
 """For each operator of a cell, with and without backward: objects of Python and autograd, sums; measured 6 KB with."""
 BORDERS = 1.25
@@ -63,7 +63,7 @@ class MemoryForecast:
         saved_bytes: what one micro-batch keeps for backward.
         working_bytes: inputs and outputs of the largest operator.
         waiting_bytes: of a micro-batch that waits for its backward; with recomputation, only what the stage takes.
-        first_bytes: what the first backward of a step holds at its peak: what is kept, cotangents, gradients so far.
+        first_bytes: what the first backward of a step holds at its peak: saved maps, cotangents, gradients so far.
         later_bytes: the same of a later backward, with all gradients.
         start_bytes: all weights, which a rank holds at start, before it releases those of other stages.
         largest_weight_bytes: the largest weight.
@@ -106,7 +106,7 @@ class MemoryForecast:
         return self.saved_bytes + gradients * self.weight_bytes
 
     def spilled_bytes(self, cells: int) -> int:
-        """Return the least that so many cells need if everything that can is spilled; see `hyfi_core.cells.budget`."""
+        """Return the least for this many cells, with all spilled that can be; see `hyfi_core.cells.budget`."""
         working = int(BORDERS * self.working_bytes / cells)
         records = LIBRARY_BYTES + cells * self.operators * STEP_BYTES[True]
         return self.state_bytes + records + (PAGES + WORKSPACE) * working + WEIGHT_COPIES * self.largest_weight_bytes
@@ -159,7 +159,7 @@ def rank_peaks(plan: ParallelPlan, stages: Sequence[MemoryForecast], way: PeakOr
 
 
 def enough_gb(needed_bytes: int) -> str:
-    """Return an amount in GB, rounded up to four digits, so that whoever gives as much gives enough."""
+    """Return an amount in GB, rounded up to four digits, so that the amount shown is enough."""
     unit = 10 ** max(0, len(str(needed_bytes)) - 4)
     return f"{-(-needed_bytes // unit) * unit / 1e9:.4g}"
 

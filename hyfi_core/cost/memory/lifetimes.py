@@ -34,9 +34,9 @@ from hyfi_core.cost.operators import value_bytes
 from hyfi_core.rules.table import facts_of
 
 _INDEX_BYTES = 8
-"""Of the place of a maximum."""
+"""Size of the index of a maximum."""
 _BLOCK = 16
-"""Channels of a group are padded to blocks of so many while a convolution runs backward on a CPU."""
+"""Channels of a group are padded to a multiple of this while a convolution runs backward on a CPU."""
 
 
 class Held(NamedTuple):
@@ -62,7 +62,7 @@ class Peak:
 
     @classmethod
     def of(cls, points: Iterable[Held], throughout: int = 0) -> Peak:
-        """Return that of operators that hold so much."""
+        """Return the peak of operators, from what each of them holds."""
         frontier: list[Held] = []
         for point in sorted(set(points), reverse=True):
             if not frontier or point.weights > frontier[-1].weights:
@@ -70,7 +70,7 @@ class Peak:
         return cls(tuple(frontier), throughout)
 
     def bytes(self, ranks: int) -> int:
-        """Return the bytes on one of so many ranks."""
+        """Return the bytes on one of ``ranks`` ranks."""
         most = max((point.maps // ranks + point.weights for point in self.points), default=0)
         return max(self.throughout // ranks + most, 0 if self.second is None else self.second.bytes(ranks))
 
@@ -149,7 +149,7 @@ class Lifetimes:
         return sizes | {f"{op.name} cotangent": value_bytes(self._program, op.first_output)}
 
     def carried(self, names: Iterable[str | None]) -> set[str]:
-        """Return those values that carry gradients and are not parameters."""
+        """Return the values among ``names`` that carry gradients and are not parameters."""
         return {name for name in names if name in self.active and name is not None} - self._program.parameters.keys()
 
     def of_stage(

@@ -148,7 +148,7 @@ class TablePeak:
         self._of: dict[int, Table] = {}
 
     def bytes(self, ranks: int) -> Table:
-        """Return the bytes on one of so many ranks, of every stage."""
+        """Return the bytes on one of ``ranks`` ranks, of every stage."""
         if ranks not in self._of:
             most = self._most(ranks)
             self._of[ranks] = most if self._second is None else np.maximum(most, self._second.bytes(ranks))
@@ -175,7 +175,7 @@ class _StagePeak:
     last: int
 
     def bytes(self, ranks: int) -> int:
-        """Return the bytes on one of so many ranks."""
+        """Return the bytes on one of ``ranks`` ranks."""
         return int(self.table.bytes(ranks)[self.first, self.last])
 
 

@@ -4,8 +4,8 @@
     best plans of 2 ranks      1.7 s   1.8 s   …     with branches=2     0.9 s   1.0 s   …
 
 Branches pay where a batch has fewer images than ranks and maps are too small to be divided. They are searched only if
-the model's parallel branches, packed onto planes, would save enough even if exchanging their values took no time; and
-only those plans for fewer ranks are looked for that would then be among the best.
+the model's parallel branches, packed onto planes, would save enough even if exchanging their values took no time. Of
+the plans for fewer ranks, only those are searched for that could then be among the best.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _with_planes(
     share: float,
     studies: ModelStudies,
 ) -> PlanSearch:
-    """Return the result of a search with the plans that have so many planes.
+    """Return the result of a search, with the plans that have ``planes`` planes.
 
     Args:
         programs: captures the model.
@@ -63,7 +63,7 @@ def _with_planes(
         top: number of plans.
         planes: their number.
         search: the result without them.
-        share: the least part of a step that is left with so many planes.
+        share: the smallest fraction of a step that remains with these planes.
         studies: of the model, by the search without planes.
     """
     slowest_s = search.plans[-1].step_s if len(search.plans) == top else math.inf
@@ -89,11 +89,12 @@ def _with_planes(
 
 
 def _share(programs: Programs, request: PlanRequest, planes: int, best: StepForecast) -> float | None:
-    """Return the part of the computation that is left with so many planes; None if they cannot pay.
+    """Return the fraction of the computation that remains with ``planes`` planes; None if they cannot pay.
 
     Operators are divided over ranks, branches over planes.
     """
-    images = request.batch // best.plan.replicas // best.plan.microbatches  # a capture takes seconds: a known one
+    # Of a size that has been captured: another capture takes seconds.
+    images = request.batch // best.plan.replicas // best.plan.microbatches
     program, crowded = programs(images), request.ranks > 1 and request.machine.devices_per_node > 1
     bare: MachineModel = replace(request.machine, kernel_s=0.0)
     costs = zip(program.operators, operator_costs(program, request.machine, request.dtype), strict=True)

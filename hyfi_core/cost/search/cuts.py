@@ -47,7 +47,7 @@ class _Measured:
 
     @classmethod
     def of(cls, program: Program, machine: MachineModel) -> _Measured:
-        """Return those of a captured model."""
+        """Return the places and sums of a captured model."""
         candidates, costs = cut_candidates(program), operator_costs(program, machine)
         return cls(
             tuple(candidate.module for candidate in candidates),
@@ -60,7 +60,7 @@ class _Measured:
 
 
 MeasuredPrograms = dict[int, _Measured]
-"""What is known of programs, by ``id``, so that many plans ask once; owned by the caller, who keeps the programs."""
+"""Places and sums of programs by ``id``, so that many plans share them; the caller owns it and keeps the programs."""
 
 
 def with_cuts(

@@ -34,9 +34,9 @@ CutRows = NDArray[np.int64]
 """Cuts, a row for each choice: indices of places."""
 _Number = TypeVar("_Number", np.int64, np.float64)
 _MOST_ROWS = 5_000
-"""Of cuts that are rated, before those near the best."""
+"""Most choices of cuts that are rated, before those near the best."""
 _BESIDE = 1
-"""Of cuts beside the fastest ones that are tried, too."""
+"""Number of cuts beside the fastest ones that are tried, too."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StagesAnywhere:
 
     @classmethod
     def of(cls, plan: ParallelPlan, program: Program, table: StageTable, off: float) -> StagesAnywhere:
-        """Return those of a plan.
+        """Return the memory of the stages of a plan.
 
         Args:
             plan: its cuts do not matter.
@@ -138,7 +138,7 @@ def average_bytes(plan: ParallelPlan, program: Program, table: StageTable) -> in
     always = plan.directions * min(size * stage.written_bytes for size, stage, _ in parts)
     # Of two stages on a rank, not both need to have most micro-batches in flight at the same time.
     in_two = plan.divides_backwards
-    least = [min(one.waiting_bytes, one.between_bytes) if in_two else one.waiting_bytes for one in stages]
+    least = [min(each.waiting_bytes, each.between_bytes) if in_two else each.waiting_bytes for each in stages]
     saved = min(
         size * (stage.saved_bytes + (n - 1) * waits) for (size, stage, n), waits in zip(parts, least, strict=True)
     )

@@ -82,7 +82,7 @@ class PieceCuts:
 
     @classmethod
     def of(cls, plan: ParallelPlan, anywhere: MemoryForecast, table: StageTable) -> PieceCuts:
-        """Return those of a plan.
+        """Return the pieces of a plan.
 
         Args:
             plan: it recomputes in pieces.

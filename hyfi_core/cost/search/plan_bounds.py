@@ -48,8 +48,8 @@ class _Work:
     """The least time of a micro-batch in some operators, forward and backward, on one rank.
 
     Attributes:
-        by_map: height and width of a map -> time of the operators that compute such; (1, 1) stands for those of
-            which this is not known.
+        by_map: height and width of a map -> time of the operators that compute such maps; (1, 1) stands for operators
+            without a known map.
         kernels_s: time of starting operators, which every rank of a stage does.
     """
 

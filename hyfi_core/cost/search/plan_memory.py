@@ -21,7 +21,7 @@ _Cuts = tuple[str, ...]
 
 @dataclass
 class StudiedMemory:
-    """What stages keep, as far as it has been asked for; it depends on the model alone.
+    """What stages keep, as far as it has been computed; it depends on the model alone.
 
     Attributes:
         maps: images of a micro-batch, cuts -> of each stage.
@@ -103,7 +103,7 @@ class PlanMemory:
                 yield from self._with_other_cuts(again)
 
     def least_bytes(self) -> int | None:
-        """Return the least that any of the plans needs that did not fit, with any cuts; None: all did."""
+        """Return the least memory of all plans that did not fit, with any cuts; None: all fit."""
         for bound, plan in sorted(self._refused.values(), key=lambda refusal: refusal[0]):
             if self._smallest is not None and bound >= self._smallest:
                 break
@@ -137,7 +137,7 @@ class PlanMemory:
         return self._request.held_bytes + int((self._off if plan.spill is None else SPILLING_OFF) * most)
 
     def counted(self, plan_bytes: int) -> int:
-        """Return what a plan needs; of those that do not fit, the least is remembered."""
+        """Return what a plan needs, and remember the least of those that do not fit."""
         if plan_bytes > self._request.memory_bytes:
             self._smallest = min(plan_bytes, self._smallest or plan_bytes)
         return plan_bytes

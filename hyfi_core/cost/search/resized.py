@@ -46,7 +46,7 @@ class ResizedPrograms:
         return self._derived[images]
 
     def as_captured(self, images: int) -> bool:
-        """Whether the program for so many images is what a capture gives, which is made."""
+        """Whether the program for this many images equals its capture, which is made to compare."""
         return self(images) is self._captured(images) or self(images).digest() == self._captured(images).digest()
 
 

@@ -172,12 +172,12 @@ class LoweredPlans:
         key = id(stage), way
         if key not in self._derived:
             _make_room(self._derived, _MOST_STAGES)
-            self._derived[key] = stage, compute()  # with the stage, as others are told apart by ``id``
+            self._derived[key] = stage, compute()  # the stage is kept, so that no other one gets its ``id``
         result: Derived = self._derived[key][1]
         return result
 
     def active(self, program: Program) -> frozenset[str]:
-        """Return the values of a model that carry gradients. The program is kept: others are told apart by ``id``."""
+        """Return the values of a model that carry gradients; it is kept, so that no other one gets its ``id``."""
         if id(program) not in self._active:
             self._active[id(program)] = program, active_values(program, program.outputs, program.parameters)
         return self._active[id(program)][1]
@@ -228,7 +228,7 @@ _MOST_STAGES = 256
 
 
 def _make_room(cache: dict[Hashable, Any], most: int) -> None:
-    """Drop the oldest of what is known, so that one more may be added."""
+    """Drop the oldest entries, so that one more may be added."""
     while len(cache) >= most:
         cache.pop(next(iter(cache)))
 

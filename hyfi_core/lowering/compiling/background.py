@@ -55,7 +55,7 @@ class BackgroundBatch:
         # least so far.
         shares: list[list[int]] = [[] for _ in range(self.children)]
         for index in sorted(range(len(jobs)), key=lambda index: -len(jobs[index].code)):
-            min(shares, key=lambda share: sum(len(jobs[one].code) for one in share)).append(index)
+            min(shares, key=lambda share: sum(len(jobs[job].code) for job in share)).append(index)
         self._open = dict.fromkeys(range(len(jobs)))
         self._running: list[_Child] = []
         self._stop = weakref.finalize(self, _end, self._running)

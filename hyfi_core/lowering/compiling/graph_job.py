@@ -140,7 +140,7 @@ def traced(joined: JoinedCalls, inputs: Sequence[InputFacts], grad: bool, cast: 
 
 
 def _moved_to_inputs(graph: torch.fx.GraphModule) -> tuple[torch.Tensor, ...]:
-    """Make last inputs of the tensors that a graph holds, and return them.
+    """Turn the tensors that a graph holds into its last inputs, and return them.
 
     Code with tensors in it would belong to one segment: equal ones could not share it, and no child could compile it.
     """
@@ -219,11 +219,11 @@ def _fake_mode() -> Any:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # caches on disk need the second
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # caches on disk need a ShapeEnv
 
 
 def _one_thread() -> contextlib.AbstractContextManager[Any]:
-    """Context in which Inductor starts no processes of its own: otherwise each rank as many as there are cores."""
+    """Context in which Inductor starts no processes: each rank would start as many as there are cores."""
     if BACKEND != "inductor" or "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
         return contextlib.nullcontext()
     import torch._inductor.config

@@ -86,9 +86,9 @@ class SegmentCompiler:
     Attributes:
         segments: number of functions that run compiled.
         compiled: number of different graphs among them that were not in this process before.
-        seconds: since the start, in which this rank traced, compiled or loaded, or waited for other ranks of its
-            process that did; not those of child processes.
-        left: reason -> number of functions that run as they are.
+        seconds: time that this rank has spent on tracing, compiling, loading, or waiting for other ranks of its process
+            that did; without that of child processes.
+        left: reason -> number of functions that run uncompiled.
     """
 
     def __init__(self) -> None:
@@ -100,12 +100,12 @@ class SegmentCompiler:
         self._batch: BackgroundBatch | None = None
         self._jobs: list[_GraphAndCalls] = []
         self._news: list[str] = []
-        self._told = 0
+        self._reported = 0
 
     def work_in_background(self) -> None:
-        """Let child processes compile from now on, while segments run as they are; by default their first call does.
+        """Let child processes compile from now on, while segments run uncompiled; by default their first call compiles.
 
-        Between two calls of the model, what is ready takes their place: at a step that depends on time.
+        Between two calls of the model, compiled code that is ready takes over: at which step depends on time.
         """
         self._background = cached_on_disk()
 
@@ -148,8 +148,8 @@ class SegmentCompiler:
 
     def news(self) -> str | None:
         """Return what has happened since the last call, as text; None if nothing has."""
-        if not self._background and self.segments > self._told:  # compiled by the calls themselves
-            self._told = self.segments
+        if not self._background and self.segments > self._reported:  # compiled by the calls themselves
+            self._reported = self.segments
             self._news.append(f"{self._counted()} in {self.seconds:.0f} s")
         text = "; ".join(self._news) or None
         self._news = []
@@ -216,7 +216,7 @@ class SegmentCompiler:
             wish.calls.use(wish.key, wish.calls.joined if function is None else graph.bound(function))
 
     def _loaded(self, job: GraphJob, calls: int) -> CompiledFunction | None:
-        """Return the function of a job of so many calls; None if it cannot be compiled."""
+        """Return the function of a job that ``calls`` segments wait for; None if it cannot be compiled."""
         function = _CODE.get(job.key)
         try:
             if function is None:

@@ -86,7 +86,7 @@ def _place(groups: FactorGroups, pair: Sequence[int]) -> int | None:
 
 
 def _after(program: Program, op: Operator, groups: FactorGroups, sizes: Sequence[int]) -> FactorGroups | None:
-    """Return the factors of each dim after an operator; None if it is no view, or divides a factor."""
+    """Return the factors of each dim after an operator; None if it is not a view, or divides a factor."""
     if op.text in _SAME:
         return groups
     if op.text == "aten.permute.default":

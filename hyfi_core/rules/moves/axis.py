@@ -71,9 +71,9 @@ class Axis:
         Output cuts up to ``low`` need no inputs from behind the input cut, those from ``high`` on none from before it.
         So the best cut is between them.
         """
-        everyone = range(self.outputs + 1)
-        low = bisect_left(everyone, 1, key=lambda out: self._needed_before(out, cut, inputs)) - 1
-        high = bisect_left(everyone, 0, key=lambda out: -self._needed_behind(out, cut))
+        every_cut = range(self.outputs + 1)
+        low = bisect_left(every_cut, 1, key=lambda out: self._needed_before(out, cut, inputs)) - 1
+        high = bisect_left(every_cut, 0, key=lambda out: -self._needed_behind(out, cut))
         first, last = max(0, min(low, high)), min(self.outputs, max(low, high))
         step = max(1, (last - first) // _MOST_CANDIDATES)
         balanced = self.outputs * cut / max(inputs, 1)

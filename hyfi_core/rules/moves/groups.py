@@ -36,10 +36,10 @@ def group(builder: Builder, name: str, output: str | None, start: int, stop: int
 
 
 def cat_of_groups(builder: Builder, op: Operator) -> None:
-    """Emit a ``cat`` of groups, each rank's part of which are consecutive tiles.
+    """Emit a ``cat`` of groups; each rank's parts of them must be consecutive tiles.
 
     Raises:
-        RequestError: they are not.
+        RequestError: they are not consecutive.
     """
     names = [item.name for item in op.args[0]]
     splits = [builder.splits.get(name) for name in names]
@@ -84,11 +84,11 @@ def _in_order(builder: Builder, name: str) -> str:
     """Return tiles in order: each rank has consecutive ones, as many as others where they are redistributed."""
     if _is_row(builder.splits[name]):
         return name
-    known = _IN_ORDER.setdefault(builder, {})
-    result, split = known.get(name, ("", None))
+    ordered = _IN_ORDER.setdefault(builder, {})
+    result, split = ordered.get(name, ("", None))
     if split is None or builder.splits.get(result) is not split:  # a builder may have been rewound
         result = _put_in_order(builder, name)
-        known[name] = result, builder.splits[result]
+        ordered[name] = result, builder.splits[result]
     return result
 
 

@@ -34,6 +34,7 @@ from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.lowered_model import LoweredModel
 
 POSITIONS_AT_ONCE = 16384
+"""Positions to which the head is applied at a time; this bounds the memory of ``position_logits``."""
 
 
 class Explanation(NamedTuple):
@@ -55,12 +56,12 @@ class ExplainedPart(NamedTuple):
     """An explanation as one rank, or one cell of a rank, computes it.
 
     Attributes:
-        found: Its maps are those of this rank's part of the last map.
-        layout: The parts of all ranks of the stage; with cells, those of all cells of all ranks.
-        position: Of this rank, or cell, in the layout.
+        explanation: the logits, and the maps of this part of the last map.
+        layout: the parts of all ranks of the stage; with cells, those of all cells of all ranks.
+        position: of this rank, or cell, in the layout.
     """
 
-    found: Explanation
+    explanation: Explanation
     layout: Layout
     position: int
 
@@ -90,7 +91,7 @@ def attribute(
     ranked_model = lowered.only.ranked
     if ranked_model.undivided:
         raise RequestError("contributions need a plan whose planes have the whole model; use plan.branches=1")
-    # The last map may be inside of joined calls.
+    # The last map may be hidden inside a joined call.
     ranked = replace(ranked_model, instructions=parts_of(ranked_model.instructions))
     name, body, head = split_tape(ranked)
     yield from Executor(body, stage, memory=memory_of(body)).forward(values, record=False)
@@ -100,10 +101,10 @@ def attribute(
 
 def join_explanations(pieces: Sequence[ExplainedPart]) -> ExplainedPart:
     """Return one part for the micro-batches of a batch, in order."""
-    positions = [piece.found.positions for piece in pieces if piece.found.positions is not None]
+    positions = [piece.explanation.positions for piece in pieces if piece.explanation.positions is not None]
     explanation = Explanation(
-        torch.cat([piece.found.logits for piece in pieces]),
-        torch.cat([piece.found.contributions for piece in pieces]),
+        torch.cat([piece.explanation.logits for piece in pieces]),
+        torch.cat([piece.explanation.contributions for piece in pieces]),
         torch.cat(positions) if len(positions) == len(pieces) else None,
     )
     return ExplainedPart(explanation, pieces[0].layout, pieces[0].position)
@@ -135,10 +136,10 @@ def gather_explanation(
             joined[:, :, rows, columns] = values
         return waited(Redistribute(transfer).forward(stage, (joined.contiguous(),)))[0][0]
 
-    positions = [part.found.positions for part in parts if part.found.positions is not None]
+    positions = [part.explanation.positions for part in parts if part.explanation.positions is not None]
     return Explanation(
-        parts[0].found.logits,
-        joined_map([part.found.contributions for part in parts]),
+        parts[0].explanation.logits,
+        joined_map([part.explanation.contributions for part in parts]),
         joined_map(positions) if len(positions) == len(parts) else None,
     )
 
@@ -217,12 +218,12 @@ def position_logits(program: Program, name: str, part: torch.Tensor, values: Loc
         return logits
 
     batch, channels, height, width = part.shape
-    places = part.permute(0, 2, 3, 1).reshape(-1, channels)
-    # all ranks must find out in the same way whether it works
-    pixels = places if len(places) else part.new_zeros((1, channels))
+    vectors = part.permute(0, 2, 3, 1).reshape(-1, channels)
+    # A rank without positions tries a vector of zeros, so that all ranks agree on whether the head takes one pixel.
+    pixels = vectors if len(vectors) else part.new_zeros((1, channels))
     try:
         with torch.no_grad():
-            scores = torch.vmap(head, chunk_size=POSITIONS_AT_ONCE)(pixels)[: len(places)]
+            scores = torch.vmap(head, chunk_size=POSITIONS_AT_ONCE)(pixels)[: len(vectors)]
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError):
         return None  # the head needs a map of the captured size
     if scores.shape[1] != program.values[output].shape[-1]:

@@ -136,12 +136,12 @@ class EngineState:
         save_engine(Path(folder), self._groups.all, part, self.random, extra, model_json)
 
     def load(self, folder: str | PathLike[str]) -> Any:
-        """Load what ``save`` wrote, under any plan, and return its ``extra``; gradients that wait for ``update`` go.
+        """Load what ``save`` wrote, under any plan, and return its ``extra``; gradients accumulated so far are cleared.
 
         An engine without optimizer loads weights and buffers only.
 
         Raises:
-            RequestError: it is no checkpoint, damaged, of another model, or has no optimizer and this engine has one.
+            RequestError: it is no checkpoint, is damaged or of another model, or lacks the optimizer of this engine.
         """
         saved, training = read_engine(Path(folder), self._groups.all, self._model, self._optimizer is not None)
         self.load_state_dict(saved.weights)
@@ -161,7 +161,7 @@ class EngineState:
         return {name: state[name] for name in self._ownership.owned_names()}
 
     def owned_optimizer(self) -> dict[str, Any]:
-        """Return the optimizer state of these parameters, by name; see ``optimizer_state``."""
+        """Return the optimizer state of the parameters that this rank writes, by name; see ``optimizer_state``."""
         owned = set(self._ownership.owned_names())
         return restricted(optimizer_state(self.optimizer, self._model.named_parameters()), owned)
 

@@ -1,12 +1,12 @@
-"""What a rank has multiplied its gradients with between ``accumulate`` and ``update``; ranks of a pipeline must agree.
+"""The factor by which a rank's gradients changed between ``accumulate`` and ``update``: equal on ranks of a pipeline.
 
 ::
 
     rank 0    ‖g of stage 0‖ = 3   clip_grad_norm_(model.parameters(), 1)   × 1/3      one process: ‖g‖ = 5, × 1/5
     rank 1    ‖g of stage 1‖ = 4   clip_grad_norm_(model.parameters(), 1)   × 1/4
 
-A rank has the gradients of its own stages, so a norm over them is not that of the model. A change leaves a trace in the
-version counter of a gradient; then a few values, kept from before, tell the factor.
+A rank has the gradients of its own stages only, so a norm over them is not that of the model. A gradient's version
+counter shows that it was changed; a few of its values, copied before, then give the factor.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     image ── forward with a tape ──▶ outputs
       ◀── one backward for each output ──
 
-Parts overlap where ranks read the same pixels as halo: the gradient of such a pixel is the sum of what its ranks have.
+Parts overlap where several ranks read the same pixels as halo: the gradient of such a pixel is the sum of theirs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def differentiate(
     use: UseGradient,
     memory_of: Callable[[Tape], StepMemory] = lambda tape: AllStays(),
 ) -> Waits[torch.Tensor]:
-    """Return the outputs of a micro-batch ``(b, K)``, after ``use`` has been given each gradient of this part.
+    """Pass the gradient of each output in this part to ``use``; return the outputs of a micro-batch, ``(b, K)``.
 
     Args:
         lowered: the model in evaluation mode.
@@ -88,6 +88,6 @@ def differentiate(
         last = index == logits.shape[1] - 1
         gradient = (yield from executor.backward(records, {output: seed}, {}, keep=not last)).get(image)
         memory.need([pixels, gradient])
-        found = torch.zeros_like(pixels) if gradient is None else gradient
-        use(InputGradient(index, first, ranked.read_box, pixels, found))
+        values_of_part = torch.zeros_like(pixels) if gradient is None else gradient
+        use(InputGradient(index, first, ranked.read_box, pixels, values_of_part))
     return logits.float()

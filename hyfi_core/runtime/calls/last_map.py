@@ -1,9 +1,9 @@
-"""The last map before the output: what is explained, position by position.
+"""The last map before the output, whose positions are explained one by one.
 
     feature maps      ── (B, C, h, w) ── mean or maximum over space ── linear ── logits
     tiles of an image ── (B · h · w, C), or (B, h · w, C) ── aggregator ── linear ── logits      positions are tiles
 
-Of tiles it is the last value with a vector for each: behind attention, the weighted vectors.
+For tiles it is the last value that has a vector for each tile: behind attention, the weighted vectors.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _is_explained(ranked: RankProgram, name: str, grids: set[tuple[int, int]]) -
 def _grids_of_tiles(ranked: RankProgram) -> set[tuple[int, int]]:
     """Return the rows and columns of the tiles ``(N, C, h, w)`` that the model encodes.
 
-    Those of one row do not count: such are groups of tiles, whose places in the image are not known.
+    Grids of one row do not count: they are groups of tiles, whose positions in the image are not known.
     """
     maps = (split for name, split in ranked.splits.items() if len(ranked.values[name].shape) == 4 and split.in_batch)
     return {split.layout.map.shape for split in maps if split.layout.height > 1}

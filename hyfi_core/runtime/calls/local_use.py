@@ -51,7 +51,7 @@ def mark_stale(model: nn.Module, name: str | None) -> None:
 
 @contextmanager
 def own_use() -> Iterator[None]:
-    """Context in which this thread may use modules: it knows which of their weights it has."""
+    """Context in which the engine itself uses a module on this thread: the hooks neither refuse nor warn."""
     token = _OWN_USE.set(True)
     try:
         yield
@@ -81,6 +81,6 @@ def _warn_of_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def _partial(module: nn.Module, name: str, subject: str) -> str:
     return (
-        f"{type(module).__name__} is trained in stages, and this rank has new values of the weights of its own only: "
+        f"{type(module).__name__} is trained in stages, and this rank has trained weights of its own stages only: "
         f"{subject} has {name!r} as it was before training"
     )

@@ -1,4 +1,4 @@
-"""A call of an engine that spills: what decides how much it keeps."""
+"""A call of an engine that spills, as far as it decides how much of the maps stays in memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PagedCall:
         plan: ParallelPlan,
         machine: MachineModel | None,
     ) -> list[str]:
-        """Return what a training step keeps and spills and, on a machine, how long it takes, as lines for people.
+        """Return lines of text: what a training step keeps and spills and, on a machine, how long it takes.
 
         Args:
             paging: of the process.

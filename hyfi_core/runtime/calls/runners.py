@@ -54,6 +54,7 @@ class Runners(Sequence[StageRunner]):
             )
         self.cells = plan.cell_grid[0] * plan.cell_grid[1]
         if plan.spill is not None:
+            # The pager asks the baton which cell runs, and the baton calls the pager: ``baton`` is assigned below.
             self.paging = Paging(plan.spill, plan.memory_bytes, subject.device, lambda: baton.cell)
         pager = None if self.paging is None else self.paging.pager
         resumed = pager.resume if pager is not None else lambda cell: None

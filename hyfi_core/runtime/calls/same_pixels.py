@@ -6,7 +6,8 @@
     rank 1          ████████████    ▲
                     ▲▲▲▲            these pixels twice: a few rows of them must be equal
 
-Parts without a common pixel, as of a model that begins with patches, cannot be compared; neither can cells.
+Parts without a common pixel, such as those of a model that begins with patches, cannot be compared; neither can cells,
+which read their pixels later.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hyfi_core.plan.input_part import InputPart
 from hyfi_core.runtime.batch_reader import LocalInput
 
 _EVERY = 64
-"""The first calls are compared (1, 2, 4, 8 …), then each of this number."""
+"""Calls 1, 2, 4, 8 … are compared, and every call whose number is a multiple of this."""
 _LINES = 4
 """Rows (or columns) of common pixels that are compared."""
 
@@ -44,7 +45,7 @@ class SamePixels:
         """Compare the pixels of a call (collective over all trainers).
 
         Args:
-            inputs: what this rank reads; nothing is compared that it reads later.
+            inputs: what this rank reads; pixels that it has not read yet are not compared.
 
         Raises:
             RequestError: two ranks were given different pixels; the same on every rank.
@@ -54,8 +55,8 @@ class SamePixels:
         if self._comm.size == 1 or (calls % _EVERY and calls & (calls - 1)):
             return
         read = {part: inputs.local[key] for key, part in inputs.parts.items() if key in inputs.local}
-        places = [[self._replica, part.first, part.stop, *_corners(part.box)] for part in read]
-        everywhere = self._comm.broadcast_object(self._comm.gather_objects(places))
+        parts = [[self._replica, part.first, part.stop, *_corners(part.box)] for part in read]
+        everywhere = self._comm.broadcast_object(self._comm.gather_objects(parts))
         sums = dict(self._sums(everywhere, read))
         difference = self._comm.broadcast_object(_difference(self._comm.gather_objects(sums)))
         if difference is not None:

@@ -1,4 +1,4 @@
-"""A check of losses that are said to be means over samples: on random outputs, the whole against the mean of parts."""
+"""A check of losses declared as means over samples: on random outputs, the loss of all against the mean of parts."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from hyfi_core.runtime.losses.loss_function import LossFunction
 from hyfi_core.runtime.losses.step_loss import LeafCotangents, Leaves, StepLoss, is_float, zeros_of
 
 _LABELS = -1
-"""The labels, where outputs have the number of their leaf."""
+"""Stands for the labels in keys, which have the number of the leaf for outputs."""
 
 
 class BatchLoss(StepLoss):
@@ -116,7 +116,7 @@ class BatchLoss(StepLoss):
         return gathered, torch.cat(labels)
 
     def _owned(self, outputs: Mapping[int, Leaves], tensors: list[int]) -> dict[tuple[int, int, int], torch.Tensor]:
-        """Return what this rank sends: outputs of directions that it leads; the labels if it leads the first one."""
+        """Return what this rank sends: the outputs of directions that it leads; the labels if it leads the first."""
         replica, microbatches = self._groups.index, range(self._plan.microbatches)
         led = [m for m in microbatches if self._leads(self._direction(m))]
         owned = {(replica, m, at): outputs[m][at] for m in led for at in tensors}
@@ -165,7 +165,7 @@ def _compare_shapes(comm: Any, tensors: list[torch.Tensor]) -> None:
     """Refuse outputs whose shapes or dtypes differ between replicas, the same on all their ranks."""
     text = ", ".join(f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors)
     number = zlib.crc32(text.encode())
-    extremes = torch.tensor([number, -number])
+    extremes = torch.tensor([number, -number])  # the largest negative is the smallest number: one all-reduce for both
     comm.all_reduce(extremes, "max")
     highest, lowest = extremes.tolist()
     if highest != -lowest:

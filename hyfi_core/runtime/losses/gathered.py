@@ -20,7 +20,7 @@ def gather_tensors(
 ) -> dict[Key, torch.Tensor]:
     """Return tensors that have one owner each (collective over ``comm``).
 
-    They are sent as one sum of bytes: those of the others are zero, so that nothing is rounded.
+    One all-reduce sums their bytes: each byte is zero on all ranks except its owner, so that nothing is rounded.
 
     Args:
         comm: all ranks that need them.

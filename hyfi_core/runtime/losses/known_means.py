@@ -54,7 +54,7 @@ class KnownMean:
 
     Attributes:
         kind: of labels.
-        ignored: the index of a class whose samples do not count; if it occurs, the loss is no mean over all samples.
+        ignored: the index of a class whose samples do not count; if it occurs, the loss is not a mean over all samples.
         classes: number of classes or elements of a sample on which it can be tried.
     """
 

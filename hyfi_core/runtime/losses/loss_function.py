@@ -22,7 +22,7 @@ LossOver = Literal["auto", "batch", "microbatch"]
 - "microbatch": the mean over micro-batches, of a loss that is a mean of terms of single samples. This is checked on
   random outputs with the labels of each step; a loss that is not is refused.
 - "auto": "microbatch" for losses of torch that are such a mean, without class weights and ignored labels, which is also
-  checked on random logits at start: somebody may have patched them; else "batch".
+  checked on random logits at start, because they may have been patched; else "batch".
 """
 
 
@@ -48,7 +48,7 @@ class LossFunction:
         """Return the loss, a tensor with one value and a graph.
 
         Raises:
-            RequestError: it reads something that differs between ranks, or is no scalar that depends on the output.
+            RequestError: it reads something that differs between ranks, or is not a scalar that depends on the output.
         """
         with watched_loss(self.alone, self.trained, self.elsewhere), self.autocasting():
             return checked_loss(self.loss, output, labels)
@@ -58,7 +58,7 @@ def checked_loss(loss: Loss, output: Any, labels: torch.Tensor) -> torch.Tensor:
     """Return ``loss(output, labels)``.
 
     Raises:
-        RequestError: it is no scalar tensor, or has no gradient.
+        RequestError: it is not a scalar tensor, or has no gradient.
     """
     if loss is F.cross_entropy and not isinstance(output, torch.Tensor):
         kind = type(output).__name__

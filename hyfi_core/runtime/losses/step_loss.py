@@ -13,11 +13,11 @@ from hyfi_core.runtime.losses.loss_function import LossFunction
 
 Leaves = list[Any]
 LeafCotangents = list[torch.Tensor | None]
-"""For each leaf of the output; None for those without."""
+"""The cotangent of each leaf of the output; None for leaves without one."""
 
 
 class StepLoss(ABC):
-    """What the schedule asks of a loss; the last stage of each direction has its output.
+    """The loss as a schedule uses it, on every rank; ranks of the last stage of a direction have the output.
 
     Args:
         device: of the value.
@@ -66,7 +66,7 @@ class MicrobatchLoss(StepLoss):
         function: the loss.
         pick: turns the leaves of the output into the loss's argument.
         labels: of each micro-batch.
-        weight: by which each loss is divided.
+        weight: the divisor of each loss.
         device: of the value.
     """
 

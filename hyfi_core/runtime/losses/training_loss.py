@@ -68,7 +68,7 @@ class TrainingLoss:
             together: whether all forwards are before all backwards, so that this takes no second forward.
 
         Raises:
-            RequestError: on every rank: it was to be computed for each micro-batch, but is no mean over samples.
+            RequestError: on every rank: ``loss_over`` is "microbatch", but the loss is not a mean over samples.
         """
         if self._settings.autocast == torch.float16:
             raise RequestError(FLOAT16)
@@ -93,11 +93,11 @@ class TrainingLoss:
         """Return the loss of the step on every rank, from those of this rank's cells.
 
         Raises:
-            RequestError: in the first step on every rank: the loss could not be computed.
+            RequestError: the loss could not be computed; in the first step on every rank, later where it is computed.
         """
         refusal = next((loss.refusal for loss in losses if loss.refusal is not None), None)
         if not self._computed:
-            agree(self._groups.all, lambda: _raise(refusal))
+            agree(self._groups.all, lambda: _raise(refusal))  # once only: agreeing takes a message
             self._computed = True
         _raise(refusal)
         if self._plan.stages * self._plan.directions * self._plan.replicas == 1:
@@ -117,7 +117,7 @@ class TrainingLoss:
         return mean if mean is not None and self._tried[mean] else None
 
     def _output_shape(self, lowered: LoweredModel) -> tuple[int, ...] | None:
-        """Return the shape of the loss's first argument for a micro-batch; None if it is no tensor."""
+        """Return the shape of the loss's first argument for a micro-batch; None if it is not a tensor."""
         known_shape = next((shape for model, shape in self._shapes if model is lowered), ())
         if known_shape != ():
             return known_shape
@@ -130,7 +130,7 @@ class TrainingLoss:
         return shape
 
     def _check(self, lowered: LoweredModel, labels: torch.Tensor) -> None:
-        """Refuse a loss that is no mean over samples, for the labels of all replicas."""
+        """Refuse a loss that is not a mean over samples, for the labels of all replicas."""
         subject = self._subject
         all_labels, samples = labels.detach().cpu(), len(labels) // self._plan.microbatches
         if self._plan.replicas > 1:

@@ -61,7 +61,7 @@ def save_engine(
     )
     try:
         while writer.open_step is not None:
-            agree(comm, writer.wait, (OSError,), OSError)  # that any rank has failed
+            agree(comm, writer.wait, (OSError,), OSError)  # if one rank fails, all do
             writer.advance()
     except OSError:
         writer.discard()
@@ -80,7 +80,7 @@ def read_engine(
         with_optimizer: whether optimizer and random state are needed.
 
     Raises:
-        RequestError: on every rank: it is no checkpoint, damaged, of another model, or has no optimizer.
+        RequestError: on every rank: it is not a checkpoint, is damaged or of another model, or has no optimizer.
     """
     compare(comm, {"the folder to load from": str(folder)})
     return agree(comm, lambda: _opened(folder, (comm.rank, comm.size), local_state(model), with_optimizer))
@@ -97,7 +97,7 @@ def _check_request(folder: Path, extra: Mapping[str, Any] | None, model_json: Ma
         folder.exists() and not (folder / MODEL_FILE).is_file() and (folder.is_file() or any(folder.iterdir()))
     )
     if has_other_files:
-        raise RequestError(f"{folder} exists and is no checkpoint: engine.save would replace it; pass a new folder")
+        raise RequestError(f"{folder} exists and is not a checkpoint: engine.save would replace it; pass a new folder")
     for name, value in (("extra", extra), ("model_json", model_json)):
         try:
             json.dumps(value, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Parameters of which a rank holds a shard: tensors of ``torch.distributed`` (DTensor), divided along their first dim.
+"""Parameters divided over ranks: tensors of ``torch.distributed`` (DTensor), divided along their first dim.
 
     whole, 10 rows     rank 0: 0 1 2 3    rank 1: 4 5 6 7    rank 2: 8 9        as ``torch.chunk`` divides
 
@@ -42,13 +42,13 @@ def shard_like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """
     from torch.distributed.tensor import DTensor
 
-    given: Any = like
-    ranks, rank = given.device_mesh.size(), given.device_mesh.get_local_rank()
+    shard: Any = like
+    ranks, rank = shard.device_mesh.size(), shard.device_mesh.get_local_rank()
     rows = -(-len(value) // ranks)
     first = min(len(value), rank * rows)
-    part = value[first : first + rows].to(given.device).contiguous().clone()
+    part = value[first : first + rows].to(shard.device).contiguous().clone()
     shape, stride = torch.Size(like.shape), like.stride()
     result: torch.Tensor = DTensor.from_local(
-        part, given.device_mesh, given.placements, run_check=False, shape=shape, stride=stride
+        part, shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=stride
     )
     return result

@@ -170,7 +170,7 @@ def test_wrong_folders_are_refused_alike_on_every_rank(case: str, tmp_path: Path
     (said,) = set(run_copies(model(), 2, body))
     wanted = {
         "missing": "no such folder",
-        "other files": "is no checkpoint",
+        "other files": "is not a checkpoint",
         "other model": "'head.weight' is (3, 6) in the checkpoint, (4, 6) in the model",
         "not JSON": "extra cannot be saved as JSON",
         "no optimizer": "has no optimizer",
