@@ -1,4 +1,4 @@
-"""Names of the arrays of pixels that are computed with."""
+"""Types of arrays of pixels."""
 
 from __future__ import annotations
 

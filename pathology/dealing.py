@@ -34,8 +34,8 @@ def group_size(ranks_per_slide: RanksPerSlide, ranks: int, slides: int) -> int:
 
     Args:
         ranks_per_slide: see `RanksPerSlide`.
-        ranks: of the job.
-        slides: of the job.
+        ranks: number of ranks of the job.
+        slides: number of slides of the job.
 
     Raises:
         RequestError: groups of this size would leave ranks over.
@@ -54,7 +54,7 @@ def own_group(comm: Communicator, size: int) -> Communicator:
 
     Args:
         comm: all ranks.
-        size: of each group; divides their number.
+        size: ranks of each group; divides the number of all.
     """
     group = comm if size == comm.size else comm.split(comm.rank // size, comm.rank)
     assert group is not None

@@ -92,7 +92,8 @@ class ObjectClaim:
             self._beats += 1
             with self._lock:
                 try:
-                    # The number makes each beat another version, which nobody can replace who has read the one before.
+                    # A tag may be a hash of the content. With the number each beat has another one, so that nobody who
+                    # read the version before can replace this one.
                     content = f"{self._token} {self._beats}".encode()
                     self._version = self._path.replace_revision(content, self._version)
                 except (FileExistsError, FileNotFoundError):

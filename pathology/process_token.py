@@ -29,6 +29,7 @@ def _machine() -> str:
 def _started(pid: int) -> str:
     """Return the kernel's start time of a process, or ``-``; it tells processes with the same pid apart."""
     try:
+        # Field 22, counted from the name (field 2) in brackets, which may itself have blanks and brackets.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return "-"

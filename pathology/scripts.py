@@ -105,8 +105,8 @@ def several(paths: Slides) -> list[Path]:
     """
     from data.store.slide_store import SlideStore
 
-    given = [paths] if isinstance(paths, (str, os.PathLike, SlideStore)) else list(paths)
-    listed = [Path(one.path if isinstance(one, SlideStore) else one) for one in given]
+    items = [paths] if isinstance(paths, (str, os.PathLike, SlideStore)) else list(paths)
+    listed = [Path(one.path if isinstance(one, SlideStore) else one) for one in items]
     if not listed:
         raise RequestError("no paths were given; give at least one")
     return listed

@@ -186,7 +186,7 @@ def compare_with_store(request: Request) -> IngestWork:
     store = request.store
     if not is_remote(store) and store.exists() and not store.is_dir():
         raise RequestError(f"{store} is a file; choose a folder for the store")
-    # Read before the records: what another run saves meanwhile differs from it, so that `do_job` sees the change.
+    # States first: if another run saves a record in between, its state is out of date here, and `do_job` sees that.
     try:
         states = record_states(store)
         records = load_records(store)

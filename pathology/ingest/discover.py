@@ -107,7 +107,7 @@ def _each_scene(rows: Mapping[SceneKey, dict[str, str]], scene: str) -> dict[Sce
 
 
 def _suffix(scene: str) -> str:
-    """Return what the name of a slide ends with if it is one of several scenes."""
+    """Return the ending of a slide's name if the slide is one of several scenes; else empty."""
     return f"_scene{scene}" if scene not in ("", "0") else ""
 
 
@@ -241,7 +241,7 @@ def name_with_place(name: str, source: Path) -> str:
 
 
 def _suffixes_of(name: str) -> tuple[str, ...]:
-    """Return the endings for which a slide that is named already is found again: that of its scene, and none."""
+    """Return the endings under which a slide that has a name already is looked up: that of its scene, and none."""
     match = re.search(r"_scene\d+$", name)
     return ("",) if match is None else (match[0], "")
 

@@ -29,6 +29,7 @@ MIN_BYTES_PER_PX = 0.15
 """Lower bound of a slide's size, pyramid included: mostly glass, zstd."""
 RESERVE_BYTES = 64 * 2**20
 _MANY_TIMES, _MEASURED = 4, 50
+"""Times the size of their files from which stored slides are noted, and about how many slides are measured for that."""
 _JPEG_SHARE = 1 / 7
 """Size with jpeg:85 relative to zstd:1; of four real and drawn slides, from 1/8 to 1/5.7."""
 _SAMPLED = 8
@@ -115,7 +116,7 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def size_note(store: Path, slide_ids: Sequence[str], options: IngestOptions) -> str:
-    """Return what stored slides take beside their files, if that is many times as much, and what would take less.
+    """Return a note if stored slides are many times larger than their files, with what would take less; else empty.
 
     Args:
         store: The store.

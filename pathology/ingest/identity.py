@@ -72,7 +72,7 @@ _DOCUMENTS = ("zarr.json", ".zgroup", ".zattrs", "0/zarr.json", "0/.zattrs", "0/
 def _listed(store: ObjectPath) -> tuple[bytes, int]:
     """Return names, sizes and versions of all objects of a store as bytes, and the sum of their sizes.
 
-    Web servers do not list: there they are those of its metadata.
+    Web servers cannot list objects: of a store on one, only the files with metadata count.
 
     Raises:
         SlideError: The server cannot be reached.

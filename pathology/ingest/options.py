@@ -28,9 +28,9 @@ class IngestOptions:
         mpp: Microns per pixel of the store's finest level; a level within 1 % of it is not resampled.
         native: Whether each slide keeps the microns per pixel of its finest level; ``mpp`` is then ignored.
         slide_mpp: Microns per pixel of the finest level of slides that do not state a plausible value.
-        force_mpp: ``slide_mpp`` and the manifest override even a plausible value of the file.
-        mpp_from_magnification: Slides that state a magnification only have its usual microns per pixel.
-        scene: Of files with several scenes of tissue: ``all``, each a slide; ``largest``; or a number from 1.
+        force_mpp: Whether ``slide_mpp`` and the manifest override even a plausible value of the file.
+        mpp_from_magnification: Whether slides that state only a magnification get its usual microns per pixel.
+        scene: Which scenes of files with several are slides: ``all``; ``largest``; or a number from 1.
         plane: Number of the focal plane of files with several, from 1; 0: such files are refused.
         codec: ``zstd:N``, N from 1 (fast) to 22 (small), or ``jpeg:Q``, Q from 1 to 100 (lossy).
         max_bad: Fraction of a slide's tiles that may be undecodable (white, and counted).

@@ -76,7 +76,7 @@ def ingest_slide(
     work = _SlideIngest(source, store, options, row, name, secret, threads, progress)
     try:
         record = work.run()
-    except (SlideError, RequestError) as error:  # the latter of tissue outlines that are not of this slide
+    except (SlideError, RequestError) as error:  # RequestError: given tissue outlines do not fit the slide
         record = work.failed(str(error))
     except OSError as error:
         if _concerns_store(error, store, options.cache):
@@ -108,7 +108,7 @@ def save_outcome(record: SlideRecord, store: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _SlideIngest:
-    """The arguments of `ingest_slide`."""
+    """One run of `ingest_slide`: its arguments and its steps."""
 
     source: Path
     store: Path

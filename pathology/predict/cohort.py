@@ -75,9 +75,9 @@ def predict_slides(
         comm: ranks that predict; ``options.ranks_per_slide`` of them share a slide.
         options: see `PredictOptions`.
         begin: called on rank 0, before the first slide, with how many are finished already.
-        progress: called on rank 0 after its slides, with how many all groups have finished since, and its result.
+        progress: called on rank 0 with how many slides all groups have finished since the last call, and a text.
         stop_wanted: called on every rank between slides.
-        say: called on rank 0 with what takes long on a slide of its group, and how long.
+        say: called on rank 0 with sentences about slow steps on a slide of its group.
 
     Raises:
         RequestError: checkpoints are not compatible or cannot give the evidence, ``out`` has other contents, or groups
@@ -125,7 +125,7 @@ _PROVENANCE = ("affine", "source", "sha256")
 
 @dataclass(frozen=True)
 class _Caller:
-    """What a run tells its caller, and asks it, while it goes on; see `predict_slides`. By default it tells nothing."""
+    """The caller's functions that a run calls; see `predict_slides`. The defaults do nothing."""
 
     say: Callable[[str], None] = lambda note: None
     progress: Callable[[int, str], None] = lambda slides, note: None

@@ -102,7 +102,7 @@ class Ensemble:
         members: the models.
         spec: common to all members.
         comm: the ranks among which each slide is divided.
-        options: their cells, in which each rank computes its part to save memory, and what limits it; None: no cells.
+        options: ``cells``, ``memory_bytes`` and ``spill``, by which ranks compute in less memory; None: no cells.
 
     Raises:
         RequestError: a model cannot be distributed over the ranks, or their messages have no tags, which cells need.
@@ -247,8 +247,8 @@ class SlideImage:
     """One image of a slide for one member's engine: each rank reads what its part of the network needs. Collective.
 
     Args:
-        engine: Of the view's size.
-        member: Whose engine it is.
+        engine: The member's engine for images of the view's size.
+        member: The member.
         dataset: Dataset of the slide.
         index: Index of the slide.
         view: The composition of the image.
@@ -279,7 +279,7 @@ class SlideImage:
         self._kept = together(comm, lambda: self._read(engine.input_box)) if kept else None
 
     def run(self, call: Callable[[Callable[[Box], torch.Tensor]], T], covered: Sequence[Box] = ()) -> T:
-        """Return ``call(images)``, with boxes of the image ``covered`` by the background.
+        """Return ``call(images)``, where the boxes ``covered`` of the image have the background's colour.
 
         Raises:
             SlideError: The pixels cannot be read.
@@ -301,7 +301,7 @@ class SlideImage:
         return result
 
     def logits(self, covered: Sequence[Box] = ()) -> NDArray[np.float64]:
-        """Return the outputs of the image, (classes,), with boxes ``covered`` by the background.
+        """Return the outputs of the image, (classes,), where the boxes ``covered`` have the background's colour.
 
         Raises:
             SlideError: The pixels cannot be read, or the output is not finite.
@@ -374,9 +374,8 @@ class LateErrors:
 def position_scores(explanation: Explanation, readout: Readout) -> torch.Tensor:
     """Return (classes, h, w) float32: the scores of the head's logits at each position, as ``readout`` makes them.
 
-    A head that cannot be evaluated at single
-    positions is treated as the mean over positions: the logits of a position are its contributions times the number of
-    positions, plus the bias.
+    A head that cannot be evaluated at single positions is treated as the mean over positions: the logits of a position
+    are its contributions times the number of positions, plus the bias.
     """
     logits = explanation.positions
     if logits is None:

@@ -237,14 +237,14 @@ def _scatter_centres(
 
 
 def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
-    """Return the mean of an ensemble's heatmaps, on the finest grid.
+    """Return the mean of an ensemble's heatmaps, on a grid whose cells divide those of all members.
 
-    A coarser cell is divided into smaller cells with equal parts of its contribution, which preserves sums.
+    A larger cell is divided into smaller cells with equal parts of its contribution, which preserves sums.
 
-    Members without a map have no part in it but their logits.
+    Members without a map contribute only their logits.
 
     Raises:
-        ValueError: the cells of one do not divide those of another, or the slides differ.
+        ValueError: the slides differ.
     """
     logits: NDArray[np.float64] = np.mean([heatmap.logits for heatmap in heatmaps], axis=0)
     heatmaps = [heatmap for heatmap in heatmaps if heatmap.mapped] or heatmaps[:1]

@@ -49,7 +49,7 @@ def find_inputs(
     """Return all slides: those of stores first, then files, folders and manifests in the given order.
 
     Slide files get the same names as in an ingest. ``files_by_name`` has those that have a name already, as for
-    `find_jobs`. A case that is one of the words ``missing`` is not known: such slides are not of one case.
+    `find_jobs`. A case that is one of the words ``missing`` is unknown: such slides do not belong together.
 
     Raises:
         RequestError: a path is missing, a folder has no slide, a manifest is invalid, or two slides have the same name.

@@ -65,7 +65,7 @@ def _has(font: Font, letter: str) -> bool:
 def add_legend(image: Image.Image, items: list[LegendItem]) -> Image.Image:
     """Return ``image`` with a legend below it, in as many rows as the items need.
 
-    Right of a picture that is narrower than the longest item there is white, so that no text is cut off.
+    A picture that is narrower than the longest item gets white space on its right, so that no text is cut off.
     """
     unit = max(13, min(28, round(image.width / 68)))
     longest = max((_width(item, unit, image.width) for item in items), default=0)

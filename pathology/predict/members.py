@@ -166,6 +166,7 @@ class InputSpec:
         tiles: (size_px, stride_px, least share of tissue) of tiles, for models with an encoder of tiles; else None.
         features: length of a tile's vector, for models of stored features; else None.
         stain: normalisation of each slide's colours; None: none.
+        bag: ``slide``, or ``case`` if all slides of a case are one bag of tiles.
     """
 
     task: str

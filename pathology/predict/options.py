@@ -20,7 +20,7 @@ from pathology.tissue.tissue import TissueParameters
 Image = Literal["whole", "trained"]
 Evidence = Literal["map", "occlusion", "gradient"]
 MOST_FORWARDS = 256
-"""Forwards of a slide by each model for its occlusion, unless other numbers are asked for."""
+"""Default of the most forwards of each model for a slide's occlusion."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class PredictOptions:
     Attributes:
         mpp: Micrometres per pixel of the images; None: the checkpoint's.
         slide_mpp: Micrometres per pixel of slide files that do not state a plausible value.
-        force_mpp: ``slide_mpp`` and the manifest override even a plausible value of the file.
-        mpp_from_magnification: Slides that state a magnification only have its usual microns per pixel.
+        force_mpp: Whether ``slide_mpp`` and the manifest override even a plausible value of the file.
+        mpp_from_magnification: Whether slides that state only a magnification get its usual microns per pixel.
         overwrite: Predict finished slides again, and replace results of other checkpoints.
         cells: Rows and columns of cells in which each process computes its part of every image; ``auto``: as many as
             ``memory_bytes`` requires; None: only large images have cells.
@@ -73,7 +73,7 @@ class PredictOptions:
 
     @property
     def most_forwards(self) -> int:
-        """The most forwards of a slide for its occlusion, by each model."""
+        """Most forwards of each model for a slide's occlusion."""
         return self.evidence_blocks or MOST_FORWARDS
 
     @property
@@ -129,8 +129,8 @@ def ingest_options(config: Mapping[str, Any], mpp: float, options: PredictOption
 
     Args:
         config: ``model.json``.
-        mpp: Of the prediction.
-        options: Of the prediction.
+        mpp: Microns per pixel of the prediction.
+        options: Options of the prediction.
     """
     saved = config.get("tissue") or {}
     names = {item.name for item in fields(TissueParameters)}

@@ -1,6 +1,6 @@
 """How the outputs of a model are read: numbers of a slide's row, its prediction, what a channel of the heatmap means.
 
-`Readout` is what prediction asks; `ClassReadout` reads classes. Other tasks bring readouts of their own.
+Prediction knows the interface `Readout`; `ClassReadout` reads classes. Other tasks bring readouts of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ReadBar:
 
 @dataclass(frozen=True)
 class PageColumn:
-    """A number of each slide on a page; ``channel``: of a share from 0 to 1, the one that colours its bar."""
+    """A number of each slide on a page; ``channel``: for shares from 0 to 1, the channel that colours their bars."""
 
     name: str
     channel: int | None = None
@@ -89,7 +89,7 @@ class Readout(ABC):
 
     @abstractmethod
     def verdict(self, values: Values) -> str:
-        """Return what stands beside the prediction in a report, such as its probability; may be empty."""
+        """Return the text beside the prediction in a report, such as its probability; may be empty."""
 
     def brief(self, values: Values) -> str:
         """Return the verdict for a line of text."""
@@ -101,7 +101,7 @@ class Readout(ABC):
 
     @abstractmethod
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
-        """Return how the numbers of a report came about; ``calibrations``: of the members that have one."""
+        """Return how the numbers of a report were computed; ``calibrations``: those of the members that have one."""
 
     def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:
         """Return what ``prediction.json`` says of the numbers of a slide; null where there is none."""

@@ -93,7 +93,7 @@ def find_regions(
     """Return the regions where a class scores highest, by mean score in descending order; ties by contribution.
 
     Regions are connected cells in which the score is at least 0.5, or, if there are none, at least half of the highest
-    score. Those with less than `LEAST_SHARE` of the evidence are counted only. A region that is too small to be visible
+    score. Those with less than `LEAST_SHARE` of the evidence are only counted. A region that is too small to be visible
     is outlined by a square around its highest score; a small region in the square of one that comes before it is
     neither listed nor counted, as that outline shows it.
 
@@ -103,8 +103,8 @@ def find_regions(
         tissue: (rows, columns) mask of cells that may be in a region; None: all.
         most: Maximum number of regions.
         least_um: Side of the square for small regions, in micrometres.
-        fold: Whether regions with little evidence are counted only. Not where the model takes a maximum over positions:
-            all evidence is then that of a few cells, whatever the others show.
+        fold: Whether regions with little evidence are only counted. Pass False for a model that takes a maximum over
+            positions: a few cells then have all evidence, whatever the others show.
 
     Returns:
         At most ``most`` regions; none if the class has no score above 0. If no cell contributes to the logit, there is

@@ -40,7 +40,7 @@ class RegionPicture:
         picture: A data URI.
         score: Mean score of its cells, 0 to 1.
         evidence: Its share of the positive contribution to the logit, as text; empty if no cell contributes.
-        area: Of its cells, as text.
+        area: Area of its cells, as text.
         x, y: Centre in level-0 pixels of QuPath.
     """
 
@@ -80,7 +80,7 @@ class Report:
     Attributes:
         slide_id, case_id: The slide.
         prediction: The prediction as text, such as the predicted class.
-        verdict: What stands beside it, such as its probability.
+        verdict: The text beside it, such as its probability.
         channel: Name of the heatmap's channel that is shown.
         withheld: Why there is no prediction; empty if there is one.
         partial: Whether a prediction is given though less tissue was seen than required.
@@ -103,7 +103,7 @@ class Report:
         made_at, version: When and with which version of hyfi the report was made.
         of_tiles: Whether the model has an encoder of tiles.
         mapped: Whether the model has a map whose positions have scores.
-        tiles: The tiles that weigh most; empty if it has not.
+        tiles: The tiles that weigh most; empty without an encoder of tiles.
         weighed: Whether they are those with most attention; otherwise those that contribute most.
         evidence: Picture of the drops of the channel's output without each block, as a data URI; empty: none.
         evidence_kind: ``occlusion``: they are measured; ``gradient``: they are estimated.

@@ -50,7 +50,7 @@ from pathology.predict.table import PREDICTION_FILE
 THUMBNAIL_FILE = "thumbnail.jpg"
 THUMBNAIL_PX = 128
 OVERLAY_PX = 1920  # with the legend below it, the picture of a square slide has less than 2048 px
-LEAST_WIDTH_PX = 480  # of the same: the items of a legend would be cut off
+LEAST_WIDTH_PX = 480  # narrower pictures are enlarged, as far as `OVERLAY_PX` allows: a legend needs the width
 
 
 def write_results(

@@ -35,7 +35,7 @@ class SlideResult:
         values: (members, columns of the readout).
         uncalibrated: (members, columns), without calibration.
         flags: Warnings about the slide.
-        outside: In what it is far from the training slides; empty: in nothing.
+        outside: How it is far from all training slides, as text; empty if it is not.
         tiles: The tiles, if the model has an encoder of tiles.
         blocks: How much outputs drop without each block; None: not requested.
     """
@@ -109,7 +109,7 @@ def cell_to_level0(result: SlideResult) -> list[list[float]]:
 
 
 def squares_to_level0(result: SlideResult, side_px: int) -> list[list[float]]:
-    """Return the same of a grid of squares of another side, in pixels of the slide at the model's resolution."""
+    """Return the matrix of `cell_to_level0` for squares of another side, in pixels at the model's resolution."""
     level0 = level0_of(result)
     pairs = zip(level0.affine, level0.bounds_origin_px, strict=True)
     return [[a * side_px, b * side_px, c - origin] for (a, b, c), origin in pairs]

@@ -15,7 +15,7 @@ from pathology.claims import Claim
 
 FILE_NAME = "predictions.csv"
 PREDICTION_FILE = "prediction.json"
-"""What is known of one prediction, in the folder of its slide."""
+"""File with all facts of one prediction, in the folder of its slide."""
 CLAIM = f".{FILE_NAME}.claim"
 """Name of the claim that a process holds while it writes the table."""
 DONE, INCOMPLETE, FAILED = "done", "incomplete", "failed"
@@ -59,7 +59,7 @@ class Prediction:
         return cls(**attributes)
 
     def row(self, names: Sequence[str], with_spread: bool) -> dict[str, str]:
-        """Return the row of ``predictions.csv``; ``names``: of the values. Unknown values are empty."""
+        """Return the row of ``predictions.csv``; ``names``: columns of the values. Unknown values are empty."""
         values = ["" if isnan(value) else f"{value:.6f}" for value in self.values] or [""] * len(names)
         row = {
             "slide_id": self.slide_id,

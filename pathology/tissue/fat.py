@@ -52,7 +52,7 @@ def find_fat(image: Planes, glass: Float, tissue: Mask, mpp_um: float, min_contr
 
     Args:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
-        glass: From `pathology.tissue.density.glass_colour`.
+        glass: From `data.samples.colours.slide_colours.glass_colour`.
         tissue: Tissue and pen marks found before; they and the pixels next to them are not searched for walls.
         mpp_um: Microns per pixel. Above 16 walls cannot be seen, and no fat is found.
         min_contrast: From `wall_contrast`.

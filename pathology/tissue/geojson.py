@@ -34,7 +34,7 @@ class Areas:
     Attributes:
         tissue: Polygons of the tissue; not empty.
         ignored: Polygons of what is no tissue.
-        left_out: What of the file is in neither of them, with its number; empty if there is nothing.
+        left_out: Kinds of objects in the file that are in neither of them, with their numbers; empty if there are none.
     """
 
     tissue: tuple[Polygon, ...]

@@ -26,7 +26,7 @@ class SlideTissue:
     Attributes:
         identity: ``off``, or the SHA-256 of the file.
         path: The file; None with ``off``.
-        areas: Those of the file; None with ``off``.
+        areas: The file's areas; None with ``off``.
     """
 
     identity: str
@@ -76,8 +76,8 @@ class GivenTissue:
         """Check the value against all slides of the command, and read their files.
 
         Returns:
-            Sentences about slides without a file, files without a slide, and what of the files is left out; empty if
-            there is nothing to say.
+            Sentences about slides without a file, files without a slide, and objects of files that are left out; empty
+            if there is nothing to say.
 
         Raises:
             RequestError: The file or folder is missing, one file is for several slides, no slide has a file in the
@@ -133,7 +133,7 @@ class GivenTissue:
 
 
 def _left_out(files: Mapping[str, str]) -> str:
-    """Return a sentence about what of files is left out."""
+    """Return a sentence about objects of files that are left out."""
     listed = [f"{name}: left out {omitted}" for name, omitted in list(files.items())[:_MOST_NAMED]]
     more = [f"and of {len(files) - _MOST_NAMED} more files"] if len(files) > _MOST_NAMED else []
     return "; ".join(listed + more)

@@ -67,7 +67,7 @@ class SlideGrid:
         """Return the grid of a mask of a slide.
 
         Args:
-            bounds: Of the slide, at level 0.
+            bounds: Bounds of the slide, at level 0.
             affine: (2, 3): maps (row, column, 1) of the store's finest level to (y, x) of level 0.
             store_mpp: (y, x) microns per pixel of the store's finest level.
             mask_mpp: (y, x) microns per pixel of the mask.
@@ -202,7 +202,11 @@ def _rings(cells: set[tuple[int, int]]) -> Iterator[Ring]:
 
 
 def _leftmost_step(step: tuple[int, int], choices: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Choose left of ``step``, else straight on, else right (y points down)."""
+    """Choose left of ``step``, else straight on, else right (y points down).
+
+    Where two cells touch by a corner, this keeps a hole that touches the outside there a ring of its own: one ring
+    through the corner twice would not be a valid polygon.
+    """
     left = (step[1], -step[0])
     return next(choice for choice in (left, step, (-left[0], -left[1])) if choice in choices)
 

@@ -59,7 +59,7 @@ def without_texture(image: Planes, glass: Float, rows: slice, mpp_um: float) -> 
 
     Args:
         image: ``(3, h, w)`` uint8.
-        glass: From `pathology.tissue.density.glass_colour`.
+        glass: From `data.samples.colours.slide_colours.glass_colour`.
         rows: Rows to compute.
         mpp_um: Microns per pixel.
 

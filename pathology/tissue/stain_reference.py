@@ -45,17 +45,17 @@ def stain_normalisation(
     stored = slide_path(store, reference) if "/" not in reference else path
     try:
         if path.suffix == ".zarr" or stored.is_dir():
-            found = _of_slide(SlideStore.open(path if path.suffix == ".zarr" else stored), method)
+            measured = _of_slide(SlideStore.open(path if path.suffix == ".zarr" else stored), method)
         else:
-            found = _of_picture(_picture(path, store, key), method)
+            measured = _of_picture(_picture(path, store, key), method)
     except StoreError as error:
         raise RequestError(f"{key} {reference}: {error}") from error
-    if found is None:
+    if measured is None:
         raise RequestError(
             f"{key} {reference}: its colours cannot be measured (too little stained tissue, or one stain only); give "
             f"another slide, or a picture that is mostly tissue in haematoxylin and eosin"
         )
-    return StainNormalisation.of(method, found)
+    return StainNormalisation.of(method, measured)
 
 
 def _of_slide(slide: SlideStore, method: StainMethod) -> Reference | None:
@@ -77,8 +77,8 @@ def _numbers(stains: Mapping[str, Any] | None) -> Reference | None:
     return None if stains is None else {name: tuple(map(float, stains[name])) for name in names}
 
 
-def _statistics(found: LabStatistics | None) -> Reference | None:
-    return None if found is None else {"mean": found.mean, "std": found.std}
+def _statistics(measured: LabStatistics | None) -> Reference | None:
+    return None if measured is None else {"mean": measured.mean, "std": measured.std}
 
 
 def _picture(path: Path, store: Path, key: str) -> Pixels:

@@ -33,7 +33,7 @@ def thin_strokes(image: Planes, glass: Float, dark: Mask, mpp_um: float) -> Mask
 
     Args:
         image: ``(3, h, w)`` uint8.
-        glass: From `pathology.tissue.density.glass_colour`.
+        glass: From `data.samples.colours.slide_colours.glass_colour`.
         dark: ``(h, w)``: pixels with the colour of ink, denser than `MIN_STROKE_DENSITY`.
         mpp_um: Microns per pixel.
     """

@@ -239,6 +239,7 @@ class _PixelFeatures:
 
     def median_density(self, mask: Mask) -> float:
         """Return the median optical density within a mask; 0 if it is empty."""
+        # A histogram in steps of 16 is precise enough, and needs neither sorting nor floats of all pixels.
         counts = np.bincount(self.density[mask] >> 4, minlength=4096)
         half = int(np.searchsorted(counts.cumsum(), counts.sum() / 2))
         return float((half << 4) * _STEP) if mask.any() else 0.0

@@ -50,9 +50,10 @@ class GallerySlide:
         stored: Whether it is in a store.
         manifest_mpp: The manifest's ``source_mpp``; may be empty.
         prediction: The predicted class; empty if there is none.
-        predictions: Its folder of predictions; None if it is from none.
+        predictions: Its folder of predictions; None if it has none.
         annotations: File of its annotations; None if they cannot be saved.
         reason: Why it cannot be shown, if this is known; else empty.
+        scene: Number of the scene of its file, from the manifest; may be empty.
     """
 
     key: str
@@ -86,7 +87,7 @@ class GallerySlide:
         """Return the micrometres per pixel, (y, x), with which the slide was predicted; None if they are not known."""
         if self.predictions is None:
             return None
-        with suppress(OSError, ValueError, TypeError, KeyError):  # of an earlier version, or not complete
+        with suppress(OSError, ValueError, TypeError, KeyError):  # written by an earlier version, or incomplete
             prediction = json.loads((self.predictions / self.slide_id / PREDICTION_FILE).read_text(encoding="utf-8"))
             y, x = prediction["source_mpp"]
             return float(y), float(x)

@@ -124,7 +124,7 @@ class HeatmapFile:
         return HeatmapChannel(index, kind, class_name, class_color(class_index), strongest, shared[class_index])
 
     def _strongest(self, index: int, offset: float) -> float:
-        """Return a high percentile of a channel's values, of either sign, without an offset."""
+        """Return a high percentile of a channel's absolute values, after an offset is subtracted."""
         small = next(
             (k for k, shape in enumerate(self._shapes) if shape[0] * shape[1] <= _MAX_RANGE_PX),
             len(self._shapes) - 1,

@@ -139,7 +139,8 @@ class FilePixels:
         path: The file, or the folder of one DICOM slide.
         manifest_mpp: The manifest's ``source_mpp``; may be empty.
         slide_mpp: Micrometres per pixel if neither file nor manifest states them.
-        used_mpp: Those, (y, x), with which the slide was predicted; they take precedence. None if it was not.
+        used_mpp: Micrometres per pixel (y, x) with which the slide was predicted, which take precedence; None: not
+            predicted.
         pick: Which picture of the file is shown.
 
     Raises:

@@ -195,7 +195,7 @@ class Scene:
         ], ""
 
     def _channels(self, entry: GallerySlide) -> list[tuple[HeatmapFile, HeatmapChannel]]:
-        """Return the channels of a slide's heatmap, then those of its occlusion, each with its file."""
+        """Return the channels of a slide's maps, in the order of `MAP_FILES`, each with its file."""
         paths = [path for name in MAP_FILES if (path := _file_of(entry, name)) is not None]
         return [(file, channel) for file in map(self._map, paths) for channel in file.channels]
 

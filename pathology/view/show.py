@@ -87,19 +87,20 @@ def _cells_of(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return row and column of the heatmap's cells, each (h, w), at pixels of the slide's finest level.
 
-    Both know where they are on level 0 of the file: so the heatmap may be that of another resolution or part of it.
+    Both state their position on level 0 of the file, so they may differ in resolution, and in the part that they cover.
     """
     if "affine" not in slide.attributes or "source" not in slide.attributes:
         raise RequestError(
-            f"show: {slide.path} does not state where it is on its file, as hyfi ingest does: no heatmap"
+            f"show: {slide.path} does not state its position on the slide file, which a heatmap needs; ingest the "
+            f"slide with hyfi ingest"
         )
     to_level0 = np.array(slide.attributes["affine"], np.float64)
     bounds, cells = slide.attributes["source"]["bounds"], file.cells.affine
     places = np.stack(np.meshgrid(rows, columns, indexing="ij"))
     origin = to_level0[:, 2] - (bounds["y0"], bounds["x0"]) - cells[:, 2]
     level0 = np.einsum("ij,jhw->ihw", to_level0[:, :2], places) + origin[:, None, None]
-    found = np.einsum("ij,jhw->ihw", np.linalg.inv(cells[:, :2]), level0)
-    return found[0], found[1]
+    row, column = np.einsum("ij,jhw->ihw", np.linalg.inv(cells[:, :2]), level0)
+    return row, column
 
 
 def _sampled(grid: NDArray[Any], rows: NDArray[np.float64], columns: NDArray[np.float64]) -> NDArray[Any]:
@@ -127,9 +128,9 @@ def _heatmap_of(slide: SlideStore, folder: Path) -> HeatmapFile:
 
 
 def _channel_of(file: HeatmapFile, name: str | None) -> HeatmapChannel:
-    found = {one.name: one for one in file.channels}
+    channels = {channel.name: channel for channel in file.channels}
     if name is None:
         return file.channels[0]
-    if name not in found:
-        raise RequestError(f"show: the heatmap has no channel {name!r}; it has: {', '.join(found)}")
-    return found[name]
+    if name not in channels:
+        raise RequestError(f"show: the heatmap has no channel {name!r}; it has: {', '.join(channels)}")
+    return channels[name]

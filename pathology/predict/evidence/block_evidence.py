@@ -24,7 +24,7 @@ class BlockEvidence:
         block_px: Side of a block in pixels of the slide at the model's resolution.
         mpp: (y, x) micrometres per pixel of the slide at the model's resolution.
         names: Names of the outputs.
-        forwards: By each model: covered images, or images with backwards.
+        forwards: Forwards of each model: with a block covered, or by ``gradient`` one of each image, with backwards.
     """
 
     kind: BlockKind

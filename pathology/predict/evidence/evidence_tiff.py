@@ -15,7 +15,7 @@ _MEANING = {
     "white. Positive: the block speaks for it. Blocks act together, so drops do not add up to the output. NaN: not "
     "covered, as the block has no tissue that the model has seen. Coarser levels hold means.",
     "gradient": "One channel for each output of the model: the sum of gradient x (pixels - white) over this block, the "
-    "first-order estimate of by how much the output drops when the block is covered by white. Positive: the block "
+    "first-order estimate of how much the output drops when the block is covered by white. Positive: the block "
     "speaks for it. NaN: the block has no tissue that the model has seen. Coarser levels hold means.",
 }
 

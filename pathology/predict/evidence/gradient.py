@@ -34,7 +34,7 @@ from pathology.predict.evidence.blocks import OcclusionBlocks
 from pathology.predict.whole_tissue import image_weights
 
 _ALL = 2**62
-"""Most blocks: as many as the smallest ones are."""
+"""Most forwards for `OcclusionBlocks.of`: no limit, so that blocks are as small as they can be."""
 
 
 def gradient_evidence(ensemble: Ensemble, dataset: SlideDataset, sight: Sight, align_px: int) -> BlockEvidence:
@@ -118,12 +118,12 @@ class _BlockSums:
 
     Args:
         view: The image of the slide.
-        blocks: Of the slide.
+        blocks: The blocks of the slide.
         outputs: Number of outputs.
         white: (1, 3, 1, 1): the background, as the model takes it.
 
     Attributes:
-        sums: (outputs, rows, columns) float64: of this rank's parts of the image so far.
+        sums: (outputs, rows, columns) float64: sums over this rank's parts of the image so far.
     """
 
     def __init__(self, view: View, blocks: OcclusionBlocks, outputs: int, white: torch.Tensor) -> None:
@@ -143,5 +143,6 @@ class _BlockSums:
             rows = torch.arange(inside.y0 + dy, inside.y1 + dy) // self._block_px
             columns = torch.arange(inside.x0 + dx, inside.x1 + dx) // self._block_px
             part = products[inside.relative_to(gradient.box).slices()]
+            # First along rows, then along columns: so no index of every pixel is needed.
             of_rows = torch.zeros(height, part.shape[1], dtype=torch.float64).index_add_(0, rows, part)
             self.sums[gradient.output].index_add_(1, columns, of_rows)

@@ -4,7 +4,8 @@ After Zeiler and Fergus, Visualizing and Understanding Convolutional Networks (2
 photographs by a grey square. Here blocks become white, 255: in all images of training this is what surrounds tissue,
 whereas a square of the mean colour looks like stained tissue.
 
-A slide whose outputs come from several images has one output, in which one image's changes when a block is covered.
+If several images make the output of a slide, a covered block changes those images that show it, and their outputs are
+combined anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A picture of a slide's occlusion, for its report."""
+"""A picture of the evidence of a slide's blocks, for its report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw_evidence(
 
     Args:
         thumbnail: (h, w, 3), the whole slide.
-        evidence: Of the slide.
+        evidence: The slide's evidence.
         channel: The output that is shown.
         slide_size_px: (height, width) of the slide at the model's resolution.
     """

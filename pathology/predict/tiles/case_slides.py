@@ -15,7 +15,7 @@ def with_case_slides(inputs: Sequence[SlideInput]) -> list[SlideInput]:
     """Return slides with all slides of their case, case by case, in the order of the first slide of each.
 
     A slide of a case with several gets a reason why it cannot be predicted if one of them cannot be read, or is not in
-    a store: a part of a case is another bag. Slides that have those of their case already stay as they are.
+    a store: a part of a case is another bag. If all slides have the slides of their case already, they are returned.
     """
     if all(slide.case_slides for slide in inputs):
         return list(inputs)

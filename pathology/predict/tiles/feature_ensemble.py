@@ -55,7 +55,7 @@ class FeatureEnsemble(TileEnsemble):
         return tiles
 
     def source_of(self, slide: SlideStore, tiles: TissueTiles) -> tuple[TileSource, torch.Tensor]:
-        """Return the vectors of a slide, and what stands for one that cannot be read."""
+        """Return the vectors of a slide, and a substitute for a vector that cannot be read."""
         stored = self._stored(slide)
         return FeatureTiles(stored, level0_corners(stored, slide)), torch.zeros(1, stored.features, 1, 1)
 

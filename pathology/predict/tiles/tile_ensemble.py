@@ -101,7 +101,7 @@ class TileEnsemble:
         return tissue_tiles(slide, self._tiling)
 
     def source_of(self, slide: SlideStore, tiles: TissueTiles) -> tuple[TileSource, torch.Tensor]:
-        """Return what the encoder reads of these tiles, and what stands for one that cannot be read, ``(1, …)``."""
+        """Return the tiles for the encoder, and a substitute ``(1, …)`` for one that cannot be read."""
         white = torch.full((1, 3, tiles.size_px, tiles.size_px), 255, dtype=torch.uint8)
         colours = None if self._stain is None else self._stain.of_slide(slide, slide.slide_id)
         return StoreTiles(slide, tiles, colours=colours), white
@@ -159,9 +159,9 @@ def place_explanation(
 
     Args:
         member: The model.
-        tiles: Of the slide.
+        tiles: The slide's tiles.
         explanation: What all tiles of its bag say.
-        own: Which of them are the slide's; the bias then has what the others contribute.
+        own: Which of them are the slide's; contributions of the others then count as bias.
     """
     readout = member.readout
     scores = readout.position_scores(explanation.alone[own].T[:, :, None].float())[:, :, 0]
@@ -176,13 +176,13 @@ def place_explanation(
 
 
 class _CheckedTiles:
-    """Tiles of a slide, others in place of those that cannot be read: ranks wait for each other's vectors.
+    """Tiles of a slide, with a substitute for those that cannot be read: ranks wait for each other's vectors.
 
     Args:
         tiles: The tiles.
-        instead: What stands for one that cannot be read, ``(1, …)``.
-        late: Has the error.
-        name: Of the slide.
+        instead: Substitute ``(1, …)`` for one that cannot be read.
+        late: Keeps the error until all ranks have finished.
+        name: The slide's name.
     """
 
     def __init__(self, tiles: TileSource, instead: torch.Tensor, late: LateErrors, name: str) -> None:

@@ -46,8 +46,8 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
     """Return the heatmap of a slide's tiles; attention is relative to the mean, so that 1 is an average tile.
 
     Args:
-        tiles: Of the slide.
-        values: Of these tiles.
+        tiles: The slide's tiles.
+        values: What the model says of them.
         channels: Names of the outputs.
         exclusive: Whether scores of a tile sum to 1.
     """
@@ -63,6 +63,7 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
     covers = canvas[2 * count]
     is_seen = covers > 0
     canvas[:, ~is_seen] = np.nan
+    # Of a copy: `covers` is itself a row that is divided.
     canvas[count:, is_seen] /= covers[is_seen].copy()
     bias = values.logits - values.contributions.sum(1)
     return Heatmap(
@@ -86,8 +87,8 @@ def at_tiles(tiles: TissueTiles, values: NDArray[np.floating], cell_px: int) -> 
     """Return the mean of a map's cells in each tile, (N,).
 
     Args:
-        tiles: Of the slide.
-        values: (rows, columns).
+        tiles: The slide's tiles.
+        values: The map, (rows, columns).
         cell_px: Side of a cell, which divides size and stride.
     """
     rows, columns, inside = _cells(tiles, cell_px, (values.shape[0], values.shape[1]))
@@ -102,6 +103,6 @@ def _cells(
     """Return row and column of each cell of each tile, (N, cells of a tile), and whether it is on the slide."""
     side = np.arange(tiles.size_px // cell_px)
     down, across = (part.ravel() for part in np.meshgrid(side, side, indexing="ij"))
-    corners = (tiles.corners + cell_px // 2) // cell_px  # of other tools' tiles, not all are at whole cells
+    corners = (tiles.corners + cell_px // 2) // cell_px  # rounded: tiles of other tools may lie between cells
     rows, columns = corners[:, :1] + down, corners[:, 1:] + across
     return rows, columns, (rows >= 0) & (rows < shape[0]) & (columns >= 0) & (columns < shape[1])

@@ -31,7 +31,7 @@ def top_tiles(result: SlideResult) -> list[TilePicture]:
     weighing = heatmap.values[channel] if heatmap.attention is None else heatmap.attention
     weights = at_tiles(tiles, weighing, heatmap.cell_px)
     chosen = np.argsort(-weights, kind="stable")[:MOST]
-    chosen = chosen[weights[chosen] > 0]  # max pooling weighs a tile for each class only
+    chosen = chosen[weights[chosen] > 0]  # with max pooling, one tile of each class has weight
     pixels = _pictures(result.slide, tiles, chosen.tolist())
     pictures = []
     for rank, (index, tile) in enumerate(zip(chosen.tolist(), pixels, strict=True), 1):
@@ -44,6 +44,6 @@ def top_tiles(result: SlideResult) -> list[TilePicture]:
 
 
 def _pictures(slide: SlideStore, tiles: TissueTiles, chosen: list[int]) -> list[NDArray[np.uint8]]:
-    """Return the pixels of some tiles, each ``(3, h, w)``; of a store that is coarser than the tiles, its own."""
+    """Return the pixels of some tiles, each ``(3, h, w)``; if the store is coarser than the tiles, its own pixels."""
     reader = StoreTiles(slide, tiles)
     return [*reader.read_array(chosen)] if min(tiles.plane.step) >= 1 else reader.read_level(chosen)

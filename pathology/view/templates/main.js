@@ -157,7 +157,7 @@ function listLayers() {
   const pane = active, rows = [];
   let kind = "";
   for (const layer of pane.about ? pane.known() : []) {
-    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Score of each position", contribution: "Contribution to the output", attention: "Weight of each tile in the answer", drop: "Drop of the output when a block is covered", gradient: "The same, estimated by gradients"}[layer.kind]}));
+    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Score of each position", contribution: "Contribution to the output", attention: "Weight of each tile in the output", drop: "Drop of the output when a block is covered", gradient: "The same, estimated by gradients"}[layer.kind]}));
     kind = layer.kind;
     rows.push(layerRow(pane, layer));
   }
