@@ -122,7 +122,7 @@ class OpenFile(Protocol):
         ...
 
     def tail(self, length: int) -> tuple[bytes, int]:
-        """Return the last ``length`` bytes (fewer if there are not so many) and the size of the file in bytes.
+        """Return the last ``length`` bytes (all of a shorter file) and the size of the file in bytes.
 
         Raises:
             OSError: They cannot be read.

@@ -96,7 +96,7 @@ class ObjectPath(PosixPath):
             raise
 
     def read_tail(self, length: int) -> tuple[bytes, int]:
-        """Return the last ``length`` bytes, fewer if there are not so many, and the size of the object in bytes."""
+        """Return the last ``length`` bytes (all of a shorter object) and the size of the object in bytes."""
         import obstore
 
         def ask(client: ObjectStore) -> tuple[bytes, int]:

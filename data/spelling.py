@@ -139,7 +139,7 @@ def joined_note(where: str, joined: Sequence[tuple[str, str]]) -> str:
 
 
 def difference(a: str, b: str) -> str:
-    """Return in what two spellings of one name differ."""
+    """Return the kind of difference between two spellings of one name, such as ``case``."""
     steps: tuple[tuple[str, Callable[[str], str]], ...] = (
         ("Unicode form", lambda text: unicodedata.normalize("NFKC", text)),
         ("invisible characters", without_invisible),

@@ -39,8 +39,8 @@ FLAG_MEANINGS = {
     "incomplete": "less tissue was seen than a prediction requires",
     "several_images": "the model takes images of a fixed size; several show the slide, and their logits are combined",
     "no_heatmap": "the model pools no map into its output, so no position has a score: there is no heatmap",
-    "gradient": "gradient.tiff estimates how much the outputs drop when a block of tissue is covered, as was asked for",
-    "occlusion": "occlusion.tiff shows how much the outputs drop when a block of tissue is covered, as was asked for",
+    "gradient": "as requested, gradient.tiff estimates how much the outputs drop when a block of tissue is covered",
+    "occlusion": "as requested, occlusion.tiff shows how much the outputs drop when a block of tissue is covered",
     "heatmap_by_centre": "heatmap cells are placed by their centres, up to half a cell off",
 }
 """Description of each flag."""

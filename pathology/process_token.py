@@ -1,4 +1,4 @@
-"""An identifier of this process on this machine, by which other processes of it see whether it has ended."""
+"""An identifier of this process, by which other processes on the same machine see whether it has ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _started(pid: int) -> str:
 
 
 def has_ended(token: str) -> bool:
-    """Whether the claim's process was on this machine and has ended."""
+    """Whether the process with this identifier was on this machine and has ended; False if that is unknown."""
     parts = token.split()
     if len(parts) != 4 or parts[0] != _machine() or not parts[1].isdigit():
         return False

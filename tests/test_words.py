@@ -224,3 +224,65 @@ def test_a_term_in_another_meaning_is_seen(tmp_path: Path) -> None:
     wrong = tmp_path / "meal_plan.py"
     wrong.write_text("class PlanOfMeals:\n    def replan(self): ...\n    def _plans(self): ...\n")
     assert named_with("plans?", wrong) == ["meal_plan", "PlanOfMeals", "_plans"]
+
+
+_REFERENCE = re.compile(r"`((?:hyfi_core|data|pathology|workflows)(?:\.\w+){2,})`")
+
+
+def names_in(body: list[ast.stmt]) -> set[str]:
+    """Return the names that statements of a module or class define or import."""
+    names = set()
+    for node in body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            names |= names_in(node.body)
+        else:
+            names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return names
+
+
+def refers_to_something(reference: str) -> bool:
+    """Whether ``package.module.Name`` or ``package.module.Class.member`` is defined; nothing is imported."""
+    parts = reference.split(".")
+    for length in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:length])
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if file.is_file():
+            body: list[ast.stmt] = parsed(file).body
+            for name in parts[length:]:
+                if name not in names_in(body):
+                    return False
+                body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == name), [])
+            return True
+    return False
+
+
+def dangling_references(paths: list[Path]) -> list[str]:
+    """Return names in backticks, in comments and docstrings, that no longer exist where they are said to be."""
+    return [
+        f"{path.name}:{number}: {match[1]}"
+        for path in paths
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for match in _REFERENCE.finditer(line)
+        if not refers_to_something(match[1])
+    ]
+
+
+def test_names_in_docstrings_exist() -> None:
+    assert dangling_references([path for package in PACKAGES for path in sources(package)]) == []
+
+
+def test_a_name_that_moved_is_seen(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        '"""`data.files.sha256_of`, `data.store.codec.PixelCodec.parse` and `pathology.readers.facts`, but neither '
+        '`data.files.sha1_of` nor `data.store.codec.PixelCodec.guess` nor `data.no_module.Name`."""\n'
+    )
+    assert [text.rpartition(" ")[2] for text in dangling_references([wrong])] == [
+        "data.files.sha1_of",
+        "data.store.codec.PixelCodec.guess",
+        "data.no_module.Name",
+    ]

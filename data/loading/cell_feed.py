@@ -35,7 +35,7 @@ class CellFeed:
     Args:
         comm: Communicator of all ranks.
         loaders: Ranks of the loaders that serve this trainer.
-        spec: What it needs; ``parts`` in the order of reading, each as it is read.
+        spec: What it needs; ``parts`` are the boxes that its cells read, in the order of reading.
         prefetch: Most turns requested ahead.
         ahead_bytes: Most bytes requested and not read yet, at least two boxes; None: what ``prefetch`` allows.
         device: Device of the images.
@@ -79,7 +79,7 @@ class CellFeed:
     def batch(self, turn: int) -> BatchPixels:
         """Return this feed, whose ``read`` waits for the boxes of the turn."""
         if turn != self._turn + 1:
-            raise ValueError(f"turns must follow one another: {turn} asked for, {self._turn + 1} is next")
+            raise ValueError(f"turn {turn} was requested, but turn {self._turn + 1} is next: turns are read in order")
         self._turn = turn
         self._read.clear()
         self._open = {key: opened for key, opened in self._open.items() if key[0] >= turn}

@@ -237,7 +237,7 @@ class LoaderService:
                 yield _SampleRequest(number, (peer, self._boxes), Box(*box))
 
     def _add_worker(self, pool: DecodePool) -> bool:
-        """Start one more worker if trainers have waited; return whether one was."""
+        """Start one more worker if trainers have waited; return whether it was started."""
         workers = len(pool.workers)
         if self._growth is None or not pool.is_behind or not self._growth.is_due(workers, pool.image_bytes):
             return False
@@ -250,7 +250,7 @@ class LoaderService:
         return True
 
     def _start_next_sample(self, pool: DecodePool) -> bool:
-        """Start preparing the oldest sample that is next for all trainers that need it; return whether one was."""
+        """Start the oldest sample that is next for all trainers that need it; return whether there was one."""
         if not pool.has_free_slot:
             return False
         waiting = {rank: request for rank, t in self._trainers.items() if (request := t.next) is not None}

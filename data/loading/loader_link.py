@@ -76,7 +76,7 @@ class LoaderLink:
         return self._loaders[ordinal % len(self._loaders)]
 
     def request(self, receives: Sequence[Message], requests: Mapping[int, Mapping[str, Any]]) -> int:
-        """Post receives, then ask for what they receive.
+        """Post receives, then send the requests that they answer.
 
         Args:
             receives: In the order in which each loader will send.

@@ -85,6 +85,7 @@ class SampleStream:
         order = self._orders.get(epoch)
         if order is None:
             order = self._order(epoch)
+            # Two epochs stay: a batch may begin in one and end in the next.
             newest = max(self._orders, default=epoch)
             self._orders = {e: o for e, o in self._orders.items() if e == newest} | {epoch: order}
         return order[position]

@@ -62,7 +62,7 @@ class RemoteFeed:
     def batch(self, turn: int) -> BatchPixels:
         """Wait for the images of a turn; those of the previous turn are no longer valid."""
         if turn != self._next_turn:
-            raise ValueError(f"turns must follow one another: {turn} asked for, {self._next_turn} is next")
+            raise ValueError(f"turn {turn} was requested, but turn {self._next_turn} is next: turns are read in order")
         start_s = time.perf_counter()
         self._slots[(turn - 1) % len(self._slots)].reuse()
         self._request_ahead()

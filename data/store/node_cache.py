@@ -144,7 +144,7 @@ class NodeCache:
                 end in `INDEX`: they are read while a row is held, and have locks of their own.
             names: Identifier of each chunk's content, by slot.
             shape: Shape of a chunk.
-            load: Reads chunks from the store; what it raises is raised.
+            load: Reads chunks from the store; its exceptions are passed on.
         """
         missing = []
         for slot, name in names.items():

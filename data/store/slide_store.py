@@ -78,6 +78,7 @@ class SlideStore:
         """
         path = location(path)
         label = path / "labels" / "tissue"
+        # At once: on object storage each group is a request.
         (attributes, ome), (_, label_ome) = each(
             lambda group: group_attributes(group) if group is path else _attributes(group), (path, label), path
         )

@@ -124,6 +124,7 @@ class TissueGrid:
         """
         before = np.zeros((len(strips), strips.shape[1] + 1), np.int64)
         np.cumsum(strips * np.diff(self.columns), axis=1, out=before[:, 1:])
+        # All of the mask columns before the one with the end, and of that one the image columns left of the end.
         column = np.clip(np.searchsorted(self.columns, x_ends, "right") - 1, 0, strips.shape[1] - 1)
         return np.asarray(before[:, column] + strips[:, column] * (x_ends - self.columns[column]), dtype=np.int64)
 

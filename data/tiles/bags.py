@@ -82,7 +82,7 @@ class Bags(Protocol):
 
 
 class TileBags:
-    """The tiles of each slide of a dataset. Nothing is read before it is asked for.
+    """The tiles of each slide of a dataset. A slide is read when it is first used.
 
     Args:
         dataset: The slides.

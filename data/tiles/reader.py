@@ -105,6 +105,7 @@ class StoreTiles:
             y, x = corners[index].tolist()
             result[index] = self._finished(y, x, pixels[index])
 
+        # Unchanged tiles are only copied, which threads do not speed up.
         plain = self.tiles.plane.is_level and self._augment is None and self._colours is None
         if self._threads > 1 and not plain:
             list(thread_pool(self._threads).map(finish, range(len(corners))))

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """Keeps values of the slides used last; others are made again when they are asked for.
+    """Keeps values of the slides used last; others are computed again when they are needed.
 
     Args:
         most_bytes: Limit of all values together; the last one stays, however large.

@@ -51,7 +51,7 @@ def reduced(
 def _sums(
     values: NDArray[Any], start: int, length: int, step: Fraction, largest: int
 ) -> NDArray[np.float32] | NDArray[np.float64]:
-    """Return for each new pixel along the first axis the sum of what it covers, times the units covered.
+    """Return, for each new pixel along the first axis, the sum of the pixels it covers, each times its covered units.
 
     ``largest``: bound of these sums. float32 has all whole numbers to 2²⁴: half of it leaves room for rounding up.
     """

@@ -102,6 +102,7 @@ def plane_of(levels: Sequence[StoreLevel], mpp_um: float | None, slide_id: str) 
         )
     read = max(finer, key=lambda k: max(levels[k].mpp))
     level = levels[read]
+    # Fractions, so that positions are computed in whole numbers, the same in every box and on every machine.
     y, x = (Fraction(mpp_um / side).limit_denominator(LARGEST_DENOMINATOR) for side in level.mpp)
     size = (-(-level.height_px * y.denominator // y.numerator), -(-level.width_px * x.denominator // x.numerator))
     return TilePlane(read, (y, x), (mpp_um, mpp_um), size)

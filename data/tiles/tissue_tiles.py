@@ -80,6 +80,7 @@ class TissueTiles:
         """``(N, 2)`` float64: `coords` before they are rounded to whole pixels."""
         matrix = np.array(self.to_source)
         ends = np.stack([self.corners, self.corners + self.size_px], axis=1).astype(np.float64)
+        # The map may mirror or turn the plane: then another corner of the tile is the upper left one in the source.
         corners: NDArray[np.float64] = (ends @ matrix[:, :2].T + matrix[:, 2]).min(axis=1)
         return corners
 
@@ -150,6 +151,7 @@ def tissue_tiles(slide: SlideStore, tiling: Tiling) -> TissueTiles:
             f"is tissue to {tiling.min_tissue:.0%}; the most is {share.max():.1%}"
         )
     corners = np.stack([starts[0][chosen[:, 0]], starts[1][chosen[:, 1]]], axis=1)
+    # A reader keeps about as many decoded chunks as one file has: tiles of a file must follow one another.
     order = _by_file(corners, plane, slide)
     return TissueTiles(
         slide_id=slide.slide_id,
@@ -172,6 +174,7 @@ def _tissue_share(tissue: TissueGrid, starts: list[Corners], size: int) -> NDArr
     """Return ``(rows, columns)``: the share of each tile's area that is tissue; outside the slide there is none."""
     ends = [np.minimum(start + size, length) for start, length in zip(starts, tissue.size_px, strict=True)]
     cuts = [np.unique(np.concatenate([[0], start, end])) for start, end in zip(starts, ends, strict=True)]
+    # A summed-area table over the rows and columns where tiles start or end: four lookups for each tile.
     summed = np.zeros((len(cuts[0]), len(cuts[1])), np.int64)
     summed[1:, 1:] = tissue.counts(cuts[0], cuts[1]).cumsum(axis=0).cumsum(axis=1)
     y0, x0 = (np.searchsorted(cut, start) for cut, start in zip(cuts, starts, strict=True))

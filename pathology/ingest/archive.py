@@ -149,7 +149,7 @@ def ingest(
 
 
 def begin(request: Request, work: IngestWork) -> IngestWork:
-    """Create the store and save its pseudonyms; return the work, or what it is now if its key is out of date.
+    """Create the store and save its pseudonyms; return the work, which is compared anew if its key is out of date.
 
     Raises:
         RequestError: The store cannot be written.

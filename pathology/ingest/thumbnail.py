@@ -53,7 +53,7 @@ class Thumbnail:
 
 
 def thumbnail_of_store(slide: SlideStore, longest_px: int = LONGEST_PX) -> Thumbnail:
-    """Return the picture of an ingested slide, from the coarsest level that is at least as large."""
+    """Return the picture of an ingested slide, from its coarsest level of at least ``longest_px``, else the finest."""
     large = [k for k, v in enumerate(slide.levels) if max(v.height_px, v.width_px) >= longest_px]
     level = max(large, default=0)
     size = slide.levels[level]

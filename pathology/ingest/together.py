@@ -74,7 +74,7 @@ def ingest_together(
         ends = comm.broadcast_object(comm.gather_objects([report.stopped, report.interrupted]))
     if comm.rank == 0:
         end(store)
-    comm.barrier()
+    comm.barrier()  # no rank returns before the manifest is complete
     return _report(every, done_before, ends, len(jobs))
 
 
@@ -118,6 +118,7 @@ class _Share:
         return self.queue.take()
 
     def finished(self, outcome: Outcome) -> None:
+        # By place: the job may have got another name, because another run had taken its own.
         index = next(k for k, job in enumerate(self.jobs) if job.place == outcome.job.place)
         self.outcomes[index] = [asdict(outcome.record), outcome.job.to_json(), outcome.ours]
         self.queue.finish(index)

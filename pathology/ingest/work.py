@@ -76,6 +76,7 @@ def do_job(
     if claim is None:
         return None
     with claim:
+        # Another run has saved a record of this name since the job was planned.
         if record_state(store, job.slide_id) != job.seen:
             stored = SlideRecord.load(record_path(store, job.slide_id))
             if _is_of_another(stored, job):

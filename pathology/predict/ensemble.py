@@ -351,7 +351,7 @@ class LateErrors:
         self._error: Exception | None = None
 
     def read_or(self, instead: Callable[[], torch.Tensor], read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what ``read`` does, or ``instead`` once it has failed.
+        """Return the result of ``read``, or of ``instead`` once ``read`` has failed.
 
         Raises:
             SlideError: It failed, and there are no other ranks.

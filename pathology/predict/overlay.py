@@ -215,12 +215,13 @@ def _draw_regions(image: Image.Image, overlay: Overlay) -> int:
     listed = overlay.regions.listed
     rings = [outline(region.cells) for region in listed]
     holes = [hole for ring, *inner in rings for hole in inner]
+    # Rings are lists, which cannot be keys. The area of a hole is negative: it runs the other way round.
     sizes = {id(hole): -signed_area(hole) * scale**2 for hole in holes}
     large = sorted((hole for hole in holes if sizes[id(hole)] >= LEAST_HOLE_PX), key=lambda hole: -sizes[id(hole)])
     drawn = [ring for ring, *_ in rings] + large[: MOST_OUTLINES - len(listed)]
     for ring in drawn:
         draw.line([(x * scale, y * scale) for x, y in ring], fill=REGION_RGB, width=2, joint="curve")
-    for region in reversed(listed):
+    for region in reversed(listed):  # where marks overlap, the highest rank is on top
         top = int(region.cells[0].min())
         x = float(region.cells[1][region.cells[0] == top].max() + 1) * scale + size * 0.7
         y = top * scale - size * 0.2

@@ -104,7 +104,7 @@ class Readout(ABC):
         """Return how the numbers of a report were computed; ``calibrations``: those of the members that have one."""
 
     def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:
-        """Return what ``prediction.json`` says of the numbers of a slide; null where there is none."""
+        """Return the keys of ``prediction.json`` with the numbers of a slide; null where there is none."""
         arrays = {"values": values, "values_uncalibrated": uncalibrated}
         return {
             name: {
@@ -195,7 +195,7 @@ class ClassReadout(Readout):
         return f"{spread * 100:.1f}"
 
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
-        """Return that the numbers are a softmax, and its temperatures."""
+        """Return a sentence that the numbers are a softmax, with its temperatures."""
         fitted = [f"{float(calibration.get('temperature', 1.0)):.3g}" for calibration in calibrations]
         note = f"calibrated by temperature {', '.join(fitted)}" if len(fitted) == models else "not calibrated"
         if models == 1:

@@ -101,7 +101,7 @@ def _write_files(
     with_position = metadata | {"cell_to_level0": cell_to_level0(result)}
     mask, mask_mpp = result.slide.tissue()
     cells = tissue_cells(mask, mask_mpp, heatmap)
-    # A head scores glass, too, and what it says of it is meaningless: it would be colour on glass in every viewer.
+    # A head scores glass, too. These scores mean nothing, and every viewer would draw them as colours on the glass.
     on_tissue = replace(heatmap, scores=np.where(cells, heatmap.scores, np.float32(np.nan)))
     if heatmap.mapped:
         write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))

@@ -90,7 +90,7 @@ def coverage_of(views: Sequence[View]) -> float:
 
 
 def evidence_of(result: SlideResult) -> list[str]:
-    """Return what shows where a slide's outputs come from: ``map``, ``occlusion`` or ``gradient``; empty: nothing."""
+    """Return the kinds of evidence in a slide's results: ``map``, ``occlusion``, ``gradient``; empty: none."""
     return ["map"] * result.heatmap.mapped + ([] if result.blocks is None else [result.blocks.kind])
 
 

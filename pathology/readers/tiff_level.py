@@ -72,6 +72,7 @@ def parse_level(page: Any) -> TiffLevel:
     """
     height, width = int(page.imagelength), int(page.imagewidth)
     tile = (int(page.tilelength), int(page.tilewidth)) if page.is_tiled else (int(page.rowsperstrip), width)
+    # RowsPerStrip may be larger than the image: its default, 2³² − 1, means one strip.
     tile = (min(tile[0], height), tile[1]) if not page.is_tiled else tile
     offsets = np.asarray(page.dataoffsets, np.int64)
     lengths = np.asarray(page.databytecounts, np.int64)
@@ -120,7 +121,7 @@ def _split_strips(
 ) -> tuple[tuple[int, int], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Split large uncompressed strips, which can be read in part, into strips of about 1 MiB."""
     step = max(1, min(strip[0], _STRIP_BYTES // row_bytes))
-    while strip[0] % step:
+    while strip[0] % step:  # all new strips but the last must have the same height
         step -= 1
     firsts = np.arange(0, height, step, dtype=np.int64)
     starts = offsets[firsts // strip[0]] + firsts % strip[0] * row_bytes

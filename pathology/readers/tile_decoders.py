@@ -146,7 +146,7 @@ def _name_of(names: type[IntEnum], value: int) -> str:
 
 
 def _alpha_of(page: Any) -> int:
-    """Return how the fourth sample is to be used: 1 associated alpha, 2 unassociated alpha, 0 ignored.
+    """Return the use of the fourth sample: 1 associated alpha, 2 unassociated alpha, 0 ignored.
 
     See TIFF 6.0, ExtraSamples. A fourth sample of unspecified meaning is ignored.
     """

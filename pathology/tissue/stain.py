@@ -60,6 +60,7 @@ def estimate_stains(pixels: npt.NDArray[np.uint8], glass: Float) -> StainVectors
         return None
     _, vectors = np.linalg.eigh(np.cov(density, dtype=np.float64))
     plane = vectors[:, [2, 1]]
+    # Eigenvectors have either sign. Towards absorption, angles stay away from the jump at ±180°.
     plane = plane * np.where(plane.sum(0) < 0, -1, 1)
     projected = plane.T.astype(np.float32) @ density
     angle = np.arctan2(projected[1], projected[0])

@@ -131,7 +131,7 @@ class HeatmapFile:
         )
         strength = np.abs(self.values(index, small) - offset)
         finite = strength[np.isfinite(strength)]
-        return (float(np.percentile(finite, _RANGE_PERCENTILE)) if finite.size else 0.0) or 1.0
+        return (float(np.percentile(finite, _RANGE_PERCENTILE)) if finite.size else 0.0) or 1.0  # it divides
 
 
 def _metadata_of(ome_xml: str) -> tuple[dict[str, Any], list[str]]:

@@ -167,7 +167,7 @@ class FilePixels:
             ShownLevel(v.height_px, v.width_px, v.downsample, _block_of(v.tile_px)) for v in source.levels
         )
         affine = np.array(source.to_file_px, np.float64)
-        affine[:, 2] -= source.bounds.y0, source.bounds.x0
+        affine[:, 2] -= source.bounds.y0, source.bounds.x0  # QuPath counts from the corner of the bounds
         self.to_level0 = SlideGrid(affine)
         self.facts = (("Scanner", source.vendor), *_mpp_fact(self.mpp, note), *_power_fact(source.objective_power))
 

@@ -47,6 +47,7 @@ def show(
     if box.empty or size_px < 1:
         raise RequestError(f"show: {box} has no pixel of {slide.slide_id}, {whole.height} × {whole.width} px")
     downsample = max(1.0, max(box.height, box.width) / size_px)
+    # With a tolerance: sizes of levels are rounded.
     level = max(k for k, one in enumerate(slide.levels) if finest.height_px / one.height_px <= downsample * 1.001)
     factors = [finest.height_px / slide.levels[level].height_px, finest.width_px / slide.levels[level].width_px]
     part = Box(

@@ -87,6 +87,7 @@ class ReinhardMap:
             strip = slice(start, start + STRIP_PX)
             values = np.ascontiguousarray(flat[:, strip])
             share = np.minimum(_densities(values, self.glass) * np.float32(1 / STAINED_DENSITY), np.float32(1))
+            # Values plus one, as black has no logarithm.
             lms = np.log(_product(_TO_LMS.astype(np.float32), values + np.float32(1)))
             lms = np.exp(_product(self.factors, lms) + self.summands[:, None])
             rgb = np.clip(_product(np.linalg.inv(_TO_LMS).astype(np.float32), lms) - np.float32(1), 0, 255)

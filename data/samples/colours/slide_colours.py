@@ -74,6 +74,7 @@ def glass_colour(image: Pixels) -> NDArray[np.float32]:
     rows = slice(None, None, max(1, image[0].size // _HISTOGRAM_PX))
     for channel in image[:, rows]:
         counts = np.bincount(channel.reshape(-1), minlength=256).astype(np.float64)
+        # Over five values, as the highest single count of a sparse histogram is left to chance.
         smooth = np.convolve(counts, np.ones(5), mode="same")
         brightest = int(np.searchsorted(counts.cumsum(), 0.98 * counts.sum()))
         lowest = max(0, min(_DARKEST_GLASS, brightest - 20))
@@ -109,6 +110,7 @@ def tissue_windows(slide: MeasuredSlide) -> Iterator[Pixels]:
     level = slide.levels[index]
     scale = [own / coarse for own, coarse in zip(level.mpp, mask_mpp, strict=True)]
     for k in range(min(_WINDOWS, len(places))):
+        # The middle one of each of as many equal parts of all tissue pixels: windows are spread over the tissue.
         y, x = divmod(int(places[(2 * k + 1) * len(places) // (2 * min(_WINDOWS, len(places)))]), mask.shape[1])
         top, left = (int(at / s) - _WINDOW_PX // 2 for at, s in zip((y, x), scale, strict=True))
         window = Box(top, top + _WINDOW_PX, left, left + _WINDOW_PX)

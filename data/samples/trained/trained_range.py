@@ -1,4 +1,4 @@
-"""The ranges of what a model was trained on, by which slides far outside of them are recognised."""
+"""Ranges of the training slides' sizes, resolutions and stains, by which slides far outside of them are recognised."""
 
 from __future__ import annotations
 

@@ -73,6 +73,7 @@ class TrainedSlides:
         name, content = _entry(slide_id, sha256).split(":")
         if content in self._files:
             return True
+        # Two known files of one name that differ are different slides.
         return name in self._unread if content else name in self._names
 
     @cached_property

@@ -174,7 +174,7 @@ def _rows(stored: Any, chosen: NDArray[np.int64] | None) -> Any:
 
 
 def _frame(content: Any) -> tuple[Unit | None, float | None, float]:
-    """Return unit, size of a tile in it, and the factor that turns what is stored into it."""
+    """Return the unit of positions, the size of a tile in this unit, and the factor from stored numbers to it."""
     if "coords" not in content:
         return None, None, 1.0
     attributes = dict(getattr(content, "attrs", {}))

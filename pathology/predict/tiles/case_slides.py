@@ -31,7 +31,7 @@ def with_case_slides(inputs: Sequence[SlideInput]) -> list[SlideInput]:
 
 
 def alone_note(inputs: Sequence[SlideInput]) -> str:
-    """Return that slides whose case is unknown are predicted alone; empty if none is."""
+    """Return a note that slides whose case is unknown are predicted alone; empty if there are none."""
     alone = [slide.slide_id for slide in inputs if not slide.case_id]
     if not alone:
         return ""

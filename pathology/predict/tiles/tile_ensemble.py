@@ -122,7 +122,7 @@ class TileEnsemble:
         return [self._of_case(k, slide, tiles, sight.case_slides) for k in range(len(self._members))]
 
     def _of_case(self, member: int, slide: SlideStore, tiles: TissueTiles, paths: tuple[Path, ...]) -> Heatmap:
-        """Return what a member says of one slide of a case, whose slides are one bag; computed once a case."""
+        """Return a member's heatmap of one slide of a case, whose slides are one bag; computed once for each case."""
         if self._case is None or self._case.paths != paths:
             slides = together(self._comm, lambda: [self._open(path) for path in paths])
             self._case = _OpenCase(paths, together(self._comm, lambda: [(one, self.tiles_of(one)) for one in slides]))
@@ -135,7 +135,7 @@ class TileEnsemble:
         return place_explanation(self._members[member], tiles, explained[member], slice(first, first + counts[own]))
 
     def _explained(self, engine: TilesEngine, bags: Sequence[tuple[SlideStore, TissueTiles]]) -> TileExplanation:
-        """Return what the tiles of some slides say together, one slide after the other.
+        """Return the explanation of the tiles of some slides as one bag, one slide after the other.
 
         Raises:
             SlideError: Their pixels cannot be read, or the output is not finite.
@@ -166,6 +166,7 @@ def place_explanation(
     readout = member.readout
     scores = readout.position_scores(explanation.alone[own].T[:, :, None].float())[:, :, 0]
     attention = None if explanation.attention is None else explanation.attention.double().cpu().numpy()
+    # `place_tiles` multiplies attention by the number of the slide's tiles; the mean is that of all tiles of the bag.
     values = TileValues(
         explanation.logits.double().cpu().numpy(),
         scores.cpu().numpy(),

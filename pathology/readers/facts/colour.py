@@ -132,6 +132,7 @@ def believed_jpeg_2000(
     if len({header.says for header in headers}) > 1:
         raise ColourError("some of its JPEG 2000 tiles say that they hold RGB, others YCbCr")
     header = next(iter(headers), CodestreamHeader(own_transform=False, subsampled=False))
+    # Either nothing contradicts the tags, or the pixels decide, or else the tiles' own statement does, or the tags.
     if declared and (header.says == declared or not header.says) and header.box != "grey" and not header.contradicts:
         return declared, None
     shown = "ycbcr" if header.subsampled else pixels_say(_decoded(tiles, decode))

@@ -65,7 +65,7 @@ class CodestreamHeader:
 
 
 def jpeg_2000_header(tile: bytes) -> CodestreamHeader | None:
-    """Return what a tile says; None if it is damaged."""
+    """Return what a tile says about its colours; None if it is damaged."""
     start, colour = _codestream(tile)
     try:
         return CodestreamHeader(_has_transform(tile, start), is_subsampled(tile, start), _colour_of(tile, colour))

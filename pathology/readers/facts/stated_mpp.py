@@ -46,7 +46,7 @@ _UM_PER_UNIT = {
 
 
 def stated_by_tiff(tiff: tifffile.TiffFile, page: Any) -> tuple[StatedMpp, ...]:
-    """Return what a page of a TIFF, which must be open, states of its microns per pixel."""
+    """Return the statements about microns per pixel for a page of a TIFF, which must be open."""
     statements = [_of_ome(tiff.ome_metadata or "", page) if tiff.is_ome else _of_aperio(page.description)]
     if page.is_imagej:
         statements.append(_of_imagej(page))

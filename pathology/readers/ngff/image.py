@@ -86,6 +86,7 @@ def images_of(path: Path) -> tuple[list[NgffImage], str]:
         raise SlideError("it is a folder, but no OME-Zarr store: it has neither zarr.json nor .zattrs")
     _refuse_others(root)
     if "multiscales" in root.attributes:
+        # One series of a store of bioformats2raw: the OME-XML of all series is one folder up.
         own_series = path.name.isdecimal()
         xml = _xml_of(path.parent) if own_series else _xml_of(path)
         return [_image(root, _xml_images(xml), int(path.name) if own_series else 0)], xml

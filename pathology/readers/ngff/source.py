@@ -244,7 +244,7 @@ def _checked(image: NgffImage, arrays: Sequence[ZarrLevel], power: float | None)
 
 
 def _of_coarser_levels(image: NgffImage, arrays: Sequence[ZarrLevel], finest: StatedMpp) -> tuple[StatedMpp, ...]:
-    """Return what the scale of the first coarser level says that contradicts the finest one's."""
+    """Return the statement of the first coarser level whose scale contradicts the finest one's; empty if none does."""
     y, x = image.axis("y"), image.axis("x")
     scales = [level.scale for level in image.levels]
     for k, (array, scale) in enumerate(zip(arrays, scales, strict=True)):

@@ -199,7 +199,7 @@ def test_what_loaders_do_not_send_is_refused() -> None:
             return
         spec = spec_of(0, layout, (0, 2))
         feed = CellFeed(comm, [1], spec, prefetch=1)
-        with pytest.raises(ValueError, match="turns must follow one another: 1 asked for, 0 is next"):
+        with pytest.raises(ValueError, match="turn 1 was requested, but turn 0 is next"):
             feed.batch(1)
         pixels = feed.batch(0)
         with pytest.raises(ValueError, match="was requested, but the loaders send"):
