@@ -160,7 +160,7 @@ def test_pixels_that_are_not_square_are_refused_beyond_five_per_cent(tmp_path: P
     square = open_source(write_tiff(tmp_path / "a.tif", (40_000, 41_900), 3)).mpp
     assert square is not None and resolve_mpp(square, "", None).um == square
     oblong = open_source(write_tiff(tmp_path / "b.tif", (40_000, 43_000), 3)).mpp
-    with pytest.raises(SlideError, match=r"0\.25 × 0\.2326 \(x, y\).*square within 5 %"):
+    with pytest.raises(SlideError, match=r"0\.2326 × 0\.25 µm/px \(y, x\).*square within 5 %"):
         resolve_mpp(oblong, "", None)
 
 
