@@ -136,7 +136,7 @@ def as_file_errors(address: str) -> Iterator[None]:
         FileNotFoundError: There is no such object.
         FileExistsError: It exists already, or is another version than expected.
         PermissionError: The credentials are missing, wrong or not sufficient.
-        OSError: There is no such bucket, or the server does not answer; all attempts were in vain.
+        OSError: There is no such bucket, or the server did not answer any attempt.
     """
     from obstore.exceptions import BaseError
 

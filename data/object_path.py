@@ -139,7 +139,8 @@ class ObjectPath(PosixPath):
         return self._revision_in(put)
 
     def _revision_in(self, answer: Any) -> str:
-        # Google's conditional writes name a generation, a number; those of all others the tag.
+        # A conditional write names the version it replaces: for Google the object's generation, a number; for all
+        # others its tag.
         return answer["version" if self.scheme == "gs" else "e_tag"] or ""
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:

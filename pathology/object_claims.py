@@ -130,7 +130,7 @@ def _stale_version(path: ObjectPath) -> str | None:
 
 
 def _server_time_s(path: ObjectPath) -> float:
-    """Return the time of the server's clock, which is that of its objects."""
+    """Return the time of the server's clock, by which its objects are dated: that of an object written now."""
     probe = path.with_name(f".now-{secrets.token_hex(8)}")
     try:
         probe.write_bytes(b"")

@@ -71,7 +71,7 @@ class Lease:
 def decode(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> int:
     """Write a sample's parts into its slot, and the original image into its cache entry if it has one.
 
-    One read covers all parts; that of a single part decodes into its slot. Memory: the original and the augmented
+    One read covers all parts; a single part is decoded directly into its slot. Memory: the original and the augmented
     image, in addition to the slot.
 
     Args:

@@ -19,8 +19,8 @@ def in_order(labels: Labels, source: str, *, is_given: bool) -> Labels:
     Args:
         labels: The grades as classes.
         source: The file, for messages.
-        is_given: Whether the classes are in their order already. Otherwise it is that of their numbers (``1``, ``G2``,
-            ``pT3``) or Roman numbers (``II``).
+        is_given: Whether the classes are in their order already. Otherwise they are sorted by their numbers (``1``,
+            ``G2``, ``pT3``) or Roman numbers (``II``).
 
     Raises:
         RequestError: The grades have no order that is known.

@@ -44,7 +44,7 @@ def working_folder(store: Path, base: Path | None = None) -> Path:
 
 
 def make_private(store: Path, base: Path | None = None) -> None:
-    """Make the folder of this user's uploads; the arguments are those of ``working_folder``, and a store is left alone.
+    """Make the folder of this user's uploads; do nothing for a store in a folder. Arguments as of `working_folder`.
 
     Raises:
         OSError: It cannot be made, or belongs to another user, who could read the pixels.

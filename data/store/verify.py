@@ -99,7 +99,7 @@ def verify_store(store: Path, threads: int, progress: Progress | None = None) ->
 
 
 def slides_in(store: Path) -> list[Path]:
-    """Return the paths of a store's slides, sorted; of a web server, whose folders cannot be listed, by its manifest.
+    """Return the paths of a store's slides, sorted. A web server cannot list a folder: there the manifest names them.
 
     Raises:
         StoreError: There is no store.

@@ -73,7 +73,7 @@ class JoinedTiles:
 
     @cached_property
     def coords(self) -> NDArray[Any] | None:
-        """``(N, 2)``: (y, x) of each tile, with the slides side by side; None if those of a slide are unknown."""
+        """``(N, 2)``: (y, x) of each tile, with the slides side by side; None if a slide has no positions."""
         shifted, left = [], 0
         for part in self._parts:
             if part.coords is None:
@@ -104,7 +104,7 @@ class JoinedTiles:
 
 
 class CaseBags:
-    """The cases of a dataset as bags; an index is that of a case. See `data.tiles.bags.Bags`.
+    """The cases of a dataset as bags: index k is the k-th case. See `data.tiles.bags.Bags`.
 
     Args:
         slides: The slides as bags.

@@ -25,7 +25,7 @@ class Grouping:
 
     Attributes:
         members: Indices of the slides of each sample; samples in the order of their first slides.
-        samples: The first slide of each, whose label is that of all.
+        samples: The first slide of each; all slides of a sample have its label.
     """
 
     members: tuple[tuple[int, ...], ...]

@@ -89,7 +89,7 @@ def _listed(store: ObjectPath) -> tuple[bytes, int]:
 
 
 def source_digest(path: Path) -> str:
-    """Return the SHA-256 of the slide's file; for several files, that of their digests.
+    """Return the SHA-256 of the slide's file; for several files, that of their digests. See `RunningDigest`.
 
     Raises:
         SlideError: A file cannot be read.
@@ -101,10 +101,9 @@ def source_digest(path: Path) -> str:
 class RunningDigest:
     """The SHA-256 of a slide's files, computed by a thread while the slide is decoded.
 
-    On object storage it is that of the names, sizes and versions of all objects, which are not read a second time.
-
-    It reads the file sequentially, slightly ahead of the decoder if possible, so that the disk is read once. A context
-    manager that stops the thread on exit.
+    The thread reads the file sequentially, slightly ahead of the decoder if possible, so that the disk is read once.
+    On object storage only the objects' names, sizes and versions are digested, as reading them again would be a second
+    download. A context manager that stops the thread on exit.
 
     Args:
         path: The slide's file.

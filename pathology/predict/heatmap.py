@@ -237,7 +237,7 @@ def _scatter_centres(
 
 
 def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
-    """Return the mean of an ensemble's heatmaps, on a grid whose cells divide those of all members.
+    """Return the mean of an ensemble's heatmaps, on a grid that divides the cells of every member.
 
     A larger cell is divided into smaller cells with equal parts of its contribution, which preserves sums.
 

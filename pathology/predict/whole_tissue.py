@@ -28,8 +28,8 @@ from hyfi_core.process_memory import return_what_is_freed
 from hyfi_core.runtime.engine import Engine
 
 CELL_PX = 2048
-"""Side of the cells in which a rank computes its part of larger images; that of its part of the trained size if that is
-larger."""
+"""Side of the cells in which a rank computes its part of a larger image, unless its part of the trained size is larger:
+then that is the side."""
 
 Pooling = Literal["mean", "max"]
 ImageSize = tuple[int, int]

@@ -314,7 +314,7 @@ def _of_one_size(tiff: tifffile.TiffFile, page: Any) -> list[Any]:
 
 
 def _pages_before_the_damage(tiff: tifffile.TiffFile) -> list[Any]:
-    """Return the largest tiled page and those of its aspect ratio, of the pages before the first damaged directory."""
+    """Return the largest tiled page before the first damaged directory, and the others of the same aspect ratio."""
     undamaged: list[Any] = []
     with suppress(tifffile.TiffFileError):
         for k in range(len(tiff.pages)):

@@ -1,4 +1,4 @@
-"""The reference of stain normalisation: published numbers, or those of a slide or a picture of the user's own."""
+"""The reference of stain normalisation: published numbers, or those measured on a slide or picture of the user."""
 
 from __future__ import annotations
 

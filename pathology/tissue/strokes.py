@@ -1,4 +1,4 @@
-"""Detection of thin pen strokes, which have no smooth inside at the resolution of the mask: all of it is near an edge.
+"""Detection of pen strokes too thin for a smooth inside at the mask's resolution: all their pixels are near an edge.
 
 Along its middle, ink is dense and even, over hundreds of micrometres. Strands of tissue with the colour of ink, in
 immunostains, are paler and vary from nucleus to nucleus.

@@ -144,8 +144,8 @@ def _unrounded(corners: NDArray[np.float64], side_px: float) -> float:
     """Return a tile's side before its file rounded it to whole pixels, measured by the grid of all corners."""
     if side_px % 1:
         return side_px
-    # Corners lie on a grid of the unrounded side, or of a part of it where tiles overlap: its step is the one that
-    # reaches the farthest corner in whole steps, and all others to within the pixel to which they were rounded.
+    # Corners lie on a grid whose step is the unrounded side, or a part of it where tiles overlap. The step is right if
+    # the farthest corner is a whole number of steps away and all others are within a pixel of the grid.
     axis = int(np.argmax(np.ptp(corners, axis=0)))
     offsets = corners[:, axis] - corners[:, axis].min()
     for parts in range(1, _MOST_CELLS + 1):
@@ -160,7 +160,7 @@ def _unrounded(corners: NDArray[np.float64], side_px: float) -> float:
 
 
 def _smallest_gap(corners: NDArray[np.float64]) -> float:
-    """Return the smallest distance of tiles in a row or a column, about that of a tile."""
+    """Return the smallest distance between corners along an axis: about a tile's side, less where tiles overlap."""
     gaps = [np.diff(np.unique(corners[:, axis])) for axis in (0, 1)]
     return min((float(gap.min()) for gap in gaps if len(gap)), default=float(_USUAL_PX))
 

@@ -46,7 +46,7 @@ def _reason(slides: Sequence[SlideInput]) -> str:
     """Return why a case with several slides cannot be predicted; empty if it can."""
     failed = next((slide for slide in slides if slide.reason), None)
     if failed is not None:
-        return f"the model takes all slides of a case together, and {failed.slide_id} of it fails: {failed.reason}"
+        return f"the model takes all slides of a case together, and slide {failed.slide_id} fails: {failed.reason}"
     file = next((slide for slide in slides if not slide.stored), None)
     if file is not None:
         return (

@@ -76,7 +76,7 @@ def refuse_dark_ground(median: float, picture: Picture) -> None:
     """Refuse an image whose ground is dark, as that of fluorescence: a store does not say whether channels are colours.
 
     Args:
-        median: Median over the overview of the brightest channel, without exact black; nan if all of it is.
+        median: Median over the overview of the brightest channel, without exact black; nan if all is black.
         picture: The image.
 
     Raises:
