@@ -1,4 +1,4 @@
-"""Python's garbage collection, out of the way of work that makes many objects."""
+"""Pauses of Python's garbage collection during work that makes many objects."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _was_on = True
 def collection_paused() -> Iterator[None]:
     """Context without automatic garbage collection.
 
-    The collector goes through all objects of the process, PyTorch's too, whenever enough new ones have been made: in a
-    third of a capture's time, which frees nothing. What has become garbage is collected afterwards.
+    Whenever enough new objects have been made, the collector goes through all objects of the process, PyTorch's too.
+    That would take a third of a capture's time and free nothing. Garbage is collected after the context.
 
-    Contexts may be nested, and of several threads: the last one to end switches collection on, if it was on before.
+    Contexts may be nested, and several threads may have one: the last to end switches collection on, if it was on
+    before.
     """
     global _pauses, _was_on
     with _LOCK:

@@ -6,7 +6,7 @@ import torch
 
 
 def make_current(device: torch.device) -> None:
-    """Make a GPU the current one of this thread, with a context: the first thing that a thread of ours does.
+    """Make a GPU the current one of this thread, and create its context; every thread of ours calls this first.
 
     Args:
         device: of what the thread computes or copies; nothing is done for a CPU.

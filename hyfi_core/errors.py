@@ -17,11 +17,11 @@ class RequestError(ValueError):
 
 
 class RendezvousError(RequestError):
-    """The ranks of a job did not come together; every rank may say so, because nothing has started."""
+    """The ranks of a job did not come together; every rank may report it, because nothing has started."""
 
 
 class LostPeerError(RuntimeError):
-    """Another rank has closed its connection, because it has failed or was killed; that one says why."""
+    """Another rank has closed its connection, because it failed or was killed; that rank reports why."""
 
 
 class NoMapError(RequestError):

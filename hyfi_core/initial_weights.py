@@ -1,7 +1,7 @@
 """Initial weights of a part of a model, without the memory of the whole.
 
     meta build    conv1.weight  bn1.weight  …  fc.weight        no values: which names there are, and in which order
-    value build   conv1.weight  ░░░░░░░░░░  …  fc.weight        tensors that are not wanted are forgotten as soon as
+    value build   conv1.weight  ░░░░░░░░░░  …  fc.weight        tensors that are not needed are forgotten as soon as
                                                                 their module has become part of another
 
 Random values come from one generator in the order of the modules, so every tensor has to be drawn, also those that are
@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
 
 from hyfi_core.process_memory import return_freed_now
 
-_KEPT_BYTES = 32 << 20  # forgotten before their memory is returned to the system
+_KEPT_BYTES = 32 << 20  # bytes that may be forgotten before their memory is returned to the system
 _BUILDING = threading.Lock()  # one build at a time: the generator and the hooks are those of the process
 _DRAWS = frozenset(
     {"normal_", "uniform_", "fill_", "zero_", "constant_", "ones_", "zeros_"}
@@ -39,7 +39,7 @@ _ATTRIBUTES = frozenset({"shape", "dtype", "ndim", "requires_grad", "data"})
 
 
 class _ForgottenUsedError(RuntimeError):
-    """A tensor was used that is not there."""
+    """A forgotten tensor was used in another way than to be drawn again."""
 
 
 class _Forgotten(torch.Tensor):
@@ -53,8 +53,8 @@ class _Forgotten(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
             if name in _READS or attribute in _ATTRIBUTES:
-                found = func(*args, **kwargs)
-                return found.as_subclass(_Forgotten) if isinstance(found, torch.Tensor) else found
+                result = func(*args, **kwargs)
+                return result.as_subclass(_Forgotten) if isinstance(result, torch.Tensor) else result
             forgotten = next((item for item in (*args, *kwargs.values()) if isinstance(item, _Forgotten)), None)
             tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
             if name not in _DRAWS or forgotten is None or len(tensors) != 1:
@@ -162,12 +162,12 @@ class _Order:
         if self._wanted is None:
             self.tensors.append(tensor)
         elif tensor is not None and place in self._wanted:
-            self._forgettable.discard(id(tensor))
+            self._forgettable.discard(id(tensor))  # the number of a tensor that was replaced, and is gone, may return
         elif tensor is not None:
             self._forgettable.add(id(tensor))
 
     def _join(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Forget what is not wanted of a module that becomes part of another: it has been initialised."""
+        """Forget the unneeded tensors of a module that becomes part of another: it has been initialised."""
         if threading.get_ident() != self._thread or self._wanted is None or child is None:
             return
         for part in child.modules():

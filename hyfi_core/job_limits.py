@@ -3,7 +3,7 @@
     machine      /proc/meminfo, the cores of the affinity mask (which a cpuset sets)
     container    control groups of this process and those above it, version 1 and 2
     Slurm        SLURM_MEM_PER_NODE, SLURM_MEM_PER_CPU × SLURM_CPUS_ON_NODE
-    shell        ulimit -v, ulimit -d: of each process, the others of all of a job's processes on this machine
+    shell        ulimit -v, ulimit -d: for each process; the others are for all of a job's processes on this machine
 
 A process that takes more memory is killed without a word, so every forecast is compared with the smallest of them.
 """
@@ -54,7 +54,8 @@ def available_memory(process: bool = True) -> MemoryLimit:
     Args:
         process: whether limits of each process count; without them the result holds for a job's processes together.
     """
-    return min((one for one in memory_limits() if process or not one.per_process), key=lambda one: one.free_bytes)
+    limits = (limit for limit in memory_limits() if process or not limit.per_process)
+    return min(limits, key=lambda limit: limit.free_bytes)
 
 
 def usable_cores(proc: Path = _SELF) -> int:

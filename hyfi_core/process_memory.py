@@ -66,7 +66,7 @@ def return_what_is_freed(large_bytes: int = _LARGE_BYTES) -> None:
 
 
 def keep_what_is_freed() -> None:
-    """Configure glibc to keep all freed blocks of up to 32 MB, as a heap does that has settled after a few steps.
+    """Configure glibc to keep all freed blocks of up to 32 MB, as its heap does by itself after a few steps.
 
     Otherwise short measurements include the time in which the system maps the same pages again and again.
     """
@@ -77,9 +77,9 @@ def keep_what_is_freed() -> None:
 
 
 def return_freed_now() -> None:
-    """Return freed memory that glibc, and MKL for each thread that has multiplied matrices, have kept to the system.
+    """Return to the system the freed memory that glibc and MKL keep.
 
-    MKL keeps about 4 MB for each thread, until the thread ends.
+    MKL keeps about 4 MB for each thread that has multiplied matrices, until the thread ends.
     """
     free_buffers = _mkl_free_buffers()
     if free_buffers is not None:

@@ -1,4 +1,4 @@
-"""A state on disk whose tensors are read by name: a rank reads those that it needs."""
+"""A state on disk whose tensors are read by name: a rank reads only those that it needs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Weights = str | PathLike[str] | Mapping[str, torch.Tensor] | Callable[[str], tor
 
 @runtime_checkable
 class PreparedWeights(Protocol):
-    """A function of a name. Before its first call, every rank announces the names that it will ask for."""
+    """A function that returns a tensor by name; before the first call, every rank announces the names that it needs."""
 
     def prepare(self, names: Collection[str]) -> None:
         """Make these tensors ready."""
@@ -83,8 +83,8 @@ def tensor_reader(weights: Weights) -> Callable[[str], torch.Tensor]:
         weights: see ``Weights``; of a folder, its ``model.safetensors`` or ``model-*-of-*.safetensors``.
 
     Raises:
-        RequestError: there are no such files, or one of them has another format; from the function, of a file or a
-            state: it has no tensor of this name.
+        RequestError: there are no such files, or one of them has another format. The function, too, raises it, if files
+            or state have no tensor of a name.
     """
     if not isinstance(weights, (str, PathLike, Mapping)):
         return weights
@@ -104,7 +104,7 @@ def _stored(path: Path) -> StoredState:
     known = ("model.safetensors", "model-*-of-*.safetensors")
     files = [path] if path.is_file() else sorted(file for name in known for file in path.glob(name))
     if not files:
-        raise RequestError(f"weights: {path} is no safetensors file, and no folder with model.safetensors")
+        raise RequestError(f"weights: {path} is neither a safetensors file nor a folder with model.safetensors")
     try:
         return StoredState(files, str(path))
     except (SafetensorError, OSError, ValueError) as error:

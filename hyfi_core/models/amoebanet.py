@@ -1,6 +1,6 @@
 """AmoebaNet-D of Real et al. (2019, arXiv:1802.01548), in the size family that GPipe and torchgpipe report.
 
-Two cells of five pairwise sums each, every cell takes the outputs of the two cells before it::
+There are two kinds of cells, N and R, of five pairwise sums each; a cell takes the outputs of the two cells before it::
 
     stem ── R ── R ── N × n ── R ── N × n ── R ── N × n ── mean ── linear        R halves height and width
       └─────┴────┴──── … each cell also takes the input of the cell before it
@@ -166,11 +166,11 @@ class AmoebaNetD(nn.Module):
     Args:
         classes: outputs of the linear head.
         layers: normal cells, a multiple of 3.
-        filters: the size of the family's members, a multiple of 16; cells start with a quarter of it.
+        filters: width of the network, a multiple of 16; cells start with a quarter of it.
         in_channels: of the image.
 
     Raises:
-        ValueError: layers or filters do not divide.
+        ValueError: ``layers`` is no multiple of 3, or ``filters`` no multiple of 16.
     """
 
     def __init__(self, classes: int, layers: int = 18, filters: int = 208, in_channels: int = 3) -> None:

@@ -23,12 +23,12 @@ def construct(
     """Call a factory and return its module.
 
     Args:
-        key: The section of the configuration, for messages: ``model``; it has ``name`` and ``options``.
-        name: What the user calls it.
+        key: The section of the configuration with ``name`` and ``options``, for messages: ``model``.
+        name: The factory's name in the configuration, for messages.
         path: ``module:function``.
         needed: Arguments that every factory is called with.
         options: Arguments of the user.
-        accepted_only: Arguments that it is called with if it has such parameters.
+        accepted_only: Arguments that are passed only if the factory has parameters of these names.
 
     Raises:
         RequestError: There is no such function, it does not accept these arguments, or it returns no module.

@@ -168,7 +168,7 @@ class PreActivationResNet(Residual):
 def resnet6(
     classes: int = 1000, pool: str = "avg", norm: str = "train", width: int = 64, in_channels: int = 3
 ) -> ResNet:
-    """Return the first two stages of ResNet-18 with one block each: stride 8, for structures of a few cells."""
+    """Return the first two stages of ResNet-18 with one block each: stride 8, for structures of a few cells' size."""
     return ResNet(BasicBlock, (1, 1), classes, pool, norm, width, in_channels)
 
 

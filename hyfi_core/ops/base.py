@@ -94,7 +94,7 @@ class Recomputable(ABC):
 
 
 class RemakesSaved(ABC):
-    """An operator that saves a tensor which its first input gives again, such as the indices of maxima."""
+    """An operator that saves a tensor which can be computed again from its first input, such as indices of maxima."""
 
     @abstractmethod
     def remade(self, saved: Any) -> torch.Tensor | None:
@@ -102,7 +102,7 @@ class RemakesSaved(ABC):
 
     @abstractmethod
     def remake(self, own: torch.Tensor) -> torch.Tensor:
-        """Return it again, bitwise equal and without messages, from the first input."""
+        """Return that tensor again, bitwise equal and without messages, from the first input."""
 
     @abstractmethod
     def compact(self, saved: Any) -> Any:

@@ -6,8 +6,8 @@
 
 A convolution is linear, so the own part and each strip can be convolved separately and added, without a padded copy:
 the own part is shared with its producer, and received strips are small. If parts are small, strips are relatively
-large: then everything is first copied to one canvas, as in plain redistribution. So it is for the cells of a GPU: they
-wait for nobody, and a kernel on a canvas takes less time than the start of twenty on strips.
+large: then everything is first copied to one canvas, as in plain redistribution. The cells of a GPU do so, too: they
+wait for no message, and one kernel on a canvas takes less time than starting twenty on strips.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         return (result,), _SavedConvolution(conv_input, strips, weight, image.dtype, image.shape)
 
     def recompute(self, inputs: Tensors, saved: _SavedConvolution) -> torch.Tensor:
-        """Return the convolved part once more, of what is saved; see ``ops.base.Recomputable``."""
+        """Return the convolved part once more, from what is saved; see ``ops.base.Recomputable``."""
         conv_input, kernel = saved.conv_input, saved.weight.to(saved.conv_input.dtype)
         offset = None if inputs[2] is None else inputs[2].to(conv_input.dtype)
         if self.own is None:

@@ -87,7 +87,7 @@ def _uniform(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     number = _shifted(bits, 40).to(torch.float32).mul_(2.0**-24)
     if dtype == torch.float32:
         return number
-    return number.to(dtype).clamp_(max=1.0 - torch.finfo(dtype).eps)
+    return number.to(dtype).clamp_(max=1.0 - torch.finfo(dtype).eps)  # 16 bits would round some numbers up to 1
 
 
 def normal(key: int, where: torch.Tensor, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
@@ -133,7 +133,7 @@ def integers(key: int, where: torch.Tensor, dtype: torch.dtype, *limits: int) ->
 
 
 def any_integers(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return integers from 0 to the largest up to which a dtype has all, as ``Tensor.random_()`` does."""
+    """Return integers from 0 to the largest n up to which the dtype has all integers, like ``Tensor.random_()``."""
     if dtype == torch.bool:
         return integers(key, where, dtype, 2)
     largest = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max

@@ -84,7 +84,7 @@ class MaxPool(Banded, RemakesSaved):
         return indices if self.remakes else None
 
     def remake(self, own: torch.Tensor) -> torch.Tensor:
-        """Return them again; see ``ops.base.RemakesSaved``."""
+        """Return the indices again; see ``ops.base.RemakesSaved``."""
         if self.own is None:
             return self._pool(self.halo.placed(own), self.canvas_padding)[1]
         return self._pool(self.seen(own), self.own.padding)[1]

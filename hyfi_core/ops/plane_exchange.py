@@ -21,7 +21,7 @@ from hyfi_core.ops.base import Cotangents, NeedsGrad
 from hyfi_core.ops.message_layout import as_sent, laid_out
 
 SMALL_BYTES = 1 << 16
-"""Values of at most so many bytes, such as running statistics, share a message; larger ones are not copied for it."""
+"""Values of at most this many bytes, such as running statistics, share a message; larger ones go alone."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A product of maps and weights on one rank, whose gradients are computed apart: of the map, and later of the weights.
 
-Autograd differentiates it, but only by what is asked for: with ``inputs`` of ``torch.autograd.grad``, the kernels of
-convolutions and matrix products leave out the other gradient. So both together are as many operations as one backward.
+Autograd computes one gradient at a time: given ``inputs`` of ``torch.autograd.grad``, the kernels of convolutions and
+matrix products leave out the other gradient. So both together are as many operations as one backward.
 The graph, with the product's input, lives until the second; what lies around the product does not.
 """
 

@@ -29,7 +29,7 @@ class Boxes(Sequence[Box]):
     Attributes:
         rows: intervals along y, one for each row of ranks.
         columns: intervals along x, one for each column of ranks.
-        turned: whether it is the other way round, because y and x of the map have been exchanged: ``rows`` has one for
+        turned: whether y and x of the map have been exchanged, but not the ranks: then ``rows`` has one interval for
             each column of ranks, ``columns`` one for each row.
     """
 
@@ -38,7 +38,7 @@ class Boxes(Sequence[Box]):
     turned: bool = False
 
     def __hash__(self) -> int:
-        """Return the hash of all intervals, computed once: planning asks for that of the same boxes again and again."""
+        """Return the hash of all intervals, computed once: planning looks the same boxes up again and again."""
         return self._hash
 
     @cached_property
@@ -115,7 +115,7 @@ class Boxes(Sequence[Box]):
         )
 
     def alike(self, other: Boxes) -> bool:
-        """Whether both are of the same rows and columns of ranks; a map in strips has another grid of as many ranks."""
+        """Whether both have the same rows and columns of ranks; a map in strips has another grid of as many ranks."""
         return self.grid == other.grid and self.turned == other.turned
 
     def hull(self, other: Boxes) -> Boxes:

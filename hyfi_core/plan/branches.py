@@ -7,7 +7,7 @@ branches are divided among the planes, all others are computed in every plane th
                     ── 3x3 ──┐           ↗
     plane 1    stem ── 5x5 ──┴─ exchange ─ cat ── head
 
-They are chosen in ``cost.branch_packing``.
+``cost.branch_packing`` chooses which plane computes what.
 """
 
 from __future__ import annotations

@@ -40,5 +40,5 @@ class InputPart:
 
     @classmethod
     def from_json(cls, value: Sequence[int]) -> InputPart:
-        """Return the part from what ``to_json`` gave."""
+        """Return the part from the result of ``to_json``."""
         return cls(Box(*value[:4]), value[4], value[5])

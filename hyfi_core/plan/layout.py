@@ -29,7 +29,7 @@ class Layout:
     columns: tuple[int, ...]
 
     def __hash__(self) -> int:
-        """Return the hash of all starts, computed once: planning asks for that of the same layouts again and again."""
+        """Return the hash of all starts, computed once: planning looks the same layouts up again and again."""
         return self._hash
 
     @cached_property

@@ -15,9 +15,9 @@ Mirror = Literal["all_reduce", "point_to_point"]
 GATHER_BYTES = 32 * 2**20
 """Default of the largest map that every rank gathers: about 20 ms over shared memory."""
 BUCKET_BYTES = 4 << 20
-"""Gradients are reduced in buckets of about so many bytes."""
+"""Approximate size of the buckets in which gradients are reduced."""
 _ENDS = 4
-"""Replicas, and rows and columns of a grid, that are drawn at either end if there are many."""
+"""Of many replicas, or many rows or columns of a grid, ``describe`` shows this many at either end."""
 BIDIRECTIONAL = ("gems_mast", "gems_master", "chimera")
 """Schedules in which two pipelines run through the same ranks in opposite order."""
 DIVIDING = ("zb_h1",)
@@ -42,9 +42,8 @@ class ParallelPlan:
             only optimizer state and sends new weights back.
         reduce_dtype: dtype of gradients in messages; None: their own.
         sync_batch_norm: whether batch norm computes its statistics over all replicas instead of each one.
-        memory_bytes: memory limit of a rank: modelled, for cuts="auto"; actual, with ``spill``. None: no limit.
-        gather_bytes: bytes of the largest map, of a whole micro-batch, that every rank may gather for an operator that
-            cannot be computed part by part; larger ones are refused.
+        memory_bytes: memory limit of a rank: modelled, for cuts="auto"; actual, with ``spill``, ``tiles``. None: none.
+        gather_bytes: most bytes of a map of one micro-batch that all ranks gather for an operator that needs it whole.
         cells: rows x columns of cells in which each rank computes its part, one after the other, also in training;
             "auto": as many as ``memory_bytes`` requires, with ``spill``; None: no cells.
         spill: where activations that no cell currently needs are moved: a folder, or "memory" of the host; None:
@@ -52,6 +51,7 @@ class ParallelPlan:
         shares: samples of one step that each replica takes, None for equally many; see below.
         branches: planes of each replica. A plane has ranks for all grids and the replica's samples, and computes some
             of the model's parallel branches, so that there are replicas x branches x (ranks of all grids) ranks.
+        tiles: ranks that share the tiles of a slide, for ``parallelize_tiles``; sets ``grids``. None: not tiles.
 
     With ``shares``, every sample has the same weight in any replica, and micro-batch m of the whole batch is
     micro-batch m of every replica, in the order of replicas::
@@ -236,7 +236,7 @@ class ParallelPlan:
         return cls(**fields)
 
     def describe(self) -> str:
-        """Return stages, grids and ranks as text for people."""
+        """Return a readable text with stages, grids and ranks."""
         return _draw(self)
 
 
@@ -341,7 +341,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _draw(plan: ParallelPlan) -> str:
-    """Return stages, grids, directions and ranks as text for people."""
+    """Return a readable text with stages, grids, directions and ranks."""
     placement = Placement.of(plan)
     replicas = f"{_count(plan.replicas, 'replica')} of {_count(plan.ranks_per_replica, 'rank')}"
     if plan.tiles:
@@ -396,5 +396,5 @@ def _stage(plan: ParallelPlan, placement: Placement, number: int, direction: int
 
 
 def _shown(items: list[int]) -> list[int | None]:
-    """Return a list, of a long one the ends with None between them."""
+    """Return a list; a long one is shortened to its ends, with None between them."""
     return [*items[:_ENDS], None, *items[-_ENDS:]] if len(items) > 2 * _ENDS + 1 else [*items]

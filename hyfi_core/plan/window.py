@@ -48,8 +48,8 @@ class AxisWindow:
     def cut(self, cut: int, inputs: int, outputs: int, balanced: int) -> int:
         """Return the output cut that moves the fewest positions across the input cut.
 
-        Of several, it is the same cut if output positions are input positions, so that adding a block and its shortcut
-        moves nothing; otherwise the most balanced one.
+        Of several such cuts, it is the input cut if output positions are input positions, so that adding a block and
+        its shortcut moves nothing; otherwise the most balanced one.
 
         Args:
             cut: first input position of the second of two neighbours.

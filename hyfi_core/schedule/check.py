@@ -17,7 +17,7 @@ Backward = tuple[int, int, int]
 
 
 def divided(schedule: Schedule) -> frozenset[Backward]:
-    """Return the backwards that a schedule divides into I and W: those of which any rank has either."""
+    """Return the backwards that a schedule divides into I and W: any rank has one of the two."""
     return frozenset(
         (action.stage, action.direction, action.microbatch)
         for row in dict.fromkeys(schedule.actions)

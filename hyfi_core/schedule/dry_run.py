@@ -42,9 +42,13 @@ class FaultFound(Exception):  # noqa: N818 - the caller turns it into a Schedule
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of a forward, of a backward, of a message that the stage sends and of a reduction, for each stage.
+    """Seconds of each stage's forward, backward, messages and reduction.
 
     Attributes:
+        forward_s: of a forward.
+        backward_s: of a backward, whole or both of its parts.
+        message_s: of a message that the stage sends.
+        reduce_s: of the reduction of the stage's gradients.
         weight_s: of a backward's second part, W, where it has two; included in ``backward_s``.
         edge_s: (from, to) of stages -> seconds of a message in either direction; by default ``message_s``.
     """
@@ -130,7 +134,7 @@ class RankState:
 
 
 class DryRun:
-    """One dry run of lists of actions that ``check.find_faults`` has accepted.
+    """One dry run of lists of actions in which ``check.find_faults`` has found no fault.
 
     Args:
         schedule: lowered.

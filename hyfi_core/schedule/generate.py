@@ -200,7 +200,7 @@ def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]
     Groups of D micro-batches pass through the first stage of every grid, then through the second, and so on. Grid g
     runs 2(D − 1 − g) + (v − 1)D forwards ahead, then alternates one forward and one backward.
 
-    On one grid nobody waits, and a micro-batch goes through all stages and back before the next one begins: stages that
+    On one grid no rank waits, and a micro-batch goes through all stages and back before the next begins: stages that
     recompute keep what passes between them, and the maps of one stage at a time (Chen et al., "Training Deep Nets with
     Sublinear Memory Cost", 2016).
     """

@@ -3,8 +3,8 @@
     rank 0     F0  F1  F2  B0  F3  B1  B2  B3       1F1B, three stages
     waiting     0   1   2   2   2   2   1   0       others, meanwhile
 
-What waits takes memory, and so do gradients, which exist from a stage's first backward on. A rank needs most at one of
-few moments: those in which no more waits, nor has more gradients, while the same stage runs. Where the last stage's
+Micro-batches that wait take memory, and so do gradients, which exist from a stage's first backward on. Few moments can
+need the most: those for which no other moment of the same stage has at least as much of both. Where the last stage's
 backward follows its forward at once, nothing waits: to recompute it takes time and saves nothing. Where a backward has
 two parts, what its weights need waits between I and W.
 """
@@ -28,12 +28,12 @@ Hosted = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A forward or backward of a rank, and what it has meanwhile of each stage that it holds.
+    """A forward or backward of a rank, and what each stage on the rank keeps in memory meanwhile.
 
     Attributes:
         running: index of the stage that runs.
         waiting: micro-batches in flight between forward and backward, without the one that runs.
-        gradients: whether there are any, because a backward has been done before; of one in two parts, the second.
+        gradients: whether there are any: a backward, with its W if it is divided, has been done before.
         between: micro-batches between the two parts of a backward, without the one that runs; none if no backward is
             divided.
     """
@@ -66,7 +66,7 @@ def fullest_moments(plan: ParallelPlan) -> dict[Hosted, tuple[Moment, ...]]:
 
 
 def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
-    """Return the most micro-batches of a stage and direction from forward to the end of backward, running ones too."""
+    """Return the most micro-batches that one direction of a stage has begun and whose backward has not ended."""
     return max(
         moment.waiting[at] + sum(moment.between[at : at + 1]) + (moment.running == at)
         for hosted, moments in fullest_moments(plan).items()
@@ -99,7 +99,7 @@ def followed_at_once(actions: Iterable[Action], last: int) -> frozenset[Action]:
 
 
 def recomputes(plan: ParallelPlan, stage: int) -> bool:
-    """Return whether a stage recomputes any activations: it is asked to, and some have to wait for their backward.
+    """Return whether a stage recomputes any activations: the plan says so, and some wait for their backward.
 
     Cells of a rank take turns, so that all forwards wait.
     """
@@ -141,7 +141,7 @@ def _rows(
 
 
 def _all(hosted: Hosted, actions: Sequence[Action]) -> Iterator[Moment]:
-    """Yield the moments of a rank; of one with a single stage only backwards, which need more than its forwards."""
+    """Yield the moments of a rank; with a single stage only its backwards, which need more than its forwards."""
     waiting, between, gradients = [0] * len(hosted), [0] * len(hosted), [False] * len(hosted)
     halves = any(action.verb is Verb.I for action in actions)
     for action in actions:
@@ -158,9 +158,9 @@ def _all(hosted: Hosted, actions: Sequence[Action]) -> Iterator[Moment]:
 
 def _fullest(moments: Iterable[Moment]) -> list[Moment]:
     """Return the moments that no other covers."""
-    found: list[Moment] = []
+    fullest: list[Moment] = []
     for moment in dict.fromkeys(moments):
-        if not any(other.covers(moment) for other in found):
-            found = [other for other in found if not moment.covers(other)]
-            found.append(moment)
-    return found
+        if not any(other.covers(moment) for other in fullest):
+            fullest = [other for other in fullest if not moment.covers(other)]
+            fullest.append(moment)
+    return fullest

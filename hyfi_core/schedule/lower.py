@@ -160,7 +160,7 @@ class _Lowering:
         return [(slot, action) for slot, _, action in sorted(placed, key=lambda item: item[:2])]
 
     def _wanted(self, rank: int, reduces: dict[int, int]) -> Iterator[tuple[tuple[int, int], int, Action]]:
-        """Yield (order of the send, latest slot, receive); sends are ordered by computation, then within it."""
+        """Yield (order of the send, latest slot, receive); sends are ordered by computation, then by peer."""
         for index, action in enumerate(self._rows[rank]):
             forward = action.verb is Verb.F
             stage, direction, microbatch = action.stage, action.direction, action.microbatch

@@ -15,8 +15,8 @@ from hyfi_core.errors import RequestError
 from hyfi_core.schedule.action import COMPUTE, Action
 from hyfi_core.schedule.trace import TraceEvent
 
-# Distinguishable by the colour-blind (Okabe and Ito): blue for direction 0, orange for 1; backwards are darker. Of a
-# backward in two parts, the one for which others wait has its colour, and the other is the lightest.
+# Colour-blind readers can tell them apart (Okabe and Ito): blue for direction 0, orange for 1; backwards are darker.
+# In a divided backward, the part that others wait for has the colour of a backward, and the other is the lightest.
 _COMPUTE = {("F", 0): "#9ccbe8", ("B", 0): "#2f7fb5", ("I", 0): "#2f7fb5", ("W", 0): "#d4e3ec"}
 _COMPUTE |= {("F", 1): "#f6cf7f", ("B", 1): "#d98a00", ("I", 1): "#d98a00", ("W", 1): "#f7ead0"}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradient"}

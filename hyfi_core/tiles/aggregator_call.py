@@ -81,6 +81,7 @@ class AggregatorCall:
                 logits.sum().backward(inputs=[bag])
             peaks.append(meter.peak_bytes)
             del logits, bag
+        # Peaks are fitted by a N² + b N + c, whose differences between n, 2n and 4n tiles leave only a, then only b.
         square = (peaks[2] - 3 * peaks[1] + 2 * peaks[0]) / (6 * n * n)
         square = square if square * 16 * n * n > peaks[2] / 4 else 0.0  # else it is the padding of blocks
         slope = (peaks[2] - peaks[1]) / (2 * n) - square * 6 * n
@@ -115,20 +116,21 @@ def aggregator_call(
     calls = [AggregatorCall(aggregator, autocast, device, takes_coords, batched) for batched in (False, True)]
     with evaluating(aggregator, device), without_grad():
         tries = [_tried(call, features, dtype) for call in calls]
-    found = [(call, result) for call, result in zip(calls, tries, strict=True) if isinstance(result, torch.Tensor)]
-    if not found:
+    working = [(call, result) for call, result in zip(calls, tries, strict=True) if isinstance(result, torch.Tensor)]
+    if not working:
         raise RequestError(
             f"the aggregator takes neither features (N, {features}) [{tries[0]}] nor (1, N, {features}) [{tries[1]}]; "
             f"it must return logits (K,) or (1, K), or (logits, attention), for any number of tiles N"
         )
     # A batch may be multiplied by another kernel, which rounds differently.
-    tolerance = max(1e-3, *(8 * torch.finfo(one).eps for one in (dtype, autocast or dtype)))
-    if len(found) == 2 and not torch.allclose(found[0][1].float(), found[1][1].float(), tolerance, tolerance / 10):
+    tolerance = max(1e-3, *(8 * torch.finfo(kind).eps for kind in (dtype, autocast or dtype)))
+    results = [result.float() for _, result in working]
+    if len(results) == 2 and not torch.allclose(results[0], results[1], tolerance, tolerance / 10):
         raise RequestError(
             f"the aggregator takes features (N, {features}) and (1, N, {features}) and returns different logits; wrap "
             f"it in a module that takes one of them"
         )
-    return found[0][0]
+    return working[0][0]
 
 
 def _tried(call: AggregatorCall, features: int, dtype: torch.dtype) -> torch.Tensor | str:

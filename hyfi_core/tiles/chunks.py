@@ -19,7 +19,7 @@ class TileChunk:
     Attributes:
         slide: its number in the batch of this replica.
         start: the first tile.
-        stop: the first tile after.
+        stop: the tile after the last.
     """
 
     slide: int
@@ -62,13 +62,13 @@ class SlideParts:
             rank: of the replica.
             size: tiles of a chunk; None: all tiles of a slide are one chunk, which may be empty.
         """
-        found: list[TileChunk] = []
+        chunks: list[TileChunk] = []
         for slide in range(len(self.tiles)):
             part = self.part(slide, rank)
             step = len(part) if size is None else size
             starts = range(part.start, part.stop, step) if len(part) else ([part.start] if size is None else [])
-            found += [TileChunk(slide, start, min(start + step, part.stop)) for start in starts]
-        return found
+            chunks += [TileChunk(slide, start, min(start + step, part.stop)) for start in starts]
+        return chunks
 
 
 def first_slides(counts: Sequence[int]) -> list[int]:

@@ -59,9 +59,9 @@ class TilesEngine(EngineState):
         device: of the model.
         kept: (chunks whose activations were kept, chunks) of this rank in the last step.
         random: the key of random numbers, the same on all ranks.
-        read_wait_s: for which this rank has waited for tiles in all steps so far.
+        read_wait_s: seconds that this rank has waited for tiles, in all steps so far.
         vectors: of a frozen encoder that this rank keeps between steps; None: it keeps none.
-        reader: of the tiles of a step of training; predictions read the slides themselves.
+        reader: reads the tiles of training steps; predictions read from the slides directly.
     """
 
     segments = None
@@ -122,7 +122,7 @@ class TilesEngine(EngineState):
         return torch.stack([logits for logits, _ in found]), attention or None
 
     def explain(self, tiles: TileSource) -> TileExplanation:
-        """Return what each tile of a slide says, in evaluation mode; the same on every rank of a replica."""
+        """Return each tile's own logits and its contribution to its slide's; in evaluation mode, equal on all ranks."""
         (slide,) = agree(self._groups.replica, lambda: check_slides([tiles], None))
         known, features, found = self._evaluated([slide])
         with evaluating(self._model, self.device):
@@ -131,7 +131,7 @@ class TilesEngine(EngineState):
     def _evaluated(
         self, slides: list[TileSource]
     ) -> tuple[TriedModel, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor | None]]]:
-        """Return what is known of the model, and features and (logits, attention) of slides in evaluation mode."""
+        """Return the tried model, and features and (logits, attention) of slides in evaluation mode."""
         comm = self._groups.replica
         self._groups.reset_traffic()
         parts = SlideParts(gather_lengths(comm, slides, comm.size)[0], comm.size)
@@ -356,11 +356,11 @@ class TilesEngine(EngineState):
         return KeepingRoom(needs, self.plan.memory_bytes, self.device)
 
     def _tried(self, slides: list[TileSource], train: bool) -> TriedModel:
-        """Return what is known of encoder and aggregator for such slides with their present flags."""
+        """Return the trials of encoder and aggregator for such slides with their present flags."""
         return self._tried_for(tile_like(slides[0]), train)
 
     def _tried_for(self, like: Like, train: bool) -> TriedModel:
-        """Return what is known for tiles of a certain shape and dtype; try encoder and aggregator if they are new."""
+        """Return the trials for tiles of a certain shape and dtype; run them if flags or tiles are new."""
         flags = bytes(m.training for m in self._model.modules()) + bytes(
             p.requires_grad for p in self._model.parameters()
         )

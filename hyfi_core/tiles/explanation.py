@@ -1,4 +1,4 @@
-"""What each tile says of its slide: the aggregator's logits for the tile alone, and its contribution to the slide's."""
+"""Explanation of a slide by its tiles: the logits of each tile alone, and its contribution to the slide's logits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TOGETHER = 1024
 
 @dataclass(frozen=True)
 class TileExplanation:
-    """What the tiles of one slide say; float32 or wider, on the engine's device, the same on every rank.
+    """The explanation of a slide by its tiles; float32 or wider, on the engine's device, the same on every rank.
 
     Attributes:
         logits: ``(K,)`` of the slide.
         attention: ``(N,)``, with sum 1; None if the aggregator returns none, or no weight for each tile.
-        alone: ``(N, K)`` the logits of a slide that has this tile only.
+        alone: ``(N, K)``: for each tile, the logits of a slide that has only this tile.
         contributions: ``(N, K)``: attention × ``alone``. Their sum is the logits if the aggregator is a linear
             classifier of averaged vectors (mean, gated attention of one head). Without attention: vectors × gradients
             of logits.
@@ -43,7 +43,7 @@ def explained(
     result: tuple[torch.Tensor, torch.Tensor | None],
     comm: Communicator,
 ) -> TileExplanation:
-    """Return what the tiles of a slide say (collective).
+    """Return the explanation of a slide (collective).
 
     Args:
         call: of the aggregator, in evaluation mode.
@@ -68,7 +68,7 @@ def explained(
 
 def _alone(call: AggregatorCall, bag: torch.Tensor, coords: torch.Tensor | None) -> torch.Tensor:
     """Return the logits ``(n, K)`` of tiles, each as a slide of its own."""
-    given = (bag,) if coords is None else (bag, coords)
+    inputs = (bag,) if coords is None else (bag, coords)
 
     def logits(tile: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
         return call(tile[None], None if place is None else place[None], None)[0]
@@ -77,9 +77,9 @@ def _alone(call: AggregatorCall, bag: torch.Tensor, coords: torch.Tensor | None)
         warnings.filterwarnings("ignore", "There is a performance drop")  # vmap's request to report it to PyTorch
         try:
             together = torch.vmap(logits, chunk_size=_TOGETHER)
-            return together(*given)
-        except Exception:  # whatever an aggregator does that vmap does not take, one after the other works
-            return torch.stack([logits(*one) for one in zip(*given, strict=True)])
+            return together(*inputs)
+        except Exception:  # vmap does not support everything that an aggregator may do; one tile after the other works
+            return torch.stack([logits(*tile) for tile in zip(*inputs, strict=True)])
 
 
 def _gradients(call: AggregatorCall, bag: torch.Tensor, coords: Any) -> torch.Tensor:
@@ -87,5 +87,5 @@ def _gradients(call: AggregatorCall, bag: torch.Tensor, coords: Any) -> torch.Te
     with torch.inference_mode(False), torch.enable_grad():
         leaf = bag.detach().clone().requires_grad_()
         logits = call(leaf, coords, None)[0]
-        found = [torch.autograd.grad(one, leaf, retain_graph=True)[0] for one in logits]
-    return torch.stack([(gradient * bag).sum(1) for gradient in found], 1)
+        gradients = [torch.autograd.grad(logit, leaf, retain_graph=True)[0] for logit in logits]
+    return torch.stack([(gradient * bag).sum(1) for gradient in gradients], 1)

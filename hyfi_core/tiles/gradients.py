@@ -1,6 +1,6 @@
 """Gradients of encoder and aggregator, summed over all ranks in buckets while the last chunk is driven backward.
 
-Ranks have other tiles and replicas other slides, so gradients of the encoder are sums. Those of the aggregator are the
+Ranks have different tiles and replicas different slides, so the encoder's gradients are sums. The aggregator's are the
 same on all ranks of a replica, and counted on its first.
 """
 
@@ -38,7 +38,7 @@ class TileGradients:
         self._group = ReductionGroup(parameters, comm, 1, dtype) if comm.size > 1 and parameters else None
 
     def begin(self, counted: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Set aside earlier gradients, and start with those that this rank counts without any chunk."""
+        """Set aside earlier gradients, and start with those of the aggregator and the loss that this rank counts."""
         self._earlier.set_aside()
         if self._group is not None:
             self._group.begin()

@@ -23,7 +23,7 @@ from hyfi_core.tiles.source import TileSource
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """What the aggregator and the loss leave.
+    """Results of the aggregator and the loss.
 
     Attributes:
         loss: of the whole batch, float64 without dims, the same on all ranks.
@@ -76,25 +76,26 @@ class BagHead:
             wanted: whether gradients of the features are needed.
 
         Raises:
-            RequestError: nothing is trained, or the loss is none.
+            RequestError: nothing is trained, or the loss is refused.
         """
         bags: list[torch.Tensor] = [of.requires_grad_(wanted and of.is_floating_point()) for of in features]
         keys = [DrawKey(key.seed, key.step, key.slide + number) for number in range(len(bags))]
         aggregated = [self.call(bag, slide.coords, k) for bag, slide, k in zip(bags, slides, keys, strict=True)]
         own = torch.stack([logits for logits, _ in aggregated])
-        attention = [one.detach() for _, one in aggregated if one is not None]
+        attention = [weights.detach() for _, weights in aggregated if weights is not None]
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not own.requires_grad:
             raise RequestError("neither encoder nor aggregator has a parameter to train; set requires_grad of some")
         value, cotangent, by_loss = self._lossy(own.detach(), labels.to(own.device), [*named.values()])
-        given: list[torch.Tensor] = [*bags, *named.values()] if wanted else [*named.values()]
-        found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(own, given, cotangent, allow_unused=True)
-        of_bags: list[torch.Tensor | None] = list(found[: len(bags)]) if wanted else [None] * len(bags)
-        by_own = dict(zip(named, found[len(given) - len(named) :], strict=True))
+        leaves: list[torch.Tensor] = [*bags, *named.values()] if wanted else [*named.values()]
+        of_own: tuple[torch.Tensor | None, ...] = torch.autograd.grad(own, leaves, cotangent, allow_unused=True)
+        of_bags: list[torch.Tensor | None] = list(of_own[: len(bags)]) if wanted else [None] * len(bags)
+        by_own = dict(zip(named, of_own[len(leaves) - len(named) :], strict=True))
         of_loss = dict(zip(named, by_loss, strict=True))
         trained = tuple(name for name in named if by_own[name] is not None or of_loss[name] is not None)
         counted: dict[nn.Parameter, torch.Tensor] = {}
         for name in trained:
+            # Gradients are summed over all ranks: those that several ranks have computed are counted once.
             shares = [by_own[name]] if self.groups.replica.rank == 0 else []
             shares += [of_loss[name]] if self.groups.all.rank == 0 else []
             gradients = [share for share in shares if share is not None]
@@ -105,7 +106,7 @@ class BagHead:
     def _lossy(
         self, own: torch.Tensor, labels: torch.Tensor, parameters: list[nn.Parameter]
     ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]:
-        """Return the loss, the cotangent of this replica's logits, and the loss's own gradients of parameters."""
+        """Return the loss, the cotangent of this replica's logits, and gradients of parameters within the loss."""
         here, comm = self.groups.index, self.groups.all.of("reduce")
         logits, targets = own, labels
         if len(self.batches) > 1:

@@ -18,7 +18,7 @@ from hyfi_core.runtime.saving.weight_shards import own_part
 from hyfi_core.tiles.encoding.encoder_facts import EncoderFacts
 
 LARGEST_CHUNK = 32
-"""Tiles: more are no faster on any device tried."""
+"""Most tiles of a chunk: more were not faster on any device tried."""
 _CHUNK_BYTES = 2**31
 SLACK = 1.15
 """Workspaces of operators, and the allocator's own."""
@@ -33,7 +33,7 @@ class MemoryNeeds:
     """What a step needs on this rank, in bytes.
 
     Attributes:
-        lasting: features, labels' graph and gradients, which live through the step.
+        lasting: features, the aggregator's graph, gradients and new optimizer states, which live through the step.
         working: the largest chunk at work, with the next one being read.
         kept: activations of a chunk that is kept.
     """
@@ -58,25 +58,25 @@ class KeepingRoom:
     device: torch.device
 
     def fits_another(self) -> bool:
-        """Whether what is in use leaves memory for a chunk and the rest of the step."""
+        """Whether the memory in use leaves enough for a chunk and the rest of the step."""
         if self.memory_bytes is None:
             return True
         rest = self.needs.lasting + int(max(self.needs.working, self.needs.kept) * SLACK) + _HEAP_BYTES
         return _used_bytes(self.device) + rest <= self.memory_bytes
 
 
-def chunk_size(facts: EncoderFacts, memory_bytes: int | None, wanted: int | None) -> int:
-    """Return the tiles of a chunk: the same in a resumed run, so that its numbers are, too.
+def chunk_size(facts: EncoderFacts, memory_bytes: int | None, requested: int | None) -> int:
+    """Return the tiles of a chunk, which do not depend on free memory: a resumed run computes the same numbers.
 
     Args:
         facts: of the encoder.
         memory_bytes: the plan's limit.
-        wanted: what the user asked for.
+        requested: by the user; None: as many as fit.
     """
     if facts.alone:
         return 1
-    if wanted is not None:
-        return wanted
+    if requested is not None:
+        return requested
     room = _CHUNK_BYTES if memory_bytes is None else min(_CHUNK_BYTES, memory_bytes // 4)
     return max(1, min(LARGEST_CHUNK, (room - facts.peak.fixed) // max(1, facts.peak.each)))
 

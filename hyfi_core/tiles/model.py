@@ -1,4 +1,4 @@
-"""Encoder and aggregator as one module, whose names checkpoints and gradients have."""
+"""Encoder and aggregator as one module: checkpoints and gradients use its names."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ChunkReader(Protocol):
             slides: of the batch.
             chunks: of this rank.
             like: shape and dtype of a tile.
-            waited: is given the seconds for which a chunk was not ready when it was needed.
+            waited: called with the seconds for which a chunk was not ready when it was needed.
             last: whether nothing else of this step is read later.
         """
         ...
@@ -66,7 +66,7 @@ class SourceReader:
         return read_ahead(slides, chunks, like, waited)
 
     def kept_bytes(self, slides: Sequence[TileSource]) -> int:
-        """Return what the slide keeps that keeps most: the others forget."""
+        """Return the most that any slide keeps: only one keeps memory at a time."""
         return max((getattr(slide, "kept_bytes", 0) for slide in slides), default=0)
 
 
@@ -78,16 +78,16 @@ def read_ahead(
 ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
     """Yield chunks with their tiles, in order; one chunk is read ahead by another thread.
 
-    A slide forgets what it keeps between reads when another is read, and at the end.
+    A slide that keeps memory between reads frees it when another slide is read, and at the end.
 
     Args:
         slides: of the batch.
         chunks: of this rank; those without tiles are not read.
         like: (shape, dtype) of a tile.
-        waited: is given the seconds for which a chunk was not ready when it was needed.
+        waited: called with the seconds for which a chunk was not ready when it was needed.
 
     Raises:
-        RequestError: a source returns something else than tiles.
+        RequestError: a source returned something else than tiles.
     """
     reading: list[int] = []  # the slide whose chunks are read
 

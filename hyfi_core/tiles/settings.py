@@ -1,4 +1,4 @@
-"""Settings of an engine of tiles, and what it has tried of its model."""
+"""Settings of an engine of tiles, and the trials of its model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,14 @@ class TileSettings:
 
 @dataclass(frozen=True)
 class TriedModel:
-    """What was tried of encoder and aggregator for certain flags and a certain shape of tiles."""
+    """Trials of encoder and aggregator, for certain flags and a certain shape of tiles.
+
+    Attributes:
+        facts: of the encoder.
+        call: of the aggregator.
+        like: shape and dtype of a tile.
+        lasting: numbers of tiles of slides -> bytes of features and of the aggregator, which live through a step.
+    """
 
     facts: EncoderFacts
     call: AggregatorCall

@@ -13,12 +13,14 @@ from hyfi_core.errors import RequestError
 
 @runtime_checkable
 class TileSource(Protocol):
-    """The tiles of one slide, read by index; each rank reads its own only, some of them twice in a step.
+    """The tiles of one slide, read by index; each rank reads only its own, some of them twice in a step.
 
-    ``read`` may be called from another thread, by one at a time. A source may have a ``name``, which messages state; an
-    ``identity``: text that is another one whenever a tile is, by which vectors of a frozen encoder are kept; and
-    ``like``: (shape, dtype) of a tile, so that none is read to learn it. One that keeps memory between reads says how
-    much (``kept_bytes``), and frees it when ``forget`` is called.
+    ``read`` may be called from another thread, by one thread at a time. A source may also have
+
+    * ``name``, for messages;
+    * ``identity``, text that changes whenever a tile does: vectors of a frozen encoder are kept under it;
+    * ``like``, (shape, dtype) of a tile: without it, one tile is read to find out;
+    * ``kept_bytes``, the most memory that it keeps between reads, and ``forget()``, which frees that memory.
     """
 
     @property
@@ -66,7 +68,7 @@ def check_slides(tiles: object, labels: torch.Tensor | None) -> list[TileSource]
     """Return the slides of a batch.
 
     Raises:
-        RequestError: they are no tile sources, one has no tiles, or there are not as many as labels.
+        RequestError: they are not tile sources, one has no tiles, or there are not as many as labels.
     """
     if isinstance(tiles, TileSource):
         raise RequestError("tiles is one TileSource; pass a list with one for each slide of the batch: [source]")
@@ -88,8 +90,8 @@ def check_slides(tiles: object, labels: torch.Tensor | None) -> list[TileSource]
                 f"{name_of(slide, number)} has {len(slide)} tiles and coords of shape {shape}; use (N, 2)"
             )
     if labels is not None and (not isinstance(labels, torch.Tensor) or labels.dim() < 1 or len(labels) != len(tiles)):
-        given = tuple(labels.shape) if isinstance(labels, torch.Tensor) else type(labels).__name__
-        raise RequestError(f"labels are {given} for {len(tiles)} slides; pass a tensor with one entry for each slide")
+        what = tuple(labels.shape) if isinstance(labels, torch.Tensor) else type(labels).__name__
+        raise RequestError(f"labels are {what} for {len(tiles)} slides; pass a tensor with one entry for each slide")
     return list(tiles)
 
 
@@ -111,17 +113,17 @@ def gather_lengths(comm: Communicator, slides: Sequence[TileSource], ranks: int)
         ranks: of a replica.
 
     Raises:
-        RequestError: on every rank: the ranks of a replica were given other slides.
+        RequestError: on every rank: the ranks of a replica have different slides.
     """
-    told = comm.broadcast_object(comm.gather_objects([len(slide) for slide in slides]))
-    for first in range(0, len(told), ranks):
+    lengths = comm.broadcast_object(comm.gather_objects([len(slide) for slide in slides]))
+    for first in range(0, len(lengths), ranks):
         for rank in range(first, first + ranks):
-            if told[rank] != told[first]:
+            if lengths[rank] != lengths[first]:
                 raise RequestError(
-                    f"ranks disagree: slides of {told[first]} tiles on rank {first}, of {told[rank]} on rank "
+                    f"ranks disagree: slides of {lengths[first]} tiles on rank {first}, of {lengths[rank]} on rank "
                     f"{rank}; pass the same slides on all ranks of a replica"
                 )
-    return [tuple(told[first]) for first in range(0, len(told), ranks)]
+    return [tuple(lengths[first]) for first in range(0, len(lengths), ranks)]
 
 
 def read_tiles(slide: TileSource, number: int, indices: Sequence[int]) -> torch.Tensor:
@@ -133,9 +135,9 @@ def read_tiles(slide: TileSource, number: int, indices: Sequence[int]) -> torch.
     read = slide.read(indices)
     shaped = isinstance(read, torch.Tensor) and read.dim() == 4 and len(read) == len(indices)
     if not shaped or not (read.dtype == torch.uint8 or read.is_floating_point()):
-        given = f"{tuple(read.shape)} {read.dtype}" if isinstance(read, torch.Tensor) else type(read).__name__
+        what = f"{tuple(read.shape)} {read.dtype}" if isinstance(read, torch.Tensor) else type(read).__name__
         raise RequestError(
-            f"{name_of(slide, number)}: read({len(indices)} indices) returned {given}; return a tensor "
+            f"{name_of(slide, number)}: read({len(indices)} indices) returned {what}; return a tensor "
             f"({len(indices)}, 3, T, T), uint8 or floating point"
         )
     return read

@@ -1,4 +1,4 @@
-"""How attention is spread over tiles: training an encoder collapses where it stays on few of them."""
+"""How attention is spread over tiles: if it stays on few of them, training of the encoder collapses."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class AttentionSpread:
         Args:
             attention: one tensor a slide; heads or classes, in other dims than the longest, are averaged.
         """
-        found = [attention_of_tiles(one) for one in attention]
-        if not found:
+        slides = [attention_of_tiles(of_slide) for of_slide in attention]
+        if not slides:
             return None
-        peaks = [one.max() * len(one) for one in found]
-        effective = [1.0 / one.square().sum() for one in found]
+        peaks = [weights.max() * len(weights) for weights in slides]
+        effective = [1.0 / weights.square().sum() for weights in slides]
         peak, tiles = torch.stack([torch.stack(peaks).mean(), torch.stack(effective).mean()]).tolist()
         return cls(peak, tiles)
 

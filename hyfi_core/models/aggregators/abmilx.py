@@ -54,7 +54,7 @@ class Abmilx(nn.Module):
         return self.classifier(self.projection(pooled)), attention.mean(0).squeeze(1)
 
     def _refined(self, parts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores ``(M, N, 1)`` to which each tile's similar ones have added theirs."""
+        """Return scores ``(M, N, 1)``: those of each tile plus a weighted sum of those of similar tiles."""
         queries, keys = self.similarity(self.norm(parts)).chunk(2, -1)
         # Fused kernels need values as wide as keys; without them N x N similarities would be in memory.
         values = F.pad(self.shared * scores, (0, keys.shape[-1] - 1))

@@ -33,7 +33,7 @@ class GatedScore(nn.Module):
 
 
 class GatedAttention(nn.Module):
-    """Tiles are averaged with weights that they say themselves: ``logits = W Σ a_i h_i + b``.
+    """Tiles are averaged with weights computed from their own features: ``logits = W Σ a_i h_i + b``.
 
     Ilse, Tomczak and Welling, "Attention-based Deep Multiple Instance Learning", ICML 2018 (arXiv:1802.04712),
     equations 7 and 9: ``a = softmax_i(wᵀ(tanh(V h_i) ⊙ σ(U h_i)))``. With M heads, each has its own w, and W classifies

@@ -15,8 +15,8 @@ class TransMil(nn.Module):
     """Two transformer layers over tiles and a class token, between them convolutions over tiles laid in a square.
 
     Shao et al., "TransMIL: Transformer based Correlated Multiple Instance Learning for Whole Slide Image
-    Classification", NeurIPS 2021 (arXiv:2106.00908). Positions are those in the order of tiles, row by row of a square,
-    which is filled up with the first tiles: so the order of tiles counts.
+    Classification", NeurIPS 2021 (arXiv:2106.00908). Tiles are laid row by row in a square, whose end the first tiles
+    fill again: so the order of tiles matters.
 
     Args:
         features: Length D of a feature vector.
@@ -39,8 +39,8 @@ class TransMil(nn.Module):
     def forward(self, bag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits ``(K,)`` and attention ``(N,)`` of tiles ``(N, D)``.
 
-        Attention is that of the class token to tiles in the second layer, the mean of its heads. It is approximated, as
-        the layer is, so that single values can be slightly below zero; these are 0, and the sum is 1.
+        Attention is that of the class token to tiles in the second layer, the mean of its heads. Like the layer, it is
+        an approximation: values can be slightly below zero. They are set to 0, and the sum to 1.
         """
         tiles = self.compress(bag)
         side = math.ceil(math.sqrt(len(tiles)))
@@ -109,12 +109,12 @@ class NystromLayer(nn.Module):
 
 
 def _padding(tokens: int, landmarks: int) -> int:
-    """Return how many tokens are missing to a multiple of the landmarks."""
+    """Return how many tokens to add for a multiple of the landmarks."""
     return -tokens % min(landmarks, tokens)
 
 
 def pseudo_inverse(x: torch.Tensor, iterations: int = 6) -> torch.Tensor:
-    """Return about the Moore-Penrose inverse of matrices ``(…, m, m)``: equation 11 of the Nyströmformer."""
+    """Return an approximate Moore-Penrose inverse of matrices ``(…, m, m)``: equation 11 of the Nyströmformer."""
     rows, columns = x.abs().sum(-1).amax(), x.abs().sum(-2).amax()
     z, one = x.mT / (rows * columns), torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     for _ in range(iterations):

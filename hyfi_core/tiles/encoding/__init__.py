@@ -1,1 +1,1 @@
-"""Calls of an encoder of tiles: what is known of it, the two passes of a step, vectors that are kept."""
+"""Calls of a tile encoder: trials before the first step, the two passes of a step, vectors that stay in memory."""

@@ -92,16 +92,16 @@ class EncoderCall:
         features = returned if self.output is None else self.output(returned)
         if not isinstance(features, torch.Tensor) or features.dim() != 2 or len(features) != count:
             shaped = isinstance(features, torch.Tensor)
-            given = f"a tensor of shape {tuple(features.shape)}" if shaped else f"a {type(features).__name__}"
+            shown = f"a tensor of shape {tuple(features.shape)}" if shaped else f"a {type(features).__name__}"
             raise RequestError(
-                f"the encoder's features are {given} for {count} tiles; select ({count}, D) with output=, for instance "
+                f"the encoder's features are {shown} for {count} tiles; select ({count}, D) with output=, for instance "
                 f"lambda out: out.pooler_output, or lambda out: out.last_hidden_state[:, 0]"
             )
         return features
 
 
 def keeping_nothing() -> saved_tensors_hooks:
-    """Context of a forward that nobody will drive backward: the same kernels as with a graph, without its memory."""
+    """Context of a forward without a backward: the same kernels as with a graph, without its memory."""
     return saved_tensors_hooks(lambda tensor: None, _lost)
 
 

@@ -1,4 +1,4 @@
-"""What is tried of an encoder before its first step: a call for one tile beside one for three.
+"""Trials of an encoder before its first step: a call for one tile beside a call for three.
 
     tile 2 alone          features a, shapes of random numbers, bytes
     tiles 0, 1, 2         features b, shapes of random numbers, bytes        a = b[2], or the encoder mixes tiles
@@ -52,12 +52,12 @@ class TileBytes:
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """What is known of an encoder with certain flags.
+    """What the trials of an encoder have shown; they hold while its flags (training mode, requires_grad) stay.
 
     Attributes:
         features: length of a feature vector.
         dtype: of features.
-        shapes: drawn in a call for one tile.
+        shapes: of the random numbers that a call for one tile draws.
         alone: whether each tile must be encoded in a call of its own, because of how random numbers are laid out.
         trained: names of the encoder's parameters that get gradients.
         kept: bytes of a chunk's activations.
@@ -154,17 +154,17 @@ def _trial(
 
 
 def _gradients(total: torch.Tensor, parameters: list[torch.nn.Parameter]) -> Sequence[torch.Tensor | None]:
-    """Return gradients, None for parameters that were not used; what they had before stays."""
+    """Return gradients, None for parameters that were not used; their ``grad`` stays as it was."""
     if not any(map(is_shard, parameters)):
         return torch.autograd.grad(total, parameters, allow_unused=True)
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     torch.autograd.backward(total)  # shards are not in the graph: their gradients arrive in ``grad`` only
-    found = [parameter.grad for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, before, strict=True):
         parameter.grad = gradient
-    return found
+    return gradients
 
 
 def _check_buffers(call: EncoderCall, before: dict[str, torch.Tensor]) -> None:

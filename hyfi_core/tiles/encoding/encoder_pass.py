@@ -5,7 +5,7 @@
     pass 2     chunk 3 ◂ chunk 2 ◂ chunk 1 ◂ chunk 0        backward; the first ones are computed again
                ▓▓▓▓▓▓▓   ▓▓▓▓▓▓▓   forward   forward        gradients are reduced during the last backward
 
-The order of backwards does not depend on what is kept, so neither does a bit of the sums.
+The order of backwards does not depend on which chunks keep activations, so the sums are bitwise the same.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class EncoderPass:
         like: (shape, dtype) of a tile.
         trains: whether a backward follows.
         reader: of tiles.
-        vectors: that are kept between steps, of an encoder that is not trained; None: none are.
-        waited_s: for which tiles were not read yet when they were needed.
+        vectors: features of a frozen encoder that are kept between steps; None: none are.
+        waited_s: seconds spent waiting for tiles that were not read yet.
     """
 
     call: EncoderCall
@@ -73,7 +73,7 @@ class EncoderPass:
 
         Args:
             kept: number of chunks that are kept, the last ones.
-            room: asked before each of them, which is not kept without room; None: there is.
+            room: asked before each of them whether it still fits; None: all fit.
         """
         width, dtype, device = self.facts.features, self.facts.dtype, self.call.device
         slides = range(len(self.slides))
@@ -112,7 +112,7 @@ class EncoderPass:
         Args:
             graphs: from ``forward``; emptied.
             cotangents: of the features of all slides.
-            gradients: to which they are added, and which reduce them.
+            gradients: reduces the encoder's gradients over ranks while the last chunk is driven backward.
         """
         again = [chunk for chunk, graph in zip(self.chunks, graphs, strict=True) if graph is None]
         read = self.reader.read(self.slides, again[::-1], self.like, self._waited, True)
@@ -131,7 +131,7 @@ class EncoderPass:
         gradients.complete(trained)
 
     def _kept_vectors(self) -> KeptVectors | None:
-        """Return the vectors that are kept, of these weights; None if vectors depend on more than weights and tiles."""
+        """Return the kept vectors of the present weights; None if vectors depend on more than weights and tiles."""
         if self.vectors is None or self.facts.trained or self.facts.shapes or self.call.live_norms:
             return None
         self.vectors.begin(self.call.encoder)
@@ -153,7 +153,7 @@ class EncoderPass:
 
 
 class _Completing:
-    """Context of the last backward, in which every parameter says that its gradient is complete."""
+    """Context of the last backward, which reports each parameter whose gradient is complete."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], gradients: TileGradients) -> None:
         self._parameters, self._gradients = parameters, gradients

@@ -26,7 +26,7 @@ def exact_norms(encoder: nn.Module, comm: Communicator, tiles: int, own: int) ->
     """Context in which batch norms in training mode normalise over all tiles of a slide (collective).
 
     Args:
-        encoder: its norms get another ``forward`` meanwhile.
+        encoder: the context replaces the ``forward`` of its norms.
         comm: the ranks that share the slide.
         tiles: of the slide.
         own: tiles of this rank.

@@ -1,6 +1,6 @@
 """Vectors of a frozen encoder that stay in memory: each chunk of a slide is encoded once.
 
-A chunk is the same tiles in the same call as before, so that its vectors are those of computing again, bit for bit.
+A chunk has the same tiles in the same call each time, so its kept vectors are bitwise those of computing it again.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hyfi_core.tiles.source import TileSource
 
 
 class KeptVectors:
-    """The vectors that one rank keeps. What does not fit any more is computed again each time.
+    """The vectors that one rank keeps. Chunks that do not fit are computed again each time.
 
     Attributes:
-        step_bytes: Memory that a step needs beside what is kept.
+        step_bytes: Memory that a step needs beside the kept vectors.
         used_bytes: Bytes of the vectors that are kept.
         encoded: Tiles that this rank has encoded so far, because they were not kept.
 
@@ -37,12 +37,12 @@ class KeptVectors:
         self.step_bytes = self.used_bytes = self.encoded = 0
 
     def begin(self, encoder: nn.Module) -> None:
-        """Forget all vectors if the encoder's weights have become others since the last call."""
+        """Forget all vectors if the encoder's weights have changed since the last call."""
         tensors = [*encoder.parameters(), *encoder.buffers()]
         marks = [change_mark(tensor) for tensor in tensors]
         if marks == self._marks:
             return
-        digest = _digest_of(tensors)
+        digest = _digest_of(tensors)  # weights may have been written with the same values, as by loading a checkpoint
         if digest != self._digest:
             self._vectors.clear()
             self.used_bytes = 0

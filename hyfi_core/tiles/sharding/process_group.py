@@ -1,7 +1,7 @@
-"""The process group of ``torch.distributed`` by which the ranks of a replica gather the weights that they share.
+"""The process group of ``torch.distributed`` with which the ranks of a replica gather the weights that they share.
 
-Ranks that ``torchrun`` started have one. Between ranks of MPI it is made: rank 0 opens a store, and tells the others
-where.
+Ranks that ``torchrun`` started have one. Ranks of MPI make one: rank 0 opens a store and sends its address to the
+others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.runtime.groups import node_name
 
 _LIMIT = timedelta(days=30)
-"""Ranks that fail are noticed by the supervision of the job, not by a time limit of this library."""
+"""The job's supervision notices ranks that fail, so the library needs no time limit of its own."""
 _MADE: dict[str, Any] = {}
 """Host of the first rank and address of the store -> the group that was made with it."""
 

@@ -1,6 +1,6 @@
 """Which modules of an encoder are gathered together, and their division among ranks.
 
-encoder    patches   block 0   block 1   block 2   …        each block is a unit; what is in none is gathered
+encoder    patches   block 0   block 1   block 2   …        each block is a unit; other weights are gathered
 forward              gather ▸ compute ▸ free                with the first call of the encoder
 backward             gather ▸ compute ▸ gradients summed over ranks, each keeps its part ▸ free
 """
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 from hyfi_core.errors import RequestError
 
 _SMALL = 100
-"""A unit has at least one part in so many of the weights: smaller ones are not worth a message."""
+"""A unit has at least 1 / this of the weights: smaller ones are not worth a message."""
 _LARGE = 4
-"""One with more than one part in so many is divided further, if it has units itself."""
+"""A unit with more than 1 / this of the weights is divided further, if it contains units itself."""
 
 
 def units_of(encoder: nn.Module) -> list[nn.Module]:
@@ -91,8 +91,8 @@ def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
 def _copied(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Return copies of the encoder's outputs, so that none is the output of a unit as well.
 
-    Which of the two gathers first in backward depends on that, and it may differ between chunks of ranks: in
-    ``x.contiguous()`` of one tile, or in what a user does for one tile only.
+    If one tensor were both, backward would gather them in another order. That may differ between the chunks of ranks:
+    ``x.contiguous()`` copies for several tiles, but not for one.
     """
     return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, output)
 

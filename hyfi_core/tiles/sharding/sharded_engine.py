@@ -34,10 +34,10 @@ from hyfi_core.tiles.source import TileSource, tile_like
 
 
 class ShardedTilesEngine(TilesEngine):
-    """A `TilesEngine` of which each rank holds 1 / ``plan.tiles`` of the encoder's weights, gradients and moments.
+    """A `TilesEngine` whose ranks each hold 1 / ``plan.tiles`` of the encoder's weights, gradients and moments.
 
-    A call of the encoder gathers the weights of one module after another. All numbers are those of the other engine but
-    for rounding: gradients are summed over ranks after each chunk.
+    A call of the encoder gathers the weights of one module after another. Results are those of `TilesEngine` except for
+    rounding: gradients are summed over ranks after each chunk.
     """
 
     _passes = ShardedPass
@@ -67,7 +67,7 @@ class ShardedTilesEngine(TilesEngine):
         return ShardedTileGradients(self._model, trained, self._groups, dtype, self._copies)
 
     def _tried(self, slides: list[TileSource], train: bool) -> TriedModel:
-        """Agree on what is tried before it is: a rank that refused alone would leave others in gathering weights."""
+        """Agree on the tiles before trials: if one rank refused alone, the others would wait for its weights."""
         replica = self._groups.replica
         like = agree(replica, lambda: self._checked_like(slides))
         compare(replica, {"the shape and dtype of tiles": f"{like[0]} {like[1]}"})
@@ -101,7 +101,7 @@ class ShardedTilesEngine(TilesEngine):
         return whole_of(local_state(self._model), owned.__contains__)
 
     def owned_optimizer(self) -> dict[str, Any]:
-        """Return the optimizer state of these parameters, whole (collective)."""
+        """Return the optimizer state of the parameters that this rank writes, whole (collective)."""
         owned = set(self._ownership.owned_names())
         state = optimizer_state(self.optimizer, self._model.named_parameters())
         tensors = whole_of(state["tensors"], lambda key: key.rpartition("/")[0] in owned)

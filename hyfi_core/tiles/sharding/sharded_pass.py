@@ -1,7 +1,7 @@
 """The two passes of a step over an encoder of shards: every rank calls it equally often, because calls gather weights.
 
 rank 0, 3 chunks     chunk 0   chunk 1   chunk 2
-rank 1, 2 chunks     a dummy   chunk 0   chunk 1        the dummy: one random tile, whose features nobody gets
+rank 1, 2 chunks     a dummy   chunk 0   chunk 1        the dummy: one random tile, whose features are dropped
 kept                           ▓▓▓▓▓▓▓   ▓▓▓▓▓▓▓        as many as all ranks have room for
 """
 
@@ -69,7 +69,7 @@ class ShardedPass(EncoderPass):
             gradients.poll()
 
     def _read(self, chunks: Sequence[TileChunk], last: bool) -> Iterator[torch.Tensor]:
-        """Yield the tiles of chunks; of a dummy a random one, because of zeros some functions have no derivative."""
+        """Yield the tiles of chunks; for a dummy a random tile: at zero, some functions have no derivative."""
         real = [chunk for chunk in chunks if len(chunk)]
         read = self.reader.read(self.slides, real, self.like, self._waited, last)
         dummy = torch.rand((1, *self.like[0]), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""What is updated, gathered and saved of a model whose encoder is divided: whole tensors under the user's names."""
+"""Updating, gathering and saving a model whose encoder is divided: whole tensors under the user's names."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from hyfi_core.runtime.saving.weight_shards import is_shard, own_part, shard_lik
 from hyfi_core.tiles.gradients import TileGradients
 
 WATCHED = "aggregator."
-"""Begin of the names of weights that are whole on all ranks, and compared between them."""
+"""Prefix of the names of weights that all ranks hold whole, and compare."""
 
 
 class ShardedOwnership(ParameterOwnership):
     """Owners as without shards; what they write is gathered first."""
 
     def held(self) -> HeldWeights:
-        """Return the weights that this rank has as all others."""
+        """Return the weights that are whole, and so the same, on all ranks."""
         held = super().held()
         names = {name for name in held.names if name.startswith(WATCHED)}
         return HeldWeights(names, [of and [n for n in of if n.startswith(WATCHED)] for of in held.groups])
 
     def here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a state with this rank's shards of the whole tensors in it."""
-        own, found = local_state(self._model), super().here(state)
-        for name, tensor in found.items():
+        own, own_state = local_state(self._model), super().here(state)
+        for name, tensor in own_state.items():
             if name in own and is_shard(own[name]) and tensor.shape == own[name].shape:
-                found[name] = shard_like(own[name], tensor)
-        return found
+                own_state[name] = shard_like(own[name], tensor)
+        return own_state
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
         """Return copies of all gradients on rank 0, None elsewhere."""
@@ -49,16 +49,16 @@ class ShardedOwnership(ParameterOwnership):
 
     def _on_first(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         first = self._groups.all.rank == 0
-        found: dict[str, torch.Tensor] = {}
+        copies: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():  # one at a time: only the first rank needs memory for all
             gathered = whole(tensor)
             if first:
-                found[name] = gathered if is_shard(tensor) else gathered.clone()
-        return found if first else None
+                copies[name] = gathered if is_shard(tensor) else gathered.clone()
+        return copies if first else None
 
 
 class ShardedTileGradients(TileGradients):
-    """Gradients of a divided encoder: sums over the ranks of a replica already, and each rank has its part.
+    """Gradients of a divided encoder: each rank has its part of them, already summed over the ranks of its replica.
 
     Args:
         model: encoder and aggregator.
@@ -81,7 +81,7 @@ class ShardedTileGradients(TileGradients):
         self._divided, self._copies, self._dtype = [named[n] for n in trained if is_shard(named[n])], copies, dtype
 
     def finish(self, hooks: ParameterHooks) -> None:
-        """Add the parts of all replicas; then as for whole gradients."""
+        """Sum each part over replicas; then finish the whole gradients of the aggregator as without shards."""
         for parameter in self._divided if self._copies.size > 1 else ():
             if parameter.grad is not None:
                 part = own_part(parameter.grad)
@@ -93,13 +93,13 @@ class ShardedTileGradients(TileGradients):
 
 
 def whole_of(tensors: Mapping[str, torch.Tensor], wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """Return those tensors whose name ``wanted`` approves, whole (collective: all ranks gather all shards)."""
-    found: dict[str, torch.Tensor] = {}
+    """Return the tensors whose names ``wanted`` accepts, whole (collective: all ranks gather all shards)."""
+    result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         gathered = whole(tensor) if is_shard(tensor) else tensor
         if wanted(name):
-            found[name] = gathered
-    return found
+            result[name] = gathered
+    return result
 
 
 def clip_shards(
@@ -108,17 +108,17 @@ def clip_shards(
     """Scale gradients down to a norm over the whole model (collective), as ``runtime.gradients.clip``.
 
     Args:
-        parameters: of this rank; shards count on each rank of a replica, whole ones once.
+        parameters: of this rank; shards are summed over ranks, whole parameters count once.
         max_norm: largest norm.
         everyone: all ranks.
-        replicas: that hold the same.
+        replicas: number of replicas, which hold the same gradients.
 
     Returns:
         The norm before, float64 without dims.
     """
-    found = [p.grad for p in parameters if p.grad is not None]
-    parts = [own_part(gradient) for gradient in found]
-    squares = [(is_shard(g), part.double().square().sum()) for g, part in zip(found, parts, strict=True)]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    parts = [own_part(gradient) for gradient in gradients]
+    squares = [(is_shard(g), part.double().square().sum()) for g, part in zip(gradients, parts, strict=True)]
     zero = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     divided = sum((square for shard, square in squares if shard), zero.clone())
     everyone.all_reduce(divided)

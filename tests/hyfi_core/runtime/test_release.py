@@ -190,7 +190,7 @@ def test_a_model_without_values_reads_those_of_its_stages(name: str, release: bo
         ({}, r"'enter\.weight' of the model is on the meta device and has no data"),
         ({"weights": {}, "verify": True}, "rank 0 cannot compare the model with its capture"),
         ({"weights": 3}, "weights is a int; pass a safetensors file"),
-        ({"weights": "missing.safetensors"}, "missing.safetensors is no safetensors file"),
+        ({"weights": "missing.safetensors"}, "missing.safetensors is neither a safetensors file"),
         ({"weights": {"enter.weight": torch.zeros(4, 3, 1, 1)}}, r"has no tensor 'enter\.bias'"),
         ({"weights": lambda name: torch.zeros(7)}, r"weights: 'enter\.weight' is \(7,\), but that of the model has"),
     ],
