@@ -100,7 +100,7 @@ class PlaneExchange:
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
     ) -> Waits[Cotangents]:
-        """Return the sums of what other planes return for the values of this plane, None for inactive ones."""
+        """Return, for each sent value, the sum of its cotangents in other planes; None if it is inactive."""
         carried = [value for value in self.values if value.name in self.active]
         own_cotangents = {}
         for value, cotangent in zip(self.taken, cotangents, strict=True):

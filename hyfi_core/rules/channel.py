@@ -183,6 +183,7 @@ def channelwise(at: int, over_space: AlongSpace) -> Rule:
 
 
 def _split_over_space(builder: Builder, op: Operator, dim: int) -> None:
+    """``split`` or ``chunk`` along height, width, or the entries of the batch that are divided among ranks."""
     split = builder.splits[op.args[0].name]
     if not split.in_batch and not split.plain:
         builder.refuse(

@@ -307,6 +307,8 @@ class TilesEngine(EngineState):
                 self._groups.all.broadcast(buffer)
 
     def _pass(self, known: TriedModel, slides: list[TileSource], parts: SlideParts, train: bool) -> EncoderPass:
+        """Return the passes over the encoder for these slides, in chunks that fit the plan's memory."""
+        # Exact norms wait for the sums of all ranks once for each slide, so a rank encodes its tiles in one call.
         whole = train and self._call.exact and bool(self._call.live_norms)
         size = None if whole else chunk_size(known.facts, self.plan.memory_bytes, self._settings.chunk)
         chunks, comm = parts.chunks(self._groups.replica.rank, size), self._groups.replica.of("stage")
@@ -348,6 +350,7 @@ class TilesEngine(EngineState):
         largest = max((len(chunk) for chunk in encoding.chunks), default=0)
         facts, comm = known.facts, self._groups.all
         numbers, read = torch.Size(known.like[0]).numel(), known.like[1].itemsize
+        # The chunk at work and the next one, each as it is read and as input; chunks read further ahead only as read.
         tiles = numbers * (read + self._call.dtype.itemsize) * 2 + numbers * read * (self.reader.ahead - 1)
         lasting = known.lasting(encoding.parts.tiles) + encoding.reader.kept_bytes(encoding.slides)
         lasting += new_bytes(self._model, self._optimizer, comm.size > 1)

@@ -128,7 +128,7 @@ class WeightWatch:
         return [({name: len(few) for name, few in of.items()}, torch.cat([*of.values()])) for of in views.values()]
 
     def _flattened(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return a tensor's memory as a view with one dim, None on a device or if it has gaps; and its first values."""
+        """Return a tensor's memory as a flat view, None on a device or if it has gaps; and the values of turn 0."""
         tensor = self._tensors[name]
         address = tensor.data_ptr()
         if name not in self._flat or self._flat[name][0] != address:

@@ -323,6 +323,7 @@ class StageCosts:
         return sum(self.machine.messages_s(planes - 1, length, link) for length in lengths)
 
     def _sum_s(self, ranked: RankProgram, call: CollectiveCall, stage: int) -> float:
+        """Return the seconds of a sum over ranks; the cells of a rank add theirs with a kernel for each."""
         if isinstance(call.operator, BatchNorm):
             assert call.inputs[0] is not None
             length = _STATISTICS * ranked.values[call.inputs[0]].shape[1]
