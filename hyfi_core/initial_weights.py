@@ -75,7 +75,7 @@ class InitialWeights:
     """The initial values of a model that is built without values, for ``parallelize(weights=…)``.
 
     Args:
-        build: builds the model; the same each time, but for its random values.
+        build: builds the model; the same each time, except for its random values.
         seed: of torch's generator before the build; afterwards the generator is as after a build of the whole model.
 
     Attributes:

@@ -108,7 +108,7 @@ class TilesEngine(EngineState):
     def predict(self, tiles: Sequence[TileSource]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """Return the logits ``(B, K)`` and the attention of each slide, in evaluation mode, with all tiles.
 
-        Both are the same on every rank of a replica. Memory does not grow with the number of tiles, but for their
+        Both are the same on every rank of a replica. Memory does not grow with the number of tiles, except for their
         features.
 
         Args:

@@ -41,7 +41,7 @@ def parallelize_tiles(
     """Distribute an encoder of tiles and an aggregator of their features over the ranks of a plan.
 
     A step is that of one process with one graph over all tiles of all slides: the same loss, the same gradients. The
-    encoder is computed chunk by chunk, so that memory does not grow with the number of tiles, but for their features.
+    encoder is computed chunk by chunk, so that memory grows with the number of tiles only by their features.
 
     Args:
         encoder: any ``nn.Module`` of tiles, ``(n, 3, T, T)`` to ``(n, D)``, unchanged; each tile by itself.

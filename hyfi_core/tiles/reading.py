@@ -87,7 +87,7 @@ def read_ahead(
         waited: called with the seconds for which a chunk was not ready when it was needed.
 
     Raises:
-        RequestError: a source returned something else than tiles.
+        RequestError: a source returned something other than tiles.
     """
     reading: list[int] = []  # the slide whose chunks are read
 

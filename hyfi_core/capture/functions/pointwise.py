@@ -185,7 +185,7 @@ def _results(called: PointwiseFunction, samples: list[torch.Tensor]) -> list[Any
     before = [leaf.detach().clone() for leaf in inputs]
     result = called(inputs)
     if not isinstance(result, torch.Tensor):
-        raise _UnsuitableError("returns something else than one tensor")
+        raise _UnsuitableError("returns something other than one tensor")
     if not all(torch.equal(leaf, copy) for leaf, copy in zip(inputs, before, strict=True)):
         raise _UnsuitableError("changes its argument in place")
     if result.shape != inputs[0].shape or result.dtype != inputs[0].dtype:
@@ -201,7 +201,7 @@ class _UnsuitableError(Exception):
 
 
 def _equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether tensors are equal but for rounding; None equals None."""
+    """Whether tensors are equal except for rounding; None equals None."""
     pairs = list(zip(first, second, strict=True))
     if any((a is None) != (b is None) for a, b in pairs):
         return False

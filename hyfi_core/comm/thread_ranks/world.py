@@ -8,7 +8,7 @@ Python runs one thread at a time, and PyTorch lets go of the interpreter in ever
 each operator would hand over to another thread: hundreds of switches between threads in each step of a rank, which take
 longer than the step. So the number of ranks that run at once adapts. It falls to one while turns are short, as in
 Python code and tiny operators. It grows by one at each tick without a new turn: a rank that computes for long, or waits
-for something else than a message, never blocks the others for long.
+for something other than a message, never blocks the others for long.
 """
 
 from __future__ import annotations

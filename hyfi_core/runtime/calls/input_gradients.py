@@ -88,6 +88,6 @@ def differentiate(
         last = index == logits.shape[1] - 1
         gradient = (yield from executor.backward(records, {output: seed}, {}, keep=not last)).get(image)
         memory.need([pixels, gradient])
-        values_of_part = torch.zeros_like(pixels) if gradient is None else gradient
-        use(InputGradient(index, first, ranked.read_box, pixels, values_of_part))
+        of_pixels = torch.zeros_like(pixels) if gradient is None else gradient
+        use(InputGradient(index, first, ranked.read_box, pixels, of_pixels))
     return logits.float()

@@ -46,7 +46,7 @@ class ShardedPass(EncoderPass):
             features[chunk.slide].put(chunk.start, encoded)
             graphs.append(encoded if keeps and encoded.requires_grad else None)
             del encoded
-        for of in features:  # not while weights are gathered: on a GPU, groups must not wait for each other in turns
+        for of in features:  # not while weights are gathered: on a GPU, two groups could wait for each other
             of.start()
         return [of.gathered() for of in features], graphs
 
