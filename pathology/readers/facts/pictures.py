@@ -226,7 +226,7 @@ def picked_directory(picture: Picture, pick: Pick) -> int:
             f"colour"
         )
     if times > 1:
-        raise PlanesError(f"it has {times} times ({picture.described}); slides are of one")
+        raise PlanesError(f"it has {times} times ({picture.described}); a slide has one")
     if depths > 1 and not pick.plane:
         raise PlanesError(f"it has {depths} focal planes ({picture.described}); {HOW_TO_PICK}, from 1")
     check_plane(pick, max(1, depths))
