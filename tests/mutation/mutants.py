@@ -3,7 +3,8 @@
     a < b       a <= b          x + y     x - y         not x       x             f(y)    (nothing)
     a and b     a or b          min(x)    max(x)        3           4             True    False
 
-Docstrings, annotations and messages of errors are left as they are: no test needs to notice them.
+Docstrings, annotations and messages of errors are left as they are: no test needs to notice them. So is the -1 of a
+reshape: NumPy takes any negative number for the side that it computes, and torch refuses all but -1.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ def _of_statement(statement: ast.stmt) -> Iterator[ast.AST]:
             if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: a check, as an assertion is
                 continue
             children = value if isinstance(value, list) else [value]
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "reshape":
+                children = [child for child in children if ast.unparse(child) != "-1"]
             left += [c for c in children if isinstance(c, ast.AST) and not isinstance(c, (ast.stmt, ast.JoinedStr))]
 
 

@@ -25,7 +25,7 @@ def f(x: int = 3) -> bool:
         log(x)
     if x is None:
         raise ValueError(f"{x + 1}")
-    return min(x // 2, x) in zip(x, strict=True)
+    return min(x // 2, x) in zip(x.reshape(-1, a), strict=True)
 '''
 
 
@@ -41,10 +41,10 @@ def test_every_fault_changes_one_place(tmp_path: Path) -> None:
         "if not x < 2 and all(x):",
         "pass",
         "if x is not None:",
-        "return max(x // 2, x) in zip(x, strict=True)",
-        "return min(x * 2, x) in zip(x, strict=True)",
-        "return min(x // 3, x) in zip(x, strict=True)",
-        "return min(x // 2, x) not in zip(x, strict=True)",
+        "return max(x // 2, x) in zip(x.reshape(-1, a), strict=True)",
+        "return min(x * 2, x) in zip(x.reshape(-1, a), strict=True)",
+        "return min(x // 3, x) in zip(x.reshape(-1, a), strict=True)",
+        "return min(x // 2, x) not in zip(x.reshape(-1, a), strict=True)",
     }
     plain = ast.unparse(ast.parse(SOURCE)).splitlines()
     for fault in found:

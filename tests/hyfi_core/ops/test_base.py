@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import pkgutil
+
 import torch
 
+from hyfi_core import ops
 from hyfi_core.ops.base import is_expanded
 
 
@@ -11,3 +16,14 @@ def test_only_elements_that_share_memory_make_a_tensor_expanded() -> None:
     assert is_expanded(torch.zeros(1, 3).expand(2, 3))
     assert not is_expanded(torch.zeros(2, 3)) and not is_expanded(torch.zeros(0, 3))
     assert not is_expanded(torch.zeros(3).as_strided((1, 3), (0, 1))), "one row shares nothing, whatever its stride"
+
+
+def test_nothing_is_overwritten_unless_asked() -> None:
+    asked = {}
+    for found in pkgutil.iter_modules(ops.__path__):
+        for name, kind in vars(importlib.import_module(f"hyfi_core.ops.{found.name}")).items():
+            if dataclasses.is_dataclass(kind):
+                fields = [field for field in dataclasses.fields(kind) if field.name.startswith("overwrites")]
+                asked |= {f"{name}.{field.name}": field.default for field in fields}
+    assert len(asked) >= 5
+    assert all(default in (False, dataclasses.MISSING) for default in asked.values()), asked

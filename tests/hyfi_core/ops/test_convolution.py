@@ -257,3 +257,17 @@ def test_a_cotangent_that_is_of_no_use_is_neither_computed_nor_sent(apart: bool)
         return [item is None for item in (*no_map, *no_weight)]
 
     assert run_ranks(2, body) == [[True, False, True, False, True, True]] * 2
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_cotangent_that_is_missing_is_zero_in_all_channels(apart: bool) -> None:
+    how: Settings = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    _, _, ops = operators((16, 20), (1, 2), how, apart)
+
+    def body(comm: Communicator) -> Any:
+        inputs = noise(1, 4, 16, 10), noise(6, 4, 3, 3), noise(6)
+        _, saved = waited(ops[comm.rank].forward(comm, inputs))
+        back = waited(ops[comm.rank].backward(comm, saved, (None,)))
+        return [(found.shape == given.shape, bool(found.any())) for found, given in zip(back, inputs, strict=True)]
+
+    assert run_ranks(2, body) == [[(True, False)] * 3] * 2

@@ -73,6 +73,34 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "sum so far": lambda y: y.flatten(2).cumsum(2),
     "stacked": lambda y: torch.stack([y, y + 1], 2)[:, :, 1],
     "dropped": lambda y: F.dropout(y, 0.5),
+    "lines, same": lambda y: F.conv1d(y.flatten(2), ones(2, 3, 4), None, 1, "same", 2, 2),
+    "lines of tokens": lambda y: F.conv1d(
+        y.flatten(2).transpose(1, 2).transpose(1, 2), ones(6, 1, 3), None, 1, 1, 1, 6
+    ),
+    "means of lines": lambda y: F.avg_pool1d(y.flatten(2), 5, 1, 2, count_include_pad=False),
+    "largest of lines": lambda y: F.max_pool1d(y.flatten(2), 3, 1, 1),
+    "means of all lines": lambda y: F.adaptive_avg_pool1d(y.flatten(2), 1) + F.adaptive_max_pool1d(y.flatten(2), 1),
+    "largest position": lambda y: y.flatten(2).max(2)[0] + y.flatten(2).argmin(2),
+    "tokens by index": lambda y: torch.index_select(y.flatten(2).transpose(1, 2), 1, torch.tensor([0, 40, 62, 7])),
+    "tokens taken": lambda y: y.flatten(2).gather(2, y.flatten(2).argmax(2, keepdim=True)),
+    "first and last token": lambda y: torch.cat([y.flatten(2)[:, :, :1], y.flatten(2)[:, :, -1:]], 2),
+    "norms of tokens": lambda y: F.layer_norm(y.flatten(2).transpose(1, 2), (6,)).mean(1),
+    "norm of flat groups": lambda y: (
+        F.group_norm(y.flatten(2), 3) * F.batch_norm(y.flatten(2), None, None, training=True)
+    ),
+    "gated tokens": lambda y: (y.flatten(2).softmax(2) * y.flatten(2)).sum(2),
+    "tokens of all images": lambda y: y.permute(0, 2, 3, 1).reshape(-1, 6) @ ones(6, 3),
+    "heads": lambda y: y.flatten(2).view(2, 2, 3, -1).transpose(2, 3).softmax(3),
+    "split channels": lambda y: y.split([2, 4], 1)[1] * y.chunk(3, 1)[0].mean(1, keepdim=True),
+    "channels unbound": lambda y: y.unflatten(1, (2, 3)).unbind(1)[1] + y[:, 3].unsqueeze(1),
+    "tiled and cut": lambda y: y.tile(1, 1, 1, 2)[..., 3:20],
+    "stretched": lambda y: F.interpolate(y[:, :, :1], (9, 12), mode="nearest-exact"),
+    "downs of blocks": lambda y: F.pixel_unshuffle(y[:, :, :8], 2),
+    "patches": lambda y: y.unfold(2, 3, 2).unfold(3, 4, 4).mean((4, 5)),
+    "spread": lambda y: y.var((2, 3)) + y.std(1).mean((1, 2))[:, None] + y.norm(dim=(2, 3)),
+    "largest cells": lambda y: F.adaptive_max_pool2d(y, (3, 5)),
+    "means of rows": lambda y: y.mean(2) @ ones(12, 2),
+    "row means over the map": lambda y: y - y.mean(3, keepdim=True) * y.amax((2, 3), keepdim=True),
     "masked": lambda y: y.masked_fill(y > 0, 0.0) * torch.where(y > 0, y, 1.0),
 }
 TABLES: tuple[tuple[dict[str, Callable[[Tensor], Tensor]], tuple[int, int, int, int]], ...] = (

@@ -101,6 +101,12 @@ def test_masks_grow_and_shrink_in_bands_as_they_do_whole(monkeypatch: pytest.Mon
         assert np.array_equal(morphology.dilated(mask, radius), plain_tissue.dilated(mask, radius))
         assert np.array_equal(morphology.opened(mask, radius), plain_tissue.dilated(inside, radius))
         assert np.array_equal(morphology.closed(mask, radius), plain_tissue.closed(mask, radius))
+        for share in (0.01, 0.03, 0.1, 0.9):  # pixels so far apart that just the whole halo joins them
+            sparse = rng.random((height, width)) < share
+            inside = ~plain_tissue.dilated(~sparse, radius)
+            assert np.array_equal(morphology.dilated(sparse, radius), plain_tissue.dilated(sparse, radius))
+            assert np.array_equal(morphology.opened(sparse, radius), plain_tissue.dilated(inside, radius))
+            assert np.array_equal(morphology.closed(sparse, radius), plain_tissue.closed(sparse, radius))
 
 
 @pytest.mark.parametrize("sigma", [0, 0.4, 0.6, 1.0, 1.4, 2.7])
