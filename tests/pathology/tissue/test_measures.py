@@ -93,7 +93,9 @@ def test_outlines_of_a_folder_are_compared_with_its_slides(tmp_path: Path) -> No
     assert given.GivenTissue("off").of("x") == given.SlideTissue("off")
 
 
-@pytest.mark.parametrize(("height", "width", "most", "step"), [(10, 10, 100, 1), (10, 10, 99, 2), (11, 30, 40, 3)])
+@pytest.mark.parametrize(
+    ("height", "width", "most", "step"), [(10, 10, 100, 1), (10, 10, 99, 2), (11, 30, 40, 3), (30, 11, 400, 1)]
+)
 def test_a_sample_is_a_grid_of_at_most_so_many_pixels(
     monkeypatch: pytest.MonkeyPatch, height: int, width: int, most: int, step: int
 ) -> None:
