@@ -281,7 +281,7 @@ class TilesEngine(EngineState):
             ACTIVITY.action = "driving tiles backward"
             gradients.begin(found.counted)
             if wanted:
-                encoding.backward(graphs, found.features, gradients)
+                encoding.backward(graphs, found.features, gradients, room)
             gradients.finish(hooks)
         return found.loss
 

@@ -73,7 +73,7 @@ class EncoderPass:
 
         Args:
             kept: number of chunks that are kept, the last ones.
-            room: asked before each of them whether it still fits; None: all fit.
+            room: prepared for each chunk, and asked before one is kept whether it still fits; None: all fit.
         """
         width, dtype, device = self.facts.features, self.facts.dtype, self.call.device
         slides = range(len(self.slides))
@@ -90,6 +90,8 @@ class EncoderPass:
         for chunk, vectors in zip(self.chunks, stored, strict=True):
             keeps = len(graphs) >= len(self.chunks) - kept and (room is None or room.fits_another())
             if vectors is None:
+                if room is not None:
+                    room.prepare(backward=False)
                 encoded = self._encoded(*next(read), keeps)
                 if kept_vectors is not None:
                     kept_vectors.put(self.slides[chunk.slide], chunk, encoded)
@@ -105,7 +107,11 @@ class EncoderPass:
         return [of.gathered() for of in features], graphs
 
     def backward(
-        self, graphs: list[torch.Tensor | None], cotangents: Sequence[torch.Tensor | None], gradients: TileGradients
+        self,
+        graphs: list[torch.Tensor | None],
+        cotangents: Sequence[torch.Tensor | None],
+        gradients: TileGradients,
+        room: KeepingRoom | None = None,
     ) -> None:
         """Drive all chunks backward, the last first.
 
@@ -113,6 +119,7 @@ class EncoderPass:
             graphs: from ``forward``; emptied.
             cotangents: of the features of all slides.
             gradients: reduces the encoder's gradients over ranks while the last chunk is driven backward.
+            room: prepared for each chunk that is computed again; None: all fit.
         """
         again = [chunk for chunk, graph in zip(self.chunks, graphs, strict=True) if graph is None]
         read = self.reader.read(self.slides, again[::-1], self.like, self._waited, True)
@@ -120,6 +127,8 @@ class EncoderPass:
         for number in reversed(range(len(self.chunks))):
             chunk, encoded, graphs[number] = self.chunks[number], graphs[number], None
             if encoded is None:
+                if room is not None:
+                    room.prepare(backward=True)
                 encoded = self._encoded(*next(read), keeps=True)
             cotangent = cotangents[chunk.slide]
             if cotangent is not None:

@@ -42,6 +42,8 @@ class ShardedPass(EncoderPass):
             if keeps and limited:
                 assert room is not None
                 keeps = bool(self._by_all(int(room.fits_another()), "min"))
+            if room is not None:
+                room.prepare(backward=False)
             encoded = self._encoded(chunk, next(read), keeps)
             features[chunk.slide].put(chunk.start, encoded)
             graphs.append(encoded if keeps and encoded.requires_grad else None)
@@ -51,7 +53,11 @@ class ShardedPass(EncoderPass):
         return [of.gathered() for of in features], graphs
 
     def backward(
-        self, graphs: list[torch.Tensor | None], cotangents: Sequence[torch.Tensor | None], gradients: TileGradients
+        self,
+        graphs: list[torch.Tensor | None],
+        cotangents: Sequence[torch.Tensor | None],
+        gradients: TileGradients,
+        room: KeepingRoom | None = None,
     ) -> None:
         """Drive all chunks backward, the last first; each call adds the sum over ranks to this rank's shards."""
         again = [chunk for chunk, graph in zip(self.chunks, graphs, strict=True) if graph is None]
@@ -59,6 +65,8 @@ class ShardedPass(EncoderPass):
         for number in reversed(range(len(self.chunks))):
             chunk, encoded, graphs[number] = self.chunks[number], graphs[number], None
             if encoded is None:
+                if room is not None:
+                    room.prepare(backward=True)
                 encoded = self._encoded(chunk, next(read), keeps=True)
             cotangent = cotangents[chunk.slide]
             # A slide that the loss does not depend on is driven backward, too: other ranks may be at another slide.

@@ -57,6 +57,29 @@ def small_cnn() -> nn.Module:
     )  # fmt: skip
 
 
+class SmallResNet(nn.Module):
+    """A convolution and two residual blocks with batch norms, the second with a stride; dropout before the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.branches = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(8, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+                nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+            )
+            for width, stride in ((8, 1), (WIDTH, 2))
+        )  # fmt: skip
+        self.shortcut = nn.Sequential(nn.Conv2d(8, WIDTH, 1, 2, bias=False), nn.BatchNorm2d(WIDTH))
+        self.drop = nn.Dropout2d(0.2)
+
+    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+        x = self.stem(tiles)
+        x = (self.branches[0](x) + x).relu()
+        x = (self.branches[1](x) + self.shortcut(x)).relu()
+        return self.drop(x).mean((2, 3))
+
+
 def convnext() -> nn.Module:
     """ConvNeXt of transformers with stochastic depth."""
     from transformers import ConvNextConfig, ConvNextModel
@@ -146,8 +169,11 @@ class Case:
     batched: bool = False
     steps: int = 1
 
-    def one_process(self, seed: int) -> Trained:
-        """Train plainly: one graph over all tiles of all slides, the random numbers keyed alike."""
+    def one_process(self, seed: int, replicas: int = 1) -> Trained:
+        """Train plainly: one graph over all tiles of all slides, the random numbers keyed alike.
+
+        Running statistics are those of the slides that replica 0 would have.
+        """
         encoder, aggregator = copy.deepcopy(self.encoder), copy.deepcopy(self.aggregator)
         if self.batch_norm == "frozen":
             for module in encoder.modules():
@@ -155,7 +181,7 @@ class Case:
                     module.eval()
         optimizer, losses = sgd([*encoder.parameters(), *aggregator.parameters()]), []
         for step in range(self.steps):
-            logits = self._all(encoder, aggregator, seed, step)
+            logits = self._all(encoder, aggregator, seed, step, replicas)
             loss = self.loss(logits, self.labels)
             loss.backward()
             losses.append(loss.item())
@@ -175,9 +201,16 @@ class Case:
             logits = self._all(encoder, aggregator, seed, 0)
         return Trained(losses, found, state, logits)
 
-    def _all(self, encoder: nn.Module, aggregator: nn.Module, seed: int, step: int) -> torch.Tensor:
-        slides = range(len(self.slides))
-        return torch.stack([self._forward(encoder, aggregator, n, DrawKey(seed, step, n)) for n in slides])
+    def _all(self, encoder: nn.Module, aggregator: nn.Module, seed: int, step: int, replicas: int = 1) -> torch.Tensor:
+        found, counted = list[torch.Tensor](), _block(len(self.slides), 0, replicas)
+        for number in range(len(self.slides)):
+            before = [buffer.clone() for buffer in encoder.buffers()]
+            found.append(self._forward(encoder, aggregator, number, DrawKey(seed, step, number)))
+            if number not in counted:
+                for buffer, value in zip(encoder.buffers(), before, strict=True):
+                    if not torch.equal(buffer, value):
+                        buffer.data.copy_(value)
+        return torch.stack(found)
 
     def _forward(self, encoder: nn.Module, aggregator: nn.Module, n: int, key: DrawKey) -> torch.Tensor:
         tiles = self.slides[n].read(range(len(self.slides[n])))
@@ -230,18 +263,22 @@ class Case:
     def assert_exact(self, plan: hyfi_core.ParallelPlan, tolerance: float = 1e-10, **how: Any) -> Trained:
         """Compare loss, every gradient, every weight and buffer, and logits with one process."""
         found = self.by_ranks(plan, **how)
-        wanted = self.one_process(self.seed)
-        for a, b in zip(found.losses, wanted.losses, strict=True):
-            assert abs(a - b) <= tolerance * max(1.0, abs(b))
-        assert set(found.gradients) == set(wanted.gradients)
-        everything = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm()
-        for name, gradient in wanted.gradients.items():
-            error = (found.gradients[name] - gradient).norm()
-            assert error <= tolerance * max(gradient.norm(), 1e-3 * everything), (name, float(error))
-        for name, value in wanted.state.items():
-            assert torch.allclose(found.state[name].double(), value.double(), tolerance, tolerance), name
-        assert torch.allclose(found.logits, wanted.logits, tolerance, tolerance)
+        assert_same(found, self.one_process(self.seed, plan.replicas), tolerance)
         return found
+
+
+def assert_same(found: Trained, wanted: Trained, tolerance: float) -> None:
+    """Compare losses, every gradient, every weight and buffer, and logits."""
+    for a, b in zip(found.losses, wanted.losses, strict=True):
+        assert abs(a - b) <= tolerance * max(1.0, abs(b))
+    assert set(found.gradients) == set(wanted.gradients)
+    everything = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm()
+    for name, gradient in wanted.gradients.items():
+        error = (found.gradients[name] - gradient).norm()
+        assert error <= tolerance * max(gradient.norm(), 1e-3 * everything), (name, float(error))
+    for name, value in wanted.state.items():
+        assert torch.allclose(found.state[name].double(), value.double(), tolerance, tolerance), name
+    assert torch.allclose(found.logits, wanted.logits, tolerance, tolerance)
 
 
 def _block(count: int, replica: int, replicas: int) -> range:

@@ -38,8 +38,9 @@ class TilesRun:
         width: Width of the encoder.
         depth: Its blocks.
         side: Pixels of a tile.
-        rounds: Timed steps; the fastest counts.
+        rounds: Timed steps after the first; the fastest counts. With 0, the first is timed.
         room_bytes: Memory that a step may add; None: no limit.
+        chunk: Tiles that are encoded at once.
     """
 
     way: str
@@ -49,6 +50,7 @@ class TilesRun:
     side: int
     rounds: int
     room_bytes: int | None = None
+    chunk: int = CHUNK
 
 
 class PatchEncoder(nn.Module):
@@ -100,48 +102,50 @@ class DrawnTiles:
         return colours[:, None, None, None].expand(-1, 3, self._side, self._side).contiguous()
 
 
-def step_of(run: TilesRun) -> Callable[[], object]:
-    """Return the function that computes loss and gradients of one slide."""
+def step_of(run: TilesRun) -> Callable[[], tuple[int, int]]:
+    """Return the function that computes loss and gradients of one slide, and returns (kept chunks, chunks)."""
     torch.manual_seed(0)
     encoder, head = PatchEncoder(run.width, run.depth), AttentionHead(run.width)
     slide, label = DrawnTiles(run.tiles, run.side), torch.tensor([1])
     if run.way == "plain":
 
-        def plain() -> None:
+        def plain() -> tuple[int, int]:
             encoder.zero_grad()
             head.zero_grad()
             tiles = slide.read(range(run.tiles)).float() / 255
             nn.functional.cross_entropy(head(encoder(tiles))[None], label).backward()
+            return 1, 1
 
         return plain
     limit = None if run.room_bytes is None else resident_bytes() + run.room_bytes
     engine = hyfi_core.parallelize_tiles(
-        encoder, head, hyfi_core.ParallelPlan(tiles=1, memory_bytes=limit), hyfi_core.init(), chunk=CHUNK
+        encoder, head, hyfi_core.ParallelPlan(tiles=1, memory_bytes=limit), hyfi_core.init(), chunk=run.chunk
     )
 
-    def step() -> None:
+    def step() -> tuple[int, int]:
         encoder.zero_grad()
         head.zero_grad()
         engine.accumulate([slide], label)
+        return engine.kept
 
     return step
 
 
 def measure(run: TilesRun) -> dict[str, float]:
-    """Return the seconds of the fastest step and the bytes that steps add, in this process."""
+    """Return the seconds of the fastest step, and what steps add to the memory of this process, with its peak."""
     return_what_is_freed()
-    step_of(replace(run, tiles=CHUNK, room_bytes=None))()  # loads code that is used for the first time
+    step_of(replace(run, tiles=run.chunk, room_bytes=None))()  # loads code that is used for the first time
     return_freed_now()
     step = step_of(run)
     before = resident_bytes()
     forget_peak()
-    step()
     seconds = []
-    for _ in range(run.rounds):
+    for _ in range(run.rounds + 1):
         start_s = time.perf_counter()
-        step()
+        kept, _ = step()
         seconds.append(time.perf_counter() - start_s)
-    return {"seconds": min(seconds), "bytes": peak_bytes() - before}
+    peak = peak_bytes()
+    return {"seconds": min(seconds[1:] or seconds), "bytes": peak - before, "peak_bytes": peak, "kept": kept}
 
 
 def measured(run: TilesRun) -> dict[str, float]:

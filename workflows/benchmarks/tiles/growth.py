@@ -1,0 +1,47 @@
+"""Peak of a process that trains on 256, 4,096 and 16,384 tiles, every chunk recomputed: does it grow with tiles?
+
+Each number of tiles runs in processes of its own, one step each, with the same ``memory_bytes``. The encoder is a
+vision transformer that is narrower and shallower than a ViT-S; with chunks of 128 tiles, its activations are to the
+vectors of all tiles what they are in a ViT-S/16 with chunks of 16 tiles of 224 px.
+
+    python -m workflows.benchmarks.tiles.growth [--counts 256,4096,16384] [--repeats 3] [--room-mb 240]
+
+Printed for each: chunks that are kept, the peak of the process, what the step adds to it, and both of the fewest tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+
+from workflows.benchmarks.tiles.__main__ import TilesRun, measured
+
+
+def main() -> None:
+    """Print a line for each process, then the ratios of the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--counts", default="256,4096,16384")
+    for name, default in (("width", 64), ("depth", 6), ("side", 112), ("chunk", 128), ("repeats", 3), ("room-mb", 240)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    counts = sorted(map(int, args.counts.split(",")))
+    found: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
+    for _ in range(args.repeats):
+        for count in counts:
+            room = args.room_mb * 1_000_000
+            run = TilesRun("recomputed", count, args.width, args.depth, args.side, 0, room, args.chunk)
+            cost = measured(run)
+            found[count].append(cost)
+            print(
+                f"{count:>6} tiles, {cost['kept']:.0f} of {-(-count // args.chunk)} chunks kept: peak "
+                f"{cost['peak_bytes'] / 1e6:.1f} MB, {cost['bytes'] / 1e6:.1f} of them added, {cost['seconds']:.0f} s",
+                flush=True,
+            )
+    for what, name in (("peak_bytes", "peak of the process"), ("bytes", "added")):
+        middle = {count: median(cost[what] for cost in costs) for count, costs in found.items()}
+        ratios = ", ".join(f"{count} tiles {value / middle[counts[0]]:.3f}" for count, value in middle.items())
+        print(f"{name}, median of {args.repeats}, of that of {counts[0]} tiles: {ratios}")
+
+
+if __name__ == "__main__":
+    main()
