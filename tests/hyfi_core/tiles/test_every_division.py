@@ -63,6 +63,7 @@ def divisions(encoder: str) -> Iterator[tuple[hyfi_core.ParallelPlan, int, int |
 
 
 @pytest.mark.soak  # a few of them: test_exact.py
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_every_division_of_every_network_is_exact(encoder: str, aggregator: str) -> None:
@@ -75,6 +76,7 @@ def test_every_division_of_every_network_is_exact(encoder: str, aggregator: str)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_twenty_steps_of_every_network_stay_with_one_process(encoder: str, aggregator: str) -> None:
