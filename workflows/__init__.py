@@ -55,15 +55,15 @@ def train_model(
     """Train a classifier, as ``hyfi train`` does: in this process, or on ranks that it starts.
 
     Args:
-        settings: The sections of a run's YAML as a dict, ``{"data": {"store": …}, …}``, paths as texts or as
-            `pathlib.Path`, or the file.
-        overrides: ``section.key=value``.
+        settings: The path of a run's YAML, or its sections as a dict, ``{"data": {"store": …}, …}``, with paths as
+            `str` or `pathlib.Path`.
+        overrides: ``section.key=value``, applied to the settings.
         ranks: Number of ranks; None: as many as the run needs.
-        resume: Whether a run that was stopped is continued.
+        resume: Whether to continue a stopped run; without one, a new run starts.
 
     Raises:
         RequestError: The settings are wrong; nothing is written.
-        RuntimeError: A rank has failed; its log is in the run's folder.
+        RuntimeError: The run failed; the logs of its ranks are in its folder.
     """
     import subprocess
     import sys
@@ -86,7 +86,7 @@ def train_model(
         except RequestError as error:
             raise RequestError(str(error).replace(f"{temporary}/run.yaml", "settings")) from None
         words = ["train", str(path), *overrides, *(["--ranks", str(ranks)] if ranks else []), *["--resume"] * resume]
-        # In a process of its own, which a failing rank ends, not the notebook.
+        # In another process, because a failing rank ends its process, which must not be the notebook's.
         done = subprocess.run([sys.executable, "-m", "workflows.cli", *words], stderr=subprocess.PIPE, text=True)
     if done.returncode == WRONG_REQUEST:
         raise RequestError(done.stderr.strip().removeprefix("hyfi: "))
@@ -111,15 +111,15 @@ def predict_slides(
     """Predict slides in this process, as ``hyfi predict`` does: models of every task, of images, tiles and features.
 
     Args:
-        checkpoints: A checkpoint, such as that of a `TrainedRun`; several form an ensemble.
+        checkpoints: A checkpoint, such as ``TrainedRun.checkpoint``; several form an ensemble.
         slides: Slide files, folders, manifest CSVs, stores, or opened slides; one or several.
         out: The folder of results, with a page of all slides.
         labels: A CSV of the slides' labels.
-        target: Its column; None: as in training.
-        id_column: Its column with the names of slides; None: as in training.
+        target: Column of the labels to compare with; None: as in training.
+        id_column: Column of the labels with the names of slides; None: as in training.
         split: Predict only slides of this split.
-        options: As of ``hyfi predict``: ``features=…``, ``evidence="gradient"``, ``memory="8GB"``, ``cells="4,4"``,
-            ``device="cpu"``, ``overwrite=True`` …
+        options: Options of ``hyfi predict``: ``features=…``, ``evidence="gradient"``, ``memory="8GB"``,
+            ``cells="4,4"``, ``device="cpu"``, ``overwrite=True`` …
 
     Returns:
         The predictions that are done, those that are incomplete, and those that failed, each with its reason.

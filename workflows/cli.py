@@ -1,4 +1,4 @@
-"""The command line: declares every command; they import what they need when they run, so that ``--help`` is fast."""
+"""The command line: declares every command; each imports its modules when it runs, so that ``--help`` is fast."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ _OPTIONS = (
     "evidence",
     "evidence_blocks",
 )
-"""The arguments of `predict` that are fields of `PredictOptions` as they are."""
+"""The arguments of `predict` that are passed to fields of `PredictOptions` unchanged."""
 
 
 def validate(
@@ -164,7 +164,8 @@ def export_model(
     out: Annotated[Path, typer.Option("--out", help="Folder to make, with a card that describes the model.")],
     to: Annotated[str, typer.Option("--to", metavar="torch|onnx|pt2|torchscript", help="What to write.")] = "torch",
     size_px: Annotated[
-        str | None, typer.Option("--size-px", metavar="H,W", help="Size of a file's images; default: any.")
+        str | None,
+        typer.Option("--size-px", metavar="H,W", help="Fixed size of the images, not for torch; default: any size."),
     ] = None,
     as_json: Json = False,
 ) -> None:

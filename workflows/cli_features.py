@@ -29,7 +29,10 @@ Options = Annotated[
 Mean = Annotated[
     str | None, typer.Option("--mean", metavar="R,G,B", help="Mean of pixels, 0 to 1; default: as the encoder states.")
 ]
-Std = Annotated[str | None, typer.Option("--std", metavar="R,G,B", help="Standard deviation, likewise.")]
+Std = Annotated[
+    str | None,
+    typer.Option("--std", metavar="R,G,B", help="Standard deviation of pixels; default: as the encoder states."),
+]
 TilePx = Annotated[int, typer.Option("--tile-px", min=1, help="Height and width of a tile.")]
 StridePx = Annotated[
     int | None, typer.Option("--stride-px", min=1, help="Distance between neighbouring tiles; default: the size.")
@@ -37,21 +40,21 @@ StridePx = Annotated[
 Mpp = Annotated[float | None, typer.Option("--mpp", help="Microns per pixel of tiles; default: the store's finest.")]
 MinTissue = Annotated[float, typer.Option("--min-tissue", help="Share of a tile that must be tissue, 0 to 1.")]
 Format = Annotated[str, typer.Option("--format", help="trident, clam, stamp or zarr.")]
-Precision = Annotated[str, typer.Option("--precision", help="float32 or bfloat16: in which the encoder computes.")]
+Precision = Annotated[str, typer.Option("--precision", help="float32 or bfloat16: dtype of the encoder.")]
 Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Tiles encoded at a time.")]
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Threads that decode; default: one for each core, up to 8.")
 ]
 RandomWeights = Annotated[bool, typer.Option("--random-weights", help="Accept an encoder without weights, for tests.")]
 AllowDownload = Annotated[
-    bool, typer.Option("--allow-download", help="Let timm and transformers download; without it nothing is.")
+    bool, typer.Option("--allow-download", help="Let timm and transformers download weights; default: no downloads.")
 ]
 Stain = Annotated[
     str,
     typer.Option(
         "--stain-normalisation",
         metavar="none|macenko|reinhard",
-        help="The colours of each slide become those of a reference, as data.stain_normalisation of a run.",
+        help="Give each slide the colours of a reference, as data.stain_normalisation does in a run.",
     ),
 ]
 StainReference = Annotated[

@@ -37,9 +37,11 @@ RoleNodes = Annotated[
     ),
 ]
 RoleRanks = Annotated[
-    int | None, typer.Option("--role-ranks", min=1, help="Ranks on these nodes; default: one on each.")
+    int | None, typer.Option("--role-ranks", min=1, help="Ranks on all role nodes together; default: one on each.")
 ]
-RolePartition = Annotated[str | None, typer.Option("--role-partition", help="Their partition; default: the site's.")]
+RolePartition = Annotated[
+    str | None, typer.Option("--role-partition", help="Partition of the role nodes; default: the site's.")
+]
 SiteFile = Annotated[
     Path | None, typer.Option("--site", metavar="site.yaml", help="Settings of this cluster; default: ./site.yaml.")
 ]
@@ -67,7 +69,7 @@ def slurm(
     submit: Submit = False,
     as_json: Json = False,
 ) -> None:
-    """A training run as a Slurm job that saves before its time limit, requeues itself and continues."""
+    """Write a Slurm job that trains, saves before its time limit, requeues itself and continues."""
 
     def body() -> int:
         from workflows.commands.launch import ScriptOptions, run
@@ -93,7 +95,7 @@ def slurm_array(
     submit: Submit = False,
     as_json: Json = False,
 ) -> None:
-    """An ingest, a prediction or folds as an array: ``hyfi launch slurm-array --parts 8 ingest PATH… --out STORE``."""
+    """Write a Slurm array for an ingest, a prediction or folds: slurm-array --parts 8 ingest PATH… --out STORE."""
 
     def body() -> int:
         from workflows.commands.launch import ScriptOptions, run_array

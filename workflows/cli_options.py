@@ -13,11 +13,11 @@ TrainFolds = Annotated[
     typer.Option(
         "--folds",
         metavar="all|K,K",
-        help="Cross-validation: a run for each of these folds of `hyfi split --folds`, and all slides together.",
+        help="Cross-validation: train a run for each of these folds of `hyfi split --folds`, and pool their results.",
     ),
 ]
 FoldColumn = Annotated[
-    str | None, typer.Option("--fold-column", help="The column of the folds, as in repeat_1; default: fold.")
+    str | None, typer.Option("--fold-column", help="The column with the folds, such as repeat_1; default: fold.")
 ]
 PlanRanks = Annotated[
     int | None, typer.Option("--ranks", min=1, help="Processes to start; default: as many as the plan needs.")
@@ -54,17 +54,19 @@ FromMagnification = Annotated[
     bool,
     typer.Option(
         "--mpp-from-magnification",
-        help="Slides that state a magnification only: take its usual microns per pixel, 0.25 for 40x.",
+        help="For slides that state only a magnification, use its usual microns per pixel, such as 0.25 for 40x.",
     ),
 ]
 Scene = Annotated[
     str,
     typer.Option(
-        "--scene", metavar="N|largest|all", help="Of files with several scenes of tissue: all, each a slide, or one."
+        "--scene",
+        metavar="N|largest|all",
+        help="Files with several scenes of tissue: all as slides of their own, the largest, or the N-th, from 1.",
     ),
 ]
 FocalPlane = Annotated[
-    int, typer.Option("--plane", min=0, help="Focal plane of files with several, from 1; 0: these are refused.")
+    int, typer.Option("--plane", min=0, help="Focal plane of files with several, from 1; 0: refuse such files.")
 ]
 
 Measure = Annotated[
@@ -124,7 +126,7 @@ MaxBad = Annotated[
 ]
 MergeAlike = Annotated[
     bool,
-    typer.Option("--merge-alike", help="Join names that are written in several ways (P1, p1; 7, 007); else refused."),
+    typer.Option("--merge-alike", help="Join names written in several ways (P1, p1; 7, 007) instead of refusing them."),
 ]
 Lossless = Annotated[bool, typer.Option("--lossless", help="Copy the scanner's JPEG tiles and levels unchanged.")]
 Glass = Annotated[
@@ -142,13 +144,13 @@ ResumeFrom = Annotated[
     typer.Option(
         "--resume-from",
         metavar="previous|step-N",
-        help="Continue a run from this checkpoint instead of the latest; what is later is removed from the run.",
+        help="Continue a run from this checkpoint instead of the latest; removes everything later from the run.",
     ),
 ]
 AcceptDataChanges = Annotated[
     bool, typer.Option("--accept-data-changes", help="Continue although labels, splits or slides have changed.")
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Accepted by all commands; finished work is always kept.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Accepted as in `hyfi train`; finished work is always kept.")]
 RanksPerSlide = Annotated[
     int | None,
     typer.Option(

@@ -23,13 +23,15 @@ Fractions = Annotated[
 ]
 FixedTest = Annotated[
     str | None,
-    typer.Option("--fixed-test", metavar="COLUMN=VALUE", help="Rows that are the test set, as in site=Leeds."),
+    typer.Option("--fixed-test", metavar="COLUMN=VALUE", help="Rows to use as the test set, as in site=Leeds."),
 ]
-Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often folds are drawn, for repeat_1 and so on.")]
+Repeats = Annotated[
+    int, typer.Option("--repeats", min=1, help="How often to draw folds; further ones are in columns repeat_1 …")
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same splits.")]
 Store = Annotated[
     Path | None,
-    typer.Option("--store", help="The store with the slides: those with the same content stay in one split."),
+    typer.Option("--store", help="The store with the slides; slides with the same content then stay in one split."),
 ]
 IdColumn = Annotated[str | None, typer.Option("--id-column", help="Column of the slides' names; default: slide_id.")]
 Missing = Annotated[
@@ -37,7 +39,7 @@ Missing = Annotated[
     typer.Option(
         "--missing",
         metavar="WORDS",
-        help="Words that mean that a value is missing, as in 'NA,unknown'; default: a list.",
+        help="Words that mean that a value is missing, as in 'NA,unknown'; default: NA, nan, None, unknown, - …",
     ),
 ]
 

@@ -68,7 +68,7 @@ _keep: Keep | None = None
 
 
 def keep_lines(keep: Keep | None) -> None:
-    """Call ``keep(level, text)`` with all lines from now on, and print what it returns; None: print them as they are.
+    """Pass all lines from now on to ``keep(level, text)``, and print the text that it returns; None: print them as is.
 
     The level is that of `logging`: ``INFO``, ``WARNING`` or ``ERROR``.
     """
@@ -91,7 +91,7 @@ def _print(stream: TextIO | None, level: str, text: str) -> None:
 
 
 def show(stream: TextIO | None, text: str) -> None:
-    """Print a line as it is, but without passwords of addresses, and flush it; None: its reader has closed it."""
+    """Print a line without the passwords of addresses, and flush it; nothing if ``stream`` is None (closed)."""
     if stream is None:
         return
     text = without_password(text)
@@ -140,7 +140,7 @@ def progress(total: float | None, label: str, finished: float = 0.0, *, estimate
         total: Number of steps; None: unknown.
         label: Name of the job.
         finished: Steps that an earlier run has done.
-        estimate: Show the remaining time; False: the notes of the job have it.
+        estimate: Whether to show the remaining time; False: the job shows it in its notes.
     """
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         with _bar(total, label, finished, estimate) as shown:

@@ -41,16 +41,16 @@ def interruption(error: RequestError | OSError, config: Config) -> str | None:
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Whether an error says that a disk or a quota is full, or a file too large for it."""
+    """Whether an error says that a disk or a quota is full, or that a file is too large for its file system."""
     return isinstance(error, OSError) and error.errno in DISK_FULL
 
 
 def describe_full_disk(error: OSError, path: Path | None) -> str:
-    """Return what could not be written, and how much room its disk has; a quota may allow less.
+    """Return a message: the file that could not be written, and how much room its disk has; a quota may allow less.
 
     Args:
-        error: Says that a disk is full.
-        path: What was written; None: unknown.
+        error: An error for which `is_full_disk` is true.
+        path: The file; None: unknown.
     """
     try:
         room = None if path is None else shutil.disk_usage(path if path.is_dir() else path.parent)
@@ -90,7 +90,7 @@ def _of_file(error: OSError, run: Path) -> str | None:
     if is_full_disk(error):
         return describe_full_disk(error, path or run)
     if path is not None and path.absolute().is_relative_to(run.absolute()):
-        return f"{path} cannot be written ({error.strerror}); mend that"
+        return f"{path} cannot be written ({error.strerror}); make it writable"
     return None
 
 

@@ -8,7 +8,7 @@ from hyfi_core.errors import RequestError
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Return (i, n) of ``--part i/n``, with which several nodes divide the work of a command.
+    """Return (i, n) of ``--part i/n``, by which several nodes divide the work of a command.
 
     Raises:
         RequestError: ``text`` is not two whole numbers with 1 ≤ i ≤ n.
@@ -26,9 +26,9 @@ def parse_cells(text: str | None, memory: str | None = None, spill: str | None =
     """Return (rows, columns) of ``--cells R,C``, or auto, also with ``--memory`` alone; None if both were left out.
 
     Args:
-        text: Of ``--cells``.
-        memory: Of ``--memory``.
-        spill: Of ``--spill``.
+        text: Value of ``--cells``.
+        memory: Value of ``--memory``.
+        spill: Value of ``--spill``.
 
     Raises:
         RequestError: ``text`` is neither auto nor two whole numbers ≥ 1, or ``--spill`` is missing or has no effect.
@@ -39,7 +39,7 @@ def parse_cells(text: str | None, memory: str | None = None, spill: str | None =
         return None
     if spill is None and (memory is not None or text == "auto"):
         option = f"--memory {memory}" if memory is not None else "--cells auto"
-        raise RequestError(f"{option} needs --spill FOLDER on a fast local disk, where maps go that do not fit")
+        raise RequestError(f"{option} needs --spill FOLDER, on a fast local disk, for maps that do not fit")
     if text is None or text == "auto":
         return "auto"
     words = [word.strip() for word in text.split(",")]

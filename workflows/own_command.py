@@ -22,7 +22,7 @@ def run_command(
     """Run ``hyfi arguments…`` in a process of its own and return its exit code; `FAULT` if it was killed.
 
     Args:
-        arguments: Of ``hyfi``.
+        arguments: The command and its arguments, without ``hyfi``.
         seconds_to_stop: How long the command may take to end after a request to stop; None: as long as it needs.
         watch: Is called every second; the command is stopped when it returns True.
 

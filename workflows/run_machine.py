@@ -1,4 +1,4 @@
-"""The machine model of a run: with the arithmetic in which the run computes."""
+"""The machine model of a run, which rounds to TF32 if the run does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def machine_of(config: Config, name: str | None = None) -> MachineModel:
-    """Return the machine of this name or file with the arithmetic of the run; None: see ``default_machine``."""
+    """Return the machine model of this name or file, rounding to TF32 if the run does; None: ``default_machine``."""
     from hyfi_core.cost.machines.machine_file import load_machine
 
     machine = load_machine(name or default_machine(config))
@@ -18,5 +18,5 @@ def machine_of(config: Config, name: str | None = None) -> MachineModel:
 
 
 def default_machine(config: Config) -> str:
-    """Return the name of the machine that stands for this run's devices."""
+    """Return the name of the machine model to use for this run's ``run.device`` if the user gives none."""
     return "h100" if config.run.device == "cuda" else "cpu"

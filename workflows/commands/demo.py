@@ -150,7 +150,7 @@ class _Demo:
         return [row for row in _rows(self.slides / "manifest.csv") if row["split"] == "test"]
 
     def summary(self) -> dict[str, Any]:
-        """Return the metrics of the held-out slides, the clearest positive report, and the seconds of each command."""
+        """Return the metrics of the held-out slides, the report of the clearest positive, and the commands' seconds."""
         import torch
 
         from workflows.tasks.class_metrics import metrics_of_probabilities
@@ -161,6 +161,7 @@ class _Demo:
         positive = torch.tensor([float(predicted[column]) for _, predicted in pairs], dtype=torch.float64)
         targets = torch.tensor([row[self.archive.target] == self.archive.positive for row, _ in pairs]).long()
         metrics = metrics_of_probabilities(torch.stack([1 - positive, positive], dim=1), targets)
+        # Targets are 0 or 1, so a positive slide wins over any negative one, whatever its probability.
         clearest = pairs[int((positive + targets).argmax())][0]["slide_id"]
         return {
             "held_out_slides": len(pairs),

@@ -23,9 +23,9 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
 
     Args:
         checkpoint: Folder of the checkpoint.
-        to: ``torch``: weights and a script; the others: one file from pixels to outputs.
+        to: ``torch``: weights and a script; other formats: one file that computes outputs from pixels.
         out: Folder to make; it appears when it is complete.
-        size_px: Height and width of the images of a file; None: any.
+        size_px: Height and width of the images that the file takes; None: any.
         as_json: Print the files as one JSON object.
 
     Raises:
@@ -34,7 +34,7 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
     if to not in FORMATS:
         raise RequestError(f"--to {to}: expected one of {', '.join(FORMATS)}")
     if size_px is not None and to == "torch":
-        raise RequestError("--size-px is of files; a folder of --to torch takes images of any size")
+        raise RequestError("--size-px is for --to onnx, pt2 and torchscript; --to torch takes images of any size")
     require_local(checkpoint, "checkpoint")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError(f"{out} exists; choose another --out, or remove it")
@@ -42,16 +42,16 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
     from workflows.export_model.exported import ExportSource
     from workflows.export_model.model_card import FILE_NAME, write_card
 
-    checkpoint = checkpoint.resolve()  # of best or latest, the step
+    checkpoint = checkpoint.resolve()  # the card names the step, not the link best or latest
     source = ExportSource.load(checkpoint)
     if size_px is not None and any(side % source.align_px for side in size_px):
         raise RequestError(
             f"--size-px {size_px[0]},{size_px[1]}: expected multiples of {source.align_px} (data.align_px)"
         )
     if size_px is not None and source.of_bags:
-        raise RequestError("--size-px is of whole images; tiles have the size of their training")
+        raise RequestError("--size-px is for models of whole images; tiles have the size that they had in training")
     if to in ("pt2", "torchscript") and source.of_bags:
-        raise RequestError(f"--to {to} is of models of whole images; use --to torch or --to onnx")
+        raise RequestError(f"--to {to} is for models of whole images; use --to torch or --to onnx")
     beside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     beside.mkdir(parents=True)
     try:
@@ -73,7 +73,7 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
     if stain is not None:
         warn(
             f"hyfi: the model takes pixels after stain normalisation ({stain.method}), which measures whole slides and "
-            f"is not in these files; without it, results are others; `hyfi predict` does it"
+            f"is not in these files; without it, results differ; `hyfi predict` does it"
         )
     if as_json:
         emit_json({"out": str(out), "files": [str(out / name) for name in names]})
@@ -86,7 +86,8 @@ def _write(
     """Write a model's files.
 
     Returns:
-        (name, what it is) of each file, and the largest difference of a file's outputs from PyTorch's; None of weights.
+        (name, description) of each file, and the largest difference of the file's outputs from PyTorch's; None for
+        weights, which compute nothing.
     """
     from workflows.export_model.bag_folder import write_bag_onnx, write_bag_torch
     from workflows.export_model.onnx_file import FILE_NAME, write_onnx

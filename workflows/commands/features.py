@@ -49,7 +49,7 @@ def run(request: FeatureRequest, as_json: bool) -> int:
     require_writable(request.out)
     console.say(str(encoder))
     if encoder.untrained:
-        console.warn(f"{encoder.describe_untrained()}; accepted by --random-weights, but its features mean nothing")
+        console.warn(f"{encoder.describe_untrained()}; accepted with --random-weights, but its features mean nothing")
     number, parts = request.part
     advice = "choose another --out, or give each its own --part"
     owner = FolderOwner(request.out, advice, f"{number}-of-{parts}" if parts > 1 else "")
@@ -92,7 +92,7 @@ def _slides(store: Path, request: FeatureRequest) -> list[str]:
         try:
             return SlideStore.open(slide_path(store, name), check_files=False).levels
         except StoreError:
-            return ()  # named when it is its turn
+            return ()  # encode_slides names it as failed
 
     levels_by_name = {name: levels for name, levels in zip(names, each(levels_of, names, store), strict=True) if levels}
     for name, levels in levels_by_name.items():
@@ -112,7 +112,8 @@ def _encoder(request: FeatureRequest) -> TileEncoder:
     """Return the encoder on its device.
 
     Raises:
-        RequestError: It cannot be loaded, its weights are random, or there is no such device.
+        RequestError: It cannot be loaded, its weights are random and ``random_weights`` is off, or there is no such
+            device.
     """
     import torch
 

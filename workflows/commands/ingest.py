@@ -175,7 +175,7 @@ def _planned(request: Request, arguments: IngestArguments) -> IngestWork:
 
 
 def _of_manifest(path: Path) -> str:
-    """Return that the manifest in a folder of slides is not read; empty if it has none."""
+    """Return a note that the manifest in a folder of slides is not read; empty if the folder has none."""
     from data.location import is_remote
 
     manifest = path / "manifest.csv"
@@ -206,7 +206,7 @@ def _mpp(text: str) -> dict[str, Any]:
 
 
 def _check_cache(cache: Path | None) -> None:
-    if cache is not None:  # now, or every slide would fail with it
+    if cache is not None:  # checked now, because otherwise each slide would fail with it
         require_folder(cache, "--cache, on a local disk")
         require_writable(cache)
 
@@ -249,7 +249,7 @@ class Pace:
         return sum(size * share for size, share in zip(self._bytes, shares, strict=False)) / total if total else 1.0
 
     def at_work(self, shares: Sequence[float]) -> str:
-        """Return the name of a slide that is begun and not finished, with the number of others; empty: none is."""
+        """Return the name of a slide in progress, with the number of others; empty if none is in progress."""
         names = [job.slide_id for job, share in zip(self.jobs, shares, strict=False) if 0 < share < 1]
         return "" if not names else names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
@@ -297,7 +297,7 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
     for record in report.failed:
         console.warn(f"failed: {_name(record)}: {record.reason}")
     for record in report.done:
-        surprising = [flag for flag in record.flags if flag != "tissue_given"]  # that one was asked for
+        surprising = [flag for flag in record.flags if flag != "tissue_given"]  # asked for with --tissue
         if surprising:
             console.warn(f"note: {record.slide_id}: {', '.join(surprising)}")
         for note in record.file_notes:
@@ -334,7 +334,7 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
 
 
 def _same_content(report: IngestReport, store: Path) -> list[SameContent]:
-    """Return the groups of slides with the same content that have one of this run's slides, without scenes."""
+    """Return the groups of slides with the same content that include a slide of this run; scenes of a file are none."""
     from data.errors import StoreError
     from data.store.manifest import load_manifest, same_content
 

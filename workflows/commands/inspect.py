@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MAX_PICTURES = 120
 _IN_DOUBT = "µm/px in doubt"
 _SILENT_PX = 2_000_000_000
-"""More pixels than these take long enough to say so."""
+"""Reading more pixels than this takes so long that the user is warned."""
 
 
 def run(
@@ -30,7 +30,7 @@ def run(
 
     Args:
         path: A store, a slide of a store, a slide file, or an OME-Zarr store of another program.
-        png: File for a thumbnail with the tissue outline (of a store: a contact sheet); None: none.
+        png: File for a thumbnail with the tissue outline, or for a store's contact sheet; None: none.
         as_json: Print everything as one JSON object.
         slide_mpp: Microns per pixel of a slide file that does not state them.
         geojson: File for the tissue outlines of a stored slide, or folder for those of a store; None: none.
@@ -39,7 +39,8 @@ def run(
         0, or 1 if the slide cannot be read or slides of the store are damaged.
 
     Raises:
-        RequestError: There is nothing at ``path``, or ``png`` cannot be written.
+        RequestError: There is nothing at ``path``, ``png`` or ``geojson`` cannot be written, or ``geojson`` is given
+            for a slide file.
     """
     from data.files import as_on_disk
     from data.location import is_remote, location
@@ -105,7 +106,7 @@ def _export_tissue(path: Path, geojson: Path) -> None:
 
 
 def _is_stored_slide(path: Path) -> bool:
-    """Whether a folder is a slide of a store; also one whose metadata are damaged, as its name says."""
+    """Whether a folder is a slide of a store; by its name if its metadata are damaged."""
     from pathology.readers.ngff.groups import is_ome_zarr, is_own_slide
 
     return is_own_slide(path) or (path.suffix == ".zarr" and path.is_dir() and not is_ome_zarr(path))
@@ -233,7 +234,7 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
 
 
 def _resolved(source: SlideSource, slide_mpp: float | None) -> tuple[SourceMpp | None, str]:
-    """Return the microns per pixel to use; None, and why, if they are not known."""
+    """Return (the microns per pixel to use, ""), or (None, the reason) if they are unknown."""
     from pathology.errors import SlideError
     from pathology.ingest.options import IngestOptions
 
@@ -284,7 +285,7 @@ def _store(path: Path, png: Path | None) -> dict[str, Any]:
         _save(contact_sheet(pictures), png)
     bad = [s for s in slides if s["status"] != DONE]
     lines.insert(0, f"{path}: {console.counted(len(slides), 'slide')}, {len(slides) - len(bad)} usable, {len(bad)} not")
-    # Failed slides have a record already; damaged ones are new.
+    # A failed slide was reported when it was ingested; a damaged one is news, and decides the exit code.
     status = "damaged" if any(s["status"] == "damaged" for s in slides) else "done"
     return {"kind_of_path": "store", "status": status, "store": str(path), "slides": slides, "lines": lines}
 
@@ -300,7 +301,7 @@ def _row_line(slide: dict[str, str]) -> str:
 
 
 def _level_lines(levels: list[dict[str, Any]], doubted: bool = False) -> list[str]:
-    """Return a line for each level; ``doubted`` tells whether the file states microns per pixel that contradict."""
+    """Return a line for each level; ``doubted``: the file states contradictory microns per pixel."""
     from pathology.readers.mpp import mpp_text
 
     sizes = [f"  level {k}   {v['height_px']} × {v['width_px']} px (rows × columns), " for k, v in enumerate(levels)]

@@ -77,7 +77,8 @@ def run(
     start = f"start it with {'sbatch' if by == 'slurm' else 'bash'} {path}"
     if by == "torchrun" and options.resources.nodes > 1:
         start = (
-            f"start it on each of the {options.resources.nodes} nodes with HEAD_NODE=NODE bash {path}, NODE being one"
+            f"start it on each of the {options.resources.nodes} nodes with HEAD_NODE=NODE bash {path}, where NODE is "
+            "the same node's name on all of them"
         )
     return _write(path, script_of(by, path, words, count, options.resources, site, **more), options, start)
 
@@ -86,7 +87,7 @@ def _ranks(by: By, settings: Config, ranks: int | None, resources: Resources) ->
     """Return the number of ranks, without those on the nodes of roles.
 
     Raises:
-        RequestError: The number is unknown or wrong, or the nodes of roles have no role.
+        RequestError: The number is unknown or wrong, or ``--role-nodes`` contradicts the roles.
     """
     if resources.role_nodes:
         if not settings.roles.by_host:
@@ -143,7 +144,7 @@ def _run_folds(words: list[str], options: ScriptOptions) -> int:
     """Write the script of an array with a job for each fold of ``train CONFIG --folds …``, and the splits.
 
     Raises:
-        RequestError: There are no folds, or the runs are not as they must be.
+        RequestError: There are no folds, or `FoldRuns.check` refuses the runs.
     """
     from workflows.cross_validation.fold_runs import FoldRuns
     from workflows.launch.resumption import Resumption
@@ -157,7 +158,7 @@ def _run_folds(words: list[str], options: ScriptOptions) -> int:
     resumption = Resumption.of("--resume" in rest, None, False)
     runs = FoldRuns(Path(config), tuple(overrides), None, resumption, given["--folds"], given.get("--fold-column"))
     runs.check()
-    runs.write_splits()  # now: jobs that start at the same time would each find the folder half made
+    runs.write_splits()  # now, because jobs that start at the same time would each find an incomplete folder
     column = [] if runs.column is None else ["--fold-column", runs.column]
     about = f"A job for each of {len(runs.chosen)} folds; the last one pools all. Finished folds are skipped"
     command = ["train", config, *overrides, *column, "--resume"]
@@ -166,7 +167,7 @@ def _run_folds(words: list[str], options: ScriptOptions) -> int:
 
 
 def _without_options(words: list[str], names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Return the words without some options that take a value, and these by name."""
+    """Return the words without the options ``names``, which take a value, and the values by name."""
     rest: list[str] = []
     given: dict[str, str] = {}
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -197,7 +198,7 @@ def _write(path: Path, text: str, options: ScriptOptions, start: str) -> int:
     before = path.read_bytes() if path.exists() else None
     path.write_text(text, encoding="utf-8")
     mode = path.stat().st_mode
-    path.chmod(mode | (mode & 0o444) >> 2)  # who may read it may run it
+    path.chmod(mode | (mode & 0o444) >> 2)  # as chmod +x: whoever may read it may run it
     job = _submitted(path, before) if options.submit else None
     say(f"{path}: submitted as job {job}" if job else f"{path}: {start}")
     reason = why_it_cannot_start(job) if job else None

@@ -132,10 +132,9 @@ def _plan_predictions(
         settings = load_config(config, overrides, ignore_plan=True)
         refuse_tiles(settings, "hyfi plan")
         fields, size = model_fields(settings.model, outputs_of(settings)), settings.data.image_px
-        precision, tf32 = settings.run.precision, settings.run.rounds_to_tf32
-        model = EvaluatedModel(config, fields, (size[0], size[1]), precision, tf32)
+        model = EvaluatedModel(config, fields, (size[0], size[1]), settings.run.precision, settings.run.tf32)
         kind = load_machine(machine or default_machine(settings))
-    kind = kind.with_tf32() if purpose == "validate" and model.tf32 else kind  # predictions are not rounded
+    kind = kind.with_tf32() if model.rounds_to_tf32(purpose) else kind
     needs = PredictionNeeds(
         command=purpose,  # type: ignore[arg-type]
         ranks=ranks or kind.devices_per_node,
@@ -184,7 +183,7 @@ def _search(settings: Config, machine: MachineModel, ranks: int, images: int, to
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Context in which cycles of objects are not collected: millions of objects stay that would be searched again."""
+    """Disable Python's cyclic garbage collector: it would scan the millions of objects that the search keeps."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -230,7 +229,7 @@ def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: b
 
 
 def _this_node(settings: Config) -> tuple[MachineModel, int]:
-    """Return a machine model with this node's number of devices and free memory, and the number of devices."""
+    """Return (the machine model with this node's number of devices and free memory, that number of devices)."""
     import torch
 
     from data.cores import usable_cores
@@ -250,7 +249,7 @@ def _as_overrides(plan: ParallelPlan) -> list[str]:
 
 
 def _plan_section(plan: ParallelPlan) -> dict[str, Any]:
-    """Return the section ``plan`` of a configuration with this plan: the fields that are not at their defaults."""
+    """Return the section ``plan`` of a configuration: the fields of this plan that differ from their defaults."""
     defaults = type(plan)(grids=((1, 1),)).to_json()
     needed = "grids" if plan.tiles is None else "tiles"
     return {k: v for k, v in plan.to_json().items() if k == needed or (v != defaults[k] and k != "grids")}
@@ -292,6 +291,7 @@ def write_plan(config: Path, plan: ParallelPlan) -> None:
         after -= 1  # an empty line before the next section
     fields = yaml.safe_dump(_plan_section(plan), default_flow_style=True, sort_keys=False, width=10**6).strip()
     text = "\n".join([*lines[:first], f"plan: {fields}", *lines[after:]]) + "\n"
+    # The lines were replaced as text, to keep comments: read the result as a run would before it replaces the file.
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as trial:
         trial.write(text)
         trial.flush()

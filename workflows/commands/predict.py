@@ -42,10 +42,10 @@ class PredictArguments:
         memory: As in 4GB.
         device: auto, cpu or cuda.
         part: "i/n": the i-th part of the slides; other processes predict the others, into the same ``out``.
-        labels: As for `InputLabels`, like ``id_column``, ``target`` and ``split``.
-        id_column: The column of the labels with the names of the slides.
-        target: The column of the labels.
-        split: Of the slides.
+        labels: CSV of labels, see `InputLabels`.
+        id_column: Column of the labels with the names of the slides.
+        target: Column of the labels to compare predictions with.
+        split: Split of the labels whose slides are predicted.
         as_json: Print the result as one JSON object.
         options: Further fields of `pathology.predict.options.PredictOptions`, by name.
     """
@@ -98,7 +98,7 @@ class PredictArguments:
 
 @dataclass(frozen=True)
 class PredictionRequest:
-    """What to predict: the arguments, checked; ranks that are started here get it as it is."""
+    """The checked arguments of ``hyfi predict``; ranks that this process starts receive it pickled."""
 
     checkpoints: Sequence[Path]
     inputs: Sequence[Path]
@@ -176,7 +176,7 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
 
 
 def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list[SlideInput]:
-    """Return the slides, with the reason why some have no features that can be used, if the model needs them.
+    """Return the slides; if the model reads features, those without usable features carry the reason.
 
     Raises:
         RequestError: Features are not given, are of another encoder, or are given for a model that reads pixels.
@@ -190,7 +190,7 @@ def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list
         refuse_features(config, request.options.features)
         if is_feature_model(config):
             features = features_for(config, request.options.features)
-    return slides if features is None else with_reasons(slides, features)  # of all models: the same files
+    return slides if features is None else with_reasons(slides, features)  # the same files for all models
 
 
 def _predict(request: PredictionRequest) -> int:
@@ -245,12 +245,12 @@ def predicted(request: PredictionRequest) -> PredictionReport:
             page = _write_page(out, members, {one.slide_id: one.label for one in slides if one.label is not None})
     if page is not None:
         _report(report, request, page, members[0].readout)
-    comm.barrier()  # when one rank exits with a code other than 0, a launcher may kill the one that still writes
+    comm.barrier()  # when a rank exits with a code other than 0, a launcher may kill ranks that still write
     return report
 
 
 def load_member(checkpoint: Path) -> Member:
-    """Return `Member.load` of a checkpoint; says so if its weights are an average."""
+    """Load a checkpoint as a member of the ensemble; rank 0 prints a line if its weights are an average."""
     from hyfi_core.runtime.checkpoint import read_model_json
     from pathology.predict.members import Member
     from workflows.evaluation.tile_evaluator import bag_module_of, is_bag_model
@@ -265,14 +265,14 @@ def load_member(checkpoint: Path) -> Member:
 
 
 def _progress(total: int, comm: Communicator) -> AbstractContextManager[console.Progress]:
-    """Return the progress of ``total`` slides, shown on rank 0; only there is it reported to."""
+    """Return a progress bar of ``total`` slides on rank 0, and a silent one on other ranks."""
     return console.progress(total, "predicting") if comm.rank == 0 else nullcontext(console.Silent())
 
 
 def _write_page(out: Path, members: Sequence[Member], labels: Mapping[str, str]) -> Path:
-    """Write ``index.html`` of all slides of the folder, those of earlier runs included; return its path.
+    """Write ``index.html`` of all slides in the folder, those of earlier runs included; return its path.
 
-    ``labels`` are those of this run, which replace those of an earlier one.
+    ``labels`` of this run replace the labels of earlier ones.
     """
     from pathology.predict.table import FILE_NAME
     from workflows.evaluation.case_table import predicted_of, write_cases
@@ -280,7 +280,7 @@ def _write_page(out: Path, members: Sequence[Member], labels: Mapping[str, str])
     from workflows.tasks.by_name import task_of
 
     if not (out / FILE_NAME).exists():
-        return out / PAGE_FILE  # nothing predicted yet: this --part has no slides
+        return out / PAGE_FILE  # nothing has been predicted yet, and this --part has no slides
     readouts = [member.readout for member in members]
     task, readout = task_of(members[0].config), readouts[0].joined(readouts)
     try:

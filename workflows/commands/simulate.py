@@ -28,7 +28,7 @@ def run(
         config: The YAML of the run.
         overrides: ``section.key=value``, applied to it.
         machine: Name of a built-in machine model, or a file; None: see ``machine_of``.
-        ranks: Number of trainers, with as many replicas of the plan as that takes; None: as the plan says.
+        ranks: Number of trainers; the plan gets as many replicas as they allow. None: as the plan says.
         trace: File for a trace of the step for Perfetto; None: none.
         as_json: Print the forecast as one JSON object.
 
@@ -74,17 +74,17 @@ def run(
 
 
 def plan_text(plan: ParallelPlan) -> str:
-    """Return a plan as text; of its replicas only the first is drawn."""
+    """Return a plan as text; if it has several replicas, only the first is drawn."""
     head, *_ = plan.describe().splitlines()
     _, *lines = replace(plan, replicas=1, shares=None).describe().splitlines()
     return "\n".join([head, *lines])
 
 
 def outputs_of(config: Config) -> int:
-    """Return the number of the model's outputs that follows from the configuration, or from its labels.
+    """Return the number of the model's outputs, from the configuration or, if it does not say, from the labels.
 
     Raises:
-        RequestError: It states none, and the labels or the store cannot be read.
+        RequestError: The configuration does not say, and the labels or the store cannot be read.
     """
     classes, task = config.model.classes, config.data.facts
     if task.outputs is not None:
@@ -117,7 +117,7 @@ def with_replicas(config: Config, ranks: int | None) -> tuple[ParallelPlan, int]
 
 
 def resolved(plan: ParallelPlan, program: Any, machine: MachineModel) -> ParallelPlan:
-    """Return the plan with ``auto`` cuts and cells chosen for a machine, whatever this one is."""
+    """Return the plan with ``auto`` cuts and cells chosen for ``machine``, not for the one that runs this."""
     import torch
 
     from hyfi_core.cells.budget import with_cells
@@ -127,8 +127,8 @@ def resolved(plan: ParallelPlan, program: Any, machine: MachineModel) -> Paralle
 
     plan = with_cuts(plan, program, machine)
     if plan.cells == "auto" and plan.memory_bytes is None:
-        plan = replace(plan, memory_bytes=machine.memory_bytes // 2)  # of what is free: so does a run
-    # As a run on such a machine does, see ``runtime.calls.resolved_plan``; ranks of several GPUs have no cells.
+        plan = replace(plan, memory_bytes=machine.memory_bytes // 2)  # a run takes half of the free memory
+    # The same choice as ``runtime.calls.resolved_plan`` makes in a run; with several GPUs, ranks have no cells.
     fewest = fewest_cells(program, plan) if machine.device == "cuda" and plan.ranks == 1 else 1
     return with_cells(plan, program, PROCESS_BYTES, torch.device(machine.device), fewest=fewest)
 
@@ -151,37 +151,37 @@ def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[
 
 
 def input_bytes_per_s(forecast: StepForecast, batch: int, config: Config) -> float:
-    """Return the bytes of pixels that all trainers take in a second."""
+    """Return the bytes of pixels that all trainers together read in a second."""
     height, width = config.data.image_px
     return 3 * height * width * forecast.images_per_s(batch)
 
 
 def input_text(forecast: StepForecast, batch: int, config: Config) -> str:
-    """Return what loaders and storage must give, as a line of text."""
+    """Return the rates that loaders and storage must reach, as a line of text."""
     from data.loading.rates import core_bytes_per_s
 
     bytes_per_s = input_bytes_per_s(forecast, batch, config)
     each = core_bytes_per_s(config.data.augment.build(), config.data.stain_normalisation)
     cores = counted(ceil(bytes_per_s / each), "core")
     return (
-        f"input: {bytes_per_s / 1e9:.2g} GB/s of pixels, for which loaders need about {cores} "
-        f"({each / 1e9:.2g} GB/s each with this data.augment) and storage that reads as much, divided by the store's "
+        f"input: {bytes_per_s / 1e9:.2g} GB/s of pixels; loaders need about {cores} "
+        f"({each / 1e9:.2g} GB/s each with this data.augment), and storage must read this rate divided by the store's "
         "compression"
     )
 
 
 def _spilling(forecast: StepForecast) -> str:
-    """Return what leaves memory and what that takes, as a line of text."""
+    """Return which maps leave memory and how long that takes, as a line of text."""
     destination = "the host's memory" if forecast.plan.spill == "memory" else "the disk"
     return (
         f"spilled maps: {forecast.moved_bytes / 1e9:.3g} GB of each trainer go to {destination} and back in "
-        f"{forecast.moving_s:.3g} s, {forecast.exposed_s['spill']:.3g} s of them not while it computes; others are "
-        f"computed again in {forecast.recomputing_s:.3g} s"
+        f"{forecast.moving_s:.3g} s; computing hides all but {forecast.exposed_s['spill']:.3g} s of them; other maps "
+        f"are computed again in {forecast.recomputing_s:.3g} s"
     )
 
 
 def needed_bytes(forecast: StepForecast) -> list[int]:
-    """Return the memory of each trainer's process, libraries included; the limit of those that spill to keep it."""
+    """Return the bytes of each trainer's process, libraries included; with ``spill``, the limit that it keeps."""
     from workflows.training.memory import PROCESS_BYTES
 
     plan = forecast.plan

@@ -33,13 +33,13 @@ SHARES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """Further wishes about splits.
+    """Further options of splits.
 
     Attributes:
         id_column: The column with the names of the slides; None: ``slide_id``.
         fractions: Shares of train, val and test, 0 or more; None: 70 : 15 : 15.
-        fixed_test: ``COLUMN=VALUE,VALUE``: rows that are the test set; the others are divided.
-        repeats: How often folds are drawn; the columns ``repeat_1`` and so on have those of further seeds.
+        fixed_test: ``COLUMN=VALUE,VALUE``: rows with these values are the test set; the other rows are divided.
+        repeats: How often folds are drawn; the columns ``repeat_1``, ``repeat_2`` … have the folds of further seeds.
     """
 
     id_column: str | None = None
@@ -51,11 +51,11 @@ class SplitOptions:
         """Return the parts with their shares.
 
         Raises:
-            RequestError: The options contradict each other, or fractions are none of train, val and test.
+            RequestError: The options contradict each other, or fractions are not three shares of train, val and test.
         """
         if folds is not None:
             if self.fractions is not None:
-                raise RequestError("--fractions: not with --folds, which are of equal size")
+                raise RequestError("--fractions: not with --folds, which all have the same size")
             return {str(fold): 1.0 for fold in range(folds)}
         if self.repeats > 1:
             raise RequestError(f"--repeats {self.repeats}: needs --folds, which are drawn several times")
@@ -99,13 +99,13 @@ def run(
             None: ``label`` if there is such a column.
         seed: Decides ties.
         as_json: Print the counts as one JSON object.
-        store: The store: its names, cases and digests are used, too. Slides with the same content are one group.
+        store: A store whose names, cases and digests are used, too; slides with the same content are one group.
         merge_alike: Whether several spellings of one name are joined, see `data.spelling`.
         missing: Words that mean that a value is missing, with commas between; None: those of `data.missing`.
-        options: Further wishes.
+        options: Further options.
 
     Raises:
-        RequestError: A column, groups or names are not as they must be, or ``out`` cannot be written.
+        RequestError: A column is missing, groups or names contradict each other, or ``out`` cannot be written.
     """
     if folds is not None and folds < 2:
         raise RequestError(f"--folds: given {folds}; use at least 2")
@@ -214,7 +214,7 @@ def _with_cases_of(table: Table, rows: Sequence[Mapping[str, str]]) -> tuple[Tab
 
 
 def _groups(table: Table, group: str) -> list[str]:
-    """Return a unique name of each row's group.
+    """Return the name of each row's group, with its column before it: a case and a slide may share a name.
 
     Raises:
         RequestError: The column is missing (except ``case_id``: then each slide is its own case), a key is empty, or a

@@ -135,7 +135,7 @@ def _last(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _age_s(metrics: Path) -> float | None:
-    """Return for how many seconds nothing has been recorded; None without a record."""
+    """Return how many seconds ago the last record was written; None if there is no record."""
     try:
         return max(0.0, time.time() - metrics.stat().st_mtime)
     except OSError:
@@ -143,7 +143,7 @@ def _age_s(metrics: Path) -> float | None:
 
 
 def _stall_s(folder: Path, records: Sequence[Mapping[str, Any]]) -> float:
-    """Return after how many seconds without a record a run counts as stalled: the first validation may take long."""
+    """Return after how many seconds without a record a run counts as stalled; more before the first validation."""
     match = re.search(r"^  stall_s: (\d[\d.]*)$", _config(folder), re.MULTILINE)
     if match is not None:
         return float(match[1]) or float("inf")

@@ -143,9 +143,8 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     from workflows.training.start import Roles, SavedRun, device_of
 
     agree(world, lambda: check_ranks(config, world.size))
-    if stop.requested_on_any(
-        world
-    ):  # requested while the ranks started; check before the engine is built, which may take long
+    # A stop may have been requested while the ranks started: check before the engine is built, which may take long.
+    if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
     start = _agreed_start(world, config, resumption)
     _say_once(world, agree(world, lambda: share_chunks(config.data)))
@@ -178,9 +177,9 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
 
 
 def _run_owned(roles: Roles, config: Config, owner: FolderOwner | None, body: Callable[[], int]) -> int:
-    """Run this rank's role, and release the folder; return the exit code of trainer 0, which counts on every rank.
+    """Run this rank's role, and release the folder; return the exit code of trainer 0 on every rank.
 
-    A run that failed stops its loaders and validators, which alone would say that they were stopped on request.
+    A failed run also stops its loaders and validators, whose own exit codes would say "stopped on request".
 
     Raises:
         RunInterruptedError: Something outside of the run has ended it.
@@ -203,7 +202,7 @@ def _run_owned(roles: Roles, config: Config, owner: FolderOwner | None, body: Ca
 def _slide_tables(
     job: TrainingJob, saved: SavedRun | None, resumption: Resumption, coverage: Sequence[Mapping[str, Any]] | None
 ) -> SlideTables:
-    """Return what is known of the run's slides; of a resumed run they are compared with those of its checkpoint."""
+    """Return the record of the run's slides; on resume, compare them with the slides of the checkpoint."""
     from data.samples.trained.trained_slides import TrainedSlides
     from workflows.training.checks.data_record import SlideTables, check_data, data_record
 
@@ -217,7 +216,7 @@ def _slide_tables(
 
 
 def _agreed_start(world: Communicator, config: Config, resumption: Resumption) -> int:
-    """Return the step after which the run continues, that of rank 0, after all ranks have found it (collective)."""
+    """Return the step after which rank 0 continues the run, once all ranks can read its checkpoint (collective)."""
     from hyfi_core.comm.agreement.agree import agree
     from hyfi_core.comm.agreement.shared_disk import agree_everywhere
     from workflows.launch.request import check_checkpoint, check_run, check_unused, describe_missing_run
@@ -236,7 +235,11 @@ def _agreed_start(world: Communicator, config: Config, resumption: Resumption) -
 
 
 def _own_shared(world: Communicator, own: Callable[[], FolderOwner], folder: Path) -> FolderOwner | None:
-    """Let rank 0 own the run's folder, and check that all ranks see the same one (collective); None on other ranks."""
+    """Let rank 0 lock the run's folder, and check that all ranks see the same one (collective).
+
+    Returns:
+        The owner on rank 0, None on other ranks.
+    """
     from hyfi_core.comm.agreement.agree import agree
     from hyfi_core.comm.agreement.shared_disk import require_shared
 
@@ -251,7 +254,7 @@ def _own_shared(world: Communicator, own: Callable[[], FolderOwner], folder: Pat
 
 
 def _say_once(world: Communicator, note: str | None) -> None:
-    """Let rank 0 warn of what ranks have noted, each text once (collective)."""
+    """Let rank 0 print the notes of all ranks as warnings, each text once (collective)."""
     for text in sorted({text_of_rank for text_of_rank in world.gather_objects(note) or () if text_of_rank is not None}):
         warn(f"hyfi: {text}")
 
@@ -280,8 +283,8 @@ def _trainer(
     first = roles.world.rank == 0
     # One rank reads the file of run.machine, and all are refused together.
     peak = agree(roles.trainers, lambda: peak_flops_per_s(job.config, job.plan.ranks, device) if first else None)
-    # One of them reads the file of weights.
     tell = say if first else lambda line: None
+    # Rank 0 reads the file of weights, unless a checkpoint replaces them.
     model, freezing = agree(roles.trainers, lambda: inputs.make_model(device, first and saved is None, tell))
     engine = inputs.make_engine(model, roles)
     agree(roles.trainers, lambda: check_average(job.config.run.ema, engine))
@@ -325,7 +328,7 @@ def _loader(
     stop: StopFlag,
     device: str,
 ) -> RankBody:
-    """Build the loader service, with ``most`` decoding processes at most, and return the function that runs it."""
+    """Build the loader service with at most ``most`` decoding processes; return the function that runs it."""
     from workflows.training.feeding import make_loader
 
     watch = partial(stop.forward, roles.world)

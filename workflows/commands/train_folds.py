@@ -25,7 +25,7 @@ def run(runs: FoldRuns, as_json: bool) -> int:
     """Train and evaluate the chosen folds, one after the other, and pool all folds that are finished.
 
     Args:
-        runs: What was asked for.
+        runs: The request.
         as_json: Print the summary as one JSON object.
 
     Returns:
@@ -61,10 +61,10 @@ def run_fold(runs: FoldRuns, fold: int) -> int:
 
 
 def _pool(runs: FoldRuns) -> Mapping[str, Any]:
-    """Write and print what all finished folds say together."""
+    """Write and print the pooled results of all finished folds."""
     finished: list[int] = []
     summary: Mapping[str, Any] = {}
-    # Again if another job of an array has finished in the meantime: what it has written is overwritten here.
+    # Repeat if another job of an array finished a fold meanwhile: this job overwrites the summary that it wrote.
     while (now := [fold for fold in runs.table.folds if runs.is_trained(fold) and runs.is_evaluated(fold)]) != finished:
         finished = now
         summary = pool_folds(runs.folder, dict.fromkeys(finished, runs), len(runs.table.folds))
@@ -72,11 +72,11 @@ def _pool(runs: FoldRuns) -> Mapping[str, Any]:
 
 
 def pool_folds(folder: Path, runs_of: Mapping[int, FoldRuns], folds: int) -> Mapping[str, Any]:
-    """Write and print what some folds say together.
+    """Write and print the pooled results of some folds.
 
     Args:
-        folder: Where it is written.
-        runs_of: The fold to the runs among which its own is.
+        folder: Folder for the results.
+        runs_of: Fold -> the runs that include its run.
         folds: Number of all folds.
 
     Raises:
@@ -122,7 +122,7 @@ def _print(pooled: PooledFolds, summary: Mapping[str, Any]) -> None:
 
 
 def _spread(folds: Mapping[str, Any], count: int) -> str:
-    """Return mean and standard deviation over folds; if some do not define the metric, with the number that do."""
+    """Return mean and standard deviation over folds as text, and how many define the metric if not all do."""
     if not folds["folds"]:
         return "undefined in every fold"
     of_some = "" if folds["folds"] == count else f" ({folds['folds']} of {count} define it)"

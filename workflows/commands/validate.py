@@ -46,7 +46,7 @@ class EvaluationRequest:
         store: The store with the slides.
         labels: A CSV with the checkpoint's target column; None: the store's manifest.
         splits: A CSV of splits; None: a column of the labels.
-        split: train, val or test; all: every labelled slide, whatever its split, as of an external test set.
+        split: train, val or test; all: every labelled slide, whatever its split, as for an external test set.
         split_column: The column of splits; None: the one used in training.
         cells: "R,C": rows and columns of cells that a process computes one after the other; auto: as many as
             ``memory`` requires; None: whole images.
@@ -161,7 +161,7 @@ def validate_rank(request: EvaluationRequest) -> int:
         amend_model_json(request.checkpoint, {"calibration": loaded.model["calibration"]})
     elif request.calibrate:
         task = loaded.model.get("task", "multiclass")
-        warn(f"--calibrate: nothing is stored: task {task} fits nothing on slides, or outputs are not finite")
+        warn(f"--calibrate: nothing is stored, because task {task} has no calibration or outputs are not finite")
     metrics["calibration"] = _calibration(loaded.model, evaluator, logits)
     notes = TrainedNotes.of(loaded.model, dataset)
     metrics["flagged_slides"] = {TRAINED_ON: len(notes.trained), OUTSIDE: len(notes.outside)}
@@ -176,7 +176,7 @@ def validate_rank(request: EvaluationRequest) -> int:
 
 
 def _cells_of(request: EvaluationRequest) -> Cells:
-    """Return the cells of a request, after all that limits their memory has been checked."""
+    """Check the request's memory limit, and return its cells."""
     from workflows.evaluation.tile_evaluator import cells_of
 
     if request.memory is not None:
@@ -271,7 +271,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     if request.labels is not None:
         path = keyed_table(location(request.labels), request.id_column, model)
     elif request.id_column is not None:
-        raise RequestError("--id-column: needs --labels, the table that has it")
+        raise RequestError("--id-column: give the table with this column, too: --labels CSV")
     task = task_of(model)
     task = task if request.target is None else task.with_target(request.target)
     labels = task.read_again(path, rows, merge, missing)
@@ -317,7 +317,7 @@ def _warn_of_unmeasured(dataset: SlideDataset) -> None:
 
 
 def _warn_of_slides(model: Mapping[str, Any], dataset: SlideDataset) -> None:
-    """Warn of slides that the model was trained on, and of those far from all of them."""
+    """Warn of slides that the model was trained on, and of slides unlike any of these."""
     from data.samples.trained.trained_notes import TrainedNotes
 
     notes = TrainedNotes.of(model, dataset)

@@ -17,7 +17,7 @@ _LIST = "verify.csv"
 def run(store: Path, as_json: bool) -> int:
     """Verify a store, or one slide of it (``STORE/<slide_id>.zarr``).
 
-    Faults are listed on standard error and in ``STORE/verify.csv``.
+    Faults are listed on standard error and, for a whole store, in ``STORE/verify.csv``.
 
     Returns:
         0, or 1 if there are faults.

@@ -28,7 +28,7 @@ GRACE_S = 2
 
 
 def _require_server() -> None:
-    """Refuse to go on without the packages of the web server."""
+    """Raise ``RequestError`` if the packages of the web server are missing."""
     missing = [name for name in ("starlette", "uvicorn", "anyio") if importlib.util.find_spec(name) is None]
     if missing:
         raise RequestError(f"hyfi view needs {', '.join(missing)}: pip install 'hyfi[view]'")

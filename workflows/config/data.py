@@ -34,8 +34,8 @@ class AugmentConfig(Section):
     )
     own: Annotated[str, Field(pattern=OWN)] | None = Field(
         None,
-        description="package.module:function: a change of colours of your own, of (pixels (3, h, w) uint8, rng); "
-        "default: none",
+        description="package.module:function: your own change of colours, called with pixels (3, h, w) uint8 and a "
+        "random generator; default: none",
     )
 
     @property
@@ -123,8 +123,8 @@ class DataConfig(TargetKeys):
     )
     features: UserPath | None = Field(
         None,
-        description="a folder of `hyfi features`, TRIDENT, CLAM or STAMP: slides are bags of these features, for "
-        "model.aggregator; default: each slide is one image",
+        description="a folder that `hyfi features`, TRIDENT, CLAM or STAMP wrote: slides are bags of these features, "
+        "for model.aggregator; default: each slide is one image",
     )
     size_px: Size | None = Field(
         None,
@@ -168,20 +168,20 @@ class DataConfig(TargetKeys):
     )
     bag: Literal["slide", "case"] = Field(
         "slide",
-        description="slide or case: whose tiles or features are one bag: those of a slide, or of all slides of a case "
-        "(docs/tiles.md), with data.tiles and data.features",
+        description="slide or case: with data.tiles and data.features, whether a bag has the tiles or features of one "
+        "slide, or of all slides of a case (docs/tiles.md)",
     )
     stain_reference: str | None = Field(
         None,
         min_length=1,
         description="the name of a slide of the store, a stored slide (STORE/NAME.zarr), or a picture of tissue (PNG, "
-        "JPEG, TIFF): whose colours stain_normalisation gives to all slides; default: those that the method's authors "
-        "published",
+        "JPEG, TIFF): stain_normalisation gives its colours to all slides; default: the colours that the method's "
+        "authors published",
     )
     case_aggregate: Literal["mean", "max", "logits", "none"] = Field(
         "mean",
-        description="mean, max, logits or none: prediction of a case of several slides: their mean, their maximum, the "
-        "mean of their outputs before they are probabilities, or none (no metrics by case)",
+        description="mean, max, logits or none: how predictions of a case's slides are combined: mean of probabilities "
+        "(mean), their maximum (max), mean of outputs (logits), or not at all, without metrics by case (none)",
     )
     sampling: Literal["shuffle", "balanced", "weighted"] = Field(
         "shuffle",
@@ -196,9 +196,9 @@ class DataConfig(TargetKeys):
     )
     prefetch: Positive = Field(
         2,
-        description="a whole number ≥ 1: batches that loaders send ahead of the current one; to cells (plan.cells) box "
-        "by box, and not more than 5 % of plan.memory_bytes; of tiles and features, messages of at most 32 tiles that "
-        "each loader sends ahead",
+        description="a whole number ≥ 1: batches that loaders send ahead of the current one; with plan.cells they send "
+        "box by box, at most 5 % of plan.memory_bytes ahead; with tiles and features it is a number of messages of up "
+        "to 32 tiles that each loader sends ahead",
     )
     workers: Positive | None = Field(
         None,
@@ -213,12 +213,12 @@ class DataConfig(TargetKeys):
     node_cache_bytes: Count = Field(
         0,
         description="a whole number ≥ 0: bytes of decoded chunks of the store that all processes of a node share on "
-        "its disk, so that each is read once a node; 0: none",
+        "its disk, so that each node reads a chunk once; 0: none",
     )
     node_cache: UserPath | None = Field(
         None,
-        description="a folder on a disk of each node, or /dev/shm: node_cache_bytes are in its hyfi-chunks-<uid>; "
-        "default: the system's temporary folder",
+        description="a folder on a disk of each node, or /dev/shm: where the cache of node_cache_bytes is, in a folder "
+        "hyfi-chunks-<uid>; default: the system's temporary folder",
     )
 
     @field_validator("exclude_flags")
@@ -241,14 +241,14 @@ class DataConfig(TargetKeys):
 
     @property
     def kind(self) -> Literal["images", "tiles", "features"]:
-        """What slides are: whole images, bags of tiles, or bags of stored features."""
+        """What a slide is to the model: a whole image, a bag of tiles, or a bag of stored features."""
         if self.features is not None:
             return "features"
         return "images" if self.tiles is None else "tiles"
 
     @property
     def image_px(self) -> tuple[int, int]:
-        """Height and width of what the network reads: an image, a tile, or a vector, which has no size."""
+        """Height and width of an input of the network: an image or a tile; (1, 1) for features, which are vectors."""
         if self.features is not None:
             return 1, 1
         if self.tiles is not None:
@@ -350,7 +350,8 @@ class ModelConfig(Section):
     )
     freeze_epochs: Positive | None = Field(
         None,
-        description="a whole number ≥ 1: epochs after which what model.freeze names is trained, too; default: never",
+        description="a whole number ≥ 1: epochs after which the parameters of model.freeze are trained, too; default: "
+        "never",
     )
     mean: Channels | None = Field(
         None,
@@ -381,8 +382,8 @@ class ModelConfig(Section):
     )
     aggregator: AggregatorConfig | None = Field(
         None,
-        description="the keys below: from the features of tiles to outputs; default with data.tiles and data.features: "
-        "its defaults",
+        description="the keys below: the network from the features of tiles to outputs; default with data.tiles and "
+        "data.features: its defaults",
     )
 
     @model_validator(mode="after")

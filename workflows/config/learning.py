@@ -46,20 +46,20 @@ _CLASSES = {
     "rmsprop": "torch.optim:RMSprop",
     "adafactor": "torch.optim:Adafactor",
 }
-"""Optimizers that users know by name, with the classes that are them."""
+"""Optimizers whose names users know, with the classes to give instead of these names."""
 _SPELLED = {
     **{name: name for name in ("sgd", "adam", "adamw", "lamb", "lion")},
     **dict.fromkeys(("schedulefree", "schedulefreeadamw", "adamwschedulefree"), "schedulefree"),
     **dict.fromkeys(("schedulefreesgd", "sgdschedulefree"), "schedulefree_sgd"),
 }
-"""Names without case and hyphens, as they are in the file of the run."""
+"""Name in lower case, without hyphens and underscores -> the name in the run's resolved configuration."""
 _BETAS = {"lion": (0.9, 0.99)}
 
 
 def _known_optimizer(name: Any) -> Any:
     plain = name.lower().replace("_", "").replace("-", "") if isinstance(name, str) else ""
     if plain in _CLASSES:
-        raise ValueError(f"given {name!r}; name its class: {_CLASSES[plain]}, of a package that is installed")
+        raise ValueError(f"given {name!r}; give its class: {_CLASSES[plain]}")
     return _SPELLED.get(plain, name)
 
 
@@ -111,8 +111,8 @@ class OptimizerConfig(Section):
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none",
-        description="none, linear or sqrt: how lr is scaled with the slides of one update: not, by slides / "
-        "lr_batch, or by its square root",
+        description="none, linear or sqrt: how lr depends on the number of slides of one update: not at all, "
+        "proportional to slides / lr_batch, or to its square root",
     )
     lr_batch: Positive = Field(
         1, description="a whole number ≥ 1: slides of one update for which lr is given (lr_scaling: linear, sqrt)"
@@ -120,7 +120,7 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _betas_of_the_name(self) -> OptimizerConfig:
-        if self.betas is None:  # resolved here, so that the file of the run has them
+        if self.betas is None:  # resolved here, so that RUN/config.yaml has them
             object.__setattr__(self, "betas", _BETAS.get(self.name, (0.9, 0.999)))
         return self
 
@@ -132,7 +132,7 @@ class OptimizerConfig(Section):
 
     @property
     def is_schedule_free(self) -> bool:
-        """Whether an average of the weights takes the place of a falling learning rate."""
+        """Whether the optimizer averages the weights instead of lowering the learning rate."""
         return self.name.startswith("schedulefree")
 
     def scaled_lr(self, batch: int, lr: float | None = None) -> float:
@@ -179,8 +179,8 @@ class ValidationConfig(Section):
     )
     metrics: tuple[Annotated[str, Field(pattern=OWN)], ...] = Field(
         (),
-        description="a list of package.module:function: metrics of your own, of (outputs, labels) of all slides, "
-        "higher is better; recorded under the function's name, which validation.metric may be",
+        description="a list of package.module:function: your own metrics, called with the outputs and labels of all "
+        "slides, higher is better; recorded under the function's name, which validation.metric accepts",
     )
     policy: Literal["all", "latest"] = Field(
         "all",

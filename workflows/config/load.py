@@ -25,12 +25,12 @@ __all__ = [
     "settings_of",
 ]
 
-# None of these keys affects the result of a step, except for what live batch norm sees, which the run then says (see
-# `workflows.training.checks.norm_batches`); checkpoints do not depend on plan and roles.
-# Keys of the model, data, seed, precision and optimizer do: with other values it would be another run.
+# These keys do not affect the result of a step, with one exception: they may change over which images batch norm
+# computes its statistics, and the run then warns (`workflows.training.checks.norm_batches`). Checkpoints do not depend
+# on plan and roles. Keys of the model, data, seed, precision and optimizer affect results: other values, another run.
 MAY_CHANGE_ON_RESUME = frozenset(
     {
-        "optimizer.decay_norms",  # a change of groups is refused with the optimizer's state
+        "optimizer.decay_norms",  # `SavedRun.check_groups` refuses it if it changes the optimizer's groups
         "run.dir",
         "run.epochs",
         "run.steps",
@@ -76,7 +76,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "validation.grids",
         "validation.cells",
         "data.merge_alike",
-        "data.missing",  # what it changes in the classes is refused by `SavedRun`
+        "data.missing",  # `SavedRun` refuses it if it changes the classes
         "data.prefetch",
         "data.workers",
         "data.cache_bytes",
@@ -91,7 +91,7 @@ AUTO_PLAN = "auto"
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Loads YAML without tags; refuses duplicate keys; PyYAML silently keeps the last."""
+    """Loads YAML without tags, and refuses duplicate keys (PyYAML silently keeps the last)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -147,7 +147,7 @@ def _read_with_overrides(path: Path, overrides: Sequence[str]) -> dict[str, Any]
 
 
 def dump_resolved(config: Config) -> str:
-    """Return YAML with all keys that have a meaning, defaults too; ``load_config`` of it gives ``config`` again."""
+    """Return YAML with all keys that have a meaning, defaults included; ``load_config`` reads it as ``config``."""
     tree = config.model_dump(mode="json")
     for section, _, key in (name.partition(".") for name in config.meaningless):
         del tree[section][key]

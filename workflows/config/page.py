@@ -40,7 +40,7 @@ class ConfigKey:
         key: ``section.key``, as on the command line.
         allowed: The accepted values.
         default: The default as YAML; None if the key is required.
-        meaning: What it does.
+        meaning: The effect of the key.
     """
 
     key: str

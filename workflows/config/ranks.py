@@ -37,12 +37,13 @@ class PlanConfig(Section):
     )
     microbatches: Positive = Field(
         _DEFAULT.microbatches,
-        description="a whole number ≥ 1: micro-batches of each replica's batch; more need less memory",
+        description="a whole number ≥ 1: micro-batches of each replica's batch; with more, a rank needs less memory",
     )
     schedule: ScheduleName = Field(
         _DEFAULT.schedule,
         description=f"{_either(get_args(ScheduleName))}: the pipeline schedule; {', '.join(BIDIRECTIONAL)}: two "
-        f"pipelines in opposite directions; {', '.join(DIVIDING)}: gradients of weights where ranks would wait",
+        f"pipelines in opposite directions; {', '.join(DIVIDING)}: gradients of weights are computed while ranks would "
+        "otherwise wait",
     )
     replicas: Positive = Field(
         _DEFAULT.replicas, description="a whole number ≥ 1: data-parallel replicas, each with its part of every batch"
@@ -96,8 +97,8 @@ class PlanConfig(Section):
     spill: str | None = Field(
         _DEFAULT.spill,
         description="null, memory, or a folder: where activations that no cell currently needs are moved "
-        "(plan.cells), so that a trainer needs at most memory_bytes, or half of the free memory; the unnamed "
-        "file there is removed with the run",
+        "(plan.cells), so that a trainer needs at most memory_bytes, or half of the free memory; in a folder, they are "
+        "in an unnamed file that ends with the run",
     )
 
     branches: Positive = Field(
@@ -139,7 +140,7 @@ DESIGNS = {
 
 
 def with_design(value: Any) -> Any:
-    """Set the roles that a design has to one rank each, if they are not given."""
+    """Give each role of the design one rank, unless the user gave a number."""
     if not isinstance(value, dict) or value.get("design") not in DESIGNS:
         return value
     roles = zip(("loaders", "validators"), DESIGNS[value["design"]], strict=True)
@@ -163,8 +164,8 @@ class RolesConfig(Section):
     design: Design | None = Field(
         None,
         description="inline, offload_data, offload_validation, offload_all or offload_naive: sets loaders and "
-        "validators: none, one loader, one validator, one of each, or spare ranks that train; default: as "
-        "loaders and validators say",
+        "validators: none, one loader, one validator, one of each, or spare ranks that train; default: the values of "
+        "loaders and validators",
     )
     spare: Positive | Annotated[str, Field(min_length=1)] | None = Field(
         None,

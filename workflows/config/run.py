@@ -59,14 +59,14 @@ class RunConfig(Section):
     compile: Switch = Field(
         "auto",
         description="auto, off or on: whether torch.compile fuses the operators between messages; auto: on GPUs, "
-        "unless plan.spill is given; child processes compile while the first steps run as they are, with "
-        "run.deterministic the first step does; where compilation fails they run as they are, with a warning; "
-        "affects speed and rounding only",
+        "unless plan.spill is given; child processes compile while the first steps run uncompiled, or, with "
+        "run.deterministic, the first step compiles; operators that cannot be compiled run as they are, with a "
+        "warning; affects speed and rounding only",
     )
     compile_cache: UserPath | None = Field(
         None,
-        description="null, or a folder that only you can write: where compiled segments are kept for later runs; null: "
-        "TORCHINDUCTOR_CACHE_DIR, else hyfi/compile in your cache folder (~/.cache)",
+        description="null, or a folder that only you can write: where compiled operators are kept for later runs; "
+        "null: TORCHINDUCTOR_CACHE_DIR, else hyfi/compile in your cache folder (~/.cache)",
     )
     threads: Positive | None = Field(
         None, description="a whole number ≥ 1: threads of each rank; default: cores / ranks of the node"
@@ -86,7 +86,7 @@ class RunConfig(Section):
     )
     machine: str | None = Field(
         None,
-        description="null, the name of a machine model (as of hyfi plan --machine), or a file of hyfi doctor "
+        description="null, the name of a machine model (see hyfi plan --machine), or a file of hyfi doctor "
         "--measure: its peak FLOP/s, from which the run computes its utilisation; null: utilisation is not recorded",
     )
     tensorboard: bool = Field(True, description="true or false: whether TensorBoard events are written")
@@ -156,7 +156,7 @@ class Config(Section):
 
     @property
     def meaningless(self) -> Mapping[str, str]:
-        """Keys that have no meaning in a run of this kind, and what to do instead."""
+        """Keys that have no meaning in a run of this kind -> what to use instead."""
         return without_meaning(self.data.kind, self.roles)
 
     @property
@@ -170,7 +170,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> Config:
         _check_kind(self)
-        if self.data.kind != "images":  # resolved here, so that the file of the run has them
+        if self.data.kind != "images":  # resolved here, so that RUN/config.yaml has these keys
             if self.plan.tiles is None:
                 object.__setattr__(self, "plan", self.plan.model_copy(update={"tiles": 1}))
             if self.model.aggregator is None:
@@ -202,7 +202,7 @@ class Config(Section):
     def _metric_fits_task(self) -> Config:
         task, metric = self.data.facts, self.validation.metric
         if not metric:
-            # Resolved here, so that the file of the run and those who read it have a name.
+            # Resolved here, so that RUN/config.yaml and its readers have the name of a metric.
             chosen = self.validation.model_copy(update={"metric": task.selecting[0]})
             object.__setattr__(self, "validation", chosen)
         own = [name.rpartition(":")[2] for name in self.validation.metrics]
@@ -234,10 +234,10 @@ _ELEMENTWISE = ("sgd", "adam", "adamw", "lion")
 
 
 def _check_shards(config: Config) -> None:
-    """Check that nothing needs whole weights of an encoder that is divided.
+    """Check that no other key needs whole weights if ``model.encoder.shard`` divides those of the encoder.
 
     Raises:
-        ValueError: Something does.
+        ValueError: A key needs whole weights.
     """
     if config.model.encoder is None or not config.model.encoder.shard:
         return
@@ -315,10 +315,10 @@ def _check_kind(config: Config) -> None:
 
 
 def refuse_tiles(config: Config, command: str) -> None:
-    """Refuse a run of bags in a command that knows whole images only.
+    """Refuse a run with tiles or features in a command for whole images.
 
     Raises:
-        RequestError: It is one.
+        RequestError: The run has tiles or features.
     """
     if config.data.kind != "images":
         raise RequestError(

@@ -45,14 +45,14 @@ class Section(BaseModel):
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that a field holds, which may be optional; None if it holds a value."""
+    """Return the section that a field holds, optional or not; None if the field holds a plain value."""
     kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType] or [field.annotation]
     kind = kinds[0]
     return kind if len(kinds) == 1 and isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def element_section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section of the elements of a field's list; None if they are none."""
+    """Return the section that each element of a field's list is; None if the field is no list of sections."""
     for kind in (field.annotation, *get_args(field.annotation)):
         elements = get_args(kind)
         if get_origin(kind) is tuple and isinstance(elements[0], type) and issubclass(elements[0], BaseModel):

@@ -38,10 +38,10 @@ TaskName = Annotated[str, AfterValidator(_task)]
 
 
 def facts_of(task: str) -> TaskFacts:
-    """Return the facts of a task, also of one of the user's own.
+    """Return the facts of a task, which may be a class of the user.
 
     Raises:
-        RequestError: The user's cannot be imported, or has no facts.
+        RequestError: The user's class cannot be imported, or has no facts.
     """
     if task in TASKS:
         return TASKS[task]
@@ -98,7 +98,7 @@ class TargetKeys(Section):
 
     @property
     def named_loss(self) -> str:
-        """The loss of the task; the default beside a loss of the user's own."""
+        """The task's loss that the user chose; the task's default if the user gave no loss or one of their own."""
         return self.loss if self.loss in self.facts.losses else self.facts.losses[0]
 
     @property
@@ -161,10 +161,10 @@ def several_facts(targets: Sequence[TargetConfig]) -> TaskFacts:
 
 
 def check_titles(targets: Sequence[TargetConfig]) -> None:
-    """Check that targets are several, with different names, which can stand before a metric.
+    """Check that there are two or more targets, with different names that can stand before a metric.
 
     Raises:
-        ValueError: They do not.
+        ValueError: There are fewer, or a name is repeated or has other characters.
     """
     titles = [one.title for one in targets]
     if len(titles) < 2:
@@ -177,5 +177,5 @@ def check_titles(targets: Sequence[TargetConfig]) -> None:
     wrong = next((one for one in titles if not re.fullmatch(r"[\w -]+", one)), None)
     if wrong is not None:
         raise ValueError(
-            f"targets: the name {wrong!r} has signs; allowed: letters, digits, spaces, _, -; give another name"
+            f"targets: given the name {wrong!r}; allowed: letters, digits, spaces, _, -; give another name"
         )

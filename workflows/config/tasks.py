@@ -1,4 +1,4 @@
-"""What is known of each task before anything heavy is imported: its losses, its metrics, the shape of its target."""
+"""The facts of each task that need no heavy import: its losses, its metrics, the shape of its target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOWER_IS_BETTER = frozenset({"loss", "calibration_error", "mae", "rmse", "brier"
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether a metric is better if lower; that of one of several targets has its name before it: ``age.mae``."""
+    """Whether a metric is better if lower; with several targets, the target's name comes first: ``age.mae``."""
     return metric.rpartition(".")[2] in LOWER_IS_BETTER
 
 
@@ -26,8 +26,8 @@ class TaskFacts:
         columns: How many columns ``data.target`` may name: the fewest, and the most.
         weights_classes: Whether ``data.class_weights: balanced`` has a meaning.
         samples_classes: Whether each slide has one class, so that ``data.sampling: balanced`` has a meaning.
-        outputs: Number of the model's outputs, if it is always the same.
-        outputs_fewer: By how many the outputs are fewer than ``model.classes``, if they follow from these.
+        outputs: Number of the model's outputs, if the task fixes it.
+        outputs_fewer: Number of ``model.classes`` minus the number of outputs, if the classes fix the outputs.
     """
 
     name: str

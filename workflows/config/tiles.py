@@ -1,6 +1,6 @@
-"""The keys of a run of bags: ``data.tiles`` with ``model.encoder``, or ``data.features``; and ``model.aggregator``.
+"""The keys of a run with bags: ``data.tiles`` with ``model.encoder``, or ``data.features``; and ``model.aggregator``.
 
-Keys of whole images have no meaning in such a run, and are refused by name where they are given.
+Keys of whole images have no meaning in such a run; given ones are refused by name.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class TilesConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_heatmap(self) -> TilesConfig:
-        """Check that cells of heatmaps, whose side divides size and stride, are not far smaller than tiles."""
+        """Check that the cells of heatmaps are not far smaller than tiles; their side divides size and stride."""
         stride, sides = self.stride_px or self.size_px, range(1, self.size_px + 1)
         if self.size_px > _CELLS_OF_SIDE * gcd(self.size_px, stride):
             cell = next(side for side in sides if self.size_px % side == 0 and self.size_px <= _CELLS_OF_SIDE * side)
             raise ValueError(
                 f"stride_px: {stride} and size_px {self.size_px} have only {gcd(self.size_px, stride)} as common "
-                "divisor, and heatmaps would have cells of so few pixels; use "
+                "divisor, which would be the side of a heatmap's cells in pixels; use "
                 f"{max(1, round(stride / cell)) * cell}, for example"
             )
         return self
 
     def build(self, mpp: float | None = None) -> Tiling:
-        """Return the tiling; ``mpp``: microns per pixel where the key says none."""
+        """Return the tiling; ``mpp``: microns per pixel if ``data.tiles.mpp`` is not given."""
         from data.tiles.tiling import Tiling
 
         return Tiling(self.size_px, self.stride_px, self.mpp if self.mpp is not None else mpp, self.min_tissue)
@@ -86,8 +86,8 @@ class EncoderConfig(Section):
     train: Annotated[str, Field(pattern=r"^(all|none|norms|last:[1-9]\d*|lora:[1-9]\d*)$"), BeforeValidator(_lora)] = (
         Field(
             "all",
-            description="all, none, norms, last:N or lora:R: what of the encoder is trained: all of it, nothing, its "
-            "normalisations, its last N blocks and what follows them, or updates of rank R of its matrices (LoRA)",
+            description="all, none, norms, last:N or lora:R: which part of the encoder is trained: all of it, nothing, "
+            "its normalisations, its last N blocks and what follows them, or updates of rank R of its matrices (LoRA)",
         )
     )
     batch_norm: Literal["frozen", "exact"] = Field(
@@ -97,8 +97,8 @@ class EncoderConfig(Section):
     )
     keep_bytes: Count = Field(
         2**31,
-        description="a whole number ≥ 0: bytes of vectors that each trainer keeps in memory between epochs, with "
-        "train: none and without data.augment; 0: none",
+        description="a whole number ≥ 0: bytes of the encoder's vectors that each trainer keeps in memory between "
+        "epochs, with train: none and without data.augment; 0: none",
     )
     shard: bool = Field(
         False,
@@ -168,8 +168,8 @@ INSTEAD = {
         (f"validation.{key}" for key in ("grids", "cells")),
         "the tiles of a slide are shared by as many ranks as in training, chunk by chunk",
     ),
-    "run.compile": "encoders run as they are",
-    "run.compile_cache": "encoders run as they are",
+    "run.compile": "encoders are not compiled",
+    "run.compile_cache": "encoders are not compiled",
     "run.trace": "steps of tile encoders are not traced",
 }
 """Keys that have no meaning with ``data.tiles``, and what to do instead."""
@@ -183,7 +183,7 @@ INSTEAD_OF_FEATURES = {
     "data.view": "all tiles of a file of features are used",
     "data.prefetch": "every trainer reads its own features; roles.loaders=1 adds a loader",
     "data.workers": "every trainer reads its own features; roles.loaders=1 adds a loader",
-    "data.cache_bytes": "the system keeps files that were read, as far as it has memory",
+    "data.cache_bytes": "the system caches files that were read, as far as it has memory",
     "model.name": "use model.aggregator.name",
     "model.weights": "an aggregator begins with random weights",
     "model.options": "use model.aggregator.options",
@@ -196,7 +196,7 @@ def without_meaning(kind: str, roles: RolesConfig) -> dict[str, str]:
 
     Args:
         kind: What the run trains with: ``images``, ``tiles`` or ``features``.
-        roles: Of its ranks.
+        roles: The roles of its ranks.
     """
     instead = {"images": {}, "tiles": INSTEAD, "features": INSTEAD_OF_FEATURES}[kind]
     meant = {"roles.design"} if roles.design != "offload_naive" else set()

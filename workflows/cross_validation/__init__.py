@@ -1,1 +1,1 @@
-"""Cross-validation: a run for each fold, each evaluated on slides that chose nothing, and all of them together."""
+"""Cross-validation: a run for each fold, evaluated on slides that neither trained nor chose it, and pooled results."""

@@ -1,4 +1,4 @@
-"""The runs of a cross-validation, each in a folder of its own, and what is checked before the first of them.
+"""The runs of a cross-validation, each in a folder of its own, and the checks before the first run.
 
 ::
 
@@ -58,7 +58,7 @@ class RunFamily:
 
 @dataclass(frozen=True)
 class FoldRuns(RunFamily):
-    """What ``hyfi train CONFIG --folds …`` was asked for.
+    """The request of ``hyfi train CONFIG --folds …``.
 
     Attributes:
         folds: The text of ``--folds``.
@@ -104,15 +104,15 @@ class FoldRuns(RunFamily):
         return load_config(self.path, self.overrides_of(fold, splits), ignore_plan=True)
 
     def check(self) -> None:
-        """Check all that can be known before the first run; writes nothing.
+        """Check, before the first run, everything that can be known; writes nothing.
 
         Raises:
-            RequestError: The folds, a fold's run or its slides are not as they must be.
+            RequestError: The folds, a fold's run or its slides cannot be used.
         """
         if inside_launcher() is not None:
             raise RequestError(
-                "--folds: starts the ranks of each fold itself, and was started by a launcher; call `hyfi train … "
-                "--folds` without one, or give each launcher one fold as a run: data.split_column and run.dir"
+                "--folds: starts the ranks of each fold itself, but was started by a launcher; call `hyfi train … "
+                "--folds` without a launcher, or start each fold as a run of its own: data.split_column and run.dir"
             )
         if self.resumption.source is not None:
             raise RequestError(
@@ -140,7 +140,7 @@ class FoldRuns(RunFamily):
         # Byte by byte: a slide that has moved to another fold would be tested by a model that was trained on it.
         if splits.read_bytes() != self.table.splits():
             raise RequestError(
-                f"{splits}: the folds are others than those of {self.table.table.name}; restore them, or use another "
+                f"{splits}: the folds differ from those of {self.table.table.name}; restore them, or use another "
                 "run.dir"
             )
 
@@ -164,20 +164,20 @@ class FoldRuns(RunFamily):
         write_atomically(self.folder / SPLITS_FILE, self.table.splits())
 
     def is_trained(self, fold: int) -> bool:
-        """Whether a fold's run is done, and not to be made longer."""
+        """Whether a fold's run is done, and its configuration does not make it longer."""
         return is_finished(self.config_of(fold))
 
     def checkpoint_of(self, fold: int) -> Path:
-        """Return the checkpoint that is reported: the best one, or the latest of a run that chose none."""
+        """Return the checkpoint that is reported: the best one, or the latest if validation chose none."""
         checkpoints = self.run_of(fold) / "checkpoints"
         return checkpoints / ("best" if (checkpoints / "best").exists() else "latest")
 
     def test_of(self, fold: int) -> Path:
-        """Return the folder of what a fold's model predicts for its test slides."""
+        """Return the folder with the predictions of a fold's model for its test slides."""
         return self.run_of(fold) / TEST_FOLDER
 
     def is_evaluated(self, fold: int) -> bool:
-        """Whether the fold's checkpoint was evaluated; one that training has replaced since was not."""
+        """Whether the fold's present checkpoint was evaluated; training may have replaced an evaluated one."""
         from hyfi_core.runtime.checkpoint import read_model_json
         from pathology.predict.table import FILE_NAME
 

@@ -3,9 +3,9 @@
 ::
 
     fold      0      1      2      3      4
-    fold_0   test   val   train  train  train     fold k is reported by a model that it has not chosen:
-    fold_1   train  test   val   train  train     the next fold selects its best checkpoint and its calibration,
-    …                                             the others train it
+    fold_0   test   val   train  train  train     the model that reports fold k has not seen it: the next fold
+    fold_1   train  test   val   train  train     selects the model's best checkpoint and calibration, the other
+    …                                             folds train it
     fold_4   val    train  train  train  test
 """
 
@@ -24,7 +24,7 @@ from hyfi_core.errors import RequestError
 COLUMN = "fold"
 ALL = "all"
 FEWEST = 3
-"""Folds: one to test, one to validate, one to train."""
+"""Smallest number of folds: one to test, one to validate, one to train."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from workflows.tasks.page_section import MetricNumber
 from workflows.tasks.task import Task
 
 _FITTED = {"thresholds", "cutoff"}
-"""Keys of a calibration that decide on predictions."""
+"""Keys of a calibration that decide what is predicted."""
 _NOTE = (
     "Predictions in the table above, and which of them are wrong, are by the thresholds that each fold's validation "
     "chose. Here labels have a threshold of one half, and risk groups are divided at the median of these slides."
@@ -38,13 +38,13 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class FoldResult:
-    """What a fold's model predicts for its test slides.
+    """The predictions of a fold's model for its test slides.
 
     Attributes:
         fold: The fold.
         checkpoint: The model.
         model: Its ``model.json``.
-        metrics: What ``hyfi validate`` wrote to ``metrics.json``.
+        metrics: Content of the ``metrics.json`` of ``hyfi validate``.
         rows: The rows of its ``predictions.csv``.
     """
 
@@ -73,10 +73,10 @@ class FoldResult:
 
 @dataclass(frozen=True)
 class PooledFolds:
-    """Results of several folds; columns that not all models have, such as survival at their own times, are left out.
+    """Results of several folds, without columns that some models lack, such as survival at their own times.
 
     Attributes:
-        results: One of each fold.
+        results: The result of each fold.
     """
 
     results: Sequence[FoldResult]
@@ -103,7 +103,7 @@ class PooledFolds:
         """Return mean and standard deviation of each metric over the folds that define it.
 
         Args:
-            case: Whether of metrics by case, not by slide.
+            case: Whether to use metrics by case instead of metrics by slide.
         """
         parts = [result.metrics["case"] if case else result.metrics for result in self.results]
         if any(part is None for part in parts):
@@ -118,7 +118,7 @@ class PooledFolds:
 
     @property
     def note(self) -> str:
-        """What a page says of predictions by thresholds that each fold has of its own; empty without any."""
+        """The page's note that each fold predicts by its own thresholds; empty if folds have none."""
         calibrations = [result.model.get("calibration") or {} for result in self.results]
         targets = [own for one in calibrations for own in (one.get("targets") or {}).values()]
         return _NOTE if any(_FITTED & one.keys() for one in (*calibrations, *targets)) else ""
@@ -132,9 +132,9 @@ class PooledFolds:
         """Write ``predictions.csv``, ``index.html`` and ``folds.json``, and return the content of the last.
 
         Args:
-            folder: Where they are written.
+            folder: Folder for the files.
             store: The store with the slides.
-            folds: Number of all folds, also those that are not finished.
+            folds: Number of all folds, finished or not.
 
         Raises:
             OSError: A file cannot be written.
@@ -143,7 +143,8 @@ class PooledFolds:
         self._write_predictions(folder)
         by_case = self.results[0].model.get("bag") == "case"
         counted = one_of_each_case(slides) if by_case else slides
-        section = section_of(counted, task, task.readout(None))  # thresholds of one model were chosen on others' slides
+        # Without calibration: a fold's thresholds were chosen on slides that another fold tests.
+        section = section_of(counted, task, task.readout(None))
         title = f"Cross-validation: {len(self.results)} of {folds} folds of {store.name}"
         page = write_cohort_page(folder, slides, task, readout, title, section, self.note, by_case)
         return {

@@ -39,17 +39,17 @@ def load_encoder(
     Args:
         name: ``timm:NAME`` or ``timm:FOLDER``, ``transformers:FOLDER``, or ``package.module:factory``.
         weights: A local ``.safetensors`` or ``.pth`` file. Default: those of the folder, or of the user's factory.
-        size_px: Height and width of tiles, with which it is tried.
+        size_px: Height and width of tiles; the encoder is tried with this size.
         options: Arguments of the model.
-        mean: Of red, green and blue in 0 … 1; default: as the encoder's own configuration states, or ImageNet's.
-        std: Standard deviations, likewise.
-        allow_download: Whether timm and transformers may download; never without it.
-        architecture: Of an encoder of transformers, from `architecture_of`: it is built without its folder, with random
-            weights.
+        mean: Means of red, green and blue in 0 … 1; default: as the encoder's own configuration states, or ImageNet's.
+        std: Standard deviations of red, green and blue; default: as for ``mean``.
+        allow_download: Whether timm and transformers may download weights.
+        architecture: Architecture of a transformers encoder, from `architecture_of`: it is then built without its
+            folder, with random weights.
 
     Raises:
-        RequestError: There is no such encoder, its files are not those of this encoder, or it does not take tiles of
-            this size or does not return a vector for each.
+        RequestError: There is no such encoder, its files belong to another one, it does not take tiles of this size, or
+            it does not return a vector for each.
     """
     kind, _, encoder_name = name.partition(":")
     if not kind or not encoder_name:
@@ -78,7 +78,7 @@ def load_encoder(
 
 
 def _load(name: str, module: nn.Module, weights: Path) -> tuple[str, tuple[str, ...]]:
-    """Load a file into a module; return where the weights are from, and the tensors that the file does not have."""
+    """Load a file into a module; return the source of the weights as text, and the tensors that the file lacks."""
     try:
         report = load_weights(module, weights)
     except RequestError as error:
@@ -90,7 +90,7 @@ def _load(name: str, module: nn.Module, weights: Path) -> tuple[str, tuple[str, 
 def _normalisation(
     kind: str, encoder_name: str, module: nn.Module, mean: Sequence[float] | None, std: Sequence[float] | None
 ) -> tuple[Normalisation, str]:
-    """Return the normalisation, and where it is from."""
+    """Return the normalisation, and its source as text."""
     if (mean is None) != (std is None):
         raise RequestError("mean and std of the encoder: give both, or none")
     if mean is not None and std is not None:
@@ -107,10 +107,10 @@ def _normalisation(
 
 
 def _features(encoder: TileEncoder, size_px: int) -> int:
-    """Return the length of a vector, tried with tiles of the size.
+    """Return the length of a vector, after a trial with tiles of this size.
 
     Raises:
-        RequestError: The encoder does not take them, or does not return one vector for each.
+        RequestError: The encoder does not take such tiles, or does not return one vector for each.
     """
     try:
         vectors = encoder.encode(torch.zeros(_SAMPLE_TILES, 3, size_px, size_px, dtype=torch.uint8))
@@ -120,7 +120,7 @@ def _features(encoder: TileEncoder, size_px: int) -> int:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RequestError(
             f"encoder {encoder.name}: it does not take tiles of {size_px} × {size_px} px ({reason}); use the size that "
-            f"it was trained with, or, of timm, the option dynamic_img_size: true"
+            f"it was trained with, or, with timm, the option dynamic_img_size: true"
         ) from error
     if len(vectors) != _SAMPLE_TILES:
         raise RequestError(

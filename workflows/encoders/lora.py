@@ -25,11 +25,11 @@ _PART = re.compile(r"(^|\.)parametrizations\.\w+\.0\.(down|up)$")
 
 
 class LowRankUpdate(nn.Module):
-    """A parametrisation: the weight and its update.
+    """A parametrisation that adds a low-rank update to a weight.
 
     Args:
         weight: ``(rows, columns)``; only its shape, dtype and device are used.
-        rank: Of the update.
+        rank: Rank of the update.
     """
 
     def __init__(self, weight: torch.Tensor, rank: int) -> None:
@@ -49,11 +49,11 @@ def add_lora(encoder: nn.Module, rank: int) -> int:
     """Add updates to the matrices of all linear and attention layers, in place; return their number.
 
     Args:
-        encoder: The encoder; what it computes does not change yet.
-        rank: Of the updates.
+        encoder: The encoder; its outputs do not change, because updates are zero at first.
+        rank: Rank of the updates.
 
     Raises:
-        RequestError: It has no such layer, or one that is not larger than the rank.
+        RequestError: It has no such layer, or a matrix that is not larger than the rank.
     """
     places = [
         (path, module, name)
@@ -75,9 +75,9 @@ def add_lora(encoder: nn.Module, rank: int) -> int:
 
 
 def merge_lora(model: nn.Module) -> int:
-    """Put updates into the weights that they belong to, in place; return their number.
+    """Add updates to their weights for good, in place; return their number.
 
-    Names of weights are then those of the model without updates.
+    The weights then have the names that they have in the model without updates.
     """
     merged = 0
     for module in model.modules():

@@ -22,14 +22,14 @@ class TileEncoder:
     """An encoder of tiles.
 
     Attributes:
-        name: What the user calls it: ``timm:NAME``, ``transformers:FOLDER``, ``package.module:factory``.
-        module: The user's module, in evaluation mode: ``(n, 3, T, T)`` to what ``output`` takes.
-        output: Picks the vectors ``(n, D)`` out of what the module returns; None: it returns them.
+        name: Its name for the user: ``timm:NAME``, ``transformers:FOLDER``, ``package.module:factory``.
+        module: The user's module, in evaluation mode; takes tiles ``(n, 3, T, T)``.
+        output: Picks the vectors ``(n, D)`` out of what the module returns; None: the module returns them.
         features: D, the length of a vector.
         normalisation: Mean and standard deviation of the pixels that it was trained with.
-        normalisation_from: Where these are from, for messages.
-        weights: Where the weights are from, for messages.
-        untrained: Tensors that no file has and that are random.
+        normalisation_from: Source of the normalisation, for messages.
+        weights: Source of the weights, for messages.
+        untrained: Names of tensors that are in no file and therefore random.
     """
 
     name: str

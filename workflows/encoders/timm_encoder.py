@@ -23,7 +23,7 @@ def import_timm() -> ModuleType:
     """Return the module ``timm``.
 
     Raises:
-        RequestError: It or torchvision, which it needs, is not installed or does not fit PyTorch.
+        RequestError: timm, or torchvision, which timm needs, is not installed or does not fit PyTorch.
     """
     try:
         return import_module("timm")
@@ -41,12 +41,12 @@ def import_timm() -> ModuleType:
 def timm_module(
     name: str, options: Mapping[str, Any], with_weights: bool, allow_download: bool
 ) -> tuple[nn.Module, str]:
-    """Return a module of timm without its head, and where its weights are from; empty: they are random.
+    """Return a module of timm without its head, and the source of its weights as text; empty: they are random.
 
     Args:
         name: A name of timm's, or a folder with ``config.json`` and weights.
         options: Further arguments of ``timm.create_model``.
-        with_weights: Whether to load those of a folder or, if allowed, of the Hub.
+        with_weights: Whether to load the weights of the folder or, if allowed, of the Hub.
         allow_download: Whether timm may download.
 
     Raises:

@@ -22,14 +22,14 @@ def lora_rank(train: str) -> int | None:
 
 
 def frozen_patterns(encoder: nn.Module, train: str) -> tuple[str, ...]:
-    """Return what is frozen in an encoder, as patterns for ``model.freeze``, without the prefix that it has in a model.
+    """Return the frozen parts of an encoder as patterns for ``model.freeze``, without the encoder's prefix.
 
     Args:
         encoder: The encoder; its values are not read. For ``lora:R`` it has its updates (`add_lora`).
         train: ``all``, ``none``, ``norms``, ``last:N`` or ``lora:R``.
 
     Returns:
-        Names of modules with all of theirs, and of parameters; empty if all is trained, ``("*",)`` if nothing is.
+        Names of frozen modules and parameters; empty if everything is trained, ``("*",)`` if nothing is.
 
     Raises:
         RequestError: ``train`` is something else, or the encoder has no norm.
@@ -55,7 +55,7 @@ def frozen_patterns(encoder: nn.Module, train: str) -> tuple[str, ...]:
 
 
 def _of_norms(encoder: nn.Module) -> set[str]:
-    """Return the parameters of layer, batch, group and instance norms, and of those that call themselves a norm."""
+    """Return the parameters of modules whose class name contains "norm" and that contain no other modules."""
     return {
         f"{path}.{name}" if path else name
         for path, module in encoder.named_modules()

@@ -1,4 +1,4 @@
-"""Encoders in a folder of the library transformers."""
+"""Encoders of the library transformers, from a local folder."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BYTE = 1 / 255
 def transformers_module(
     name: str, options: Mapping[str, Any], with_weights: bool, allow_download: bool
 ) -> tuple[nn.Module, str, tuple[str, ...]]:
-    """Return a module of transformers, where its weights are from, and the tensors that its files do not have.
+    """Return a module of transformers, the source of its weights as text, and the tensors that its files lack.
 
     Args:
-        name: A folder with ``config.json`` and weights; or a name of the Hub, if that is allowed.
+        name: A folder with ``config.json`` and weights; or a name of the Hub, if downloads are allowed.
         options: Values that replace those of its ``config.json``.
         with_weights: Whether to load its weights.
-        allow_download: Whether it may be downloaded.
+        allow_download: Whether transformers may download.
 
     Raises:
         RequestError: There is no such folder, or transformers cannot read it.
@@ -45,7 +45,7 @@ def transformers_module(
             f"encoder transformers:{name}: no such folder, and nothing is downloaded; use a folder with config.json "
             f"and model.safetensors"
         )
-    transformers.utils.logging.set_verbosity_error()  # what is missing in the files is said by us
+    transformers.utils.logging.set_verbosity_error()  # missing tensors are reported by `TileEncoder`
     transformers.utils.logging.disable_progress_bar()
     try:
         configuration = transformers.AutoConfig.from_pretrained(name, local_files_only=not allow_download, **options)
@@ -54,7 +54,7 @@ def transformers_module(
         arguments = {"config": configuration, "local_files_only": not allow_download, "dtype": torch.float32}
         module, facts = transformers.AutoModel.from_pretrained(name, output_loading_info=True, **arguments)
         missing = _missing(facts)
-        if missing and all(_is_pooler(key) for key in missing):  # the pooler would be random: the class token instead
+        if missing and all(_is_pooler(key) for key in missing):  # leave out a random pooler; use the class token
             module, facts = transformers.AutoModel.from_pretrained(
                 name, output_loading_info=True, add_pooling_layer=False, **arguments
             )
@@ -66,7 +66,7 @@ def transformers_module(
 
 
 def architecture_of(module: nn.Module) -> dict[str, Any]:
-    """Return what `module_of` needs to build a module of transformers again, without its folder; JSON."""
+    """Return the JSON from which `module_of` builds a module of transformers again, without its folder."""
     configuration: Any = module.config
     pools = any(name.startswith("pooler.") for name in module.state_dict())
     return {"config": json.loads(configuration.to_json_string(use_diff=False)), "pools": pools}

@@ -28,8 +28,8 @@ class CaseSlide:
     """One slide of a case.
 
     Attributes:
-        slide_id, case_id: The slide; an empty case is one of its own.
-        outputs: (members, K) of the models; None: the slide has no prediction.
+        slide_id, case_id: The slide and its case; a slide with an empty case is a case of its own.
+        outputs: (members, K) outputs of the models; None: the slide has no prediction.
         label: Its label; None: unknown.
     """
 
@@ -42,11 +42,11 @@ class CaseSlide:
 def write_cases(folder: Path, slides: Sequence[CaseSlide], task: Task, models: Sequence[Mapping[str, Any]]) -> None:
     """Write ``folder/cases.csv``; nothing with ``data.case_aggregate: none``.
 
-    The outputs of a case are those from which metrics by case are computed, by each model; then they are read like
-    those of a slide. Where a case is one bag, all of its slides have them already.
+    Each model's outputs of a case are those from which metrics by case are computed, and are read like the outputs of
+    a slide. If a case is one bag, each of its slides already has the outputs of the case.
 
     Args:
-        folder: Where it is written.
+        folder: Folder for the table.
         slides: The slides.
         task: What is predicted.
         models: ``model.json`` of each member.
@@ -106,12 +106,12 @@ def _values_of(
 
 
 def _some_labels(task: Task, slides: int) -> torch.Tensor:
-    """Return labels for slides whose own are not asked for."""
+    """Return arbitrary labels: ``by_case`` takes labels, but only its outputs are used here."""
     label: Target = 0 if task.facts.samples_classes else (0.0,) * task.label_numbers
     return task.tensor([label] * slides)
 
 
 def _label_of(task: Task, labels: Sequence[Target | None]) -> str:
-    """Return the label of a case as text: that of its slides, if they agree; else empty."""
+    """Return the label of a case as text; empty if its labelled slides disagree, or none is labelled."""
     texts = {task.text(label) for label in labels if label is not None}
     return texts.pop() if len(texts) == 1 else ""

@@ -82,7 +82,7 @@ def predicted_slides(
         out: The folder.
         task: What is predicted.
         names: Columns of the readout.
-        labels: Labels as text by slide, instead of those that were known when the slides were predicted.
+        labels: Slide -> label as text, instead of the labels known when the slides were predicted.
 
     Raises:
         OSError: The table cannot be read.
@@ -153,7 +153,7 @@ def evaluated_slides(
         least: Smallest coverage; slides with less are ``incomplete``.
         all_tissue: Whether all tissue was shown, even if it does not fit the dataset's images.
         bags: The slides as bags, if the model takes tiles or their features.
-        notes: Slides that the model was trained on, and those far from them; None: not known.
+        notes: Which slides the model was trained on, and which are far from those; None: unknown.
     """
     slides, notes = [], notes or TrainedNotes()
     for index, sample in enumerate(dataset.samples):
@@ -225,12 +225,12 @@ def write_cohort_page(
     """Write ``folder/index.html`` and return its path.
 
     Args:
-        folder: Where it is written.
-        slides: Its rows.
+        folder: Folder for the page.
+        slides: The rows of its table.
         task: What is predicted.
         readout: How values are read.
-        title: Of the page.
-        section: What is known of labelled slides; None: computed.
+        title: Title of the page.
+        section: Plots and tables of labelled slides; None: computed here.
         note: Text above the numbers of labelled slides; empty: none.
         by_case: Whether the slides of a case are one sample, which counts once.
 
@@ -273,7 +273,7 @@ def write_cohort_page(
 
 
 def one_of_each_case(slides: Sequence[CohortSlide]) -> list[CohortSlide]:
-    """Return the first slide of each case, of slides whose case is one sample with one prediction."""
+    """Return the first slide of each case; for models with one prediction for each case."""
     first: dict[str, CohortSlide] = {}
     for slide in slides:
         first.setdefault(slide.case_id or slide.slide_id, slide)
@@ -305,7 +305,7 @@ def _draws(slides: int) -> int:
 
 
 def _with_values(slides: Sequence[CohortSlide], columns: int) -> list[int]:
-    """Return the columns in which a slide has a number; all columns, if no slide has one in any."""
+    """Return the columns in which a slide has a number; all columns if there are no numbers."""
     found = [k for k in range(columns) if any(slide.values and not np.isnan(slide.values[k]) for slide in slides)]
     return found or list(range(columns))
 

@@ -126,8 +126,8 @@ class EvaluationSet:
         """Return the evaluation set of labelled slides; a slide without a case is a case of its own.
 
         Args:
-            images: The engine's input for each.
-            slides: The slides; of cases that are one sample each, their first.
+            images: The engine's input for each sample.
+            slides: The slides; the first slide of each case, if each sample is a case.
             task: What is predicted.
             aggregate: How the predictions of a case's slides are combined.
             count: Number of slides, if each sample is a case; None: as many as ``slides``.
@@ -154,7 +154,7 @@ class EvaluationSet:
     def metrics_of(self, logits: Logits) -> EvaluatedMetrics:
         """Return the loss, normalised as in training, and the metrics, by slide and by case.
 
-        Intervals are bootstrapped over cases, with the same draws in every call: changes are due to the weights.
+        Intervals are bootstrapped over cases, with the same draws in every call, so that only weights change them.
         """
         outputs = torch.tensor([logits[index] for index in range(len(self.targets))], dtype=torch.float64)
         labels, of_case = self.task.tensor(self.targets), case_indices(self.cases)

@@ -124,7 +124,7 @@ class Evaluator:
         Raises:
             RequestError: On every rank: one of them cannot build the model, or the plan cannot run it.
         """
-        # What one rank alone may refuse, such as a factory of the user's, is agreed on before the engine's messages.
+        # One rank alone may fail to build the model: agree before the engine's first message, or the others wait.
         module = agree(group, lambda: _module_of(model, device))
         autocast = torch.bfloat16 if model.get("precision") == "bfloat16" else None
         shape = (1, 3, *dataset.size_px)
@@ -132,7 +132,7 @@ class Evaluator:
         if cells is None:
             engine = parallelize(module, shape, plan, group, autocast=autocast, verify=False)  # verified in training
         else:
-            return_what_is_freed()  # otherwise the heap would keep as much memory again as a cell needs
+            return_what_is_freed()  # else freed maps stay in the heap, as much memory again as a cell needs
             one_rank = ParallelPlan(((1, 1),), cells=cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
             in_cells = parallelize(module.eval(), shape, one_rank, AloneCommunicator(), autocast=autocast)
             in_cells.reserve(trains=False)  # refused now, not with the first weights

@@ -22,7 +22,7 @@ from workflows.evaluation.models import convert_model
 from workflows.features.feature_set import FeatureSet
 
 CHUNK = 4096
-"""Vectors that are read at once: files are opened for each such chunk."""
+"""Number of vectors read at once; each chunk opens the file again."""
 
 
 def feature_model_fields(config: ModelConfig, features: int, outputs: int) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def is_feature_model(model: Mapping[str, Any]) -> bool:
 def build_feature_model(fields: Mapping[str, Any]) -> TileModel:
     """Return the module that the ``model`` of a ``model.json`` with features describes, with random weights.
 
-    Its encoder passes vectors on, which are read as tiles ``(D, 1, 1)``.
+    Vectors are read as tiles ``(D, 1, 1)``, and the encoder only flattens them.
 
     Raises:
         RequestError: The aggregator cannot be built.
@@ -68,7 +68,7 @@ def feature_bags_of(model: Mapping[str, Any], dataset: SlideDataset, folder: Pat
     Args:
         model: Content of ``model.json``.
         dataset: The slides.
-        folder: Of the features, as given by ``--features``.
+        folder: Folder of the features, from ``--features``.
 
     Raises:
         RequestError: There is no folder, slides have no features in it, or features are damaged, of other slides or of
@@ -86,7 +86,7 @@ def with_reasons(slides: Sequence[SlideInput], features: FeatureSet) -> list[Sli
     """Return slides, with the reason why some cannot be predicted: missing, damaged or stale features.
 
     Args:
-        slides: To predict.
+        slides: The slides to predict.
         features: Their features.
     """
     result = []
@@ -103,7 +103,7 @@ def _reason(one: SlideInput, features: FeatureSet) -> str:
     try:
         slide = SlideStore.open(one.path, check_files=False) if one.stored else None
     except StoreError:
-        slide = None  # named when it is its turn
+        slide = None  # the prediction of the slide names the fault
     lack = features.lack(features.stored[one.slide_id], slide)
     return "" if lack is None else f"its features in {features.folder} are {lack}"
 
@@ -118,8 +118,8 @@ def features_for(model: Mapping[str, Any], folder: Path | None) -> FeatureSet:
     if folder is None:
         encoder = f" of {stated['encoder']}" if stated["encoder"] else ""
         raise RequestError(
-            f"the model was trained on features ({stated['length']} numbers{encoder}); give the folder of those of "
-            f"these slides, --features DIR"
+            f"the model was trained on features ({stated['length']} numbers{encoder}); give the folder with the "
+            f"features of these slides, --features DIR"
         )
     features = FeatureSet.open(folder)
     features.check_like(stated, {})

@@ -1,4 +1,4 @@
-"""Labels of slides that are predicted: an external test set, whose table need not be the slides' own manifest."""
+"""Labels of slides to predict, as of an external test set; their table need not be the slides' own manifest."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class InputLabels:
-    """What a user says about the labels of the slides.
+    """The options of a command about the labels of the slides.
 
     Attributes:
         labels: A CSV keyed by slide or case; None: the manifest of the store or of the slides.
-        target: Its column; several are separated by commas. None: the one used in training.
+        target: Column of the labels, or several with commas between; None: as in training.
         split: Predict only slides of this split; ``all`` or None: every slide.
         id_column: The column that has the names of the slides; None: as in training, or ``slide_id``.
     """
@@ -99,7 +99,7 @@ class InputLabels:
         return chosen
 
     def _table(self, paths: Sequence[Path]) -> Path:
-        """Return the CSV to read: the one that is given, else the only manifest of the slides."""
+        """Return the CSV to read: ``labels`` if given, else the only manifest of the slides."""
         if self.labels is not None:
             return location(self.labels)
         places = [location(path) for path in paths]
@@ -111,12 +111,12 @@ class InputLabels:
 
 
 def missing_of(model: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the words that meant in training that a value is missing."""
+    """Return the words that meant a missing value in training."""
     return MISSING if model.get("missing") is None else tuple(model["missing"])
 
 
 def _manifest_of(paths: Sequence[Path]) -> str:
-    """Return the name of the table that says the cases of the slides, for messages."""
+    """Return the name of the table with the slides' cases, for messages."""
     tables = [str(path) for path in paths if path.suffix.lower() == ".csv"]
     if not tables:
         return STORE_MANIFEST
@@ -124,7 +124,7 @@ def _manifest_of(paths: Sequence[Path]) -> str:
 
 
 def keyed_table(path: Path, id_column: str | None, model: Mapping[str, Any]) -> Table:
-    """Return a table of labels, with the names of slides from ``id_column``, else as in training if it has that column.
+    """Return a table of labels whose slide names are in ``id_column``; None: the column of training, if there is one.
 
     Raises:
         RequestError: It cannot be read, or has no such column.

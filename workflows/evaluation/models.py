@@ -13,7 +13,7 @@ from workflows.console import listed
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 """Dtype of weights and images for each ``run.precision``; with bfloat16, autocast computes in that dtype."""
 _NAMED = 5
-"""Modules named in a message."""
+"""Largest number of modules that a message names."""
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
@@ -27,9 +27,9 @@ def convert_model(model: nn.Module, precision: str, memory_format: str) -> nn.Mo
 
 
 def set_training(model: nn.Module) -> str | None:
-    """Prepare the modes of a new model for training, in place; return a line about them for the user, if they need one.
+    """Prepare the modes of a new model for training, in place; return a line for the user if some are not training.
 
-    Every module keeps the mode in which its factory returned it, such as a frozen backbone in evaluation mode. Only if
+    Every module keeps the mode in which its factory returned it, such as a frozen backbone in evaluation mode. But if
     nothing in the model is in training mode, as after ``from_pretrained`` of many libraries, all of it is set to
     training.
     """

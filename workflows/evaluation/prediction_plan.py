@@ -30,10 +30,10 @@ class EvaluatedModel:
 
     Attributes:
         source: What it was read from, as the user gave it.
-        fields: The ``model`` of a ``model.json``.
+        fields: The section ``model`` of a ``model.json``.
         size_px: (height, width) of the images.
-        precision: Of the training; ``hyfi validate`` computes in it.
-        tf32: Whether ``hyfi validate`` may round float32 products to TF32, as the training did.
+        precision: ``run.precision`` of the training.
+        tf32: ``run.tf32`` of the training.
         checkpoint: The folder of its weights, if it was read from one.
     """
 
@@ -53,7 +53,7 @@ class EvaluatedModel:
             overrides: ``data.size_px=N`` or ``data.size_px=[H, W]``, for slides of another size than in training.
 
         Raises:
-            RequestError: It is no checkpoint, or an override is another one.
+            RequestError: The folder is no checkpoint, or an override sets something other than ``data.size_px``.
         """
         import yaml
 
@@ -62,7 +62,7 @@ class EvaluatedModel:
         size = model["size_px"]
         for override in overrides:
             if not override.startswith(_SIZE):
-                raise RequestError(f"{override}: of a checkpoint only data.size_px can be changed, as in {_SIZE}16384")
+                raise RequestError(f"{override}: with a checkpoint, only data.size_px can be set, as in {_SIZE}16384")
             try:
                 size_text = yaml.safe_load(override.removeprefix(_SIZE))
             except yaml.YAMLError:
@@ -72,8 +72,15 @@ class EvaluatedModel:
             if not right:
                 raise RequestError(f"{override}: use one or two whole numbers, as in {_SIZE}16384 or [8192, 16384]")
         precision = str(model.get("precision", "float32"))
-        tf32 = precision == "float32" and bool(model.get("tf32", False))
+        tf32 = bool(model.get("tf32", False))
         return cls(checkpoint, model["model"], (size[0], size[1]), precision, tf32, checkpoint)
+
+    def rounds_to_tf32(self, command: str) -> bool:
+        """Whether GPUs round the operands of float32 to TF32 in ``predict`` or ``validate``.
+
+        Both take ``run.tf32`` of the training. Only ``validate`` computes in bfloat16, if training did.
+        """
+        return self.tf32 and self.precision in (("float32", "bfloat16") if command == "predict" else ("float32",))
 
     def program(self) -> Program:
         """Return the captured model in evaluation mode, for one image.
@@ -87,7 +94,7 @@ class EvaluatedModel:
 
 
 def command_line(model: EvaluatedModel, needs: PredictionNeeds, forecast: PredictionForecast) -> list[str]:
-    """Return the command that predicts in this way; words in capitals are left to the user."""
+    """Return the command line that predicts by this plan; the user replaces its words in capitals."""
     words = ["hyfi", needs.command, str(model.checkpoint or "CHECKPOINT")]
     words += ["SLIDES", "--out", "OUT"] if needs.command == "predict" else ["--store", "STORE"]
     if needs.ranks > 1:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelPrograms:
-    """The captured model for several micro-batch sizes; each is captured once, and must return a logit for each class.
+    """Captures a model once for each micro-batch size, and checks that it returns a logit for each class.
 
     Args:
         config: The run's configuration.
@@ -36,7 +36,7 @@ class ModelPrograms:
         with torch.device("meta") if config.model.built_in else nullcontext():  # a built-in one needs no values
             model = build_model(model_fields(config.model, classes))
         set_training(model)
-        if config.model.freeze_epochs is None:  # else all of it is trained in the end
+        if config.model.freeze_epochs is None:  # else all of the model is trained later, which needs most memory
             freeze(model, config.model)
         self._model = model.to(DTYPES[config.run.precision])
         self._programs: dict[int, Program] = {}

@@ -25,7 +25,7 @@ class SharedBuffer:
 
 
 class SharedBuffers:
-    """A pool of shared buffers. Memory: for each buffer the largest size it has had.
+    """A pool of shared buffers; each keeps the memory of its last use.
 
     Args:
         count: Number of buffers; children inherit all of them when they are started.

@@ -1,4 +1,4 @@
-"""Evaluation of checkpoints of bags, on a group of ranks that share the tiles of each slide, or their features."""
+"""Evaluation of checkpoints with tiles or features, on a group of ranks that share the tiles of each slide."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ def is_bag_model(model: Mapping[str, Any]) -> bool:
 def bag_evaluator(
     model: Mapping[str, Any], bags: Bags, group: Communicator, plan: ParallelPlan, device: torch.device
 ) -> Evaluator:
-    """Return what evaluates weights of a ``model.json`` on slides (collective); see `Evaluator`.
+    """Return the evaluator of a ``model.json`` on bags (collective); see `Evaluator`.
 
     Args:
         model: Content of ``model.json``.
         bags: The slides.
         group: The ranks.
-        plan: How they share slides and tiles.
-        device: Of this rank.
+        plan: How the ranks share slides and tiles.
+        device: Device of this rank.
 
     Raises:
         RequestError: On every rank: one of them cannot build the model.
     """
-    # Agreed on before the engine's messages: one rank alone may lack a factory or a library.
+    # One rank alone may lack a factory or a library: agree before the engine's first message, or the others wait.
     module = agree(group, lambda: bag_module_of(model).to(device))
     autocast = torch.bfloat16 if model.get("precision") == "bfloat16" else None
     chunk: int | Literal["auto"] = CHUNK if is_feature_model(model) else "auto"
@@ -145,6 +145,6 @@ def cells_of(
         if value is not None:
             raise RequestError(
                 f"{option} {value}: has no meaning for {what}, computed chunk by chunk over all tissue; leave it out "
-                f"(--memory 8GB limits its memory)"
+                f"(--memory 8GB limits the memory)"
             )
     return None

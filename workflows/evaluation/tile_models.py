@@ -21,7 +21,7 @@ from workflows.encoders.transformers_encoder import architecture_of
 
 
 class NormalisedTiles:
-    """Hook of an encoder that normalises the tiles of each call: names and weights stay those of the module.
+    """Hook of an encoder that normalises the tiles of each call; a hook, so that parameters keep their names.
 
     Args:
         normalisation: Means and standard deviations, of values from 0 to 1.
@@ -76,7 +76,7 @@ def build_tile_model(
         fields: From `tile_model_fields`.
         tile_px: Height and width of a tile.
         weights: File of the encoder's weights; None: those of its folder or factory, or random ones.
-        normalisation: Of tiles; None: that of the encoder.
+        normalisation: Normalisation of tiles; None: that of the encoder.
 
     Raises:
         RequestError: Encoder or aggregator cannot be built.

@@ -26,10 +26,10 @@ class AllTiles:
 
 
 class TileInference:
-    """An engine of tiles as evaluations call it.
+    """An engine of tiles with the interface that evaluation needs.
 
     Args:
-        engine: Of this rank.
+        engine: The engine of this rank.
     """
 
     def __init__(self, engine: TilesEngine) -> None:

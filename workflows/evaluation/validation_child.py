@@ -73,8 +73,8 @@ def start_child(
 def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> ParallelPlan:
     """Return the validators' plan: ``validation.grids``, with as many replicas as there are ranks for.
 
-    With ``validation.cells``, each validator evaluates its own images, spilling as the trainers do. A slide is
-    shared by as many validators as by trainers if their number allows, so that chunks, too, are the same.
+    With ``validation.cells``, each validator evaluates its own images, spilling as the trainers do. With tiles, as many
+    validators share a slide as trainers do, if their number allows: chunks are then the same as in training.
 
     Args:
         config: The run's configuration.

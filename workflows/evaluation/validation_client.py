@@ -20,7 +20,7 @@ from workflows.evaluation.evaluate import EvaluatedMetrics
 
 WORK_TAG, SNAPSHOT_TAG, RESULT_TAG = 110, 111, 112
 QUEUE = 2
-"""Most snapshots that are being sent or evaluated."""
+"""Largest number of snapshots that are being sent or evaluated."""
 
 Policy = Literal["all", "latest"]
 
@@ -66,7 +66,7 @@ class ValidationClient:
         """
         if self._policy == "latest":
             for replaced in self._unsent:
-                if replaced.ready():  # otherwise a GPU is still writing into its memory: do not reuse it
+                if replaced.ready():  # else a GPU still writes into its memory, which must not be reused
                     self._pool.release(replaced)
             self._unsent.clear()
         elif not self._wait(lambda: self.gave_up or self.waiting < QUEUE, stop_requested):

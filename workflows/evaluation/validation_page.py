@@ -1,4 +1,4 @@
-"""What ``hyfi validate --out`` writes: tables of slides and cases, and the cohort page."""
+"""The files of ``hyfi validate --out``: tables of slides and cases, and the cohort page."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def write_validation(
     Args:
         out: The folder.
         model: ``model.json``.
-        evaluator: What has evaluated them.
+        evaluator: The evaluator of the slides.
         dataset: The slides.
-        logits: By index of the slide, or of the bag.
+        logits: Logits by index of the slide, or of the bag.
         bags: The slides as bags, if the model takes bags.
         store: The store with the slides.
         split: Their split, for the title.
-        notes: Those that the model was trained on, and those far from them.
+        notes: Which slides the model was trained on, and which are far from those.
 
     Raises:
         RequestError: ``out`` cannot be written.

@@ -14,8 +14,8 @@
       work {end}           ──────►                                     {end}   ──────►
                            ◄──────    bye
 
-A child that *dies* (killed, out of memory, a crash in a library) is replaced. If a child *raises* an exception, another
-one would, too: the run fails with its error. Children do not use MPI, so that their end does not end the job.
+A child that *dies* (killed, out of memory, a crash in a library) is replaced. If a child *raises* an exception, a new
+child would raise it, too, so the run fails with this error. Children do not use MPI, so their end does not end the job.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ValidationChildError(RuntimeError):
 
 @dataclass
 class _QueuedSnapshot:
-    """A snapshot that is being received, or was."""
+    """A snapshot that is being received, or has been received."""
 
     step: int
     buffer: SharedBuffer
@@ -201,7 +201,7 @@ class ValidationService:
         self._replace_child(None)
 
     def _discard_snapshots(self) -> bool:
-        """Discard snapshots that have arrived; all must be received before this rank may exit."""
+        """Discard snapshots that have arrived; this rank may exit only after it has received all of them."""
         before = len(self._queue)
         while self._queue and self._queue[0].pending.test():
             self._buffers.release(self._queue.popleft().buffer)

@@ -1,4 +1,4 @@
-"""Evaluation on all tissue of each slide, also of slides that do not fit the size used in training."""
+"""Evaluation on all tissue of each slide, including slides that do not fit the size used in training."""
 
 from __future__ import annotations
 

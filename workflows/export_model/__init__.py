@@ -1,1 +1,1 @@
-"""Trained models for use elsewhere: weights with a script, ONNX, and a card that says what the model is."""
+"""Trained models for use elsewhere: weights with a script, or an ONNX, pt2 or TorchScript file, with a model card."""

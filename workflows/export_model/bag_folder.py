@@ -1,4 +1,4 @@
-"""Exports of models of bags: an encoder of tiles and its aggregator, or an aggregator of features alone.
+"""Exports of models with bags: an encoder of tiles and its aggregator, or an aggregator of features alone.
 
 ::
 
@@ -26,10 +26,10 @@ from workflows.export_model.torch_folder import MODEL_JSON, SCRIPT, WEIGHTS
 
 ENCODER, AGGREGATOR = "encoder.onnx", "aggregator.onnx"
 _MERGED_TOLERANCE = 1e-4
-"""Largest difference of a vector with merged updates, relative to the largest: rounding of float32."""
+"""Largest difference that merging may make to a vector, relative to its largest value: rounding of float32."""
 _TILES = 3
 _BAG = (5, 9)
-"""Vectors of the bags by which an aggregator's file is checked."""
+"""Numbers of vectors in the bags that check an aggregator's file."""
 
 _TILES_SCRIPT = '''"""Predict one slide of its tissue tiles: python {script} FOLDER.
 
@@ -94,7 +94,7 @@ def write_bag_torch(source: ExportSource, folder: Path) -> list[tuple[str, str]]
     """Write weights, ``model.json`` and a script that predicts a slide; return (name, what it is) of each file.
 
     Raises:
-        RequestError: Merged updates change what the encoder computes.
+        RequestError: Merging the updates of LoRA changes the encoder's vectors.
     """
     model, config = _merged(source), source.config
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -138,7 +138,7 @@ def write_bag_onnx(source: ExportSource, folder: Path) -> tuple[list[tuple[str, 
 
 
 def _merged(source: ExportSource) -> TileModel:
-    """Put updates of LoRA into the weights of the source's model, checked on drawn tiles; return it."""
+    """Merge updates of LoRA into the weights of the source's model, check it on random tiles, and return it."""
     model = source.member.model
     assert isinstance(model, TileModel)
     if source.config.get("features") or source.config["model"]["encoder"].get("lora") is None:

@@ -1,4 +1,4 @@
-"""A file of a model is kept only if it computes what the model does, on drawn images of several sizes."""
+"""The check of an exported file: it is kept only if it computes the model's outputs, on random images."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hyfi_core.errors import RequestError
 TOLERANCE = 1e-3
 """Largest difference of an output from PyTorch's, relative to the largest output."""
 _CHECKED_PX = 256
-"""Height of the images by which a file for any size is checked; about twice a network's smallest."""
+"""Height of the images that check a file for any size; about twice the smallest that networks take."""
 
 
 def sample_images(align_px: int, size_px: tuple[int, int] | None) -> list[torch.Tensor]:
-    """Return drawn images (1, 3, H, W) uint8: one of the given size, or two of different sizes and shapes.
+    """Return random images (1, 3, H, W) uint8: one of the given size, or two of different sizes and shapes.
 
     Args:
-        align_px: Of what height and width are multiples.
+        align_px: Height and width are multiples of this.
         size_px: Height and width; None: any.
     """
     step = max(align_px, 32)
@@ -35,13 +35,13 @@ def largest_difference(
     """Return the largest difference of a file's outputs from the model's, relative to the largest output.
 
     Args:
-        model: Its first result is compared.
-        images: By which they are compared.
-        what: The file, in a message.
-        compute: Returns the file's outputs of an image.
+        model: The model; the first tensor that it returns is compared.
+        images: The images to compare with.
+        what: Name of the file, for messages.
+        compute: Returns the file's outputs for an image.
 
     Raises:
-        RequestError: It is more than rounding explains.
+        RequestError: The difference is larger than ``TOLERANCE``.
     """
     largest = 0.0
     for image in images:
@@ -59,6 +59,6 @@ def largest_difference(
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an exporter's message that says something."""
+    """Return the first line of an exporter's message that is not empty."""
     cause = error.__cause__ or error
     return next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)

@@ -23,8 +23,8 @@ class ExportSource:
 
     Attributes:
         member: Its model and ``model.json``.
-        normalisation: Of its images.
-        temperature: By which logits are divided; None: the task has no classes that exclude each other.
+        normalisation: Normalisation of its images.
+        temperature: Temperature by which logits are divided; None for tasks other than multiclass.
     """
 
     member: Member
@@ -57,12 +57,12 @@ class ExportSource:
 
     @property
     def align_px(self) -> int:
-        """Of what height and width of an image are multiples."""
+        """Height and width of an image are multiples of this."""
         return int(self.config.get("align_px", 1))
 
 
 class PixelModel(nn.Module):
-    """The model on uint8 pixels (B, 3, H, W): outputs (B, K), and probabilities of classes that exclude each other.
+    """The model on uint8 pixels (B, 3, H, W): returns outputs (B, K) and, for multiclass, probabilities.
 
     Args:
         source: The checkpoint; its module is used, not copied.
@@ -80,7 +80,7 @@ class PixelModel(nn.Module):
 
     @property
     def output_names(self) -> list[str]:
-        """Names of what it returns."""
+        """Names of the tensors that it returns."""
         return ["outputs"] if self.temperature is None else ["outputs", "probabilities"]
 
     def forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""``README.md`` of an exported model: what it predicts, of what it has seen, how well, and what it is not for."""
+"""``README.md`` of an exported model: what it predicts, its training slides, its metrics, and its limits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def write_card(source: ExportSource, checkpoint: Path, folder: Path, files: Sequ
 
     Args:
         source: The checkpoint.
-        checkpoint: Its folder; metrics are those of its run, where it still lies in one.
-        folder: Of the exported files.
-        files: (name, what it is) of each of them.
+        checkpoint: Its folder; if it still lies in its run, the card has the run's metrics.
+        folder: Folder of the exported files.
+        files: (name, description) of each file.
     """
     config = source.config
     parts = [
@@ -74,7 +74,7 @@ def _model(source: ExportSource, checkpoint: Path) -> list[tuple[str, str]]:
     if source.temperature is not None:
         rows.append(("probabilities", f"softmax of outputs / {source.temperature:.4g}"))
     if source.member.averaged:
-        rows.append(("average", "the weights are the average of those trained, as it was validated"))
+        rows.append(("average", "the weights are the average of the trained weights, which was validated"))
     return rows
 
 
@@ -109,7 +109,7 @@ def _images(source: ExportSource) -> list[tuple[str, str]]:
 def _stain(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the stain normalisation, which is not part of an exported model."""
     stain = StainNormalisation.from_json(config.get("stain_normalisation"))
-    return [] if stain is None else [("stain normalisation", f"{stain}; before the model, which does not do it")]
+    return [] if stain is None else [("stain normalisation", f"{stain}; must precede the model, which does not do it")]
 
 
 def _training(config: Mapping[str, Any]) -> list[tuple[str, str]]:

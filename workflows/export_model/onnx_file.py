@@ -20,7 +20,7 @@ FILE_NAME = "model.onnx"
 def write_onnx(source: ExportSource, path: Path, size_px: tuple[int, int] | None) -> float:
     """Write a model to an ONNX file and return the largest relative difference of its outputs from PyTorch's.
 
-    The input ``pixels`` is uint8 RGB (1, 3, H, W). The file is checked on drawn pixels: of the given size, or of two
+    The input ``pixels`` is uint8 RGB (1, 3, H, W). The file is checked on random pixels: of the given size, or of two
     sizes if it takes any.
 
     Args:
@@ -66,7 +66,7 @@ def checked_export(
         module: The module.
         path: The file.
         samples: Inputs; the first is traced, all are checked.
-        names: Of the input and the output.
+        names: Names of the input and the output.
         dynamic: Dims of the input that may vary.
 
     Raises:

@@ -1,7 +1,7 @@
 """``model.pt2`` and ``model.pt``: pixels to outputs for PyTorch alone, without the module's Python code.
 
-``torch.export`` (pt2) is what PyTorch develops; TorchScript is deprecated, and is for programs that read nothing else,
-such as those in C++ and Java.
+PyTorch develops ``torch.export`` (pt2). TorchScript is deprecated; it is for programs that read nothing else, such as
+some in C++ and Java.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PT2, TORCHSCRIPT = "model.pt2", "model.pt"
 
 
 def write_program(source: ExportSource, path: Path, size_px: tuple[int, int] | None) -> float:
-    """Write a model as ``path`` says, and return the largest relative difference of its outputs from PyTorch's.
+    """Write a model to a file, and return the largest relative difference of its outputs from PyTorch's.
 
-    The input is uint8 RGB (1, 3, H, W); the results are those of `PixelModel`. The file is checked on drawn pixels, of
+    The input is uint8 RGB (1, 3, H, W); the results are those of `PixelModel`. The file is checked on random pixels, of
     the given size, or of two sizes if it takes any.
 
     Args:
         source: The checkpoint.
-        path: The file, of the name ``PT2`` or ``TORCHSCRIPT``.
+        path: The file; its name, ``PT2`` or ``TORCHSCRIPT``, decides its format.
         size_px: Height and width of the image; None: any multiples of ``align_px``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A folder with weights and a script of some lines: the user's own module, without this package's commands."""
+"""A folder with weights and a short script that runs the user's own module without this package's commands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_torch(source: ExportSource, folder: Path) -> None:
 
     Args:
         source: The checkpoint.
-        folder: Exists and is empty.
+        folder: An existing, empty folder.
     """
     weights = {name: tensor.contiguous() for name, tensor in source.member.model.state_dict().items()}
     (folder / WEIGHTS).write_bytes(save(weights))

@@ -25,7 +25,7 @@ from workflows.features.feature_folder import FeatureFolder
 from workflows.features.tiled_slide import TiledSlide
 
 AS_SCANNED = "stain_as_scanned"
-"""In the column ``reason`` of a slide whose colours could not be normalised."""
+"""Value of the column ``reason`` for a slide whose colours could not be normalised."""
 _AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16}
 
 Say = Callable[[str], None]
@@ -38,7 +38,7 @@ class EncodingRun:
     Attributes:
         store: The store.
         encoder: The encoder, on its device.
-        folder: Where features go.
+        folder: The folder for features.
         tiling: The tiles.
         precision: ``float32`` or ``bfloat16``.
         batch: Tiles encoded at a time.
@@ -58,15 +58,15 @@ class EncodingRun:
 
 @dataclass
 class FeatureReport:
-    """What became of the slides.
+    """The results of a command.
 
     Attributes:
-        done: Slides that were encoded now.
-        skipped: Those that were finished before.
-        failed: Slide and reason.
-        tiles: Tiles that were encoded now.
-        as_scanned: Slides that were encoded now without the stain normalisation that was asked for, as their stains
-            cannot be measured.
+        done: Slides that it encoded.
+        skipped: Slides that were finished before.
+        failed: Failed slides, with the reason.
+        tiles: Number of tiles that it encoded.
+        as_scanned: Slides that it encoded without the requested stain normalisation, because their stains cannot be
+            measured.
     """
 
     done: list[str] = field(default_factory=list)
@@ -82,10 +82,10 @@ def encode_slides(
     """Write the features of slides; those that are finished are skipped.
 
     Args:
-        run: How.
+        run: How to encode them.
         slide_ids: The slides.
-        report: Filled as slides are finished, also if an error ends this.
-        advance: Called with shares of a slide, and its name.
+        report: Filled slide by slide, so that it is complete even if an error ends this function.
+        advance: Called with the fraction of a slide that was done, and its name.
         warn: Called with a line about a damaged or outdated slide.
 
     Raises:
@@ -118,7 +118,7 @@ def _encode_slide(
     """Write the features of one slide. Memory: three batches of tiles, and decoded chunks of the reader.
 
     Returns:
-        Whether its colours are as was asked for.
+        Whether its colours are normalised as requested.
     """
     tiled = TiledSlide.of(slide, tiles, run.encoder.name)
     colours = None if run.stain is None else run.stain.of_slide(slide, slide.slide_id)

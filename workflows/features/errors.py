@@ -1,4 +1,4 @@
-"""Errors of one slide, which other slides do not have."""
+"""The error of one slide, which does not concern other slides."""
 
 
 class FeatureError(Exception):

@@ -23,7 +23,7 @@ FeatureFormat = Literal["trident", "clam", "stamp", "zarr"]
 
 
 class FeatureWriter(Protocol):
-    """Where vectors go."""
+    """Writes the vectors of one slide's tiles."""
 
     def write(self, start: int, vectors: NDArray[np.float32]) -> None:
         """Write the vectors of tiles ``start`` and following."""
@@ -60,7 +60,7 @@ class FeatureFile:
 
     Args:
         folder: The folder of features, which must exist.
-        slide: Of the slide and its tiles.
+        slide: The slide and its tiles.
         features: Length of a vector.
         form: The format.
     """
@@ -85,7 +85,7 @@ class FeatureFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._open:
-            with suppress(OSError, RuntimeError, ValueError):  # a full disk: the first error is the one to report
+            with suppress(OSError, RuntimeError, ValueError):  # on a full disk, the first error must be reported
                 self._writer.close()
         for path in self._beside:
             if path.is_dir():
@@ -104,7 +104,7 @@ class FeatureFile:
     def publish(self) -> None:
         """Finish the files and give them their names, replacing earlier ones.
 
-        Memory: nothing more, but all vectors for CLAM's ``.pt``.
+        Memory: CLAM's ``.pt`` needs all vectors of the slide; other formats need nothing more.
 
         Raises:
             OSError: They cannot be written.

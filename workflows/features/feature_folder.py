@@ -36,7 +36,8 @@ class FeatureFolder:
     Args:
         path: The folder; need not exist.
         form: Format of the files.
-        settings: JSON of all that features depend on beside the slide: encoder, weights, tiles, precision, format.
+        settings: JSON of everything besides the slide that features depend on: encoder, weights, tiles, precision,
+            format.
     """
 
     def __init__(self, path: Path, form: FeatureFormat, settings: Mapping[str, Any]) -> None:
@@ -145,7 +146,7 @@ class FeatureFolder:
         return read_json_object(self.path / RUN_FILE) if (self.path / RUN_FILE).exists() else None
 
     def _remove_all(self) -> None:
-        """Remove what sidecars list: these first, so that what is left is never taken for finished."""
+        """Remove the files that sidecars list, each sidecar first: a slide without one is never taken for finished."""
         for record in list(self._records()):
             self._sidecar(record["slide_id"]).unlink(missing_ok=True)
             for name in record.get("files", {}):

@@ -1,4 +1,4 @@
-"""Features that a run or an evaluation reads: of one encoder, checked against their sidecars and slides."""
+"""The features that a run or an evaluation reads: from one encoder, checked against their sidecars and slides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hyfi_core.errors import RequestError
 from workflows.features.feature_folder import FAILED, RUN_FILE, TABLE_FILE, FeatureFolder
 
 _SHORT = 60
-"""Characters of a name or digest in a message."""
+"""Largest number of characters of a name or digest in a message."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class FeatureSet:
     """A folder of features; vectors are not read yet.
 
     Attributes:
-        folder: As given.
+        folder: The folder, as the user gave it.
         stored: Features by slide id.
-        settings: What ``hyfi features`` states of the folder; empty if another tool wrote it.
+        settings: Content of the ``features.json`` of ``hyfi features``; empty if another tool wrote the folder.
     """
 
     folder: Path
@@ -128,7 +128,7 @@ class FeatureSet:
         return "not finished: there is no record of it in .hyfi" if lack == "new" else lack
 
     def to_json(self, bags: Sequence[FeatureBags]) -> dict[str, Any]:
-        """Return ``features`` of a ``model.json``: what features of other slides must have in common with these."""
+        """Return ``features`` of a ``model.json``: the facts that features of other slides must share with these."""
         sides = [side for some in bags for side in some.sides_um().values()]
         return {
             "length": self.features,
@@ -153,7 +153,7 @@ class FeatureSet:
         digests = self.settings.get("weights_sha256"), stated["weights_sha256"]
         if None in digests:
             pairs["encoder"] = self.encoder, stated["encoder"]
-        else:  # these say more than names, which may be those of folders
+        else:  # digests say more than names, which may be names of folders
             pairs["an encoder with weights"] = digests
         stains = self.settings.get("stain_normalisation"), stated.get("stain_normalisation")
         if self.settings and stated["weights_sha256"] is not None and stains[0] != stains[1]:
@@ -161,7 +161,7 @@ class FeatureSet:
             raise RequestError(
                 f"{self.folder}: features with stain normalisation {named[0]}, but the model was trained with "
                 f"{named[1]}{', of another reference' if named[0] == named[1] else ''}; compute features of these "
-                f"slides as those of its training"
+                f"slides with the stain normalisation of its training"
             )
         for what, (ours, theirs) in pairs.items():
             if ours is not None and theirs is not None and ours != theirs:

@@ -13,9 +13,9 @@ from workflows.features.errors import FeatureError
 from workflows.features.tiled_slide import TiledSlide
 
 STAMP_VERSION = "2.1.0"
-"""The version whose attributes files have; STAMP refuses files of a version newer than itself."""
+"""The version of STAMP whose attributes are written; STAMP refuses files of a version newer than itself."""
 _CHUNK_BYTES = 2**19
-"""Below HDF5's cache of 1 MiB, in which a chunk that is written in parts must stay."""
+"""Smaller than HDF5's cache of 1 MiB: a chunk that is written in parts must stay in the cache."""
 
 
 class Hdf5Features:
@@ -23,9 +23,9 @@ class Hdf5Features:
 
     Args:
         path: The file.
-        slide: Of the slide and its tiles.
+        slide: The slide and its tiles.
         features: Length of a vector.
-        stamp: Whether STAMP reads it, otherwise TRIDENT and CLAM.
+        stamp: Whether to write the format of STAMP; otherwise that of TRIDENT and CLAM.
     """
 
     def __init__(self, path: Path, slide: TiledSlide, features: int, stamp: bool) -> None:

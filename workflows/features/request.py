@@ -1,4 +1,4 @@
-"""What features are asked for."""
+"""The request of ``hyfi features``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class FeatureRequest:
         out: Folder of the features.
         weights: File of weights; None: those of the encoder's folder or factory.
         options: Arguments of the model.
-        mean, std: Of the pixels; None: as the encoder states.
+        mean, std: Mean and standard deviation of the pixels; None: as the encoder states.
         tiling: The tiles.
         stain: Normalisation of each slide's colours: ``none``, ``macenko`` or ``reinhard``.
-        stain_reference: Whose colours slides get; see `pathology.tissue.stain_reference`. None: published ones.
+        stain_reference: What has the colours that slides get, see `pathology.tissue.stain_reference`; None: the
+            colours that the method's authors published.
         form: Format of the files.
         precision: ``float32`` or ``bfloat16``: the dtype in which the encoder computes.
         batch: Tiles encoded at a time.

@@ -1,4 +1,4 @@
-"""What files of features state about a slide and its tiles."""
+"""The facts about a slide and its tiles that files of features state."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from data.store.slide_store import SlideStore
 from data.tiles.tissue_tiles import TissueTiles
 
 _MAGNIFICATION_MPP = 10.0
-"""Magnification × microns per pixel of scanners, about."""
+"""Magnification × microns per pixel of scanners, approximately."""
 _WHOLE_SHARE = 0.02
-"""Magnifications are whole numbers if they are one to this share, as 19.96 is."""
+"""A magnification within this fraction of a whole number, such as 19.96, counts as that number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +28,11 @@ class TiledSlide:
         stride_px: Distance between neighbouring tiles.
         mpp_um: Microns per pixel of tiles.
         source_size_px: Height and width of level 0 of the slide that was ingested.
-        source_mpp_um: Its microns per pixel (y, x).
-        tile_source_px: Height and width of a tile in its pixels.
-        magnification: Its objective's power as the file states it, or after its microns per pixel.
-        tile_magnification: That of tiles.
-        corners: ``(N, 2)`` float64: (y, x) of each tile's upper left corner in its pixels, not rounded.
+        source_mpp_um: Microns per pixel (y, x) of level 0.
+        tile_source_px: Height and width of a tile in level-0 pixels.
+        magnification: The objective's power as the file states it, or by its microns per pixel.
+        tile_magnification: The magnification of tiles.
+        corners: ``(N, 2)`` float64: (y, x) of each tile's upper left corner in level-0 pixels, not rounded.
     """
 
     slide_id: str
@@ -59,7 +59,7 @@ class TiledSlide:
 
     @classmethod
     def of(cls, slide: SlideStore, tiles: TissueTiles, encoder: str) -> TiledSlide:
-        """Return what is stated of a slide; of a store without provenance, of the store's level 0."""
+        """Return the facts of a slide; if the store has no provenance, level 0 is that of the store."""
         finest, mpp = slide.levels[0], sum(tiles.plane.mpp) / 2
         source = slide.attributes.get("source") or {}
         bounds = source.get("bounds") or {"y1": finest.height_px, "x1": finest.width_px}

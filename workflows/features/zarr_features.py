@@ -29,12 +29,12 @@ class ZarrFeatures:
 
     Args:
         path: The group's folder.
-        slide: Of the slide and its tiles.
+        slide: The slide and its tiles.
         features: Length of a vector.
     """
 
     def __init__(self, path: Path, slide: TiledSlide, features: int) -> None:
-        import zarr  # a quarter of a second, at the start of every run
+        import zarr  # here, because it takes a quarter of a second, which other formats need not wait for
         from zarr.codecs import Crc32cCodec
 
         count = len(slide)
@@ -63,7 +63,7 @@ class ZarrFeatures:
                 self._flush()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the last, partly filled chunk."""
         self._flush()
 
     def _flush(self) -> None:

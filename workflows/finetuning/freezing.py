@@ -49,9 +49,9 @@ class Freezing:
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> Freezing | None:
-    """Freeze what ``model.freeze`` names, in place; return what that was, None without patterns.
+    """Freeze the parts that ``model.freeze`` names, in place, and return them; None without patterns.
 
-    Parameters that the factory has frozen itself stay frozen, and are never released. Dropout keeps its mode.
+    Parameters that the factory has frozen stay frozen, and are never released. Dropout keeps its mode.
 
     Args:
         model: The model, in its modes of training.
@@ -84,7 +84,7 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_frozen(path: str, norm: nn.Module, patterns: tuple[str, ...]) -> bool:
-    """Whether a norm's statistics are frozen: it has frozen parameters only, or none, in a module that is frozen."""
+    """Whether a norm's statistics are frozen: all of its parameters are, or it has none and a pattern matches it."""
     parameters = [*norm.parameters(recurse=False)]
     if parameters:
         return not any(parameter.requires_grad for parameter in parameters)

@@ -1,4 +1,4 @@
-"""The optimizer that ``optimizer.name`` means: one of PyTorch's, or a class of the user's."""
+"""The optimizer of ``optimizer.name``: one of PyTorch, one of this package, or a class of the user."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ParameterGroup:
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig, batch: int) -> tuple[ParameterGroup, ...]:
-    """Return the groups of a model's parameters, each parameter once; the same on every rank, whatever it holds.
+    """Return the groups of a model's parameters, each parameter once; they are the same on every rank.
 
     Args:
         model: The model; its values are not read.
@@ -91,8 +91,8 @@ def _chosen(config: OptimizerConfig, names: Sequence[str]) -> Mapping[str, int]:
 def layer_depths(model: nn.Module) -> dict[str, int]:
     """Return name of a parameter -> its layer, from 0; the last is the head.
 
-    A layer is a part of the model, a block of a sequence of blocks, or such a part or block of its trunk: the module
-    that has most of the parameters. Parameters outside of these (a class token) belong to the first.
+    A layer is a direct part of the model, or a block of a sequence of blocks. The trunk, a module with most of the
+    parameters, counts as its own parts and blocks. Parameters outside of layers (a class token) belong to the first.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     layers = list(_layers(model, "", total))
@@ -117,7 +117,7 @@ def _layers(module: nn.Module, path: str, total: int) -> Iterator[str]:
 def _is_opened(module: nn.Module, is_most: bool) -> bool:
     """Whether each part of a module is a layer of its own.
 
-    It is for sequences of blocks, and for a module that has most of the parameters and repeats blocks inside.
+    True for sequences of blocks, and for a module that has most of the parameters and repeats blocks inside.
     """
     if isinstance(module, _LISTS):
         return is_most or any(True for child in module.children() for _ in child.children())

@@ -10,11 +10,11 @@ from hyfi_core.errors import RequestError
 from workflows.console import listed
 
 _SHOWN = 12
-"""Modules named in a message."""
+"""Largest number of modules that a message names."""
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a shell pattern is that of a parameter, or of a module that contains it.
+    """Whether a shell pattern matches a parameter, or a module that contains it.
 
     ::
 

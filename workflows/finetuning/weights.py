@@ -23,7 +23,7 @@ from workflows.console import listed
 from workflows.finetuning.weights_file import WeightsFile, read_weights
 
 _NAMED = 8
-"""Names in a message."""
+"""Largest number of names in a message."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class WeightsReport:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prefix that names of a file have and the model's do not, or the other way round.
+    """The difference in prefix between the names of a file and those of a model.
 
     Attributes:
-        file: Removed from names of the file.
-        model: Put before them.
+        file: Prefix to remove from the names of the file.
+        model: Prefix to add to them.
     """
 
     file: str = ""
@@ -99,7 +99,7 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     reshaped = tuple(name for name in own if name in tensors and own[name].shape != tensors[name].shape)
     fitting = {name: tensors[name] for name in own if name in tensors and name not in reshaped}
     counters = {name for name in own if name.endswith("num_batches_tracked")}
-    # Counters fit any model with batch norm: they do not show that a file is of this one.
+    # Counters of batches fit any model with batch norm, so they do not show that the file belongs to this one.
     if not set(fitting) - counters:
         raise RequestError(
             f"model.weights {path}: none of its {len(tensors)} tensors matches the model; its first names are "
@@ -125,7 +125,7 @@ def _prefix(file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -
 
 
 def _parts_that_fit(file: WeightsFile, own: Mapping[str, torch.Tensor]) -> str:
-    """Return which parts of a file would fit by themselves, as with two networks in it; empty if none would."""
+    """Return which parts of a file, such as one of two networks, would fit by themselves; empty if none would."""
     prefixes = {f"{name[:end]}." for name in file.tensors for end in range(len(name)) if name[end] == "."}
     fitting = {prefix: _matching(Prefix(prefix), file.tensors, own) for prefix in prefixes}
     most = sorted((p for p in fitting if 2 * fitting[p] > len(own)), key=lambda p: (-fitting[p], p))
@@ -143,7 +143,7 @@ def _matching(prefix: Prefix, file: Mapping[str, torch.Tensor], own: Mapping[str
 def _common(names: Iterable[str]) -> list[str]:
     """Return the prefixes that more than half of the names have, the empty one first.
 
-    Others are those of parts of a network: with them, blocks could be loaded into other blocks of the same shape.
+    Rarer prefixes belong to parts of a network: with them, blocks could be loaded into other blocks of the same shape.
     """
     names = list(names)
     count: Counter[str] = Counter()

@@ -33,7 +33,7 @@ _WRAPPERS = (
 """Keys under which training scripts keep the weights, in the order in which they are looked for."""
 _DEEPEST = 3
 _NAMED = 3
-"""Classes in a message."""
+"""Largest number of classes in a message."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def read_weights(path: Path) -> WeightsFile:
 
 
 def _describe_pickle(path: Path, error: Exception) -> str:
-    """Return what a file has besides tensors, and the command by which who trusts it gets the tensors alone."""
+    """Return what a file has besides tensors, and a command that extracts the tensors, for users who trust it."""
     try:
         classes = [name for name in get_unsafe_globals_in_checkpoint(str(path)) if name != "argparse.Namespace"]
     except Exception:  # not a file of torch.save, or an old one

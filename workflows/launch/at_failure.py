@@ -1,4 +1,4 @@
-"""What a rank that fails still does, after its error is reported and before it ends all ranks."""
+"""Actions of a failing rank, after it has reported its error and before it ends all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add(action: Callable[[], Any]) -> None:
 
 
 def act() -> None:
-    """Do everything that was added."""
+    """Call all methods that were added."""
     for reference in _actions:
         action = reference()
         if action is not None:

@@ -51,7 +51,7 @@ class ChildProcess:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # Else its end would not be noticed here: a socket ends when every process has closed its copy.
+        # A socket ends when every process has closed its copy: with this one open, the child's end is not noticed.
         theirs.close()
         ACTIVITY.helpers.add(self._process.pid)
         self._connection = Connection(ours.detach())

@@ -1,4 +1,4 @@
-"""Where ``torch.compile`` keeps what it has compiled, so that later runs need not compile it again."""
+"""The folder in which ``torch.compile`` keeps compiled code, so that later runs need not compile it again."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def keep_compiled(folder: Path | None, warns: bool = True) -> None:
 
     Args:
         folder: ``run.compile_cache``; None: ``TORCHINDUCTOR_CACHE_DIR`` if it is set, else ``hyfi/compile`` in the
-            user's cache folder, which is left alone if it cannot be used.
-        warns: Whether this process says that it cannot.
+            user's cache folder; if that cannot be used, PyTorch keeps its own default.
+        warns: Whether this process warns if the folder cannot be used.
 
     Raises:
-        RequestError: ``folder`` cannot be made or written, or others may write it: code is loaded from it.
+        RequestError: ``folder`` cannot be made or written, or other users may write code there, which is then loaded.
     """
     if folder is None and VARIABLE in os.environ:
         return
@@ -45,7 +45,7 @@ def keep_compiled(folder: Path | None, warns: bool = True) -> None:
 
 
 def _problem(folder: Path) -> str | None:
-    """Return why a folder cannot be used, which is made if it is missing; None if it can."""
+    """Make a folder if it is missing; return why it cannot be used, None if it can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

@@ -81,11 +81,11 @@ def launch(argv: Sequence[str], ranks: int, run: Path | None = None) -> int:
 
 
 def launch_body(body: Callable[[], int], command: str, ranks: int) -> int:
-    """Like :func:`launch`, but each process calls ``body`` by :func:`run_as_rank`: a request is not parsed again.
+    """Like :func:`launch`, but each process calls ``body`` by :func:`run_as_rank`, and parses no command line.
 
     Args:
-        body: Can be pickled: a function of a module with frozen values as arguments.
-        command: Its command of ``hyfi``, which messages name.
+        body: A function that can be pickled, such as a partial of a module's function with frozen values.
+        command: The command of ``hyfi``, for messages.
         ranks: Number of processes.
     """
     _refuse_several_nodes(command, ranks)
@@ -97,7 +97,7 @@ def launch_program(
 ) -> int:
     """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`; ``body`` is left for them."""
     starter = mpiexec.find()
-    time_limit_s(), notice_s()  # refused before anything is started
+    time_limit_s(), notice_s()  # both raise if their variables are wrong: now, before anything is started
     if starter.flavour.startswith("MPICH"):
         check_shared_memory(ranks, os.environ)
     with own_folder() as folder:
@@ -110,8 +110,8 @@ def launch_program(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=_environment(ranks) | {VARIABLE: str(folder)},
-            # Of its own: Ctrl-C on the terminal reaches this process alone, which forwards it, and `kill_session` finds
-            # whatever the ranks have started.
+            # In a session of its own, Ctrl-C on the terminal reaches only this process, which forwards it, and
+            # `kill_session` finds everything that the ranks have started.
             start_new_session=True,
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )
@@ -136,8 +136,8 @@ def _refuse_several_nodes(command: str, ranks: int) -> None:
 def _environment(ranks: int) -> dict[str, str]:
     """Return the ranks' environment; cores are divided among them, unless the user has set ``OMP_NUM_THREADS``.
 
-    Slurm's variables are removed: with them the process manager would start the ranks through ``srun``, and a rank
-    would take itself for a Slurm task. What limits the job's memory stays, and so does its number, by another name.
+    Slurm's variables are removed: with them, the process manager would start the ranks through ``srun``, and a rank
+    would take itself for a Slurm task. The variables with limits of memory stay; the job's number gets another name.
     """
     removed = ("SLURM_", "PMI_", "PMIX_")
     inherited = {
@@ -188,8 +188,8 @@ class _LaunchMonitor:
                 kill_session(self._process.pid)
 
     def _check_start(self) -> None:
-        """While no rank has begun: end on a request to stop, tell what is waited for, and do not wait for ever."""
-        if self._status.pids():  # they have in the meantime: a request to stop is theirs, and they save
+        """While no rank has begun: end on a request to stop, report the wait once, and end at the time limit."""
+        if self._status.pids():  # ranks have begun meanwhile; a request to stop is theirs, because they save first
             return
         waited_s, limit_s = time.monotonic() - self._begin_s, time_limit_s()
         late = bool(limit_s) and waited_s >= limit_s
@@ -233,7 +233,7 @@ class _LaunchMonitor:
             warn(FAILED.format(**failure))
             return FAULT
         codes = self._status.codes()
-        # The largest code: 3, stopped, if only some ranks had something left to do when the request came.
+        # The largest code counts: when a stop is requested, ranks that are done return 0, the others 3.
         if len(codes) == self._ranks and self._process.returncode == 0:
             return max(codes.values())
         if self._given_up:
@@ -260,7 +260,7 @@ class _LaunchMonitor:
             first = next((pid for pid in self._exits.pids if pid in ranks), died.pid)
             if {first, died.pid} <= self._exits.unordered:  # then the process manager knows better
                 first = died.pid
-            # Either may be wrong: a killed process ends with the last of its threads, maybe after the next one.
+            # Name both if they differ: a killed process ends with its last thread, perhaps after the next process.
             named = sorted(ranks[pid] for pid in {first, died.pid} if pid in ranks)
             who = " or ".join(f"rank {rank}" for rank in named) or f"process {first}"
             self._tell_death(named, f"hyfi: {who} ended with {died.how}; all ranks were stopped")
@@ -294,7 +294,7 @@ def run_as_rank(body: Callable[[], int]) -> int:
         code = _run_as_rank(body)
     finally:
         rank_log.end()
-    # Not by returning: Python would end while a thread is inside a library, which may crash.
+    # Exit at once: if Python finalised while a thread is inside a library, the library might crash.
     if peer_watch.still_waits():
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -368,7 +368,7 @@ def _fail(status: RunStatus | None, rank: int) -> None:
     peer_watch.fail()
     leave_exit_code(FAULT)
     if plain and not isinstance(raised, RunInterruptedError):
-        rank_log.note_error(trace)  # only there
+        rank_log.note_error(trace)  # the traceback goes to the log only
     if status is not None and _leave_to_launcher(status, rank, error):
         rank_log.note_error(error)
     else:

@@ -14,7 +14,7 @@ _LINE = re.compile(r"(?P<time>\S+ \S+) (?P<host>\S+) rank (?P<rank>\d+) (?P<leve
 _READ_BYTES = 256 * 1024
 """Only the end of a log is read, so that thousands of them take seconds."""
 _STARTS_WITHIN_S = 60.0
-"""A rank that has written nothing since this time before rank 0 started is not a rank of the last start."""
+"""A rank whose last line is older than the start of rank 0 by more than this does not belong to the last start."""
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ class RankPlace:
 
     Attributes:
         host: Host name.
-        trainer: Its rank in the group of trainers; None if it is not one.
+        trainer: Its rank in the group of trainers; None if it is no trainer.
         cores: Number of cores that it may use.
-        free_bytes: What all ranks of the job may still take there.
-        limit: What sets that, if it is not the memory of the host; see ``MemoryLimit``.
-        own_bytes: What its process may still take; None without a limit of its own.
-        own_limit: What sets that.
+        free_bytes: Memory that all ranks of the job together may still take on the host.
+        limit: What limits ``free_bytes``, if it is not the memory of the host; see ``MemoryLimit``.
+        own_bytes: Memory that this process may still take; None without a limit for each process.
+        own_limit: What limits ``own_bytes``.
         device: Its GPU, ``cuda:i``; None on a CPU.
         device_bytes: Free memory of that GPU.
     """
@@ -39,7 +39,7 @@ class RankPlace:
 
     @classmethod
     def here(cls, trainer: int | None, device: str) -> RankPlace:
-        """Return that of this process."""
+        """Return the place of this process."""
         import torch
 
         job, own = available_memory(process=False), available_memory()
@@ -58,8 +58,8 @@ class MemoryPool:
     Attributes:
         name: Host name, or GPU and host name.
         trainers: Ranks, in the group of trainers, of the trainers that take from it.
-        free_bytes: What is free.
-        limit: What sets it, if that is not its size.
+        free_bytes: Free memory.
+        limit: What limits it, if that is not its size.
     """
 
     name: str
@@ -92,7 +92,7 @@ def hosts_of(ranks: Sequence[RankPlace]) -> list[Host]:
 
 
 def _host_memory(name: str, ranks: Sequence[RankPlace]) -> MemoryPool:
-    """Return the memory of a host: what the job has there, or what its processes may have together if that is less."""
+    """Return the memory of a host: the free memory of the job, or the sum of its processes' limits if that is less."""
     trainers = tuple(rank.trainer for rank in ranks if rank.trainer is not None)
     least = min(ranks, key=lambda rank: rank.free_bytes)
     own_bytes = sum(least.free_bytes if rank.own_bytes is None else rank.own_bytes for rank in ranks)
@@ -122,7 +122,7 @@ def crowded(hosts: Sequence[Host]) -> list[str]:
 
 
 def short_of_cores(ranks: Sequence[tuple[int, int]]) -> list[str]:
-    """Return a warning if ranks have more threads than cores, from (threads, cores) of each; with the worst of them."""
+    """Return a warning if ranks have more threads than cores; it names the worst. ``ranks``: (threads, cores)."""
     texts = {rank: describe_excess_threads(*counts) for rank, counts in enumerate(ranks)}
     short = [rank for rank, text in texts.items() if text is not None]
     if not short:

@@ -32,8 +32,8 @@ class MpiExec:
         """Return the command line that starts ``ranks`` processes on this node, without their program."""
         arguments = [str(self.path), "-n", str(ranks)]
         if self.flavour == "Open MPI":
-            # By default Open MPI refuses to run more ranks than cores, or as root. Loaders need no core of their own.
-            # One or two ranks it would bind to a core each, with all their threads.
+            # By default Open MPI refuses to run more ranks than cores, or as root; loaders need no core of their own.
+            # It also binds one or two ranks to a core each, with all of their threads.
             arguments += ["--oversubscribe", "--bind-to", "none"]
             if os.geteuid() == 0:
                 arguments.append("--allow-run-as-root")

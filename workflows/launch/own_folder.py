@@ -1,7 +1,7 @@
-"""A temporary folder for one launcher, which does not stay, even if the launcher is killed.
+"""A temporary folder for one launcher, which is removed even if the launcher is killed.
 
-A launcher holds a lock on its folder, which the kernel releases when its process ends for any reason. The next launcher
-of the same user removes the folders that nobody holds.
+A launcher locks its folder; the kernel releases the lock when the process ends, for any reason. The next launcher of
+the same user removes the folders that are not locked.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PREFIX = "hyfi-launch-"
 
 @contextmanager
 def own_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Context with a new folder of this process alone, which is removed at its end.
+    """Context with a new folder for this process alone, which is removed at the end.
 
     Args:
-        parent: Folder in which it is made; None: the system's folder for temporary files.
+        parent: Folder in which to make it; None: the system's folder for temporary files.
 
     Raises:
         OSError: It cannot be made.
@@ -50,7 +50,7 @@ def _new_folder(parent: Path) -> tuple[Path, int] | None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if folder.stat().st_ino == os.fstat(lock).st_ino:
+        if folder.stat().st_ino == os.fstat(lock).st_ino:  # else it was removed, and another has its name
             return folder, lock
     except (BlockingIOError, FileNotFoundError):
         pass
@@ -69,7 +69,7 @@ def _remove_abandoned(parent: Path) -> None:
                 continue
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                # Raises where a launcher that runs has the lock, and its folder stays.
+                # Raises if a running launcher has the lock; its folder then stays.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:

@@ -64,7 +64,7 @@ class FolderOwner:
         self.release()
 
     def _own(self, folder: Path, name: str, remedy: str, shared: bool) -> None:
-        # Not "w": that would erase what the owner has written there, before it is known whether there is one.
+        # Not "w", which would erase the entry of an owner before the lock shows whether there is one.
         file = (folder / name).open("a+", encoding="utf-8")
         self._files.append(file)
         self._names.append(name)
@@ -89,7 +89,7 @@ class FolderOwner:
 
     @staticmethod
     def _lock(file: IO[str], kind: int) -> None:
-        """Lock a file; a process that only looks who owns it (`owner_of`) locks it for a moment."""
+        """Lock a file; retry, because a process that looks for the owner (`owner_of`) locks it for a moment."""
         for _ in range(_ATTEMPTS - 1):
             with contextlib.suppress(BlockingIOError):
                 return fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -115,10 +115,10 @@ def _in_use(folder: Path, owner: dict[str, Any] | None, remedy: str) -> RequestE
 def owner_of(folder: Path, name: str = NAME) -> dict[str, Any] | None:
     """Return ``pid``, ``host``, ``job`` and ``since`` (Unix time in s) of a folder's current owner, or None."""
     try:
-        # For writing, although it is only read: network file systems lock other files in shared mode alone.
+        # Opened for writing, though only read: network file systems give exclusive locks only on such files.
         with (folder / name).open("r+", encoding="utf-8") as file:
             try:
-                # Who can lock it shows that it has no owner: what is written there is of a process that has ended.
+                # If this lock succeeds, there is no owner: the file's entry is of a process that has ended.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return _parse(file.read())

@@ -1,4 +1,4 @@
-"""Detection of ranks that have died or do not go on; of dead ones only where the launcher is not this project's own."""
+"""Detection of stalled ranks, and of dead ranks where the launcher is not this project's own, which detects them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _how_to_continue: Callable[[], str] = lambda: ""  # noqa: E731 (replaced as a va
 def join() -> Communicator:
     """Return the communicator of all ranks of this command, and watch for ranks that die or freeze (collective).
 
-    Under this project's own launcher (`workflows.launch.launch`), that detects ranks that die.
+    Under this project's own launcher (`workflows.launch.launch`), the launcher detects ranks that die.
 
     Raises:
         RequestError: As :func:`hyfi_core.init`.
@@ -53,8 +53,8 @@ def expect_progress(limit_s: float | None, how_to_continue: Callable[[], str]) -
     """Set after how many seconds without progress a rank counts as stalled.
 
     Args:
-        limit_s: None: from the time of the steps; 0: never.
-        how_to_continue: Returns what the user can do then.
+        limit_s: The seconds; None: ten times the longest step, at least 300; 0: never.
+        how_to_continue: Returns advice for the message about a stalled rank.
     """
     global _how_to_continue
     _how_to_continue = how_to_continue
@@ -80,14 +80,14 @@ def fail() -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error means that the connection to another rank was lost, which then failed first."""
+    """Return whether an error means a lost connection to another rank; that rank then failed first."""
     from hyfi_core.comm.supervision.peer_watch import is_lost_peer
 
     return is_lost_peer(error)
 
 
 def _report_stalled(stall: Stall) -> None:
-    """Report ranks that do not go on: to this project's own launcher, which ends all, or to the user."""
+    """Report stalled ranks to this project's own launcher, which ends all ranks, or to the user."""
     advice = _how_to_continue()
     text = f"{stall.text}\n{advice}" if advice else stall.text
     status = RunStatus.from_environment()

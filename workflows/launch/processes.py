@@ -19,7 +19,7 @@ def session_members(session: int) -> list[int]:
 def kill_session(session: int, seconds: float = 2.0) -> None:
     """Kill every process of a session; return when none is left, or after ``seconds``."""
     deadline_s = time.monotonic() + seconds
-    # Again until none is left: a process may have started another one before it was killed.
+    # Repeat until none is left, because a process may start another one before it is killed.
     while (members := session_members(session)) and time.monotonic() < deadline_s:
         for pid in members:
             with contextlib.suppress(ProcessLookupError):
@@ -49,7 +49,7 @@ class ExitOrder:
 
     Attributes:
         pids: Processes that have ended so far, in the order of their ends.
-        unordered: Those of them that had ended before they were watched, in no order among themselves.
+        unordered: Processes among ``pids`` that had ended before they were watched; their order is unknown.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class ExitOrder:
             except (OSError, AttributeError):
                 continue  # a kernel without pidfd
             else:
-                if _is_readable(descriptor):  # it has ended, and its parent does not know yet
+                if _is_readable(descriptor):  # it has ended, but its parent has not waited for it yet
                     os.close(descriptor)
                     self._ended_before(pid)
                     continue

@@ -40,7 +40,7 @@ class RankLog(logging.Handler):
 
     Args:
         rank: This rank, as its launcher counts.
-        marked: Whether lines on the terminal have time, host, rank and level, too.
+        marked: Whether lines on the terminal, too, begin with time, host, rank and level.
     """
 
     def __init__(self, rank: int, marked: bool) -> None:
@@ -115,7 +115,7 @@ class RankLog(logging.Handler):
         # `logging.Handler` has a lock: lines of threads are not mixed.
         with self.lock or contextlib.nullcontext():
             if self._file is not None:
-                with contextlib.suppress(OSError, ValueError):  # a full disk must not end a run, nor a late line
+                with contextlib.suppress(OSError, ValueError):  # a full disk or a closed file must not end the run
                     self._file.write(marked)
                     self._file.flush()
             elif self._held is not None:
@@ -133,7 +133,7 @@ class RankLog(logging.Handler):
                 console.show(sys.stderr, lines.rstrip("\n"))
 
     def _take_over(self) -> None:
-        """Send what libraries print by handlers of their own, such as torch's, through this one."""
+        """Route through this handler what libraries, such as torch, print by their own handlers."""
         for logger in (logging.root, *logging.root.manager.loggerDict.values()):
             if isinstance(logger, logging.Logger) and any(map(_prints, logger.handlers)):
                 self._before.append((logger, logger.handlers, logger.propagate))
@@ -172,7 +172,7 @@ def note_error(text: str) -> None:
 
 
 def append_error(run: Path, rank: int, text: str) -> None:
-    """Write an error to the log of a rank that was killed and cannot do so itself; nothing if it has no log."""
+    """Write an error to the log of a killed rank, which cannot do so itself; do nothing if it has no log."""
     path = run / FOLDER / f"rank-{rank}.log"
     with contextlib.suppress(OSError):
         if path.is_file():

@@ -16,15 +16,15 @@ from workflows.paths import require_writable
 
 _OTHER = "use another run.dir"
 _LONGER = {"run.steps", "run.epochs", "run.early_stop"}
-"""Keys with which a finished run may go on."""
+"""Keys that may make a finished run longer."""
 
 
 def check_run(config: Config, resumption: Resumption) -> int:
     """Return the step after which the run continues, 0 for a new run; writes nothing.
 
     Raises:
-        RequestError: The run exists and may not be continued, its settings were different, it has no such checkpoint,
-            or the folder is not a run or cannot be written.
+        RequestError: The run exists and ``--resume`` is missing, its settings differ, it has no such checkpoint, or the
+            folder is not a run or cannot be written.
     """
     folder = config.run.dir
     require_writable(folder / "config.yaml")
@@ -41,7 +41,7 @@ def check_run(config: Config, resumption: Resumption) -> int:
 
 
 def is_finished(config: Config) -> bool:
-    """Whether a run is done, and not to be made longer by its configuration."""
+    """Whether a run is done, and its configuration does not make it longer."""
     folder = config.run.dir
     try:
         state = json.loads((folder / "status.json").read_text(encoding="utf-8"))["state"]
@@ -51,7 +51,7 @@ def is_finished(config: Config) -> bool:
 
 
 def check_unused(config: Config) -> None:
-    """Check that no other process writes to the run, before its files are read: they change and are removed.
+    """Check that no other process writes to the run; call it before reading its files, which the other may remove.
 
     Raises:
         RequestError: One does, or the folder cannot be written.
@@ -61,10 +61,10 @@ def check_unused(config: Config) -> None:
 
 
 def describe_missing_run(config: Config) -> tuple[str, bool] | None:
-    """Return (what a request to resume finds where there is no run, whether it is a warning); None if there is a run.
+    """Return (text, whether it is a warning) about ``--resume`` without a run; None if there is a run.
 
-    Scripts resume at their first start, too, as they should; but beside a run of a similar name, the folder may have
-    been mistyped.
+    Scripts pass ``--resume`` at their first start, too. But if there is a run with a similar name beside it, the name
+    of the folder may be mistyped.
     """
     folder = config.run.dir
     if (folder / "config.yaml").exists():
@@ -81,10 +81,14 @@ def describe_missing_run(config: Config) -> tuple[str, bool] | None:
 
 
 def check_checkpoint(config: Config, start: int) -> None:
-    """Check that the checkpoint after which rank 0 continues is here; ``start``: its step, 0 for a new run.
+    """Check that this rank, too, sees the checkpoint from which rank 0 continues.
+
+    Args:
+        config: The configuration of the run.
+        start: The step of the checkpoint; 0 for a new run.
 
     Raises:
-        RequestError: It is not.
+        RequestError: It does not.
     """
     from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 

@@ -15,12 +15,12 @@ PREVIOUS = "previous"
 
 @dataclass(frozen=True)
 class Resumption:
-    """How a run that exists is continued.
+    """How an existing run is continued.
 
     Attributes:
-        allowed: Whether it may be.
-        source: ``previous`` or ``step-N``: the checkpoint that it continues from; None: the latest.
-        accepts_changes: Whether it may be although labels, splits or slides have changed.
+        allowed: Whether it may be continued.
+        source: ``previous`` or ``step-N``: the checkpoint from which it continues; None: the latest.
+        accepts_changes: Whether it may be continued although labels, splits or slides have changed.
     """
 
     allowed: bool = False
@@ -45,7 +45,7 @@ class Resumption:
         return [*(flag for flag, is_set in flags.items() if is_set), *source]
 
     def describe(self, folder: Path, start: int) -> str | None:
-        """Return what a run loses by continuing from a checkpoint that was chosen; None if none was."""
+        """Return what a run loses by continuing from the chosen checkpoint; None without ``--resume-from``."""
         if self.source is None:
             return None
         later = [step for step in saved_steps(folder / "checkpoints") if step > start]
@@ -70,7 +70,7 @@ class Resumption:
                 f"{link}: is a folder, not a link, as in a copy that followed links; remove it, and --resume continues "
                 f"after the last of the steps that are saved ({', '.join(map(str, saved)) or 'none'})"
             )
-        # Without a link, the run ended just after it had written its first checkpoint, or was copied without links.
+        # The link is missing if the run ended just after writing its first checkpoint, or was copied without links.
         last = _step_of(link.readlink().name) if link.is_symlink() else (saved or [0])[-1]
         if last is None:
             raise RequestError(f"{link}: points to {link.readlink()}, which is no checkpoint of the run")

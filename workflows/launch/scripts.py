@@ -24,7 +24,7 @@ SIGNAL_S = 120
 SIGNAL_EARLY_S = 60
 """Slurm may send the signal before the time limit this many seconds earlier than asked."""
 _MOST_OF_LIMIT = 0.25
-"""Of a short time limit: how long before it a run saves and stops."""
+"""Fraction of a short time limit; a run saves and stops at most this long before it."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ class Resources:
 
     Attributes:
         nodes: Number of nodes.
-        gpus_per_node, cpus_per_task: None: not requested.
+        gpus_per_node, cpus_per_task: GPUs of each node, and cores of each rank; None: not requested.
         time: Time limit in Slurm's format; None: the partition's.
-        partition: None: the site's.
+        partition: Slurm partition; None: the site's.
         mpi: Value of ``srun --mpi``; None: the site's.
         role_nodes: Further nodes of a heterogeneous Slurm job, whose ranks have the roles that the run gives to their
             hosts; 0: none.
-        role_ranks: Number of ranks on them.
-        role_partition: Their partition; None: the site's.
+        role_ranks: Number of ranks on these nodes.
+        role_partition: Partition of these nodes; None: the site's.
     """
 
     nodes: int = 1
@@ -132,8 +132,8 @@ def script_of(
         more: Additional variables of the template.
 
     Raises:
-        RequestError: There are more nodes than ranks, the time limit is not one or too short, or the template cannot
-            be rendered.
+        RequestError: There are more nodes than ranks, the time limit is wrong or too short, or the template cannot be
+            rendered.
     """
     if resources.nodes > ranks:
         raise RequestError(f"--nodes {resources.nodes}: the run has ranks for {ranks} at most; give fewer nodes")
@@ -174,14 +174,14 @@ def _signal_s(resources: Resources, site: Site) -> int:
     signal_s = int(min(site.signal_s, _MOST_OF_LIMIT * limit_s))
     if limit_s <= signal_s + SIGNAL_EARLY_S:
         raise RequestError(
-            f"--time {resources.time}: the job is asked to save and stop before the limit, and Slurm may do so "
-            f"{SIGNAL_EARLY_S} s earlier than asked: give two minutes at least"
+            f"--time {resources.time}: Slurm tells the job to save and stop before the limit, up to {SIGNAL_EARLY_S} s "
+            f"earlier than requested: give two minutes at least"
         )
     return signal_s
 
 
 def _seconds_of(time: str) -> float | None:
-    """Return a time limit of Slurm in seconds, infinity without a limit; None if it is not one."""
+    """Return a time limit of Slurm in seconds, infinity without a limit; None if the text is no time limit."""
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)

@@ -7,7 +7,7 @@ as soon as one exits with a code other than 0. So ranks and launcher use small f
     exit-<rank>    exit code, written when a rank ends by itself
     stop           created to request all ranks to save and stop, also those that start later
     advice         text to print if memory runs out
-    body           what each rank of a command calls, if its launcher has left that here
+    body           pickled function that each rank calls; only if the launcher has left one
     failure.json   rank and error of the first rank that failed; only one rank can create it
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 VARIABLE = "HYFI_STATUS"
 EXIT_VARIABLE = "HYFI_EXIT_FILE"
-"""Names the file in which ranks leave their exit code for a script of `hyfi launch`; launchers may return others."""
+"""Names the file in which ranks leave their exit code for a script of `hyfi launch`; launchers may return another."""
 FAILURE, STOP = "failure.json", "stop"
 
 
@@ -51,7 +51,7 @@ class RunStatus:
         return cls(Path(folder)) if folder and Path(folder).is_dir() else None
 
     def leave_body(self, body: Callable[[], int]) -> None:
-        """Write a function and its arguments for the ranks, which this user alone can change."""
+        """Write a function and its arguments for the ranks; only this user can write here, so unpickling is safe."""
         (self.folder / "body").write_bytes(pickle.dumps(body))
 
     def body(self) -> Callable[[], int]:

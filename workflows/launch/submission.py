@@ -1,4 +1,4 @@
-"""Submission of a script to Slurm, and what Slurm says about the job."""
+"""Submission of a script to Slurm, and Slurm's reasons why a job does not start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEVER = {
     "InvalidQOS": "there is no such quality of service",
     "QOSNotAllowed": "the partition does not allow this quality of service",
 }
-"""Slurm's reasons for which a job waits until somebody changes it or the cluster."""
+"""Slurm's reasons that keep a job waiting until somebody changes the job or the cluster."""
 
 
 def submit(path: Path) -> str:
@@ -39,7 +39,7 @@ def submit(path: Path) -> str:
 
 
 def why_it_cannot_start(job: str) -> str | None:
-    """Return why a submitted job will not start as it is; None if it waits for its turn, or nobody tells."""
+    """Return why a submitted job will not start as it is; None if it waits for resources, or Slurm gives no reason."""
     for reason in _output_lines("squeue", "--noheader", f"--jobs={job}", "--format=%r"):
         if reason in _NEVER:
             return f"{_NEVER[reason]} (Slurm's reason: {reason})"

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def set_threads(world: Communicator, threads: int | None = None) -> None:
     """Set the number of threads with which this rank computes (collective).
 
-    Without a number from the user, ranks that may use the same cores divide them: a launcher that binds no cores, such
-    as ``mpiexec``, would let each of them use all. Rounding depends on the number of threads, so it is printed once.
+    Without a number from the user, ranks that may use the same cores divide them: under a launcher that binds no cores,
+    such as ``mpiexec``, each would use all. The number is printed once, because rounding depends on it.
 
     Args:
         world: All ranks of the command.

@@ -1,4 +1,4 @@
-"""``hyfi sweep``: trains every setting and says which one validation prefers; test never chooses."""
+"""``hyfi sweep``: trains every setting and prints the one that validation prefers; the test split never chooses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workflows.sweep.sweep_runs import TABLE_FILE, SettingScore, SweepRuns, chos
 
 SUMMARY_FILE = "sweep.json"
 _Tried = tuple[int | None, Sequence[SweptSetting], Sequence[SettingScore]]
-"""A fold, None without folds; settings; what validation says of each."""
+"""(Fold or None, settings, validation scores of the settings)."""
 
 
 def run(sweep: SweepRuns, as_json: bool, search: SearchOptions | None = None) -> int:
@@ -33,7 +33,7 @@ def run(sweep: SweepRuns, as_json: bool, search: SearchOptions | None = None) ->
     Args:
         sweep: The runs; without settings if they are searched.
         as_json: Print the summary as one JSON object.
-        search: What is searched; None: the settings of ``sweep`` are trained.
+        search: Options of the search; None: the settings of ``sweep`` are trained.
 
     Returns:
         0, or the exit code of the first command that did not return 0.
@@ -87,8 +87,8 @@ def _report_split(sweep: SweepRuns, scores: Sequence[SettingScore]) -> dict[str,
     say(f"chosen: setting {setting.number} ({setting.describe()}), {scores[best].describe(sweep.metric)}")
     say(f"all settings: {sweep.folder / TABLE_FILE}")
     say(
-        f"this number was chosen as the best of {len(scores)}, so it is too good; an honest one is that of the test "
-        f"split: {_validate_words(sweep, scores[best])}"
+        f"this number was chosen as the best of {len(scores)}, so it is optimistic; the test split gives an unbiased "
+        f"one: {_validate_words(sweep, scores[best])}"
     )
     chosen = {"setting": setting.values, "run": scores[best].run, "value": scores[best].value}
     return _summary(sweep, {"chosen": chosen, "metric": sweep.metric, "settings": len(scores)})
@@ -128,7 +128,7 @@ def _searched_folds(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[
 def _report_folds(
     sweep: SweepRuns, tried: Mapping[int, tuple[Sequence[SweptSetting], Sequence[SettingScore]]]
 ) -> tuple[int, dict[str, Any]]:
-    """Evaluate each fold by the setting that its validation fold has chosen, and pool all folds."""
+    """Evaluate each fold with the setting that its validation fold has chosen, and pool all folds."""
     chosen: dict[int, SweptSetting] = {}
     runs: dict[int, FoldRuns] = {}
     for fold, (settings, scores) in tried.items():
@@ -154,7 +154,7 @@ def _stopped(setting: int, code: int) -> int:
 
 
 def _write_table(sweep: SweepRuns, tried: Sequence[_Tried]) -> None:
-    """Write a row for each setting and fold, as far as they are known; ``tried``: of each fold, None without."""
+    """Write a row for each setting and fold that has a result; ``tried`` has one entry for each fold."""
     keys = same_keys(tried[0][1])
     rows = []
     for fold, settings, of_fold in tried:

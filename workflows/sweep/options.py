@@ -22,7 +22,7 @@ Search = Annotated[
     typer.Option(
         "--search",
         metavar="grid|random|optuna",
-        help="Every combination; random ones; or each proposed from the results of those before (pip install "
+        help="grid: every combination; random; optuna: each proposed from earlier results (pip install "
         "'hyfi[sweep]'). Default: grid, or random with --trials.",
     ),
 ]

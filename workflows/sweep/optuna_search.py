@@ -1,11 +1,11 @@
-"""A search for settings by Optuna: each next setting is proposed from what validation said of those before it.
+"""A search for settings by Optuna, which proposes each setting from the validation metrics of earlier ones.
 
 ::
 
     trial n    sampler seeded by (seed, n) ─▶ setting n ─▶ run ─▶ metric of validation ─▶ RUN/optuna.journal
                         ▲ results of trials 0 … n − 1, from the journal
 
-Nothing that decides is kept in memory only, so a search that was stopped goes on as if it had not been.
+Everything that decides is in the journal, so a stopped search continues as if it had not been stopped.
 Sampler: TPE, Bergstra et al., Algorithms for Hyper-Parameter Optimization, NeurIPS 2011; the first ten are random.
 """
 
@@ -26,18 +26,18 @@ from workflows.sweep.settings import SweptSetting, range_ends, read_settings, re
 JOURNAL_FILE = "optuna.journal"
 _IDENTITY = "hyfi"
 _JUDGED_AFTER = 4
-"""Trials before the first that may be given up."""
+"""Number of trials that must have ended before one may be given up."""
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What is searched, and how.
+    """Options of a search.
 
     Attributes:
-        space: As `read_space` returns it.
-        trials: Number of settings; with folds, of each fold.
-        seed: Of the proposals.
-        prune: Whether settings are given up whose validation is worse than the median of those before at the same step.
+        space: Keys with their values or ranges, as `read_space` returns them.
+        trials: Number of settings; with folds, for each fold.
+        seed: Seed of the proposals.
+        prune: Whether to give up settings whose validation is worse than the median of earlier ones at the same step.
     """
 
     space: Mapping[str, Any]
@@ -49,13 +49,13 @@ class SearchOptions:
 def requested_settings(
     path: Path, search: str | None, trials: int | None, seed: int, prune: bool
 ) -> tuple[tuple[SweptSetting, ...], SearchOptions | None]:
-    """Return the settings of a sweep, or what is searched, as the options of ``hyfi sweep`` say.
+    """Return (settings, None) or ((), options of a search), by the options of ``hyfi sweep``.
 
     Args:
         path: The YAML of settings.
         search: ``grid``, ``random``, ``optuna``, or None.
         trials: Number of settings.
-        seed: Of random or searched ones.
+        seed: Seed of random or searched settings.
         prune: Whether settings may be given up.
 
     Raises:
@@ -64,7 +64,7 @@ def requested_settings(
     if search not in (None, "grid", "random", "optuna"):
         raise RequestError(f"--search {search}: expected grid, random or optuna")
     if prune and search != "optuna":
-        raise RequestError("--prune is of --search optuna, which knows the settings before")
+        raise RequestError("--prune is for --search optuna, which knows the earlier settings")
     if search in ("random", "optuna") and trials is None:
         raise RequestError(f"--search {search} needs --trials N, the number of settings")
     if search == "grid" and trials is not None:
@@ -88,13 +88,13 @@ class OptunaSearch:
     """The search of one split or of one fold; a trial is a setting.
 
     Args:
-        folder: Of the sweep.
-        options: What is searched.
-        identity: What else must be the same when a search goes on: the metric, the length of a run.
+        folder: Folder of the sweep.
+        options: Options of the search.
+        identity: What else must be the same when a search continues: the metric, the length of a run.
         fold: The fold; None without folds.
 
     Raises:
-        RequestError: The journal has a search of something else.
+        RequestError: The journal has a search with other options.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class OptunaSearch:
             )
 
     def setting(self, number: int) -> SweptSetting:
-        """Return a trial's setting, which is proposed if it is new; ``number``: at most the trials so far."""
+        """Return the setting of trial ``number``; the next number proposes a new setting."""
         trials = self._study.get_trials(deepcopy=False)
         if number == len(trials):
             [uniform] = keyed_uniforms(
@@ -159,7 +159,7 @@ class OptunaSearch:
         }
 
     def is_over(self, number: int) -> bool:
-        """Whether a trial has its result, or none for good."""
+        """Whether a trial has ended, with or without a result."""
         return bool(self._study.get_trials(deepcopy=False)[number].state.is_finished())
 
     def was_given_up(self, number: int) -> bool:
@@ -167,7 +167,7 @@ class OptunaSearch:
         return bool(self._study.get_trials(deepcopy=False)[number].state == self._optuna.trial.TrialState.PRUNED)
 
     def gives_up(self, number: int, values: Sequence[tuple[int, float]]) -> bool:
-        """Whether a trial is to be given up, by its (step, value) so far; the first of them that says so decides."""
+        """Whether to give up a trial by its (step, value) so far; the first value that Optuna would prune decides."""
         if not self._options.prune:
             return False
         trial = self._optuna.trial.Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)

@@ -1,4 +1,4 @@
-"""``hyfi sweep --search optuna``: trains one proposed setting after the other, for each fold by itself."""
+"""``hyfi sweep --search optuna``: trains proposed settings one after the other, separately for each fold."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from workflows.training.metrics_log import read_metrics
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has tried.
+    """The result of a search so far.
 
     Attributes:
-        settings: In order.
-        scores: What validation says of each.
+        settings: The settings, in the order of their trials.
+        scores: The validation score of each setting.
         code: 0, or the exit code of the run that ended the search.
     """
 
@@ -34,16 +34,16 @@ class SearchResult:
 
 
 def check_search(sweep: SweepRuns, options: SearchOptions) -> None:
-    """Check all that can be known before the first run: every value of the lists, both ends of the ranges.
+    """Check, before the first run, configurations with every value of the lists and both ends of the ranges.
 
     Raises:
-        RequestError: Something is not as it must be; nothing was written.
+        RequestError: A configuration or a run is not valid, or Optuna is not installed; nothing was written.
     """
     require_optuna()
     exists = (sweep.folder / JOURNAL_FILE).exists()
     if exists and not sweep.resumption.allowed:
         raise RequestError(f"run.dir {sweep.folder}: has a search; continue it with --resume, or use another run.dir")
-    # In a folder that no setting has, so that those that are trained do not matter.
+    # Number −1 gives a folder that no setting has, so that settings that are trained already do not matter.
     fold = None if sweep.folds is None else -1
     replace(sweep, settings=tuple(replace(one, number=-1, fold=fold) for one in corners(options.space))).check()
     if exists:
@@ -53,13 +53,13 @@ def check_search(sweep: SweepRuns, options: SearchOptions) -> None:
 def run_search(
     sweep: SweepRuns, options: SearchOptions, tell: Callable[[SearchResult], None], fold: int | None = None
 ) -> SearchResult:
-    """Train proposed settings until there are as many as asked for.
+    """Train as many proposed settings as ``options.trials``.
 
     Args:
         sweep: The runs.
-        options: What is searched.
-        tell: Is given the result so far, after each setting.
-        fold: By whose validation fold settings are judged; the fold itself is not looked at.
+        options: Options of the search.
+        tell: Called with the result so far, after each setting.
+        fold: The fold to search for; its validation fold judges the settings, the fold itself is not read.
     """
     sweep.folder.mkdir(parents=True, exist_ok=True)
     search = _search(sweep, options, fold)
@@ -87,7 +87,7 @@ def _search(sweep: SweepRuns, options: SearchOptions, fold: int | None) -> Optun
 
 
 def _trial(sweep: SweepRuns, search: OptunaSearch, number: int, setting: SweptSetting) -> int:
-    """Train a setting, watch its validations, and tell the search what they say; one that is trained already is not."""
+    """Train a setting unless it is trained already, watch its validations, and report the result to the search."""
     of_fold = "" if setting.fold is None else f" for fold {setting.fold}"
     run = _run_of(sweep, setting)
 

@@ -1,4 +1,4 @@
-"""The settings of a sweep: every combination of a YAML's lists, random ones, or what a search may choose."""
+"""The settings of a sweep: every combination of a YAML's lists, random ones, or the space of a search."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class SweptSetting:
     """One setting.
 
     Attributes:
-        number: From 0.
-        values: ``section.key`` to its value.
-        fold: The fold for which a search has proposed it; None: it is one for all folds, or there are none.
+        number: Its number, from 0.
+        values: ``section.key`` -> value.
+        fold: The fold for which a search has proposed it; None: it is for all folds, or there are no folds.
     """
 
     number: int
@@ -47,13 +47,13 @@ class SweptSetting:
 
     @property
     def folder_name(self) -> str:
-        """Where its run lies in the folder of the sweep."""
+        """The folder of its run, in the folder of the sweep."""
         name = f"setting-{self.number:03d}"
         return name if self.fold is None else f"for-fold-{self.fold}/{name}"
 
     @property
     def overrides(self) -> list[str]:
-        """The same as arguments of ``hyfi train``."""
+        """The values as arguments of ``hyfi train``."""
         return [f"{key}={json.dumps(value)}" for key, value in self.values.items()]
 
     def describe(self) -> str:
@@ -67,10 +67,10 @@ def read_settings(path: Path, trials: int | None, seed: int) -> list[SweptSettin
     Args:
         path: The file: keys with lists of values or, for random ones, ``{low: 1e-5, high: 1e-2, log: true}``.
         trials: How many random settings, each different; None: every combination.
-        seed: Of random settings.
+        seed: Seed of random settings.
 
     Raises:
-        RequestError: It cannot be read, or has something else; the message names the key.
+        RequestError: The file cannot be read, or a value is not allowed; the message names the key.
     """
     grid = read_space(path, ranges=trials is not None)
     if trials is None:
@@ -106,7 +106,7 @@ def read_space(path: Path, ranges: bool) -> dict[str, Any]:
 
 
 def corners(space: Mapping[str, Any]) -> list[SweptSetting]:
-    """Return settings in which each value of each list, and both ends of each range, come once, the first others."""
+    """Return settings that together have each value of each list and both ends of each range, one change at a time."""
     ends = {
         key: values if isinstance(values, list) else [range_value(values, u) for u in (0, 1)]
         for key, values in space.items()
@@ -117,7 +117,7 @@ def corners(space: Mapping[str, Any]) -> list[SweptSetting]:
 
 
 def range_value(values: Mapping[str, Any], uniform: float) -> float:
-    """Return the number of a range at a share of it from 0 to 1, with four digits."""
+    """Return the number at a fraction (0 to 1) of a range, with four digits."""
     low, high = range_ends(values)
     return rounded(low * (high / low) ** uniform if values.get("log") else low + uniform * (high - low))
 

@@ -30,7 +30,7 @@ TABLE_FILE = "sweep.csv"
 
 @dataclass(frozen=True)
 class SweepRuns(RunFamily):
-    """What ``hyfi sweep`` was asked for; its configuration is without settings.
+    """The request of ``hyfi sweep``; its configuration does not include the settings.
 
     Attributes:
         settings: The settings, applied after the overrides.
@@ -44,7 +44,7 @@ class SweepRuns(RunFamily):
 
     @property
     def metric(self) -> str:
-        """The metric of validation that chooses."""
+        """The validation metric that chooses."""
         return self.config.validation.metric
 
     def folder_of(self, setting: SweptSetting) -> Path:
@@ -70,10 +70,10 @@ class SweepRuns(RunFamily):
         return FoldRuns(self.path, overrides, self.ranks, self.resumption, self.folds, self.column)
 
     def check(self) -> None:
-        """Check all that can be known before the first run; writes nothing.
+        """Check, before the first run, everything that can be known; writes nothing.
 
         Raises:
-            RequestError: A setting, a run or its slides are not as they must be.
+            RequestError: A setting, a run or its slides cannot be used.
         """
         from workflows.training.job import prepare
 
@@ -99,7 +99,7 @@ class SweepRuns(RunFamily):
         return [*words, *(self.resumption.words() if goes_on else [])]
 
     def score(self, run: Path) -> SettingScore:
-        """Return what validation says of a run, at its best step."""
+        """Return the validation score of a run, at its best step."""
         records = {one["step"]: one for one in read_metrics(run / "metrics.jsonl") if one["kind"] == "validation"}
         step = best_step(records, self.metric, records)
         if step is None:
@@ -109,14 +109,14 @@ class SweepRuns(RunFamily):
 
 @dataclass(frozen=True)
 class SettingScore:
-    """What validation says of a run.
+    """The validation score of a run.
 
     Attributes:
         run: Its folder.
-        step: Of its best checkpoint; None: it has none.
-        value: The metric there; None: undefined.
-        merit: Higher is better.
-        given_up: Whether a search has stopped it before its end; it is not chosen then.
+        step: Step of its best checkpoint; None: it has none.
+        value: The metric at this step; None: undefined.
+        merit: Sort key, higher is better, see `workflows.training.best.merit`.
+        given_up: Whether a search has stopped the run early; it is then not chosen.
     """
 
     run: Path
@@ -126,7 +126,7 @@ class SettingScore:
     given_up: bool = False
 
     def describe(self, metric: str) -> str:
-        """Return what decided, as text: the metric, or the loss where that is undefined."""
+        """Return the deciding number as text: the metric, or the loss if the metric is undefined."""
         if self.value is not None:
             return f"{metric} {self.value:.4f}"
         if self.step is None:

@@ -1,1 +1,1 @@
-"""What labs predict of a slide: one record for each task, which everything else asks."""
+"""The tasks: what is predicted of a slide. Training, validation, prediction and pages ask one class for each task."""

@@ -1,4 +1,4 @@
-"""The interval of an AUROC of few cases, which also holds where every pair is ranked rightly."""
+"""The interval of an AUROC of few cases, which also holds if every pair is ranked correctly."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def area_interval(area: float, positives: int, negatives: int, level: float = 0.
     """Return the interval [low, high] of an area under the ROC curve.
 
     Newcombe, Confidence intervals for an effect size measure based on the Mann-Whitney statistic, part 2, Statistics in
-    Medicine 25:559, 2006, method 5: all areas from which that found is no more than z standard errors away, by the
-    formula of Hanley and McNeil. Unlike a bootstrap, it is defined for an area of 1, and holds from three cases.
+    Medicine 25:559, 2006, method 5: it has all true areas A with |area − A| ≤ z · (standard error at A), by the formula
+    of Hanley and McNeil. Unlike a bootstrap, it is defined for an area of 1, and holds from three cases on.
 
     Args:
         area: 0 to 1.
@@ -34,7 +34,7 @@ def area_interval(area: float, positives: int, negatives: int, level: float = 0.
 
 
 def _farthest(inside: float, outside: float, reaches: Callable[[float], bool]) -> float:
-    """Return the farthest area towards ``outside`` that still reaches the one inside."""
+    """Return, by bisection, the farthest area from ``inside`` towards ``outside`` for which ``reaches`` is true."""
     for _ in range(_STEPS):
         middle = (inside + outside) / 2
         if reaches(middle):

@@ -20,7 +20,7 @@ from workflows.tasks.class_metrics import METRICS, log_odds, metrics_of_logits, 
 DRAWS, SEED = 1000, 20_000
 LEVEL = 0.95
 FEW = 100
-"""Most slides for which intervals of a share and an AUROC are those of formulas: of more, the bootstrap holds."""
+"""Up to this many slides, intervals of an accuracy and an AUROC follow formulas; with more, the bootstrap holds."""
 MAX_COUNTS = 4_000_000
 """Most counts processed at once: 32 MB for each of a few temporary arrays."""
 
@@ -57,14 +57,14 @@ def intervals(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor,
 
 
 def rank_interval(intervals: Intervals, area: float, positive: torch.Tensor, counts: torch.Tensor) -> Intervals:
-    """Return intervals with that of ``auroc``, of up to `FEW` slides, by `area_interval` of the cases of each class."""
+    """Return intervals in which, with up to `FEW` slides, ``auroc`` has its `area_interval`, counted in cases."""
     if counts.shape[1] > FEW or _cases(counts) < 2:
         return intervals
     return {**intervals, "auroc": area_interval(area, _cases(counts[:, positive]), _cases(counts[:, ~positive]), LEVEL)}
 
 
 def share_interval(intervals: Intervals, accuracy: float, counts: torch.Tensor) -> Intervals:
-    """Return intervals with that of ``accuracy``, of up to `FEW` slides, by Wilson, if there are two cases or more."""
+    """Return intervals in which, with up to `FEW` slides and two cases or more, ``accuracy`` has Wilson's interval."""
     cases = _cases(counts) if counts.shape[1] <= FEW else 0
     if cases and (intervals["accuracy"] is not None or cases > 1):
         return {**intervals, "accuracy": wilson(accuracy, cases)}
@@ -72,7 +72,7 @@ def share_interval(intervals: Intervals, accuracy: float, counts: torch.Tensor) 
 
 
 def _cases(counts: torch.Tensor) -> int:
-    """Return the number of cases: slides of one are drawn equally often."""
+    """Return the number of cases, found by their counts: slides of one case are drawn equally often in each draw."""
     return len({tuple(column) for column in counts.T.tolist()})
 
 
@@ -80,7 +80,7 @@ def wilson(share: float, cases: int) -> list[float]:
     """Return the 95 % interval of a share of ``cases``, which also holds if all or none are counted.
 
     Wilson, Probable inference, the law of succession, and statistical inference, JASA 22:209, 1927. Slides of one case
-    are not independent: with several slides a case, the share is taken as one of cases, which makes it wide enough.
+    are not independent, so the number of cases counts, not the number of slides: the interval is then wide enough.
     """
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     middle, factor = share + z**2 / (2 * cases), 1 + z**2 / cases
@@ -89,7 +89,7 @@ def wilson(share: float, cases: int) -> list[float]:
 
 
 def measured(draw: Draw, samples: int) -> dict[str, float | None]:
-    """Return the metrics of samples that are drawn once each; None if undefined."""
+    """Return the metrics of the samples themselves, as one draw that has each once; None if undefined."""
     values = {name: float(value) for name, value in draw(torch.ones(1, samples, dtype=torch.float64)).items()}
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
@@ -128,5 +128,5 @@ def _interval(values: np.ndarray) -> list[float] | None:
     outside = (1 - LEVEL) / 2
     low, high = np.quantile(defined, [outside, 1 - outside])
     if low == high:
-        return None  # all draws are alike: the samples are too few to say anything, not the metric certain
+        return None  # all draws agree because the samples are few, not because the metric is certain
     return [float(low), float(high)]

@@ -24,7 +24,7 @@ def task_class(name: str) -> type[Task]:
 
 
 def task_of(model: Mapping[str, Any]) -> Task:
-    """Return the task of a ``model.json``; one that names none is of classes.
+    """Return the task of a ``model.json``; multiclass if it names none.
 
     Raises:
         RequestError: There is no such task, or it is not described.

@@ -3,9 +3,9 @@
 All metrics are undefined (None, never 0) without samples or if outputs are not finite. If all targets are of one class,
 only accuracy and calibration error are defined.
 
-Every metric is a function of sums over samples, so that those of many draws from the samples take a few matrix products
-(:mod:`workflows.tasks.bootstrap`). Tests compare them with torchmetrics, which is not used here because importing
-it imports all that is installed for texts and sounds as well: seconds in every process that validates.
+Every metric is a function of sums over samples, so that the metrics of many draws take a few matrix products
+(:mod:`workflows.tasks.bootstrap`). Tests compare them with torchmetrics. It is not used here because importing it also
+imports installed packages for text and audio, which takes seconds in every process that validates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a cohort page shows of classes: curves, confusion, reliability, thresholds."""
+"""The section of a cohort page for classes: curves, confusion, reliability, thresholds."""
 
 from __future__ import annotations
 

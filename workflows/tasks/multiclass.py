@@ -158,7 +158,7 @@ class Multiclass(Task):
         return ClassReadout(self.classes, float((calibration or {}).get("temperature", 1.0)))
 
     def is_wrong(self, prediction: str, target: Target) -> bool:
-        """Whether the class is another."""
+        """Whether the predicted class differs from the label."""
         return prediction != self.text(target)
 
     def page(

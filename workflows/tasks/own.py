@@ -5,7 +5,7 @@
     loss(outputs (B, K), labels)   -> tensor without dims      over the whole batch, of all micro-batches and replicas
     metric(outputs (N, K), labels) -> number, higher: better   over all slides that are evaluated, or all their cases
 
-Outputs are those of the model, of a regression in the units of the labels; labels are what ``Task.tensor`` returns.
+Outputs are those of the model, for a regression in the units of the labels. Labels are what ``Task.tensor`` returns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def metric_name(name: str) -> str:
 def own_numbers(
     loss: str, metrics: Sequence[str], outputs: torch.Tensor, labels: torch.Tensor
 ) -> dict[str, float | None]:
-    """Return ``loss`` (if there is one) and the metrics of a user; None if not finite."""
+    """Return the values of a user's loss (under ``loss``, if there is one) and metrics; None if not finite."""
     named = {**({"loss": (LOSS_KEY, loss)} if loss else {}), **{metric_name(m): (METRICS_KEY, m) for m in metrics}}
     numbers: dict[str, float | None] = {}
     for name, (key, path) in named.items():
@@ -54,7 +54,7 @@ def finite(value: float | None) -> float | None:
 
 
 def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tensor, evaluated: torch.Tensor) -> None:
-    """Try the functions of a user on outputs that are zero.
+    """Call the user's functions with outputs that are zero, and check what they return.
 
     Args:
         loss: Name of the loss; empty: none.
@@ -64,7 +64,7 @@ def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tens
         evaluated: Labels of the slides that will be evaluated.
 
     Raises:
-        RequestError: One cannot be imported, fails, or returns something else.
+        RequestError: A function cannot be imported, fails, or does not return one number.
     """
     if loss:
         zeros = torch.zeros(len(batch), outputs, requires_grad=True)

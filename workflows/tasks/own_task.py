@@ -50,14 +50,14 @@ def is_own(task: Task) -> bool:
 
 
 def try_task(task: Task, targets: Sequence[Target]) -> None:
-    """Try a user's task on random outputs of a few slides: loss, metrics, cases, description and prediction.
+    """Call the methods of a user's task with random outputs of a few slides, and check what they return.
 
     Args:
         task: The task.
         targets: Labels of the slides, two or more.
 
     Raises:
-        RequestError: A method fails, or returns something else than `Task` says; the message names the method.
+        RequestError: A method fails, or does not return what `Task` describes; the message names the method.
     """
     name = name_of(task)
     outputs = torch.randn(len(targets), task.outputs, generator=torch.Generator().manual_seed(0), requires_grad=True)

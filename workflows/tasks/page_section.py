@@ -1,4 +1,4 @@
-"""What a cohort page shows of slides with labels."""
+"""The section of a cohort page for slides with labels: plots, tables and metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workflows.tasks.plots import Plot
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of a page: its caption, its head and its rows; ``folded``: only its caption is seen until a click."""
+    """A table of a page; if ``folded``, only its caption is visible until a click."""
 
     caption: str
     head: tuple[str, ...]
@@ -34,7 +34,7 @@ class PageSection:
         metrics: Name and formatted value, with its interval, of each metric.
         plots: The plots.
         tables: Further tables.
-        errors: Size of each slide's error, by its index, of the slides that are wrong.
+        errors: Index of a slide -> size of its error; correctly predicted slides are left out.
         numbers: Value and 95 % interval of each metric, under its name in JSON.
     """
 

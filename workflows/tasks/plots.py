@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 SIDE_INCHES = 4.3
 _INSIDE = 4
-"""Most curves whose legend is in the plot: of more it would lie over them."""
+"""Up to this many curves, the legend is inside the plot; with more, it would cover them."""
 _LETTERS_IN_A_ROW = 36
-"""Letters of as many names of classes, each as long as the longest, that fit below a plot side by side."""
+"""Number of letters that fit below a plot; class names, each counted as long as the longest, are else rotated."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ScoredClass:
     Attributes:
         name: The class.
         color: Index of its colour.
-        score: (N,) by which it ranks the slides.
+        score: (N,) score by which the class ranks the slides.
         positive: (N,) whether each slide is of the class.
         draws: (draws, N) how often each bootstrap draw has each slide.
     """

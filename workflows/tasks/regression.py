@@ -26,7 +26,7 @@ from workflows.tasks.plots import scatter_plot
 from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
 
 LEVEL = 0.9
-"""Share of new cases whose value the interval of a prediction contains; with fewer than 9 cases there is none."""
+"""Share of new cases whose value lies in the prediction's interval; fewer than 9 validation cases give no interval."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Regression(Task):
     """Numbers. A target is (value,); the model has one output, the value standardised by ``mean`` and ``std``.
 
     Attributes:
-        mean: Of the values of the training slides.
-        std: Their standard deviation.
+        mean: Mean of the training slides' values.
+        std: Standard deviation of the training slides' values.
         kind: ``huber`` or ``mse``, of standardised values.
     """
 
@@ -172,7 +172,7 @@ class Regression(Task):
         readout: Readout,
         before: NDArray[np.float64] | None = None,
     ) -> PageSection:
-        """Return predicted against true values; the largest errors are those to look at."""
+        """Return a plot of predicted against true values, and the error of each slide."""
         true, predicted = self.tensor(targets), torch.from_numpy(np.ascontiguousarray(values[:, 0]))
 
         def draw(counts: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -203,12 +203,14 @@ class Regression(Task):
 
 @dataclass(frozen=True)
 class NumberReadout(Readout):
-    """A number in the units of the target; scores of positions are its place among the training values, if normal.
+    """A number in the units of the target.
+
+    The score of a position is its quantile among the training values, if these are normally distributed.
 
     Attributes:
         name: The target.
-        mean, std: By which outputs are made values.
-        half_width: Of the interval; None: there is none.
+        mean, std: Mean and standard deviation that turn outputs into values.
+        half_width: Half the width of the interval; None: there is no interval.
     """
 
     name: str

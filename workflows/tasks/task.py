@@ -62,14 +62,14 @@ class LabelSource:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """One task of a run, with all that it has learnt from the labels of the training split.
+    """One task of a run, with what it has learnt from the labels of the training split.
 
-    Tensors: outputs are (N, ``outputs``) of the model, targets are what ``tensor`` returns.
+    In all methods, ``outputs`` are those of the model, (N, number of outputs), and ``targets`` what ``tensor`` returns.
 
     Attributes:
         columns: Columns of the target.
-        own_loss: ``package.module:function`` of the user's own loss; empty: that of the task.
-        own_metrics: Of the user's own metrics.
+        own_loss: ``package.module:function`` of the user's own loss; empty: the loss of the task.
+        own_metrics: ``package.module:function`` of each of the user's own metrics.
     """
 
     facts: ClassVar[TaskFacts]
@@ -106,7 +106,7 @@ class Task(ABC):
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Return what a ``model.json`` says of the task, ``class_names`` among it."""
+        """Return the entries of the task in ``model.json``, ``class_names`` among them."""
 
     def read_again(
         self, path: Path | Table, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
@@ -143,7 +143,7 @@ class Task(ABC):
 
     @property
     def label_numbers(self) -> int:
-        """How many numbers the label of a slide has: 1, also of the index of a class."""
+        """How many numbers the label of a slide has; the index of a class is one."""
         return 1
 
     @property
@@ -187,7 +187,7 @@ class Task(ABC):
         return resampled(lambda part: self.drawn(outputs, targets, part), self.metric_names, counts)
 
     def with_labels(self, targets: Sequence[Target]) -> Sequence[tuple[Task, Sequence[Target]]]:
-        """Return the task of each target with the labels of it, from those of slides."""
+        """Return the task of each target, with the labels for it among the labels of slides."""
         return [(self, targets)]
 
     def try_own(self, batch: Sequence[Target], evaluated: Sequence[Target]) -> None:
@@ -199,12 +199,12 @@ class Task(ABC):
         check_own(self.own_loss, self.own_metrics, self.outputs, self.tensor(batch), self.tensor(evaluated))
 
     def in_units(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Return outputs as the user's own functions get them: the model's, or numbers in units of the labels."""
+        """Return outputs as the user's own functions get them: unchanged, or in the units of the labels."""
         return outputs
 
     @property
     def loss_is_own(self) -> bool:
-        """Whether the loss is a function of the user, or a ``loss`` that ``drawn`` of its base does not know."""
+        """Whether the loss is the user's: a function, or a ``loss`` overridden without ``drawn`` or ``losses``."""
         return bool(self.own_loss) or self._own_method
 
     @property
@@ -213,7 +213,7 @@ class Task(ABC):
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """What the user's own functions give; it has no intervals."""
+        """Names of the values of the user's own functions, which have no intervals."""
         return (*(["loss"] if self.loss_is_own else []), *map(metric_name, self.own_metrics))
 
     @property
@@ -225,7 +225,7 @@ class Task(ABC):
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs and targets of M cases from those of their slides; ``of_case``: (N,) index of each case."""
+        """Return outputs and targets of M cases from those of N slides; ``of_case``: (N,) the index of its case."""
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
         """Return what is fitted on validation slides, for the ``calibration`` of a ``model.json``; None: nothing."""
@@ -234,7 +234,7 @@ class Task(ABC):
     def describe_calibration(
         self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]] | None:
-        """Return the effect on slides of what was fitted on others, as text and as JSON; None: nothing to say."""
+        """Return the effect of the calibration ``fitted`` on these slides, as text and as JSON; None: no effect."""
         return None
 
     @abstractmethod
@@ -247,7 +247,7 @@ class Task(ABC):
 
     @abstractmethod
     def target_of(self, text: str) -> Target | None:
-        """Return the label of a text of ``text``; None: it is none."""
+        """Return the label that ``text`` describes, the inverse of the method `text`; None if it describes none."""
 
     def warnings(self, train: Sequence[Target], val: Sequence[Target]) -> list[str]:
         """Return warnings about labels for the user."""
@@ -261,7 +261,7 @@ class Task(ABC):
         """
 
     def check_validation(self, val: Sequence[Target]) -> None:  # noqa: B027 (most tasks take any)
-        """Check that the best checkpoint can be chosen on slides with these labels; none: it is the latest.
+        """Check that the best checkpoint can be chosen on slides with these labels; without labels, any will do.
 
         Raises:
             RequestError: It cannot.
@@ -275,12 +275,12 @@ class Task(ABC):
         """Check that a run with the ``model.json`` of its checkpoint may go on with this task.
 
         Raises:
-            RequestError: Its labels have become others.
+            RequestError: Its labels have changed.
         """
         before = {key: model.get(key) for key in self.to_json()}
         if before != _as_json(self.to_json()):
             raise RequestError(
-                f"data.labels: the labels of {', '.join(self.columns)} are others than those with which the run began; "
+                f"data.labels: the labels of {', '.join(self.columns)} differ from those with which the run began; "
                 "restore them, or use another run.dir"
             )
 
@@ -289,7 +289,7 @@ class Task(ABC):
         """Return how outputs of slides are read; ``calibration``: that of a ``model.json``."""
 
     def is_wrong(self, prediction: str, target: Target) -> bool:
-        """Whether a prediction is an error: of tasks in which it is right or wrong."""
+        """Whether a prediction is wrong; False for tasks whose predictions are neither right nor wrong."""
         return False
 
     @abstractmethod
@@ -313,7 +313,7 @@ class Task(ABC):
 
 
 def make_loss(task: Task, accumulate: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the loss of a task as engines take it, divided by ``accumulate``, the batches of one update."""
+    """Return the loss of a task for the engine, divided by ``accumulate``, the number of batches of one update."""
     own = load_loss(task.own_loss) if task.own_loss else None
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -324,9 +324,10 @@ def make_loss(task: Task, accumulate: int) -> Callable[[torch.Tensor, torch.Tens
 
 
 def loss_over(task: Task) -> Literal["batch", "microbatch"]:
-    """Return over what the loss of a task is computed: a user's own may be any function of the batch.
+    """Return whether the loss of a task is computed over the batch or over each micro-batch.
 
-    So may the ``loss`` of a derived class, unless that class, or one derived from it, says otherwise.
+    A user's own loss may be any function of the batch. So may an overridden ``loss``, unless the same class, or one
+    derived from it, also overrides ``loss_over``.
     """
     kind = type(task)
     is_stated = _nearest(kind, "loss_over") <= _nearest(kind, "loss")
@@ -345,7 +346,7 @@ def target_columns(model: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _nearest(kind: type, name: str) -> int:
-    """Return how many classes lie between ``kind`` and the first that defines ``name``; its bases, if none does."""
+    """Return the place in the resolution order of the first class that defines ``name``; the end if none does."""
     order = kind.__mro__
     return next((k for k, one in enumerate(order) if name in vars(one)), len(order))
 

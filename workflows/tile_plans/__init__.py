@@ -1,1 +1,1 @@
-"""Forecasts of steps of bags: seconds and memory from what a tile needs, and the best plans."""
+"""Forecasts of steps with bags, and their best plans: seconds and memory, from the needs of one tile."""

@@ -1,4 +1,4 @@
-"""What a run of bags needs for a tile and for a slide: measured on one and on three tiles."""
+"""The operations and bytes that a run with bags needs for a tile and for a slide, measured on a few tiles."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class BagCosts:
-    """What a run of bags needs, whatever its plan.
+    """The operations and bytes that a run with bags needs, independent of its plan.
 
     Attributes:
         tiles: Tiles of each training slide in an epoch.
-        forward_flops: Operations of the encoder for a tile, by kind of the machine model.
-        backward_flops: Those of its backward.
+        forward_flops: Operations of the encoder's forward for a tile, by kind of the machine model.
+        backward_flops: Operations of its backward, by kind.
         bag_flops: Operations of the aggregator for a mean slide, forward and backward.
         facts: Bytes of the encoder for a chunk.
         tile_bytes: Bytes of a tile as it is read and as the encoder takes it.
-        file_bytes: Bytes of a stored vector, whose reading no encoder hides; 0 with pixels, which are read ahead.
+        file_bytes: Bytes of a stored vector, which is not read ahead; 0 with pixels, which are.
         chunk: Tiles that are read at once; None: as many as fit.
         lasting_bytes: Tiles of each slide of a batch -> bytes of vectors, of the aggregator and of decoded chunks.
-        process_bytes: Of a process with the libraries that the run imports, measured on this one, without weights.
+        process_bytes: Bytes of a process with the libraries of the run, measured on this process, without weights.
         weight_bytes: Bytes of all weights.
-        trained_bytes: Bytes of those that are trained.
-        tensors: Number of these.
+        trained_bytes: Bytes of the trained weights.
+        tensors: Number of trained tensors.
         shard: Whether ranks that share tiles divide the encoder's weights; the aggregator's count as divided, too.
-        gathered_bytes: Whole weights, and their gradients, that a call has at once then.
-        dtype: Of the computation, as machine models name it.
+        gathered_bytes: With ``shard``, bytes of whole weights and their gradients that a call gathers at once.
+        dtype: Dtype of the computation, as machine models name it.
     """
 
     tiles: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Seconds and memory of a step of bags by a plan.
+"""Seconds and memory of a step with bags, for a plan.
 
 ::
 
@@ -19,22 +19,22 @@ from hyfi_core.tiles.memory_budget import SLACK, chunk_size
 from workflows.tile_plans.bag_costs import BagCosts
 
 _DRAWS = 64
-"""Batches that are drawn for the length of the longest replica's."""
+"""Number of random batches over which the tiles of the slowest replica are averaged."""
 
 
 @dataclass(frozen=True)
 class BagForecast:
-    """A step by a plan.
+    """The forecast of a step.
 
     Attributes:
-        plan: With ``memory_bytes``.
+        plan: The plan, with ``memory_bytes``.
         step_s: Seconds of a step.
-        parts_s: What they are spent on, by name.
-        memory_bytes: Of the rank that needs most, for the slides with most tiles.
-        least_bytes: What it needs at least: if no chunk keeps its activations.
-        chunk: Tiles that are encoded at once.
-        kept: Share of the tiles whose activations are kept, 0 to 1; 1 if nothing is driven backward.
-        slides: Of a step.
+        parts_s: Seconds of each part of a step, by name.
+        memory_bytes: Bytes of the rank that needs most, for the slides with most tiles.
+        least_bytes: Bytes that this rank needs if no chunk keeps its activations.
+        chunk: Number of tiles that are encoded at once.
+        kept: Share of the tiles whose activations are kept, 0 to 1; 1 if the encoder is not trained.
+        slides: Number of slides of a step.
     """
 
     plan: ParallelPlan
@@ -51,9 +51,9 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
     """Return the forecast of a step.
 
     Args:
-        costs: Of the run.
-        plan: With ``tiles`` and ``replicas``; without ``memory_bytes`` the machine's memory is the limit.
-        slides: Of a step, over all replicas.
+        costs: Costs of the run.
+        plan: The plan, with ``tiles`` and ``replicas``; without ``memory_bytes`` the machine's memory is the limit.
+        slides: Number of slides of a step, over all replicas.
         machine: The machine model.
 
     Raises:
@@ -77,7 +77,7 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
     kept = kept_chunks / max(1, chunks) if trains else 1.0
     parts = _parts_s(costs, plan, slides, machine, kept)
     of_kept = max(0, kept_chunks - 1) * costs.facts.kept.of(-(-tiles // max(1, chunks)))
-    # What a forward frees stays in the process, between blocks of the chunks that are kept or encoded again after it.
+    # The process keeps what a forward frees: it lies between blocks of chunks that are kept or encoded again later.
     freed = costs.facts.forward.of(chunk) if kept_chunks < chunks and trains else 0
     return BagForecast(
         plan=replace(plan, memory_bytes=limit),
@@ -92,7 +92,7 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
 
 
 def bag_plans(costs: BagCosts, ranks: int, slides: int, machine: MachineModel) -> tuple[list[BagForecast], list[str]]:
-    """Return the forecasts of all plans of so many ranks, the fastest first, and why others do not work."""
+    """Return the forecasts of all plans with ``ranks`` ranks, the fastest first, and why other plans do not work."""
     fitting, refused = [], []
     for of_slide in (n for n in range(1, ranks + 1) if ranks % n == 0):
         plan = ParallelPlan(tiles=of_slide, replicas=ranks // of_slide)
@@ -107,7 +107,7 @@ def bag_plans(costs: BagCosts, ranks: int, slides: int, machine: MachineModel) -
 
 
 def _least_bytes(costs: BagCosts, plan: ParallelPlan, longest: list[int], chunk: int, machine: MachineModel) -> int:
-    """Return what a rank needs if it keeps no activations: as `hyfi_core.tiles.memory_budget` counts it."""
+    """Return the bytes that a rank needs if it keeps no activations, as `hyfi_core.tiles.memory_budget` counts."""
     reduces = 2 if plan.ranks > 1 else 1
     state = costs.weight_bytes + costs.trained_bytes * (reduces + 2)  # gradients, and two moments
     if costs.shard and (plan.tiles or 1) > 1:
@@ -151,7 +151,7 @@ def _tile_s(costs: BagCosts, machine: MachineModel, backward: bool, crowded: boo
 
 
 def _mean_longest(tiles: tuple[int, ...], replicas: int, each: int) -> float:
-    """Return the tiles of the replica with most of them, the mean over drawn batches: the others wait for it."""
+    """Return the tiles of the replica with most tiles, for which the others wait: the mean over random batches."""
     rng = random.Random(0)
     drawn = [[sum(rng.choices(tiles, k=each)) for _ in range(replicas)] for _ in range(_DRAWS)]
     return sum(map(max, drawn)) / _DRAWS

@@ -1,4 +1,4 @@
-"""``hyfi plan`` and ``hyfi simulate`` of runs of bags: as text and as JSON."""
+"""The output of ``hyfi plan`` and ``hyfi simulate`` for runs with bags, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def simulate_bags(config: Config, plan: ParallelPlan, slides: int, machine: Mach
     """Print the forecast of a plan.
 
     Args:
-        config: Of the run.
-        plan: Its plan, perhaps with other replicas.
-        slides: Of a step, over all replicas.
+        config: The configuration of the run.
+        plan: Its plan, perhaps with another number of replicas.
+        slides: Number of slides of a step, over all replicas.
         machine: The machine model.
         as_json: Print it as one JSON object, too.
 

@@ -11,7 +11,7 @@ not depend on delays, nor on whether the run was resumed.
 
 If the result that ends the run arrives late, training has continued in the meantime: everything written after the last
 step is then removed, and later results are ignored. So weights, records and best checkpoint do not depend on delays.
-(With ``validation.policy: latest``, which weights are validated depends on timing; the rule holds for those that are.)
+With ``validation.policy: latest``, timing decides which weights are validated; for these, the same holds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def merit(record: Mapping[str, Any], metric: str) -> tuple[float, float]:
 def best_step(records: Records, metric: str, among: Iterable[int]) -> int | None:
     """Return the best of the validated steps in ``among``, the earliest of equals; None if there are none.
 
-    Weights whose outputs were not finite, with which the loss is undefined, are never the best.
+    Weights with outputs that are not finite have no loss, and are never the best.
     """
     steps = [step for step in sorted(set(among)) if step in records and records[step].get("loss") is not None]
     return max(steps, key=lambda step: (*merit(records[step], metric), -step), default=None)

@@ -2,12 +2,12 @@
 
 ::
 
-    step            |── compute ──|halo|stage|reduce|spill|wait|   seconds of the step itself
+    step            |compute|compile|halo|stage|reduce|spill|wait| seconds of the step itself
     between steps   |validation|save|                              counted in the next step's record
 
 ``halo``, ``stage`` and ``reduce`` are the seconds in which this rank only communicated or waited for other ranks;
 communication that overlaps with computation is not counted. ``spill`` is waiting for maps on their way to and from
-``plan.spill``, ``wait`` is waiting for images. The rest is ``compute``.
+``plan.spill``, ``wait`` is waiting for images, ``compile`` is compiling segments. The rest is ``compute``.
 
 ::
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:  # `hyfi status` needs no torch
 KINDS = ("compute", "compile", "halo", "stage", "reduce", "spill", "wait", "validation", "save")
 MESSAGES = ("halo", "stage", "reduce")
 OF_THE_SLOWEST = ("compile", "spill", "wait", "validation", "save")
-"""Kinds that bound training by the trainer that spends most: the others wait for it."""
+"""Kinds for which the trainer that spends most counts, because the others wait for it."""
 MIN_SHARE = 0.15
-"""A kind other than computing that takes a smaller fraction of the time does not bound training: computing does."""
+"""If every kind other than computing takes a smaller fraction of the time, computing bounds training."""
 
 NAMES = {
     "compute": "computing",
@@ -114,7 +114,7 @@ class RunSetup:
         ranks, loaders, validators: Number of ranks of each role; ``ranks``: trainers.
         policy: ``all`` or ``latest``.
         spare_train: Whether spare ranks train, so that none is left to load or validate.
-        planes: Of each replica.
+        planes: Number of planes of each replica.
         tiles: Whether slides are bags of tiles.
         free_cores: Whether this node has cores beside those of the trainers.
     """
@@ -132,9 +132,9 @@ class RunSetup:
 def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return each kind's fraction of an epoch, from the times of all trainers.
 
-    ``spill``, ``wait``, ``validation`` and ``save`` are those of the rank that spends most, which makes all others
-    wait. ``halo`` and ``reduce`` are those of the rank that spends least, which are the cost of the messages; what
-    others spend beyond that is ``imbalance``. ``compute`` and ``stage`` are means.
+    The kinds ``OF_THE_SLOWEST`` are those of the rank that spends most, because all others wait for it. ``halo`` and
+    ``reduce`` are those of the rank that spends least, which is the cost of the messages; the time that others spend
+    beyond that is ``imbalance``. ``compute`` and ``stage`` are means.
     """
     totals = [sum(times.values()) or math.inf for times in spent]
 
@@ -179,8 +179,8 @@ def percentages(spent: Sequence[Mapping[str, float]]) -> dict[str, int]:
 def bound_by(spent: Sequence[Mapping[str, float]], setup: RunSetup) -> str:
     """Return one line: what bounds training, by how much, advice, and the whole breakdown.
 
-    The breakdown is the mean over trainers. Where the bound is the share of one trainer for which the others wait, and
-    that is not the mean, the line names the trainer.
+    The breakdown is the mean over trainers. If one trainer's share bounds training, and it differs from the mean, the
+    line names the trainer.
     """
     shares_of = shares(spent)
     most = max((kind for kind in shares_of if kind != "compute"), key=lambda kind: shares_of[kind])

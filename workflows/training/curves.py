@@ -50,9 +50,9 @@ def write_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], u
 
     Args:
         path: The page.
-        title: Of the run.
-        records: Of its metrics.
-        unit: What is counted in a second: see `unit_of` of `throughput`.
+        title: Title of the page.
+        records: The records of ``metrics.jsonl``.
+        unit: What the speed counts, see `workflows.training.throughput.unit_of`.
 
     Raises:
         OSError: The file cannot be written.
@@ -134,5 +134,5 @@ def _chart(name: str, curves: Sequence[RunCurve]) -> str:
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    margin = max(0.5, abs(high) / 10)  # of large values, 0.5 more is the same number
+    margin = max(0.5, abs(high) / 10)  # 0.5 vanishes when added to a large float
     return (low, high) if high > low else (low - margin, high + margin)

@@ -32,9 +32,9 @@ from workflows.training.job import TrainingJob
 from workflows.training.start import Roles
 
 _AHEAD_OF_MEMORY = 0.05
-"""Of ``plan.memory_bytes``: boxes of cells that loaders send ahead."""
+"""Fraction of ``plan.memory_bytes`` for boxes of cells that loaders send ahead."""
 _CORES_OF_GPU = 2
-"""That a rank with a GPU needs: a thread starts kernels in forward, another in backward."""
+"""Cores that a rank with a GPU needs: one thread launches the kernels of forward, another those of backward."""
 
 
 def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, device: torch.device) -> Feed:
@@ -47,7 +47,7 @@ def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, d
     parts = _in_order(engine) if cells else engine.input_parts
     spec = FeedSpec(job.stream, job.layout, replica, tuple(parts), turns)
     if loaders and cells:
-        limit = engine.plan.memory_bytes if device.type == "cpu" else None  # else that of the GPU
+        limit = engine.plan.memory_bytes if device.type == "cpu" else None  # on a GPU, the limit is of its own memory
         ahead_bytes = None if limit is None else int(_AHEAD_OF_MEMORY * limit)
         return CellFeed(roles.world, loaders, spec, data.prefetch, ahead_bytes, device)
     if loaders:
@@ -77,7 +77,7 @@ class BatchImages:
         prepare: Normalises them, see `preparation`.
 
     Attributes:
-        pixel_dtype: Of the images before normalisation, which a cell keeps instead of the normalised ones.
+        pixel_dtype: Dtype of the images before normalisation; cells keep these, because they are smaller.
     """
 
     pixel_dtype: ClassVar[torch.dtype] = torch.uint8
@@ -100,13 +100,13 @@ class BatchImages:
 
 @dataclass(frozen=True)
 class CoreUse:
-    """Cores that a rank may use, and those that it needs.
+    """The cores that a rank may use and needs.
 
     Attributes:
         host: Host name.
-        cores: Numbers of those that it may use.
-        usable: How many of them at a time; quotas allow fewer than there are.
-        needs: How many it computes on; None: it is a loader, and takes those that are left.
+        cores: Numbers of the cores that it may use.
+        usable: How many of them it may use at a time; a quota may allow fewer.
+        needs: How many it computes on; None for a loader, which takes the remaining ones.
     """
 
     host: str
@@ -121,10 +121,10 @@ def most_workers(job: TrainingJob, roles: Roles, device: str) -> int | None:
     Args:
         job: The run.
         roles: Roles of the ranks.
-        device: Of this rank.
+        device: Device of this rank.
 
     Returns:
-        None on other ranks, and if ``data.workers`` says how many.
+        None on other ranks, and if ``data.workers`` is set.
     """
     if not roles.loader_ranks or job.config.data.workers is not None:
         return None
@@ -143,7 +143,7 @@ def cores_of_trainer(device: str) -> int:
 
 
 def cores_left(own: CoreUse, uses: Sequence[CoreUse]) -> int:
-    """Return the cores for a loader: of those that it may use, what other ranks with the same leave to each loader."""
+    """Return the cores for a loader: an equal part of those that other ranks with the same cores do not need."""
     # Containers of one host may have different cores; ranks with others do not compete for these.
     mates = [use for use in uses if (use.host, use.cores) == (own.host, own.cores)]
     loaders = sum(use.needs is None for use in mates)
@@ -157,7 +157,7 @@ def make_loader(
 
     Args:
         job: The run.
-        samples: Of the training split.
+        samples: The training samples.
         roles: Roles of the ranks.
         watch: Called between messages.
         most: See `most_workers`.

@@ -36,7 +36,7 @@ from workflows.tasks.own_task import is_own, try_task
 from workflows.tasks.task import LabelSource, Task
 
 _TRIED = 8
-"""Slides on whose labels a task of the user's own is tried."""
+"""Number of slides with whose labels a user's own task is tried."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class TrainingJob:
 
     @cached_property
     def val_samples(self) -> Grouping:
-        """The same of the validation slides."""
+        """The validation slides as samples."""
         return Grouping.of(self.val.samples, self.config.data.bag)
 
     @property

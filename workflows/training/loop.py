@@ -39,7 +39,7 @@ from workflows.training.validating import Validating
 
 MaybeState = Mapping[str, torch.Tensor] | None
 _WARNINGS = 5
-"""Number of steps that are not finite for which a run warns."""
+"""A run warns of this many steps that are not finite, and then stops warning."""
 
 
 class TrainingLoop:
@@ -138,7 +138,8 @@ class TrainingLoop:
             if self._job.validates_after(step):
                 self._validating.validate(step, state)
             stopped = self._validating.sync()
-            # Rank 0 waits here for updates of slower ranks; after a checkpoint or a validation, it waits for these.
+            # In the vote of `sync`, rank 0 waits for updates of slower ranks; that counts as reducing. After a
+            # checkpoint or a validation, it waits for these instead.
             self._late_s = self._compared_s + (0.0 if self._job.saves_after(step) else self._validating.voted_s)
             self._report_epoch(step)
             if stopped and not self._job.saves_after(step):
@@ -170,7 +171,7 @@ class TrainingLoop:
             with self._trace.span("data", "images"):
                 batch = self._batches.batch(turn)
             labels = self._job.batch_labels(turn, self._replica)
-            ACTIVITY.step = step - 1  # the engine counts on, and counts every accumulated batch
+            ACTIVITY.step = step - 1  # the engine adds 1 in each call; with accumulated batches, calls are not steps
             losses.append(self._engine.accumulate_unread(batch, labels))
             self._trace.accumulated()
         lr = self._rate.set(step)
@@ -280,7 +281,7 @@ class TrainingLoop:
                 warn(f"hyfi: {self.failure}")
             return None
         self.failure = None
-        if self._engine.plan.spill is not None:  # steps are long: else it would be published only after the next one
+        if self._engine.plan.spill is not None:  # steps are long, and it would be published only after the next one
             self._checkpoints.finish(self._validating.open_steps)
         if not (self._job.validates_after(step) and self._validating.remote):
             return None

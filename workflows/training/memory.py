@@ -1,4 +1,4 @@
-"""Memory check before a run: compares the forecast for the trainers with what each host and each GPU has free.
+"""Memory check before a run: compares the forecast for the trainers with the free memory of each host and GPU.
 
 trainers on CPUs    process, weights, maps                       the host: its memory, or a limit of the job
 trainers on GPUs    weights, maps                                each GPU
@@ -33,7 +33,7 @@ PROCESS_BYTES = 400_000_000
 """Memory of a rank before its first step: Python, torch and the libraries."""
 
 _PIECES = 8
-"""Pieces of a model that are proposed where one stage has too little memory; more gain little, see LOG.md."""
+"""``plan.interleave`` to propose if one stage has too little memory; more pieces save little (benchmarks/LOG.md)."""
 
 
 def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], trainer_bytes: Sequence[int]) -> list[int]:
@@ -44,7 +44,7 @@ def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], trainer_byt
     Args:
         plan: The run's plan.
         stages: Forecast for each stage.
-        trainer_bytes: What each rank of a plane needs there for training.
+        trainer_bytes: Bytes in the host's memory that each rank of a plane needs for training.
     """
     written = _written_bytes(plan, Placement.of(plan), stages)
     return [
@@ -151,8 +151,8 @@ def check_memory(job: TrainingJob, roles: Roles, device: str, programs: ModelPro
     Args:
         job: The run.
         roles: Roles of the ranks.
-        device: Of this rank.
-        programs: Captures of the run's model that were made before on this rank; None: there are none.
+        device: Device of this rank.
+        programs: Captures of the run's model that this rank has made before; None: it captures them.
 
     Raises:
         RequestError: On rank 0, if a host or a GPU has less memory than the lower bound of what its trainers need.
@@ -182,7 +182,7 @@ def check_memory(job: TrainingJob, roles: Roles, device: str, programs: ModelPro
 
 
 def describe_unchecked(plan: ParallelPlan) -> str:
-    """Return why the memory of a plan with cells is not compared with what is free, and what limits it."""
+    """Return why the memory of a plan with cells is not compared with the free memory, and what limits it."""
     if plan.spill is None:
         limit = "plan.cells without plan.spill keep all maps (`hyfi simulate` forecasts them); a run without room ends"
     elif plan.memory_bytes is None:
@@ -210,8 +210,8 @@ class _Forecaster:
 
     Args:
         job: The run.
-        on_gpus: Whether its trainers compute on GPUs, so that little is in the memory of their processes.
-        programs: Captures the run's model; None: a new one does.
+        on_gpus: Whether its trainers compute on GPUs, where their weights and maps are.
+        programs: Captures of the run's model; None: new ones are made.
     """
 
     def __init__(self, job: TrainingJob, on_gpus: bool, programs: ModelPrograms | None = None) -> None:
@@ -219,12 +219,12 @@ class _Forecaster:
         self._programs = ModelPrograms(job.config, job.task.outputs) if programs is None else programs
 
     def least_bytes(self, plan: ParallelPlan) -> list[int]:
-        """Return a lower bound of what each trainer needs where it computes."""
+        """Return a lower bound of the bytes that each trainer needs on its device."""
         plan, _, stages = self._stages(plan)
         return self._of_trainers(plan, rank_peaks(plan, stages, "least"))
 
     def of_changes(self, plans: Mapping[str, ParallelPlan]) -> dict[str, list[int]]:
-        """Return the lower bounds of those changed plans that the model can have: small ones have fewer pieces."""
+        """Return the lower bounds of the changed plans, without those that are too many pieces for a small model."""
         bounds = {}
         for change, plan in plans.items():
             with contextlib.suppress(RequestError):
@@ -232,14 +232,14 @@ class _Forecaster:
         return bounds
 
     def device_bytes(self, plan: ParallelPlan) -> list[int]:
-        """Return what each trainer needs where it computes."""
+        """Return the bytes that each trainer needs on its device."""
         plan, program, stages = self._stages(plan)
         if self._on_gpus:
             return self._of_trainers(plan, grown_bytes(program, plan, "cuda"))
         return rank_bytes(plan, stages, grown_bytes(program, plan, "cpu"))
 
     def host_bytes(self, plan: ParallelPlan) -> list[int]:
-        """Return what each trainer on a GPU needs in the memory of its host."""
+        """Return the bytes that each trainer on a GPU needs in its host's memory."""
         plan, _, stages = self._stages(plan)
         return rank_bytes(plan, stages, (0,))
 

@@ -64,7 +64,7 @@ class MetricsLog:
             self._file.close()
         self.records = [record for record in self.records if record["step"] <= until_step]
         if self.path.exists():
-            # A new file takes the name, so the log is opened again below: the old file would get later lines unseen.
+            # Another file takes the name: open it below, because lines written to the old one would be lost.
             write_atomically(self.path, "".join(map(_line, self.records)).encode())
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 

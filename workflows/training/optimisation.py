@@ -18,8 +18,8 @@ def optimizer_factory(
 ) -> Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]:
     """Return a function from this rank's parameters to their optimizer.
 
-    It has the groups of the whole model; some may be empty on this rank; a parameter that the model does not
-    name belongs to the first group.
+    The optimizer has the groups of the whole model, some of them empty on this rank. A parameter that the model does
+    not name belongs to the first group.
 
     Args:
         config: The section ``optimizer``.
@@ -97,10 +97,10 @@ def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
 
 
 class LearningRate:
-    """Sets the learning rate of each step from the schedule alone: it depends on nothing that a resume could change.
+    """Sets the learning rate of each step from the schedule alone, so that resuming a run does not change it.
 
     Args:
-        optimizer: With the rates after the warm-up, before a saved state is loaded.
+        optimizer: The optimizer with the rates after the warm-up, before a saved state is loaded.
         config: The schedule.
         steps: Number of steps of the whole run.
         lr: ``optimizer.lr`` for the run's batch.
@@ -117,7 +117,7 @@ class LearningRate:
         return [rate * factor for rate in self._rates]
 
     def set(self, step: int) -> float:
-        """Set the rates of a step; return ``optimizer.lr`` of this step, with which groups of parameters may differ."""
+        """Set the rates of a step; return that of ``optimizer.lr``, from which groups of parameters may differ."""
         for group, rate in zip(self._optimizer.param_groups, self.of(step), strict=True):
             group["lr"] = rate
         return self._lr * self._factor(step - 1)

@@ -1,7 +1,7 @@
 """Measurement of each replica's speed before the first step, from which the shares of a batch are computed.
 
-Times what a step does (read slides, forward, backward) with one slide in each micro-batch. Uses a separate model, so
-that the weights, statistics and random numbers of the run do not change.
+It times reading, forward and backward with one slide in each micro-batch, on a separate model, so that the weights,
+statistics and random numbers of the run do not change.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def with_shares(job: TrainingJob, roles: Roles) -> TrainingJob:
     replica = trainers.rank // replica_ranks
     group = trainers.split(replica, trainers.rank)
     assert group is not None
-    # Of all trainers: where one replica is refused, the others would wait for it in `measured`.
+    # All trainers agree, not each replica alone: otherwise, if one is refused, the others wait for it in `measured`.
     turn = agree(trainers, lambda: _timed_turn(job, replace(roles, trainers=group)))
     pace_s = measured(trainers, replica, turn)
     shares = apportion(job.config.data.batch_size, pace_s, job.plan.microbatches)

@@ -60,9 +60,9 @@ class Recorder:
         folder: The run's folder.
         best: The step to which ``best`` points.
         last: The step with which early stopping ends the run (see :mod:`workflows.training.best`), or None.
-        data: What the run is trained on, for its checkpoints.
-        trained_slides: The training slides, by which predictions find them again.
-        loading: What all loaders have read and sent, at the end; None before, and without loaders.
+        data: Record of the run's slides, for its checkpoints.
+        trained_slides: The training slides, by which predictions recognise them.
+        loading: Report of all loaders, set at the end; None before, and without loaders.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Recorder:
         wait_seconds: float,
         spent: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record one step; ``lr``: the rate that it used; ``spent``: other keys, of its time."""
+        """Record one step; ``lr``: its learning rate; ``spent``: further keys, such as the times by kind."""
         images_per_s = self._job.step_samples / seconds
         throughput = self._throughput.of(images_per_s)
         values = {

@@ -1,4 +1,4 @@
-"""What a run says of itself on rank 0: at its start and at its end."""
+"""The lines that rank 0 prints at the start and at the end of a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _samples(job: TrainingJob) -> str:
 
 
 def _selecting(job: TrainingJob) -> str:
-    """Return which metric selects the best checkpoint, of several targets: others would select others."""
+    """Return which metric selects the best checkpoint if there are several targets, each with its metrics."""
     if job.config.data.targets is None or not len(job.val):
         return ""
     return f"; best is the checkpoint with the best {job.config.validation.metric} (validation.metric)"

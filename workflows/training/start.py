@@ -190,8 +190,8 @@ def check_images(job: TrainingJob, programs: ModelPrograms) -> list[dict[str, An
 def drawn_by_stage(job: TrainingJob, device: str) -> InitialWeights | None:
     """Return the weights if each trainer draws only those of its stages; None if it builds the whole model.
 
-    It does for a user's model, whose capture is verified with values, for weights from a file, on a GPU, and
-    if the plan has one stage.
+    It builds the whole model if this is the user's (whose capture is verified with values), if weights are read from a
+    file, on a GPU, and if the plan has one stage.
     """
     if not job.config.model.built_in or job.config.model.weights is not None or device != "cpu" or job.plan.stages == 1:
         return None
@@ -206,8 +206,8 @@ def make_model(
     Args:
         job: The run.
         loads: Whether to load ``model.weights`` and report it; False if another rank or a checkpoint provides them.
-        drawn: Weights that ``make_engine`` draws: the model is on the meta device.
-        tell: Is given lines about modules in evaluation mode (see `set_training`) and about what is frozen.
+        drawn: Weights that ``make_engine`` draws later; the model is then on the meta device.
+        tell: Called with lines about modules in evaluation mode (see `set_training`) and about frozen parts.
     """
     torch.manual_seed(job.config.run.seed)
     model = build_model(job.model_json()["model"]) if drawn is None else drawn.model
@@ -248,9 +248,9 @@ def make_engine(
     Args:
         job: The run.
         model: From ``make_model``.
-        plan: Of the trainers.
+        plan: The plan of the trainers.
         group: The trainers.
-        batch: Images of this rank's replica.
+        batch: Number of images of this rank's replica.
         drawn: What draws the model's weights if it is on the meta device.
     """
     optimizer = job.config.optimizer
@@ -270,6 +270,7 @@ def make_engine(
         verify=not job.config.model.built_in,  # built-in models are covered by tests
         weights=drawn,
     )
+    # In the background, compiled code takes over at a step that depends on time: results would not repeat bit by bit.
     if engine.segments is not None and not job.config.run.deterministic:
         engine.segments.work_in_background()
     return engine
@@ -289,7 +290,7 @@ class SavedRun:
     Attributes:
         checkpoint: Weights and buffers.
         training: Optimizer, random state and step.
-        before: The configuration with which the run went on until now.
+        before: The configuration of the run until now.
     """
 
     checkpoint: Checkpoint
@@ -301,12 +302,12 @@ class SavedRun:
         """Open the checkpoint of step ``start``; None for a new run (0). Each trainer checks a share of its digests.
 
         Raises:
-            RequestError: The checkpoint is damaged, the message names the file and checkpoints that are whole; or the
-                labels have become others, such as other classes.
+            RequestError: The checkpoint is damaged (the message names the file, and checkpoints that are whole), or the
+                labels have changed, such as the classes.
         """
         if start == 0:
             return None
-        # By its step, not by the link ``latest``: a network disk may show a node an earlier state of it.
+        # By its step, not by the link ``latest``, because a network disk may show a node an earlier target of the link.
         folder, share = job.config.run.dir, (trainers.rank, trainers.size)
         path, before = step_folder(folder / "checkpoints", start), load_config(folder / "config.yaml")
         try:
@@ -340,7 +341,7 @@ class SavedRun:
         return describe_norm_change(self.before, resumed, int(self.training.state["step"]))
 
     def close(self) -> None:
-        """Close the files when all has been restored: they may be removed."""
+        """Close the files once everything is restored, so that the checkpoint may be removed."""
         saved = self.checkpoint
         for tensors in (saved.weights, saved.averaged, saved.buffers, self.training.optimizer["tensors"]):
             if isinstance(tensors, StoredState):

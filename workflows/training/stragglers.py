@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # `hyfi status` needs no torch
 
 MIN_OVER_MEDIAN = 1.2
 MIN_DELAY = 0.05
-"""A rank is no straggler if it is later than the median by a smaller fraction of the time."""
+"""A rank that is later than the median by a smaller fraction of the time is no straggler."""
 _WRITES_FOR_ALL = 20
-"""A rank that saves for more than so many times the median writes what others have, too: it is not slow."""
+"""A rank whose saving takes more than this many times the median writes for other ranks, too; it is not slow."""
 INTERVAL_STEPS = 100
 """Steps after which ranks are compared, if the epoch is not over before."""
 
@@ -94,7 +94,7 @@ def describe_stragglers(stragglers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def describe_fullest(fullest: Mapping[str, Any] | None) -> str:
-    """Return the rank with the most memory as text; empty without one, as of a single trainer."""
+    """Return the rank with the most memory as text; empty if ranks were not compared."""
     if not fullest:
         return ""
     return (

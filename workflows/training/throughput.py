@@ -76,7 +76,7 @@ def _with_prefix(value: float) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the memory of this rank: that of its process now, or on a GPU the peak of its tensors so far."""
+    """Return the memory of this rank's process now; on a GPU, the peak of its tensors so far."""
     if device.type != "cuda":
         return resident_bytes()
     import torch

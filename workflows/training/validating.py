@@ -80,7 +80,7 @@ class Validating:
 
     @property
     def remote(self) -> bool:
-        """Whether validators validate, which are sent the weights."""
+        """Whether validators validate, to which rank 0 sends the weights."""
         return self._remote
 
     def validate(self, step: int, weights: State | None) -> None:
@@ -153,7 +153,7 @@ class Validating:
         return (self._recorder.last or 0) if self._recorder is not None else 0
 
     def _stop_requested(self) -> bool:
-        """Whether a stop was requested, as far as rank 0 knows, which alone waits for validators."""
+        """Whether rank 0 knows of a request to stop; only rank 0 waits for validators."""
         return self._stop.poll(self._world)
 
     def _interrupted(self) -> bool:

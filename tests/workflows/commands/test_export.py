@@ -47,7 +47,7 @@ def test_slides_are_copied_once_and_a_damaged_one_is_named(hyfi: Hyfi, store: Pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("store", "--ngff", "0.3", "--out", "copies"), "0.4 can be written"),
+        (("store", "--ngff", "0.3", "--out", "copies"), "--ngff 0.3: allowed: 0.4"),
         (("store", "--ngff", "0.4", "--out", "store"), "choose another folder"),
         (("nowhere", "--ngff", "0.4", "--out", "copies"), "no such folder"),
         ((".", "--ngff", "0.4", "--out", "copies"), "no ingested slide"),

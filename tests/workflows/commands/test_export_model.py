@@ -172,7 +172,7 @@ def test_requests_that_cannot_be_met(hyfi_here: Hyfi, checkpoint: Path, tmp_path
     for words, cause in (
         ((checkpoint, "--to", "tflite", "--out", "a"), "--to tflite: expected one of torch, onnx, pt2, torchscript"),
         ((checkpoint, "--out", "full"), "full exists; choose another --out"),
-        ((checkpoint, "--out", "a", "--size-px", "64"), "--size-px is of files"),
+        ((checkpoint, "--out", "a", "--size-px", "64"), "--size-px is for --to onnx"),
         ((checkpoint, "--out", "a", "--to", "onnx", "--size-px", "x"), "--size-px x: use height and width"),
         (("nowhere", "--out", "a"), "nowhere"),
     ):

@@ -9,6 +9,7 @@ import pytest
 
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.checkpoint import amend_model_json
 from tests.conftest import Hyfi
 from tests.pathology.slides import draw_slide, write_slide
 from tests.workflows.predictions import rows_of, save
@@ -133,6 +134,18 @@ def recommended(hyfi_here: Hyfi, tmp_path: Path, *words: str | Path) -> list[str
     return [places.get(word, word) for word in found["command"]]
 
 
+def test_a_checkpoint_trained_with_tf32_is_planned_with_it(hyfi_here: Hyfi, tmp_path: Path) -> None:
+    """Predictions round to TF32 as the training did, so the forecast does, too."""
+    seconds = {}
+    for tf32 in (False, True):
+        checkpoint = save(tmp_path / f"checkpoint-{tf32}")
+        amend_model_json(checkpoint, {"tf32": tf32, "precision": "float32"})
+        said = hyfi_here("plan", checkpoint, "--for", "predict", "--ranks", "1", "--machine", "a100", "--json")
+        assert said.returncode == 0, said.stderr
+        seconds[tf32] = json.loads(said.stdout.splitlines()[-1])["plans"][0]["slide_s"]
+    assert seconds[True] < seconds[False]
+
+
 @pytest.mark.parametrize("side", [None, 2])
 def test_the_planned_prediction_runs(
     hyfi_here: Hyfi, tmp_path: Path, side: int | None, monkeypatch: pytest.MonkeyPatch
@@ -179,7 +192,7 @@ def test_wrong_questions_about_predictions_are_refused(config: Path, hyfi_here: 
         ((config, "--for", "predict", "--write"), "--write with --for predict"),
         ((config, "--for", "predict", "--batch", "3"), "--batch with --for predict"),
         (("checkpoint",), "is a folder; give the YAML"),
-        (("checkpoint", "data.mpp=2", "--for", "predict"), "only data.size_px can be changed"),
+        (("checkpoint", "data.mpp=2", "--for", "predict"), "only data.size_px can be set"),
         (("checkpoint", "data.size_px=[1", "--for", "validate"), "use one or two whole numbers"),
     ):
         said = hyfi_here("plan", *words)

@@ -79,5 +79,5 @@ def test_onnx_of_any_number_of_tiles(
     parts = [encoder.run(None, {"pixels": part.numpy()})[0] for part in (pixels[:2], pixels[2:])]
     found = aggregator.run(["outputs"], {"vectors": np.concatenate(parts)})[0]
     assert np.allclose(found, outputs.numpy(), rtol=1e-4, atol=1e-5)
-    with pytest.raises(RequestError, match="--size-px is of whole images"):
+    with pytest.raises(RequestError, match="--size-px is for models of whole images"):
         export_model.run(checkpoint, "onnx", tmp_path / "sized", (64, 64), False)

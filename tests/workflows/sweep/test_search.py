@@ -160,7 +160,7 @@ def test_a_wrong_end_of_a_range_is_refused_before_anything_runs(
         ("tpe", 3, False, "--search tpe: expected grid, random or optuna"),
         ("optuna", None, False, "--search optuna needs --trials N"),
         ("grid", 3, False, "leave out --trials"),
-        ("random", 3, True, "--prune is of --search optuna"),
+        ("random", 3, True, "--prune is for --search optuna"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(search: str, trials: int | None, prune: bool, words: str) -> None:

@@ -195,7 +195,7 @@ def test_predictions_of_features(
     assert run_predict(checkpoint, slides / "one.tiff", tmp_path / "file", stored) == 0
     with tifffile.TiffFile(tmp_path / "file" / "one" / "heatmap.tiff") as file:
         assert np.array_equal(file.series[0].levels[0].asarray(), scores, equal_nan=True)
-    with pytest.raises(RequestError, match="give the folder of those of these slides, --features DIR"):
+    with pytest.raises(RequestError, match="give the folder with the features of these slides, --features DIR"):
         run_predict(checkpoint, own, tmp_path / "none", None)
     other = write_features(own, tmp_path / "other", mpp=2.0)
     assert run_predict(checkpoint, own, tmp_path / "wrong", other) == 1

@@ -1,8 +1,8 @@
-"""Overheads of operators in a network: what a measured block takes beyond what a machine model says.
+"""Scales the overheads of operators to those in a network, by the measured time of a block.
 
-In a chain of one kind, an operator finds its code and its tensors in the caches, and other ranks where it left them. In
-a network it does not: overheads are 1.5 to 2 times as large. So they are scaled until the model agrees with a block
-of all kinds on one rank; and that of a shared norm is what is left of the block on two ranks.
+In a chain of operators of one kind, code and tensors stay in the caches and ranks stay in step. In a network they do
+not, and overheads are 1.5 to 2 times as large. So the overheads from chains are multiplied until the model agrees with
+a block of all kinds on one rank. The overhead of a shared norm is the remaining difference of the block on two ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def calibrated(machine: MachineModel, alone: LayerTimes, together: LayerTimes | 
     """Return a machine whose overheads are those of operators in a network.
 
     Args:
-        machine: With the overheads of chains.
-        alone: A block on one rank.
-        together: On each of two ranks; None if there are no two.
+        machine: The machine with overheads measured in chains.
+        alone: Times of a block on one rank.
+        together: Times of a block on each of two ranks; None if only one rank measures.
     """
     modelled, overheads = _modelled(machine, 1), _overheads_s(machine)
     measured = alone.forward_s, alone.backward_s
@@ -49,7 +49,7 @@ def calibrated(machine: MachineModel, alone: LayerTimes, together: LayerTimes | 
 
 
 def _modelled(machine: MachineModel, ranks: int) -> Pair:
-    """Return the modelled (forward, backward) of a block on each of so many ranks."""
+    """Return the modelled (forward, backward) seconds of a block on each rank."""
     plan = ParallelPlan(grids=((1, ranks),), fused_halo=1)
     few, many = (StageCosts(_program(length, ranks), plan, machine).stages[0] for length in LENGTHS)
     count = LENGTHS[1] - LENGTHS[0]
@@ -62,7 +62,8 @@ def _program(length: int, ranks: int) -> Program:
 
 
 def _overheads_s(machine: MachineModel) -> Pair:
-    """Return the part of a block's (forward, backward) on one rank that is overhead of operators."""
+    """Return the seconds of a block's (forward, backward) on one rank that are overhead of operators."""
+    # Almost 0, since a machine's numbers must be greater than 0.
     free = _with_overheads(machine, lambda kind, pair: (_LEAST_S, _LEAST_S))
     forward, backward = zip(_modelled(machine, 1), _modelled(free, 1), strict=True)
     return max(_LEAST_S, forward[0] - forward[1]), max(_LEAST_S, backward[0] - backward[1])

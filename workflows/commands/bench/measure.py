@@ -96,7 +96,7 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
         folder: A folder on the disk to measure.
 
     Returns:
-        The model, and comments for its file. Only rank 0's are measured; other ranks get a default.
+        The model, and comments for its file. Only rank 0 returns the measured model, other ranks return a default.
     """
     import torch
 
@@ -164,7 +164,8 @@ def _machine(
     link = near or far
     overheads = {kind: measured_kind.overhead_s for kind, measured_kind in kinds.items()}
     overheads["thin_convolution"] = overheads["convolution"]
-    overheads["shared_norm"] = _less(together.tiny_norm_s, alone.kernel_s)  # which is counted for its sum
+    # The model adds kernel_s itself, with the all-reduce of the norm's sums.
+    overheads["shared_norm"] = _less(together.tiny_norm_s, alone.kernel_s)
     message_s = _rounded(link[0]) if link else reference_machine().message_s
     strip_s = _rounded_pair(_less(together.strip_s, message_s)) if together.strip_s is not None else (0.0, 0.0)
     return MachineModel(
@@ -204,9 +205,15 @@ def _rounded_pair(pair: tuple[float, float]) -> tuple[float, float]:
 
 
 def _links(comm: Communicator, device: torch.device, hosts: list[str], same: bool) -> tuple[float, DeviceLink] | None:
-    """Return (software cost of a message in s, link) between rank 0 and a rank on the same host, or on another.
+    """Return (software cost of a message in s, link) between rank 0 and one other rank; None if there is no such rank.
 
-    None if there is no such rank. The bandwidth is from the difference of a long and a short message.
+    The bandwidth follows from the difference between a long and a short message.
+
+    Args:
+        comm: The ranks (collective).
+        device: Where the messages are.
+        hosts: The host of each rank.
+        same: Whether the other rank is on the host of rank 0.
     """
     from hyfi_core.cost.machine import DeviceLink
 
@@ -241,7 +248,7 @@ def _exchange_s(comm: Communicator, device: torch.device, width_px: int) -> floa
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    return min(times[3:])
+    return min(times[3:])  # the first ones allocate buffers
 
 
 def _disk_bytes_per_s(folder: Path) -> float:
@@ -265,7 +272,7 @@ def _host_bytes_per_s(device: torch.device) -> float | None:
 
 
 def _host_buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return pinned memory of the host, and as much of a GPU."""
+    """Return a pinned buffer of the host and a buffer of the same size on the GPU."""
     import torch
 
     host = torch.zeros(_HOST_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -273,7 +280,7 @@ def _host_buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _copied_bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Return the highest rate of a few copies, on the stream on which a pager would copy."""
+    """Return the highest rate of a few copies in bytes/s."""
     import torch
 
     times = []

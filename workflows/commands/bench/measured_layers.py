@@ -1,6 +1,8 @@
-"""Benchmarks of layers where they run: in the engine, in chains, so that maps have left the caches before backward.
+"""Benchmarks of layers in the engine, in chains: by the time of backward, the maps of forward have left the caches.
 
-t(8 layers) - t(2 layers)  =  6 (overhead + work / rate)         tiny maps: the overhead; large ones: the rate
+t(8 layers) - t(2 layers)  =  6 (overhead + work / rate)
+
+Tiny maps give the overhead, large maps the rate.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ _BYTES = 4  # of a value in float32
 
 @dataclass(frozen=True)
 class LayerCase:
-    """A layer that returns a map of the size of its input.
+    """A layer whose output has the size of its input.
 
     Attributes:
-        make: Creates it, for a number of channels.
-        channels: Of its input.
+        make: Creates the layer for a number of channels.
+        channels: Channels of its input.
         side_px: Height and width of its input.
-        operators: Number of operators of a layer.
-        flops: Of its forward, all operators together; 0 if memory traffic counts.
-        maps: Maps that its operators read and write, if memory traffic counts.
+        operators: Number of operators in the layer.
+        flops: Operations of its forward, of all operators together; 0 if memory bounds it.
+        maps: Number of maps that its operators read and write; used if memory bounds it.
     """
 
     make: Callable[[int], nn.Module]
@@ -51,7 +53,7 @@ class LayerCase:
 
     @property
     def work(self) -> float:
-        """Flops, or bytes of memory traffic, of a forward."""
+        """Flops of a forward, or its memory traffic in bytes."""
         return self.flops or float(self.maps * self.channels * self.side_px**2 * _BYTES)
 
 
@@ -113,23 +115,23 @@ LAYERS: dict[str, tuple[LayerCase, ...]] = {
 }
 """Typical layers of residual networks and of AmoebaNet, by kind."""
 HEAVY: dict[str, LayerCase] = {"convolution": _square(512, 8), "pointwise_convolution": _bottleneck(2048, 512, 8)}
-"""Convolutions of small maps with large weights: 9.4 and 8.4 MB in a layer."""
+"""Convolutions of small maps with large weights: 9.4 and 8.4 MB in each layer."""
 NARROW: dict[str, tuple[LayerCase, int]] = {
     "convolution": (_square(16, 128), 85),
     "pointwise_convolution": (_square(16, 128, kernel=1), 102),
     "thin_convolution": (_square(8, 128), 43),
 }
-"""Convolutions of few channels, and the channels of those that are measured otherwise (their harmonic mean)."""
+"""Convolutions of few channels, each with the channels of the other benchmarks of its kind (their harmonic mean)."""
 BLOCK = LayerCase(MixedBlock, TINY_CHANNELS, BLOCK_PX)
-"""A block of a network: in it, operators of one kind do not follow each other, so that each has a larger overhead."""
+"""A block of a network: no two operators of one kind follow each other, so that each has a larger overhead."""
 NORMS_OF_BLOCK = 2
 WEIGHTS_OF_BLOCK = 6
-"""Tensors of weights of a block."""
+"""Number of weight tensors in a block."""
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer: of its forward, its backward, the optimizer's update, and the rest of a step."""
+    """Seconds of one layer: its forward, its backward, its part of the optimizer's update and of the rest of a step."""
 
     forward_s: float
     backward_s: float
@@ -146,18 +148,18 @@ class LayerTimes:
         )
 
     def divided(self, count: int) -> LayerTimes:
-        """Return each of them divided by a number."""
+        """Return the times divided by a number of layers."""
         return LayerTimes(self.forward_s / count, self.backward_s / count, self.update_s / count, self.rest_s / count)
 
 
 @dataclass(frozen=True)
 class MeasuredKind:
-    """What an operator of a kind takes.
+    """Measured times of an operator of one kind.
 
     Attributes:
-        overhead_s: Of its forward, and of each gradient of its backward.
+        overhead_s: Overhead of its forward, and of each gradient of its backward.
         rates: (Forward, backward) in flops/s for products, else in bytes/s of inputs and outputs.
-        tensor_update_s: The update of one small tensor of weights; None if it has none.
+        tensor_update_s: Time to update one small weight tensor; None if the operator has no weights.
     """
 
     overhead_s: tuple[float, float]
@@ -166,9 +168,16 @@ class MeasuredKind:
 
 
 def half_channels(narrow_rate: float, narrow: int, wide_rate: float, wide: int) -> float:
-    """Return h of a rate that is proportional to c / (c + h) for c channels, from two rates; at most ``wide``."""
+    """Return h, at most ``wide``, such that a rate proportional to c / (c + h) has two measured values.
+
+    Args:
+        narrow_rate: The rate with few channels.
+        narrow: That number of channels.
+        wide_rate: The rate with many channels.
+        wide: That number of channels.
+    """
     if wide_rate <= narrow_rate:
-        return 1e-3
+        return 1e-3  # no loss with few channels; a machine's numbers must be greater than 0
     left = narrow_rate * wide - wide_rate * narrow
     return min(float(wide), narrow * wide * (wide_rate - narrow_rate) / left) if left > 0 else float(wide)
 
@@ -178,7 +187,7 @@ def _weight_bytes(case: LayerCase) -> int:
 
 
 def chain(case: LayerCase, length: int) -> nn.Module:
-    """Return a network of so many layers, in training mode."""
+    """Return a network of ``length`` layers, in training mode."""
     layers = (case.make(case.channels) for _ in range(length))
     ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(case.channels, 2)
     return nn.Sequential(nn.Conv2d(3, case.channels, 1), *layers, *ends).train()
@@ -195,17 +204,23 @@ class LayerBench:
         self._device = device
 
     def times(self, case: LayerCase, tiny: bool = False, typical: bool = False) -> LayerTimes:
-        """Return the times of one layer, from chains of two lengths; ``tiny``: with few channels and small maps."""
+        """Return the times of one layer, from chains of two lengths.
+
+        Args:
+            case: The layer.
+            tiny: Use few channels and small maps, so that overhead dominates.
+            typical: Use medians instead of the shortest times.
+        """
         lengths = TINY_LENGTHS if tiny else LENGTHS
         few, many = (self._chain(case, length, tiny, typical=typical) for length in lengths)
         return many.less(few).divided(lengths[1] - lengths[0])
 
     def kind(self, kind: str) -> MeasuredKind:
-        """Return what one operator of a kind takes."""
+        """Return the measured times of one operator of a kind."""
         cases = LAYERS[kind]
         tiny = [self.times(case, tiny=True) for case in cases]
         full = [self.times(case).less(small) for case, small in zip(cases, tiny, strict=True)]
-        gradients = 2 if cases[0].flops else 1
+        gradients = 2 if cases[0].flops else 1  # of inputs and of weights; without weights, of inputs only
         operators = sum(case.operators for case in cases)
         overhead = sum(t.forward_s for t in tiny) / operators, sum(t.backward_s for t in tiny) / operators / gradients
         work = sum(case.work for case in cases)
@@ -214,11 +229,11 @@ class LayerBench:
         return MeasuredKind(overhead, rates, tiny[0].update_s / cases[0].operators if weights else None)
 
     def heavy(self, kind: str, measured: MeasuredKind) -> tuple[tuple[float, float], float]:
-        """Return (bytes of weights per second of (forward, backward), seconds of a byte's update) of a kind.
+        """Return what large weights of a kind cost: ((forward, backward) in bytes/s, seconds to update a byte).
 
         Args:
-            kind: One of ``HEAVY``.
-            measured: What its operators take without large weights.
+            kind: A key of ``HEAVY``.
+            measured: Times of its operators with small weights.
         """
         case = HEAVY[kind]
         times = self.times(case)
@@ -238,9 +253,9 @@ class LayerBench:
         """Return the channels with which (forward, backward) of a kind reach half of the efficiency.
 
         Args:
-            kind: One of ``NARROW``.
-            rates: Of convolutions with many channels.
-            overhead_s: Of its operators.
+            kind: A key of ``NARROW``.
+            rates: Rates of convolutions with many channels.
+            overhead_s: Overheads of its operators.
         """
         case, wide = NARROW[kind]
         times = self.times(case)
@@ -252,15 +267,15 @@ class LayerBench:
         return forward, backward
 
     def block(self, comm: Communicator | None = None) -> LayerTimes:
-        """Return the times of a block; on each of several ranks typical ones (collective)."""
+        """Return the typical times of a block, on one rank or on each rank of ``comm`` (collective)."""
         few, many = (self._chain(BLOCK, length, comm=comm, typical=True) for length in LENGTHS)
         return many.less(few).divided(LENGTHS[1] - LENGTHS[0])
 
     def turn_s(self, comm: Communicator, cores: int) -> float:
-        """Return what an exchange waits for the turns of other ranks, of more ranks than cores (collective).
+        """Return how long an exchange waits for the turns of other ranks, with more ranks than cores (collective).
 
-        A chain of convolutions takes so many times longer than on as many ranks as cores; what it takes beyond that is
-        waiting, half of it in forward and half in backward.
+        Computing alone would take ``ranks / cores`` times as long as with one rank on each core. The time beyond that
+        is waiting, half of it in forward and half in backward.
         """
         case = replace(LAYERS["convolution"][0], side_px=TURN_PX)
         one_each = comm.split(0 if comm.rank < cores else None)
@@ -269,15 +284,15 @@ class LayerBench:
         return max(1e-9, (self._both_s(case, comm) - alone_s * comm.size / cores) / 2)
 
     def _both_s(self, case: LayerCase, comm: Communicator) -> float:
-        """Return the seconds of the forward and backward of a layer on each of several ranks, typical ones."""
+        """Return the typical seconds of a layer's forward and backward together, on each of several ranks."""
         few, many = (self._chain(case, length, comm=comm, typical=True) for length in LENGTHS)
         difference = many.less(few).divided(LENGTHS[1] - LENGTHS[0])
         return difference.forward_s + difference.backward_s
 
     def crowded(self) -> tuple[float, float]:
-        """Return the typical seconds of layers that are bound by (arithmetic, memory), forward and backward.
+        """Return the typical seconds of layers bound by (arithmetic, memory), forward and backward together.
 
-        The shortest would be those in which no other rank computed at the same time.
+        The shortest times would be those of moments in which other ranks did not compute.
         """
         cases = HEAVY["convolution"], LAYERS["elementwise"][0], LAYERS["convolution"][0]
         heavy, light, bound = (self.times(case, typical=True) for case in cases)
@@ -285,7 +300,7 @@ class LayerBench:
         return bound.forward_s + bound.backward_s, moved_s
 
     def strip_s(self, comm: Communicator) -> tuple[float, float]:
-        """Return the (forward, backward) work of a convolution on a strip of a neighbour, with its message.
+        """Return the (forward, backward) seconds of a convolution's work on a neighbour's strip, message included.
 
         Args:
             comm: Two ranks (collective).
@@ -306,8 +321,8 @@ class LayerBench:
     ) -> LayerTimes:
         """Return the times of a chain; with several ranks, each of them has a map of the case's size.
 
-        The shortest times, because other processes only add; typical forwards and backwards (medians) of what waits
-        for other ranks.
+        The shortest times count, because other processes only add time. Chains that wait for other ranks need medians
+        of forward and backward (``typical``), because waiting is part of what they measure.
         """
         torch.manual_seed(0)
         case = replace(case, channels=TINY_CHANNELS, side_px=TINY_PX) if tiny else case
@@ -338,7 +353,7 @@ class LayerBench:
         return LayerTimes(of(spans[Verb.F][1:]), of(spans[Verb.B][1:]), min(updates[1:]), min(remainders[1:]))
 
     def _timed(self, moments: list[float], parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """Return an optimizer that adds the moments before and after each of its steps."""
+        """Return an optimizer that appends to ``moments`` the times before and after each of its steps."""
         optimizer = torch.optim.AdamW(parameters, lr=1e-6)
         optimizer.register_step_pre_hook(lambda *_: moments.append(self._now()))
         optimizer.register_step_post_hook(lambda *_: moments.append(self._now()))

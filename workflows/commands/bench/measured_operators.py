@@ -97,7 +97,7 @@ class OperatorBench:
         return touched / forward_s, touched / backward_s
 
     def shared_norm_s(self, comm: Communicator) -> Rates:
-        """Return the seconds of forward and backward of such a norm of a tiny map, its sums included (collective)."""
+        """Return the (forward, backward) seconds of a shared norm of a tiny map, all-reduces included (collective)."""
         (case,) = CASES["norm"]
         return self._shared_norm_s(comm, replace(case, side_px=_TINY_PX), SHARED_ROUNDS)
 
@@ -118,10 +118,10 @@ class OperatorBench:
         return statistics.median(forward[1:]), statistics.median(backward[1:])
 
     def waiting(self, comm: Communicator, count: int) -> float:
-        """Return the part of a core that a waiting rank takes, of more ranks than so many cores (collective).
+        """Return the fraction of a core that a waiting rank takes, with more ranks than cores (collective).
 
-        Only as many ranks compute as there are cores, for a quarter of a second: first the others sleep, then they wait
-        for a sum.
+        ``count`` ranks, one for each core, compute for about a quarter of a second: first while the others sleep, then
+        while the others wait in an all-reduce.
         """
         case = CASES["convolution"][1]
         module, own = case.make().to(self._device), self._map(case, torch.float32)
@@ -144,16 +144,17 @@ class OperatorBench:
             seconds[1] = turns_s(wait=True)
         comm.all_reduce(seconds, "max")
         asleep_s, waiting_s = seconds.tolist()
+        # With w the fraction, count + w (size - count) equal shares of count cores: solve the ratio of times for w.
         return float(min(1.0, max(1e-9, (waiting_s / asleep_s - 1) * count / (comm.size - count))))
 
     def copied_bytes_per_s(self) -> float:
-        """Return the memory bandwidth in bytes/s, of adding two tensors that are larger than caches into a new one."""
+        """Return the memory bandwidth in bytes/s: two tensors larger than the caches are added into a new one."""
         large = torch.ones(_COPIED_VALUES, device=self._device)
         seconds = self._shortest_s(lambda: large + large)
         return 3 * large.numel() * large.element_size() / seconds
 
     def kernel_s(self) -> float:
-        """Return the fixed cost of one operator in seconds: on a tiny map, in the engine; backward counts as two."""
+        """Return the overhead of one operator in seconds, in the engine on a tiny map; backward counts as two."""
         few, many = (self._step_s(layers) for layers in _LAYERS)
         return max(1e-7, (many - few) / (_LAYERS[1] - _LAYERS[0]) / 3)
 

@@ -1,4 +1,4 @@
-"""What ``hyfi doctor --measure`` measures on one rank while others wait, and on one rank for each core together."""
+"""Measurements of ``hyfi doctor --measure`` on one rank while others wait, and on one rank for each core at once."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class AloneRates:
     """What one rank measures while the others wait.
 
     Attributes:
-        rates: Kind -> rates.
-        kinds: Kind -> what its operators take, of those measured in the engine.
+        rates: Kind of operator -> (forward, backward) rates.
+        kinds: Kind -> times of its operators, for kinds measured in the engine.
         weight_bytes_per_s: As in ``MachineModel``.
-        half_channels: Likewise.
+        half_channels: As in ``MachineModel``.
         crowded_s: Seconds of layers bound by (arithmetic, memory).
-        block: A block of all kinds of operators.
+        block: Times of a block with all kinds of operators.
         dtype_shares: Dtype -> its rate, relative to float32.
         copied_bytes_per_s: Memory bandwidth.
         kernel_s: Mean overhead of one operator.
-        tensor_update_s: Seconds of the update of a small tensor.
-        update_s_per_byte: Seconds of the update of a byte of weights.
+        tensor_update_s: Seconds to update a small tensor.
+        update_s_per_byte: Seconds to update one byte of weights.
     """
 
     rates: dict[str, Pair]
@@ -56,6 +56,7 @@ def measured_alone(bench: OperatorBench, layers: LayerBench) -> AloneRates:
     for kind, (_, wide) in NARROW.items():
         overhead_s = kinds.get(kind, kinds["convolution"]).overhead_s
         half[kind] = channels = layers.half_channels(kind, rates[kind], overhead_s)
+        # The model multiplies a rate by c / (c + h): undo that for the channels with which the rate was measured.
         rates[kind] = rates[kind][0] * (1 + channels[0] / wide), rates[kind][1] * (1 + channels[1] / wide)
     updates = [measured.tensor_update_s for measured in kinds.values() if measured.tensor_update_s is not None]
     return AloneRates(
@@ -78,11 +79,12 @@ class TogetherRates:
     """What ranks measure at the same time, one on each core.
 
     Attributes:
-        crowded_s: As of ``AloneRates``, of the slowest.
+        crowded_s: As in ``AloneRates``, on the slowest rank.
         norm: Rates of a shared norm.
-        tiny_norm_s: (Forward, backward) of one of a tiny map.
-        strip_s: Work on a neighbour's strip, with its message; None if there is one rank only.
-        block: A block of all kinds of operators on each of two ranks; likewise.
+        tiny_norm_s: (Forward, backward) seconds of a shared norm of a tiny map.
+        strip_s: (Forward, backward) seconds of work on a neighbour's strip, message included; None with one rank, and
+            on ranks other than the first two.
+        block: Times of a block with all kinds of operators on each of two ranks; None as for ``strip_s``.
     """
 
     crowded_s: Pair

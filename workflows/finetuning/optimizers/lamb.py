@@ -3,8 +3,8 @@
     m ← β₁ m + (1 − β₁) g        v ← β₂ v + (1 − β₂) g²        r = m̂ / (√v̂ + ε) + λ w
     w ← w − lr ‖w‖ / ‖r‖ r        (‖w‖ / ‖r‖ is 1 where either is 0, as for a bias that starts at 0)
 
-Norms are those of whole tensors. The paper's algorithm adapts every tensor, and so does this; some implementations do
-not adapt those without weight decay, which makes LAMB without weight decay Adam.
+Norms are those of whole tensors. As in the paper, every tensor's step is adapted. Some implementations do not adapt
+tensors without weight decay; without any weight decay, that makes LAMB the same as Adam.
 Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020
 (arXiv 1904.00962), Algorithm 2 with bias correction, φ(z) = z.
 """
@@ -55,7 +55,7 @@ class Lamb(torch.optim.Optimizer):
                 root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
                 update = (state["exp_avg"] / (1 - beta1 ** state["step"])).div_(root)
                 update.add_(weight, alpha=group["weight_decay"])
-                # On the device: the host does not wait for a norm.
+                # Choose on the device, so that the host does not wait for a GPU.
                 norm, of_update = weight.norm(), update.norm()
                 ratio = torch.where((norm > 0) & (of_update > 0), norm / of_update, 1.0)
                 weight.sub_(update.mul_(ratio), alpha=group["lr"])

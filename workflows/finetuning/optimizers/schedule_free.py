@@ -1,4 +1,4 @@
-"""Schedule-free AdamW and SGD: an average of the weights takes the place of a learning rate that falls.
+"""Schedule-free AdamW and SGD: they average the weights instead of lowering the learning rate.
 
 ::
 
@@ -8,9 +8,9 @@
     z ← z − lr (d + λ y)        d = g, or g / (√v̂ + ε) with v ← β₂ v + (1 − β₂) g²
     x ← (1 − c) x + c z         c = lr² / Σ lr², over the steps of this parameter
 
-x is not kept: it follows from y and z, so AdamW needs as much memory as without averaging. Steps are counted for each
-parameter, so that one that is trained from a later epoch on has its own bias correction and its own average;
-the ``schedulefree`` package counts them for a group.
+x is not stored, as it follows from y and z; so AdamW needs no more memory than without averaging. Steps are counted
+for each parameter, so that a parameter that is trained from a later epoch on has its own bias correction and average.
+The ``schedulefree`` package counts steps for a group.
 Source: Defazio et al., The Road Less Scheduled, NeurIPS 2024 (arXiv 2405.15682), Algorithm 1 and its AdamW.
 """
 
@@ -23,7 +23,7 @@ import torch
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """What both have in common; the parameters are y, until ``eval`` makes them x.
+    """Base class of schedule-free optimizers; the parameters are y, until ``eval`` turns them into x.
 
     Args:
         params: Parameters or groups of them.
@@ -59,7 +59,7 @@ class ScheduleFree(torch.optim.Optimizer):
                 state["z"].sub_(update, alpha=lr)
 
     def _direction(self, state: dict[str, Any], group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
-        """Return d of a parameter; not changed afterwards."""
+        """Return d of a parameter; the caller does not change it."""
         return gradient
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Optimizers with other weights for evaluation than for training, as schedule-free ones."""
+"""Optimizers with different weights for evaluation and training, such as schedule-free ones."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class SwitchingOptimizer(Protocol):
-    """An optimizer with other weights for evaluation than for training."""
+    """An optimizer with different weights for evaluation and training."""
 
     def eval(self) -> None:
-        """Make the parameters those to evaluate."""
+        """Switch the parameters to the weights for evaluation."""
 
     def train(self, /) -> None:
-        """Make them those to train."""
+        """Switch the parameters to the weights for training."""
 
 
 def statistics_warning(name: str, instead: str) -> str:
     """Return the warning of a run with batch norm: an optimizer averages its parameters only.
 
     Args:
-        name: The optimizer's.
-        instead: The setting without such statistics.
+        name: Name of the optimizer.
+        instead: A setting without running statistics.
     """
     return (
         f"validation and prediction use the average of the weights that {name} keeps, but batch norm's running "

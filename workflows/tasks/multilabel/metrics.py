@@ -63,9 +63,9 @@ def _of_label(
 
 
 def best_thresholds(probabilities: torch.Tensor, targets: torch.Tensor) -> list[float | None]:
-    """Return the threshold of each label with the highest balanced accuracy; None: all slides are alike.
+    """Return the threshold of each label with the highest balanced accuracy; None if all slides have the same label.
 
-    It lies halfway between two neighbouring probabilities; of equals, nearest to one half.
+    It lies halfway between two neighbouring probabilities; among equally good ones, the nearest to one half is taken.
 
     Args:
         probabilities: (N, labels) float64.

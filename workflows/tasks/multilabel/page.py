@@ -1,4 +1,4 @@
-"""What a cohort page shows of several labels: their curves, and how each is recognised."""
+"""The section of a cohort page for several labels: their curves, and how well each is recognised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workflows.tasks.page_section import PageSection, PageTable, metric_numbers,
 from workflows.tasks.plots import ScoredClass, rate_plots
 
 MAX_CURVES = 8
-"""Most labels whose curves are drawn: those with most slides."""
+"""Largest number of labels whose curves are drawn; those with most slides are."""
 
 
 def labels_section(
@@ -29,7 +29,7 @@ def labels_section(
         targets: (N, labels), see `data.samples.label_sets`.
         draws: (draws, N) how often each bootstrap draw has each slide.
         names: The labels.
-        thresholds: On the probability of each.
+        thresholds: Threshold on the probability of each label.
     """
     scores = torch.from_numpy(np.ascontiguousarray(values))
     called = scores >= torch.tensor(thresholds, dtype=torch.float64)
@@ -56,7 +56,7 @@ def labels_section(
 
 
 def _curves(values: Array, targets: Array, draws: Array, names: Sequence[str]) -> list[ScoredClass]:
-    """Return the labels whose curves are drawn, each of the slides on which it is known."""
+    """Return the labels whose curves are drawn, each on the slides for which it is known."""
     most = sorted(range(len(names)), key=lambda k: -int((targets[:, k] == YES).sum()))[:MAX_CURVES]
     curves = []
     for k in sorted(most):
@@ -73,7 +73,7 @@ def _table(
     thresholds: Sequence[float],
     texts: dict[str, str],
 ) -> PageTable:
-    """Return how each label is recognised at its threshold."""
+    """Return a table of how well each label is recognised at its threshold."""
     rows = []
     for k, name in enumerate(names):
         yes, no = targets[:, k] == YES, targets[:, k] == NO

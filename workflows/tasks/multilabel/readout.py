@@ -22,7 +22,7 @@ class LabelsReadout(Readout):
 
     Attributes:
         names: The labels.
-        thresholds: On the probability of each.
+        thresholds: Threshold on the probability of each label.
         chosen: Whether the thresholds were chosen on validation slides; otherwise they are one half.
     """
 
@@ -97,6 +97,6 @@ class LabelsReadout(Readout):
         return [PageColumn(name, k) for k, name in enumerate(self.names)]
 
     def joined(self, members: Sequence[Self]) -> Self:
-        """Return the readout whose thresholds are the means of those of the members."""
+        """Return the readout with the mean thresholds of the members."""
         means = np.mean([member.thresholds for member in members], axis=0)
         return replace(self, thresholds=tuple(means.tolist()), chosen=all(member.chosen for member in members))

@@ -115,7 +115,7 @@ class Multilabel(Task):
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean over samples of the sum over known labels, divided by the number of labels.
 
-        So every known label of a batch counts the same, however the batch is divided.
+        Every known label of a batch thus counts the same, however the batch is divided.
         """
         return self.losses(outputs, targets).mean()
 
@@ -144,7 +144,11 @@ class Multilabel(Task):
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits of the mean or highest probability of each label, or their mean; a case has those of any."""
+        """Return the logits and labels of each case.
+
+        ``mean``: logits of the mean probability of each label; ``max``: the highest logits; ``logits``: the mean
+        logits. A case has a label if any of its slides has it.
+        """
         merged, of_any = [], []
         yes, no = (torch.nn.functional.logsigmoid(sign * outputs.double()) for sign in (1, -1))
         for members in members_of(of_case):
@@ -155,7 +159,7 @@ class Multilabel(Task):
         return torch.stack(merged), torch.stack(of_any)
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
-        """Return the threshold of each label with the highest balanced accuracy; one half where slides are alike."""
+        """Return each label's threshold of highest balanced accuracy; one half if all slides have the same label."""
         if not bool(outputs.isfinite().all()):
             return None
         chosen = best_thresholds(outputs.double().sigmoid(), targets)

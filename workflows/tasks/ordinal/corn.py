@@ -21,7 +21,7 @@ def above(outputs: torch.Tensor) -> torch.Tensor:
 
 
 def outputs_of(log_above: torch.Tensor) -> torch.Tensor:
-    """Return the outputs whose `above` is given."""
+    """Return the outputs for which `above` returns ``log_above``."""
     before = torch.nn.functional.pad(log_above[..., :-1], (1, 0))
     conditional = (log_above - before).clamp(max=-1e-15)  # at 0, the output would be infinite
     return conditional - torch.log(-torch.expm1(conditional))
@@ -36,7 +36,7 @@ def corn_losses(outputs: torch.Tensor, grades: torch.Tensor) -> torch.Tensor:
 
 
 def predicted_grades(probabilities: torch.Tensor) -> torch.Tensor:
-    """Return the median grade (N,) of probabilities (N, K): the lowest that is exceeded with at most one half."""
+    """Return the median grade (N,) of probabilities (N, K): the lowest with P(higher grade) of at most one half."""
     return (1 - probabilities.cumsum(1)[:, :-1] > 0.5).sum(1)
 
 

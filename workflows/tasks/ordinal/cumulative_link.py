@@ -5,8 +5,7 @@
     grades       0 ──── 1 ──── 2 ──── 3        K grades, K − 1 outputs
     threshold       t₀  >  t₁  >  t₂           sigmoid(tₖ) = P(grade > k);  t₀ = o₀,  tₖ = tₖ₋₁ − softplus(oₖ)
 
-Distances of thresholds are positive, so P(grade > k) never rises with k. They are outputs of the model, too, so that a
-slide may have its own.
+Thresholds fall with k, so P(grade > k) never rises with k. The model outputs them for each slide.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch.nn.functional import logsigmoid, pad, softplus
 
 _CLOSEST = 1e-15
-"""Between two thresholds: at 0, an output would be infinite."""
+"""Smallest distance of two thresholds: at 0, an output would be infinite."""
 
 
 def above(outputs: torch.Tensor) -> torch.Tensor:
@@ -24,7 +23,7 @@ def above(outputs: torch.Tensor) -> torch.Tensor:
 
 
 def outputs_of(log_above: torch.Tensor) -> torch.Tensor:
-    """Return the outputs whose `above` is given."""
+    """Return the outputs for which `above` returns ``log_above``."""
     known = log_above.clamp(max=-_CLOSEST)
     thresholds = known - torch.log(-torch.expm1(known))
     distances = (thresholds[..., :-1] - thresholds[..., 1:]).clamp(min=_CLOSEST)

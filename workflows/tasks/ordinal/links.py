@@ -12,12 +12,12 @@ from workflows.tasks.ordinal import corn, cumulative_link
 
 @dataclass(frozen=True)
 class GradeLink:
-    """One way.
+    """One way to turn outputs into probabilities of K grades.
 
     Attributes:
-        above: Of outputs (…, K − 1), log P(grade > k), (…, K − 1), which never rises with k.
-        outputs_of: Its inverse.
-        losses: Of outputs (N, K − 1) and grades (N,), the negative log-likelihood of each, (N,).
+        above: From outputs (…, K − 1) to log P(grade > k), (…, K − 1), which never rises with k.
+        outputs_of: The inverse of ``above``.
+        losses: From outputs (N, K − 1) and grades (N,) to the negative log-likelihood of each sample, (N,).
     """
 
     above: Callable[[torch.Tensor], torch.Tensor]
@@ -34,4 +34,4 @@ LINKS = {
     "corn": GradeLink(corn.above, corn.outputs_of, corn.corn_losses),
     "cumulative_link": GradeLink(cumulative_link.above, cumulative_link.outputs_of, cumulative_link.losses),
 }
-"""By the value of ``data.loss``."""
+"""The links by the value of ``data.loss``."""

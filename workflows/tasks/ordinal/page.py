@@ -1,4 +1,4 @@
-"""What a cohort page shows of grades: confusion, curves of each step, metrics."""
+"""The section of a cohort page for grades: confusion, curves of each step, metrics."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def grades_section(values: Array, grades: torch.Tensor, draws: Array, names: Seq
 
 
 def _table(predicted: torch.Tensor, grades: torch.Tensor, names: Sequence[str]) -> PageTable:
-    """Return how far the prediction of each grade is off."""
+    """Return a table of how far the predictions for slides of each grade are off."""
     rows = []
     for k, name in enumerate(names):
         off = (predicted - grades)[grades == k].abs()

@@ -16,7 +16,7 @@ from workflows.tasks.ordinal.links import LINKS
 
 @dataclass(frozen=True)
 class GradeReadout(Readout):
-    """Grades: a channel of the heatmap is the probability of a grade above one of them.
+    """Grades; each channel of the heatmap is the probability of a grade above one of them.
 
     Attributes:
         names: The grades, the lowest first.
@@ -58,11 +58,11 @@ class GradeReadout(Readout):
         return self.grade(values)
 
     def channel(self, values: Values) -> int:
-        """Return the channel of what makes the grade higher than the one below it; of the lowest, than itself."""
+        """Return the channel ``above`` the next lower grade, the first channel for the lowest grade."""
         return max(0, self.grade(values) - 1)
 
     def bars(self, values: Values) -> Sequence[ReadBar]:
-        """Return the grades with their probabilities, each in the colour of being above the one below it."""
+        """Return the grades with their probabilities, each in the colour of the channel above the next lower grade."""
         return [
             ReadBar(name, float(values[k]), percent(float(values[k])), (k - 1) % len(self.names))
             for k, name in enumerate(self.names)
@@ -76,11 +76,11 @@ class GradeReadout(Readout):
         return float(values[self.grade(values) :].sum())
 
     def verdict(self, values: Values) -> str:
-        """Return the probability of the grade or a higher one, which the median grade is chosen by."""
+        """Return the probability of the median grade or a higher one."""
         return f"{percent(self._reached(values))} for {self.prediction(values)} or higher"
 
     def brief(self, values: Values) -> str:
-        """Return the same as a number."""
+        """Return this probability as a number between 0 and 1."""
         return f"{self._reached(values):.3f} for {self.prediction(values)} or higher"
 
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:

@@ -88,9 +88,10 @@ class Ordinal(Multiclass):
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs of the mean probabilities of a case, its mean outputs, or its slide of highest mean grade.
+        """Return the outputs and the grade of each case.
 
-        The target of a case is the highest of its slides.
+        ``mean``: outputs of the mean probabilities; ``max``: those of the slide with the highest mean grade;
+        ``logits``: the mean outputs. The grade of a case is the highest grade of its slides.
         """
         rows, highest = [], []
         higher = self.link.above(outputs.double())
@@ -99,7 +100,7 @@ class Ordinal(Multiclass):
             mean = self.link.outputs_of(higher[members].logsumexp(0) - count.log())
             most = outputs[members[higher[members].exp().sum(1).argmax()]].double()
             pooled = {
-                "mean": mean if len(members) > 1 else most,
+                "mean": mean if len(members) > 1 else most,  # the inverse of ``above`` rounds; one slide needs no mean
                 "max": most,
                 "logits": outputs[members].double().mean(0),
             }

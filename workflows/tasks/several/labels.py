@@ -1,4 +1,4 @@
-"""Labels of several targets: those of each, side by side."""
+"""Labels of several targets, side by side."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class SeveralLabels(Labels):
 
     Attributes:
         titles: Names of the targets.
-        parts: Their labels; None: the table lacks its columns.
-        numbers: How many numbers the label of each takes.
-        indexed: Whether the label of each is the index of a class.
+        parts: The labels of each target; None: the table lacks its columns.
+        numbers: How many numbers a label of each target takes.
+        indexed: Whether a label of each target is the index of a class.
     """
 
     titles: tuple[str, ...] = ()
@@ -59,8 +59,9 @@ def side_by_side(titles: Sequence[str], parts: Sequence[Labels | None], numbers:
 
     Args:
         titles: Names of the targets.
-        parts: Their labels, read from one table, some of them at least; None: the table lacks its columns.
-        numbers: How many numbers the label of each takes.
+        parts: The labels of each target, all read from one table; None: it lacks the target's columns. At least one
+            target has labels.
+        numbers: How many numbers a label of each target takes.
     """
     there = [part for part in parts if part is not None]
     items = dict.fromkeys(item for part in there for item in part.indices)

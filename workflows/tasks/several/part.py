@@ -25,10 +25,10 @@ class TargetPart:
         labels  (N, W)      grade        │ nan │ time event
 
     Attributes:
-        name: Before its metrics and columns.
-        task: What it predicts.
+        name: The target's name, which stands before its metrics and columns.
+        task: The task of the target.
         weight: Factor of its loss.
-        labelled: Share of the training slides that have a label of it.
+        labelled: Share of the training slides that have a label for this target.
         outputs: [first, stop) of the model's outputs.
         numbers: [first, stop) of the numbers of a slide's label.
     """
@@ -57,15 +57,15 @@ class TargetPart:
         return ~targets[:, self.numbers[0]].isnan()
 
     def of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return its outputs and targets of the slides that have a label, as its task takes them."""
+        """Return this target's outputs and labels, as its task takes them, of the slides that have a label."""
         rows = self.known(targets)
         return outputs[rows][:, slice(*self.outputs)], self._as_task(targets[rows][:, slice(*self.numbers)])
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of a batch without its weight, a scalar.
 
-        The mean of the slides that have a label would depend on how a batch is divided. So the sum is divided by
-        the number of slides, and by the share of training slides that have a label: on average the same.
+        The mean over labelled slides would depend on how a batch is divided. So the sum is divided by the number of
+        slides times the share of training slides that are labelled: on average, the result is the same.
         """
         mine, labels = self.of(outputs, targets)
         if not len(labels):
@@ -95,7 +95,7 @@ class TargetPart:
 
 
 def parts_of(tasks: Sequence[tuple[str, Task, float, float]]) -> tuple[TargetPart, ...]:
-    """Return the targets of (name, task, weight, labelled), one after the other in outputs and numbers."""
+    """Return targets from (name, task, weight, labelled); their outputs and numbers follow one another."""
     parts: list[TargetPart] = []
     output = number = 0
     for name, task, weight, labelled in tasks:

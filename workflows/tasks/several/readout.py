@@ -13,7 +13,7 @@ import torch
 from pathology.predict.readout import PageColumn, ReadBar, Readout, Values
 
 BETWEEN = " | "
-"""Between the predictions, or labels, of two targets: ``grade: high | age: 41``."""
+"""Separator of the predictions or labels of two targets: ``grade: high | age: 41``."""
 
 
 def texts_of(text: str, names: Sequence[str]) -> dict[str, str]:
@@ -27,8 +27,8 @@ class SeveralReadout(Readout):
     """Several targets; the first is the one whose regions are shown.
 
     Attributes:
-        names: Of the targets.
-        parts: How the outputs of each are read.
+        names: Names of the targets.
+        parts: The readout of each target.
     """
 
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ class SeveralReadout(Readout):
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """The channels of each, after its name and a dot; one that has this name is only once."""
+        """The channels of each, after its name and a dot; a channel with the name of its target stays as it is."""
         return tuple(
             channel if channel == name else f"{name}.{channel}"
             for name, part in self._pairs()
@@ -53,7 +53,7 @@ class SeveralReadout(Readout):
         return np.concatenate([part.values(own) for part, own in zip(self.parts, self._outputs(logits), strict=True)])
 
     def uncalibrated(self, logits: Values) -> Values:
-        """Return the same without what was fitted on validation slides."""
+        """Return the numbers of each without what was fitted on validation slides."""
         pairs = zip(self.parts, self._outputs(logits), strict=True)
         return np.concatenate([part.uncalibrated(own) for part, own in pairs])
 
@@ -76,7 +76,7 @@ class SeveralReadout(Readout):
         return self.parts[0].channel(self.of_each(values)[0])
 
     def bars(self, values: Values) -> Sequence[ReadBar]:
-        """Return the lines of each."""
+        """Return the bars of each, with its name."""
         found: list[ReadBar] = []
         first = 0
         for name, part, own in zip(self.names, self.parts, self.of_each(values), strict=True):
@@ -87,12 +87,12 @@ class SeveralReadout(Readout):
         return found
 
     def verdict(self, values: Values) -> str:
-        """Return that of each that has one, after its name."""
+        """Return the verdicts of the targets that have one, each after its name."""
         each = zip(self.names, self.parts, self.of_each(values), strict=True)
         return BETWEEN.join(f"{name}: {text}" for name, part, own in each if (text := part.verdict(own)))
 
     def brief(self, values: Values) -> str:
-        """Return that of each that has one, after its name."""
+        """Return the brief text of each target that has one, after its name."""
         each = zip(self.names, self.parts, self.of_each(values), strict=True)
         return BETWEEN.join(f"{name}: {text}" for name, part, own in each if (text := part.brief(own)))
 
@@ -108,7 +108,7 @@ class SeveralReadout(Readout):
         )
 
     def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:
-        """Return what ``prediction.json`` says of each, under ``targets`` and its name."""
+        """Return the entries of each in ``prediction.json``, under ``targets`` and its name."""
         pairs = zip(self.of_each(values), self.of_each(uncalibrated), strict=True)
         each = {
             name: {"prediction": part.prediction(one), **part.metadata(one, other)}

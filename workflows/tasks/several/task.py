@@ -32,7 +32,7 @@ from workflows.tasks.single import single_task
 from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns
 
 _KEYS = re.compile(r"\b(?:data|model)\.(task|target|loss|time_bins|class_weights|classes)\b")
-"""Keys of a run with one target, which each of several has itself."""
+"""Keys of a run with one target; with several, each target has its own."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Several(Task):
 
     @property
     def loss_over(self) -> Literal["batch", "microbatch"]:
-        """Over the batch if one of them is."""
+        """``batch`` if the loss of a target is computed over the batch."""
         return "batch" if any(part.over_batch for part in self.parts) else "microbatch"
 
     @property
@@ -166,7 +166,7 @@ class Several(Task):
         return {"loss": total, **found}
 
     def metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> Metrics:
-        """Return the metrics of each target, and ``loss``: the weighted sum of theirs, of those that are defined."""
+        """Return the metrics of each target, and ``loss``: the weighted sum of their losses that are defined."""
         found = super().metrics(outputs, targets)
         for part in self.parts:
             if part.task.loss_is_own:
@@ -205,7 +205,7 @@ class Several(Task):
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs and targets of M cases; those of a target come from the slides that have a label of it."""
+        """Return outputs and labels of M cases; for each target they come from the slides that have its label."""
         cases = int(of_case.max()) + 1 if len(of_case) else 0
         merged = torch.zeros(cases, self.outputs, dtype=torch.float64)
         labels = torch.full((cases, self.label_numbers), math.nan, dtype=torch.float64)
@@ -306,7 +306,7 @@ class Several(Task):
         return SeveralReadout(names, tuple(self._readout_of(part, calibration) for part in self.parts))
 
     def is_wrong(self, prediction: str, target: Target) -> bool:
-        """Whether the prediction of one of the targets is."""
+        """Whether the prediction of a target is wrong."""
         texts = texts_of(prediction, [part.name for part in self.parts])
         pairs = [(part, part.label_of(target)) for part in self.parts]
         return any(part.task.is_wrong(texts.get(part.name, ""), own) for part, own in pairs if own is not None)
@@ -319,7 +319,7 @@ class Several(Task):
         readout: Readout,
         before: NDArray[np.float64] | None = None,
     ) -> PageSection:
-        """Return what the page of each target shows of the slides that have it, after its name."""
+        """Return the page sections of the targets, each after its name and of the slides that have a label for it."""
         assert isinstance(readout, SeveralReadout)
         each = readout.of_each(values)
         each_before = [None] * len(each) if before is None else readout.of_each(before)
@@ -338,7 +338,7 @@ class Several(Task):
 
 
 def _joined(sections: Mapping[str, tuple[Sequence[int], PageSection]]) -> PageSection:
-    """Return the sections of several targets as one; the errors of each count relative to its largest."""
+    """Return the sections of several targets as one; errors of a target count relative to its largest."""
     metrics, plots, tables = [], [], []
     numbers: dict[str, MetricNumber] = {}
     errors: dict[int, float] = {}
@@ -355,7 +355,7 @@ def _joined(sections: Mapping[str, tuple[Sequence[int], PageSection]]) -> PageSe
 
 @contextmanager
 def _in_target(title: str) -> Iterator[None]:
-    """Context in which a refusal names the target, and the keys as they are called in it."""
+    """Context in which a refusal names the target, and its keys without ``data.`` and ``model.``."""
     try:
         yield
     except RequestError as error:

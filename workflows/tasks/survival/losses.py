@@ -48,7 +48,7 @@ def drawn_cox_losses(
     drawn = counts * events
     tied = torch.zeros(shape, dtype=torch.float64).index_add_(1, group, drawn * hazard)
     deaths = torch.zeros(shape, dtype=torch.float64).index_add_(1, group, drawn)
-    # Risks enter as differences: the largest is taken off, so that no hazard overflows.
+    # Only differences of risks matter: subtract the largest, so that no hazard overflows.
     loss = -(drawn @ (risks - risks.max()))
     for step in range(int(deaths.max())):
         present = deaths > step
@@ -81,12 +81,12 @@ def hazard_losses(
 def hazard_survival(logits: torch.Tensor, edges: tuple[float, ...], times: tuple[float, ...]) -> torch.Tensor:
     """Return the probability to survive ``times``, (N, len(times)); hazards are constant within an interval.
 
-    After the last edge it stays what it is there.
+    After the last edge, the probability stays constant.
 
     Args:
         logits: (N, K) of the hazards.
         edges: The ends of the K intervals.
-        times: Ascending.
+        times: The times, ascending.
     """
     right = torch.tensor(edges, dtype=logits.dtype)
     left = torch.cat([torch.zeros_like(right[:1]), right[:-1]])

@@ -1,4 +1,4 @@
-"""What a cohort page shows of survival: Kaplan–Meier curves of the predicted groups, AUROC over time, metrics."""
+"""The section of a cohort page for survival: Kaplan–Meier curves of the predicted groups, AUROC over time, metrics."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def survival_section(
         values: (N, 1 + times) risk and probability to survive each time, NaN: unknown.
         targets: (N, 2) time, event.
         draws: (draws, N) how often each bootstrap draw has each slide.
-        times: At which the probabilities are.
-        cutoff: Between low and high risk; None: the median of these slides.
+        times: The times of these probabilities.
+        cutoff: The risk between the low and the high group; None: the median of these slides.
         columns: Names of the two columns of the target.
         metrics: Names of the metrics.
     """
@@ -71,7 +71,7 @@ def survival_section(
 
 
 def _by_case(risks: torch.Tensor, targets: torch.Tensor, draws: Array) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean risk and the target of each case: slides of one case are in each draw equally often."""
+    """Return the mean risk and the latest target of each case; slides of a case are equally often in every draw."""
     of_case = np.unique(draws, axis=1, return_inverse=True)[1].reshape(-1)
     members = members_of(torch.from_numpy(of_case))
     latest = [int(indices[targets[indices, 0].argmax()]) for indices in members]

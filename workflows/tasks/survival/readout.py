@@ -20,16 +20,16 @@ HIGH, LOW = "high risk", "low risk"
 class SurvivalReadout(Readout):
     """Survival: a higher risk means an earlier event.
 
-    Of Cox, the risk is the log hazard ratio to the mean of validation; of hazards, the mean probability of the event up
-    to each of ``times``. A slide is of high risk if it exceeds the median of validation.
+    With the loss ``cox``, the risk is the log hazard ratio to the mean of the validation slides; with ``hazards``, the
+    probability of the event, averaged over ``times``. A slide has high risk if it exceeds the median of validation.
 
     Attributes:
-        names: Of the outputs.
-        times: At which the probability of survival is stated.
-        edges: Ends of the intervals of hazards; empty: Cox.
-        centre, spread: Mean and standard deviation of the outputs of Cox on validation slides.
-        baseline: Cumulative hazard at ``times`` of a slide with risk 0, of Cox; None: unknown.
-        cutoff: Between low and high risk; None: unknown.
+        names: Names of the outputs.
+        times: Times for which the probability of survival is stated.
+        edges: Ends of the intervals of ``hazards``; empty with ``cox``.
+        centre, spread: With ``cox``, mean and standard deviation of the outputs on validation slides.
+        baseline: With ``cox``, cumulative hazard at ``times`` of a slide with risk 0; None: unknown.
+        cutoff: The risk between the low and the high group; None: unknown.
     """
 
     names: tuple[str, ...]
@@ -60,14 +60,14 @@ class SurvivalReadout(Readout):
         return np.concatenate([[risk], np.exp(-hazards * math.exp(min(risk, 700.0)))])
 
     def position_scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return hazards; of Cox the place of a position among the validation slides, if their risks are normal."""
+        """Return hazards; with Cox, a position's quantile among the validation slides, if their risks are normal."""
         if self.edges:
             return logits.float().sigmoid()
         scores: torch.Tensor = torch.special.ndtr((logits.float() - self.centre) / self.spread)
         return scores
 
     def prediction(self, values: Values) -> str:
-        """Return the risk group, or the risk if nothing divides the groups."""
+        """Return the risk group, or the risk if the cutoff is unknown."""
         if self.cutoff is None:
             return f"{values[0]:.3g}"
         return HIGH if values[0] > self.cutoff else LOW
@@ -77,7 +77,7 @@ class SurvivalReadout(Readout):
         return 0
 
     def channel(self, values: Values) -> int:
-        """Return the risk; of hazards the interval in which the slide is likeliest to have the event, of all."""
+        """Return the channel of the risk; with hazards, of the interval in which the event is most probable."""
         if not self.edges:
             return 0
         at = np.concatenate([[0.0], self.times])
@@ -85,7 +85,7 @@ class SurvivalReadout(Readout):
         return int(np.argmax(np.concatenate([[1.0], survival[:-1]]) - survival))
 
     def bars(self, values: Values) -> Sequence[ReadBar]:
-        """Return the probability to survive each time, of one whose risk is known."""
+        """Return the probability to survive each time; the risk if these are unknown."""
         channel = self.channel(values)
         shown = [
             ReadBar(f"survives {time:.6g}", float(value), percent(float(value)), channel)
@@ -120,7 +120,7 @@ class SurvivalReadout(Readout):
         return [PageColumn("risk"), *(PageColumn(f"survives {time:.6g}", 0) for time in self.times)]
 
     def joined(self, members: Sequence[Self]) -> Self:
-        """Return the readout whose cutoff is the mean of those of the members."""
+        """Return the readout with the mean cutoff of the members; None if one has none."""
         cutoffs = [member.cutoff for member in members]
         defined = [cutoff for cutoff in cutoffs if cutoff is not None]
         return replace(self, cutoff=sum(defined) / len(defined) if len(defined) == len(cutoffs) else None)

@@ -43,7 +43,7 @@ class Survival(Task):
 
     Attributes:
         kind: ``cox`` or ``hazards``.
-        times: At which survival is stated and evaluated.
+        times: Times at which survival is stated and evaluated.
         edges: Ends of the intervals of ``hazards``.
         slides, events: Numbers of training slides and of those with an event.
     """
@@ -149,7 +149,7 @@ class Survival(Task):
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean outputs of each case, or those of the slide of highest risk, and its latest target."""
+        """Return the mean outputs of each case (``max``: those of its slide of highest risk), and its latest target."""
         merged, latest, risks = [], [], self._risks(outputs)
         for members in members_of(of_case):
             highest = members[risks[members].argmax()]
@@ -158,7 +158,7 @@ class Survival(Task):
         return torch.stack(merged), torch.stack(latest)
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
-        """Return the median risk, and of Cox mean and spread of the outputs and Breslow's cumulative hazard."""
+        """Return the median risk; with Cox also mean and spread of the outputs, and Breslow's cumulative hazard."""
         if not bool(outputs.isfinite().all()):
             return None
         cases, _ = self.by_case(outputs, targets, of_case, "mean")
@@ -291,7 +291,7 @@ class Survival(Task):
 
 
 def _quantiles(values: NDArray[np.float64], shares: Sequence[float]) -> tuple[float, ...]:
-    """Return quantiles that are values themselves, ascending, each once."""
+    """Return quantiles, ascending, each once; each of them is one of the values."""
     return tuple(float(f"{value:.12g}") for value in np.unique(np.quantile(values, shares, method="inverted_cdf")))
 
 

@@ -1,1 +1,1 @@
-"""Averages of the weights that are validated and predicted with in place of the trained ones."""
+"""Averages of the weights, which replace the trained weights in validation and prediction."""

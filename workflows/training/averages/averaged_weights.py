@@ -1,4 +1,4 @@
-"""What takes the place of the trained weights in validation, prediction and export."""
+"""The base class of averages that replace the trained weights in validation, prediction and export."""
 
 from __future__ import annotations
 

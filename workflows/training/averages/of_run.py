@@ -16,7 +16,7 @@ from workflows.training.start import SavedRun
 def make_average(
     decay: float | None, engine: EngineState, model: nn.Module, saved: SavedRun | None
 ) -> AveragedWeights | None:
-    """Return the average of the weights that is evaluated, of a resumed run the saved one; None if there is none.
+    """Return the average of the weights that is evaluated, restored if the run is resumed; None without an average.
 
     Args:
         decay: ``run.ema``.

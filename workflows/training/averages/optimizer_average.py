@@ -1,7 +1,8 @@
-"""The average that a schedule-free optimizer keeps: its ``eval()`` puts it in place, its ``train()`` takes it back.
+"""The average that a schedule-free optimizer keeps: its ``eval()`` puts it in place, its ``train()`` undoes that.
 
-Both change the parameters in place, up to rounding. So the parameters are copied before, and copied back afterwards: a
-run is bitwise the same, however often it validates and saves. Nothing is saved besides parameters and optimizer state.
+Both change the parameters in place, so ``train()`` restores them only up to rounding. Therefore they are copied before,
+and copied back afterwards: a run is bitwise the same, however often it validates and saves. Nothing is saved besides
+parameters and optimizer state.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class OptimizerAverage(AveragedWeights):
         self._parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
 
     def update(self, step: int) -> None:
-        """Do nothing: the optimizer's step has."""
+        """Do nothing: the optimizer's step has updated the average."""
 
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Do nothing: the average follows from parameters and optimizer state."""

@@ -1,7 +1,7 @@
-"""What a run is trained on, slide by slide: kept in every checkpoint, and compared when the run is resumed.
+"""The data of a run, slide by slide: kept in every checkpoint, and compared when the run is resumed.
 
-A run reads labels, splits and slides by their paths, so files that were edited in place would change it in silence. The
-content of a slide is the digest of its list of files in the store, which has a digest of each: no pixel is read.
+A run reads labels, splits and slides by their paths, so files that were edited in place would change it silently. The
+content of a slide is recorded as the digest of its list of shards, which includes their digests: no pixel is read.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from workflows.console import listed
 from workflows.training.job import TrainingJob
 
 KEY = "data"
-"""Of ``state.json``."""
+"""The key of the record in ``state.json``."""
 _NAMED = 8
-"""Slides named for each kind of change."""
+"""Largest number of slides that a message names for each kind of change."""
 
 
 @dataclass(frozen=True)
 class RecordedSlide:
-    """What a run has read of a slide.
+    """The facts of a slide that affect a run.
 
     Attributes:
         content: Digest of its files in the store.
@@ -56,12 +56,12 @@ DataRecord = dict[str, str]
 
 @dataclass(frozen=True)
 class SlideTables:
-    """What is known of a run's slides before it starts; empty on ranks other than 0.
+    """Tables of a run's slides, made before it starts; empty on ranks other than 0.
 
     Attributes:
         coverage: Rows of ``coverage.csv``.
-        data: Their record.
-        trained: The training slides as checkpoints name them.
+        data: The record of the slides.
+        trained: The training slides, as checkpoints name them.
     """
 
     coverage: Sequence[Mapping[str, Any]] | None = None
@@ -97,7 +97,7 @@ def check_data(job: TrainingJob, state: Mapping[str, Any], after: DataRecord, ac
     Args:
         job: The run.
         state: The checkpoint's ``state.json``.
-        after: The record of the data as they are.
+        after: The record of the present data.
         accepts: Whether changes are accepted.
 
     Raises:
@@ -113,7 +113,7 @@ def check_data(job: TrainingJob, state: Mapping[str, Any], after: DataRecord, ac
     text = f"run.dir {job.config.run.dir}: its data have changed since step {state['step']} was saved:\n{lines}"
     if not accepts:
         raise RequestError(
-            f"{text}\nRestore them, use another run.dir, or go on with the data as they are with --accept-data-changes"
+            f"{text}\nRestore them, use another run.dir, or continue with the present data with --accept-data-changes"
         )
     return f"{text}\nThe run goes on with them from step {int(state['step']) + 1}"
 

@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are not finite: found in the step where they appear, the same on every trainer.
+"""Checks for losses, gradients and weights that are not finite, in the step where they appear, on all trainers alike.
 
 ::
 
@@ -30,10 +30,10 @@ NotFinite = Literal["loss", "gradient"]
 
 
 class StepNumbers:
-    """The losses of a step, and whether they and the gradients are finite: computed, and read when asked for.
+    """The losses of a step, and whether they and the gradients are finite; the host reads them on first use.
 
     Args:
-        losses: Of each turn, on the device.
+        losses: The loss of each turn, on the device.
         finite: One number on the same device: 1 if everything is finite on every trainer, else 0.
     """
 
@@ -78,7 +78,7 @@ class FiniteSteps:
         self._buffers: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """Keep the buffers as they are before a step that may be skipped: its forward changes running statistics."""
+        """Copy the buffers before a step that may be skipped, because its forward changes running statistics."""
         if self._policy == "skip":
             self._buffers = [buffer.clone() for buffer in self._held()]
 
@@ -90,7 +90,7 @@ class FiniteSteps:
         return StepNumbers(losses, finite)
 
     def forbids_update(self, numbers: StepNumbers) -> bool:
-        """Whether the update of a step must not be applied; what a skipped step has left is dropped."""
+        """Whether the update of a step must not be applied; drops the gradients and statistics of a skipped step."""
         if not self._reads_first or numbers.wrong is None:
             return False
         if self._policy == "skip":
@@ -111,7 +111,7 @@ class FiniteSteps:
         return f"{text}; gradients that are not finite: {listed(where, 3)}" if where else text
 
     def _gradients(self) -> list[str]:
-        """Return the parameters of all trainers whose gradient is there and not finite (collective)."""
+        """Return the parameters, over all trainers, with a gradient that is not finite (collective)."""
         mine = [
             name
             for name, p in self._model.named_parameters()

@@ -1,4 +1,4 @@
-"""Which images of a step live batch norm normalises together: what a run that is resumed with another plan changes.
+"""The images of a step that batch norm normalises together, which change if a run is resumed with another plan.
 
 Everything else in a step is the same for any number of replicas and micro-batches: the order of the slides, random
 numbers, the loss over the whole batch.
@@ -23,9 +23,9 @@ _ADVICE = "model.norm=group or frozen does not depend on the plan"
 
 
 def norm_batches(config: Config) -> list[list[tuple[int, ...]]]:
-    """Return the images of a step that are normalised together, for each replica that has statistics of its own.
+    """Return the groups of images that are normalised together in a step, for each replica with its own statistics.
 
-    Running statistics are those of the first one.
+    Running statistics are those of the first replica.
 
     Args:
         config: The configuration of a run.
@@ -48,8 +48,8 @@ def describe_norm_change(before: Config, after: Config, step: int) -> str | None
     """Return how batch norm changes when a run is resumed with another plan; None if it does not.
 
     Args:
-        before: The configuration with which the run went on until now.
-        after: That of the resumed run.
+        before: The configuration of the run until now.
+        after: The configuration of the resumed run.
         step: The step after which it continues.
     """
     batches_before, batches_after = norm_batches(before), norm_batches(after)

@@ -1,1 +1,1 @@
-"""What a run trains with, and what it reads of its slides: whole images, bags of tiles, or bags of features."""
+"""The kinds of a run: what it trains, and whether slides are whole images, bags of tiles, or bags of features."""

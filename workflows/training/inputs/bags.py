@@ -32,12 +32,12 @@ from workflows.training.start import Roles
 
 
 class BagBatches:
-    """The batches of a replica: its slides, whose tiles each of its ranks reads itself or receives from loaders.
+    """The batches of a replica: slides whose tiles each rank reads itself or receives from loaders.
 
     Args:
         job: The run.
         bags: The training slides.
-        replica: Of this trainer.
+        replica: Replica of this trainer.
         engine: Reads the tiles ahead.
         feed: Receives tiles from loaders for the engine; None: the engine reads them.
     """
@@ -97,7 +97,7 @@ class BagInputs(RunInputs):
     train: Bags
     val: Bags
     chunk: int | Literal["auto"] = "auto"
-    """Tiles that are read and encoded at once."""
+    """Number of tiles that are read and encoded at once."""
     shard: bool = False
     """Whether the ranks that share tiles divide the encoder's weights."""
 
@@ -114,7 +114,7 @@ class BagInputs(RunInputs):
         """Return the engine of ``parallelize_tiles``."""
         job, optimizer = self.job, self.job.config.optimizer
         assert isinstance(model, TileModel) and roles.trainers is not None
-        return_what_is_freed(LARGE_BLOCK_BYTES)  # so that memory is as it was forecast
+        return_what_is_freed(LARGE_BLOCK_BYTES)  # else freed memory stays with the process and exceeds the forecast
         return parallelize_tiles(
             model.encoder,
             model.aggregator,
@@ -215,8 +215,8 @@ class _FirstTiles:
     """The first tiles of a slide, for trials.
 
     Args:
-        tiles: All of them.
-        most: Their number.
+        tiles: All tiles of the slide.
+        most: Largest number of tiles to take.
     """
 
     def __init__(self, tiles: BagSource, most: int) -> None:

@@ -66,7 +66,7 @@ class FeatureInputs(BagInputs):
         return convert_model(model, run.precision, run.memory_format).to(made_current(device)), freezing
 
     def tile_shape(self) -> tuple[tuple[int, int, int], torch.dtype]:
-        """Return those of a vector."""
+        """Return shape and dtype of a vector, as a tile of 1 × 1 pixels."""
         return (self._features.features, 1, 1), torch.float32
 
     @property
@@ -75,7 +75,7 @@ class FeatureInputs(BagInputs):
         return "frozen"
 
     def throughput(self, engine: TrainingEngine, peak: float | None, device: str) -> Throughput:
-        """Return what converts slides per second; no pixels are read."""
+        """Return the converter of slides per second; no pixels are read."""
         assert isinstance(engine, TilesEngine)
         tiles = round(sum(self.counts) / len(self.counts))
         flops = bag_flops(engine.aggregator, tiles, self._features.features)
@@ -92,7 +92,7 @@ class FeatureInputs(BagInputs):
             "features": stated,
             "mpp": mpp,
             "size_px": [size_px, size_px],
-            "min_coverage": 0.0,  # what tiles leave out was decided with the features
+            "min_coverage": 0.0,  # the features decided which tissue tiles leave out
         }
 
     def warnings(self, engine: TrainingEngine) -> list[str]:
@@ -101,7 +101,7 @@ class FeatureInputs(BagInputs):
         if any(one.unit is None for one in (*self.train.stored, *self.val.stored)):
             found.append("some features have no positions (coords): predictions with them will have no heatmap")
         if self._features.encoder is None:
-            found.append("the features do not state their encoder: that later ones are of the same cannot be checked")
+            found.append("the features do not state their encoder: a prediction with those of another is not noticed")
         return found
 
     def _fields(self) -> dict[str, Any]:
@@ -109,5 +109,5 @@ class FeatureInputs(BagInputs):
 
     @cached_property
     def _stated(self) -> dict[str, Any]:
-        """What each checkpoint states of the features; it takes a look at every slide."""
+        """What each checkpoint states of the features; cached, because it looks at every slide."""
         return self._features.to_json([self.train, self.val])

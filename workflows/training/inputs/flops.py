@@ -12,13 +12,12 @@ from hyfi_core.runtime.executor import evaluating
 
 
 def tile_flops(encoder: nn.Module, size_px: int) -> float:
-    """Return the operations of forward and backward for one tile, as products and sums of matrices and convolutions.
+    """Return the operations of matrix products and convolutions in forward and backward for one tile.
 
-    Backward counts for what is trained: the last blocks, or updates of matrices, cost less than all. What is computed
-    again counts once.
+    Only the backward of trained parameters counts. Activations that are computed again count once.
 
     Args:
-        encoder: In any mode, which it keeps.
+        encoder: The encoder; keeps its mode.
         size_px: Height and width of a tile.
     """
     like = next(encoder.parameters(), torch.empty(0))
@@ -35,8 +34,8 @@ def bag_flops(aggregator: nn.Module, tiles: int, features: int) -> float:
     """Return the operations of an aggregator for one slide, forward and backward; 0 if it takes more than vectors.
 
     Args:
-        aggregator: In any mode, which it keeps.
-        tiles: Of the slide.
+        aggregator: The aggregator; keeps its mode.
+        tiles: Number of tiles of the slide.
         features: Length of a vector.
     """
     if "coords" in inspect.signature(aggregator.forward).parameters:

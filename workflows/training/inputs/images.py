@@ -32,7 +32,7 @@ class ImageBatches:
     """The batches of a feed, normalised where the engine reads them.
 
     Args:
-        feed: Of this trainer.
+        feed: The feed of this trainer.
         job: The run.
     """
 
@@ -77,7 +77,7 @@ class ImageInputs(RunInputs):
         return starting.check_images(self.job, self._programs)
 
     def check_memory(self, roles: Roles, device: str) -> list[str]:
-        """Return messages about memory; of the model that was captured for ``check``, which is released."""
+        """Return messages about memory; uses, and then releases, the model that ``check`` captured."""
         programs, self._programs = self._programs, None
         return check_memory(self.job, roles, device, programs)
 
@@ -113,9 +113,9 @@ class ImageInputs(RunInputs):
         return saved.describe_norm_change(self.job.config) if engine.normalises_batches else None
 
     def warnings(self, engine: TrainingEngine) -> list[str]:
-        """Return those of the run, of running statistics beside an average, and of heatmaps that will be missing.
+        """Return warnings of the run, about running statistics beside an average, and about missing heatmaps.
 
-        A moving average averages running statistics, too; an optimizer knows only its parameters.
+        ``run.ema`` averages running statistics, too; a schedule-free optimizer knows only parameters.
         """
         assert isinstance(engine, Engine)
         nothing = (
@@ -131,7 +131,7 @@ class ImageInputs(RunInputs):
         ]
 
     def throughput(self, engine: TrainingEngine, peak: float | None, device: str) -> Throughput:
-        """Return what converts images per second."""
+        """Return the converter of images per second."""
         assert isinstance(engine, Engine)
         height, width = self.job.config.data.image_px
         return Throughput(height * width, engine.flops_per_image(), peak, torch.device(device))

@@ -10,6 +10,6 @@ from workflows.training.job import TrainingJob
 
 
 def inputs_of(job: TrainingJob) -> RunInputs:
-    """Return what a run trains with and reads: whole images, tiles, or features that are computed already."""
+    """Return the inputs of a run: whole images, tiles, or features that are computed already."""
     kinds: dict[str, type[RunInputs]] = {"images": ImageInputs, "tiles": TileInputs, "features": FeatureInputs}
     return kinds[job.config.data.kind](job)

@@ -1,4 +1,4 @@
-"""What the training loop asks of the kind of a run: of whole images, of bags of tiles, or of bags of features.
+"""The kind of a run as the training loop sees it: whole images, bags of tiles, or bags of features.
 
 ::
 
@@ -70,7 +70,7 @@ class RunInputs(ABC):
 
     @property
     def outputs_to_place(self) -> int | None:
-        """Outputs of the model whose traffic decides on the order of trainers; None: their order does not matter."""
+        """Number of outputs of a model whose traffic decides the order of trainers; None: any order is as good."""
         return None
 
     @abstractmethod
@@ -94,9 +94,9 @@ class RunInputs(ABC):
         """Return the initial model in its modes of training, on its device, and what is frozen in it.
 
         Args:
-            device: Of this trainer.
+            device: Device of this trainer.
             loads: Whether to load files of weights and report it; False if another rank or a checkpoint provides them.
-            tell: Is given lines for the user.
+            tell: Called with each line for the user.
         """
 
     @abstractmethod
@@ -117,7 +117,7 @@ class RunInputs(ABC):
 
     @abstractmethod
     def throughput(self, engine: TrainingEngine, peak: float | None, device: str) -> Throughput:
-        """Return what converts slides per second, on trainer 0."""
+        """Return the converter of slides per second, on trainer 0."""
 
     @abstractmethod
     def batches(self, roles: Roles, engine: TrainingEngine, start: int) -> Batches:
@@ -133,7 +133,7 @@ class RunInputs(ABC):
 
     @abstractmethod
     def inference(self, engine: TrainingEngine) -> InferenceEngine:
-        """Return the engine as the evaluation calls it."""
+        """Return the engine with the interface that evaluation needs."""
 
     def step_record(self, engine: TrainingEngine) -> dict[str, Any]:
         """Return further keys for the record of a step, on trainer 0."""

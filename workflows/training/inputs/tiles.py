@@ -65,7 +65,7 @@ class TileInputs(BagInputs):
         assert config.encoder is not None
         torch.manual_seed(run.seed)
         fields = tile_model_fields(config, self.job.task.outputs)
-        # Whether a model of transformers has a pooler depends on where its weights are from: the same on all ranks.
+        # Whether a transformers model has a pooler depends on its files of weights, so every rank reads them.
         reads = loads or config.encoder.name.startswith("transformers:")
         weights = config.encoder.weights if reads else None
         model, loaded = build_tile_model(fields, self._tiles.size_px, weights, self._given())
@@ -90,7 +90,7 @@ class TileInputs(BagInputs):
         return engine
 
     def tile_shape(self) -> tuple[tuple[int, int, int], torch.dtype]:
-        """Return those of an RGB tile."""
+        """Return shape and dtype of an RGB tile."""
         return (3, self._tiles.size_px, self._tiles.size_px), torch.uint8
 
     @property
@@ -100,7 +100,7 @@ class TileInputs(BagInputs):
         return self.job.config.model.encoder.batch_norm
 
     def throughput(self, engine: TrainingEngine, peak: float | None, device: str) -> Throughput:
-        """Return what converts slides per second, from the mean number of tiles."""
+        """Return the converter of slides per second, for the mean number of tiles."""
         tiles = sum(self.counts) / len(self.counts)
         assert isinstance(engine, TilesEngine)
         size = self._tiles.size_px
@@ -125,7 +125,7 @@ class TileInputs(BagInputs):
             "tiles": {"size_px": tiling.size_px, "stride_px": tiling.step_px, "min_tissue": tiling.min_tissue},
             "mpp": tiling.mpp,
             "normalisation": self._loaded.normalisation.to_json(),
-            "min_coverage": 0.0,  # what tiles leave out is said by data.tiles.min_tissue
+            "min_coverage": 0.0,  # data.tiles.min_tissue decides which tissue tiles leave out
         }
 
     def warnings(self, engine: TrainingEngine) -> list[str]:
@@ -197,6 +197,6 @@ class TileInputs(BagInputs):
         ]
 
     def _given(self) -> Normalisation | None:
-        """Return the normalisation that the configuration states in place of the encoder's; None: it does not."""
+        """Return the normalisation of the configuration, which replaces the encoder's; None if it states none."""
         config = self.job.config.model
         return None if config.mean is None and config.std is None else self.job.normalisation

@@ -28,8 +28,9 @@ class EventFile:
     """A new event file in a folder, which is created if it does not exist.
 
     Args:
-        folder: In which TensorBoard looks for files.
-        start: Steps after this one that earlier files have are hidden; 0: there are none.
+        folder: The folder that TensorBoard reads.
+        start: The step after which a resumed run continues: TensorBoard hides later steps of earlier files. 0: a new
+            run.
 
     Raises:
         OSError: It cannot be written.

@@ -11,7 +11,7 @@ from typing import Any
 from workflows.training.loggers.record import LoggedRecord, MetricsLogger, RunOutcome
 
 _MOST_AT_ONCE = 1000
-"""Metrics that MLflow takes in one call."""
+"""Largest number of metrics in one call of MLflow."""
 _MOST_PARAMS = 100
 _LONGEST = 500
 _STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}

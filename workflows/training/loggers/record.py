@@ -1,4 +1,4 @@
-"""What loggers record."""
+"""The records that loggers take, and the base class of loggers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoggedRecord:
 
     Attributes:
         kind: ``train`` or ``validation``.
-        step: Whose weights they are of.
+        step: The step that ran, or whose weights were validated.
         values: Name to number, as `scalars` yields them; all are finite.
         time_s: Seconds since 1970.
     """
@@ -44,8 +44,8 @@ class RunOutcome:
 
     Attributes:
         state: ``done``, ``stopped`` or ``failed``.
-        best_step: Of the best checkpoint; None without one.
-        files: What the run has written: name to path.
+        best_step: Step of the best checkpoint; None without one.
+        files: Files of the run, name -> path.
     """
 
     state: str
@@ -58,19 +58,19 @@ class MetricsLogger(ABC):
 
     Args:
         folder: The run's folder.
-        settings: ``section.key`` to value, of the run's configuration.
-        identity: By which the run is found again there; None: it is new there.
+        settings: ``section.key`` -> value, of the run's configuration.
+        identity: The id under which the logger knows the run; None for a new run.
     """
 
     name: str
-    """As in ``run.loggers``."""
+    """The value in ``run.loggers``."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], identity: str | None) -> None:
         self.folder, self.settings, self.identity = folder, settings, identity
 
     @abstractmethod
     def begin(self) -> str:
-        """Open the run, that of ``identity`` if there is one; return its identity."""
+        """Open the run with the given identity, or a new one; return its identity."""
 
     @abstractmethod
     def write(self, records: Sequence[LoggedRecord]) -> None:

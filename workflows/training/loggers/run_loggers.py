@@ -32,7 +32,7 @@ _LOGGERS: Mapping[str, tuple[type[MetricsLogger], tuple[str, ...]]] = {
 }
 """Name in ``run.loggers`` -> logger, and the packages that it needs."""
 _EVERY_S = 1.0
-"""Records of so long are written together."""
+"""Records that arrive within this time are written together."""
 _END_S = 60.0
 """How long the end of a run waits for a logger."""
 
@@ -53,10 +53,10 @@ class RunLoggers:
     """Hands the records of a run to its loggers.
 
     Args:
-        names: As in ``run.loggers``.
-        folder: The run's folder, which keeps under which identities the loggers know it.
-        settings: ``section.key`` to value, of the run's configuration.
-        resumed: Whether the run goes on; else identities of an earlier run in this folder do not count.
+        names: Values of ``run.loggers``.
+        folder: The run's folder; a file in it keeps the identity of the run for each logger.
+        settings: ``section.key`` -> value, of the run's configuration.
+        resumed: Whether the run continues; otherwise, identities of an earlier run in this folder do not count.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], resumed: bool) -> None:
@@ -77,7 +77,7 @@ class RunLoggers:
                     thread.records.put(record)
 
     def end(self, outcome: RunOutcome) -> None:
-        """Record how the run has ended; wait for what is not written yet, but not for long."""
+        """Record how the run has ended; wait up to a minute for records that are not written yet."""
         for thread in self._threads:
             thread.records.put(outcome)
             thread.ending.set()
@@ -103,7 +103,7 @@ class _LoggerThread(threading.Thread):
     """The thread of one logger; it ends with the process, whatever it waits for.
 
     Attributes:
-        records: What it writes, in order; the outcome is the last.
+        records: The records to write, in order; the outcome is the last.
         ending: Set when nothing more comes, so that it writes at once.
     """
 
@@ -121,7 +121,7 @@ class _LoggerThread(threading.Thread):
             while (outcome := self._write()) is None:
                 self.ending.wait(_EVERY_S)
             self._logger.end(outcome)
-        except BaseException as error:  # packages of others, in a thread: nothing of it may reach the run
+        except BaseException as error:  # code of other packages: no failure of a logger may end the run
             cause = next(iter(str(error).strip().splitlines()), "")
             warn(
                 f"hyfi: run.loggers: {self.name} failed ({type(error).__name__}: {cause}); the run goes on without it, "
@@ -129,8 +129,8 @@ class _LoggerThread(threading.Thread):
             )
 
     def _write(self) -> RunOutcome | None:
-        """Write what has come so far, waiting for the first; return the outcome if it has come."""
-        # Waits for the first alone, then takes what is there: servers of metrics are asked once for many steps.
+        """Wait for a record, write all that have arrived, and return the outcome if it is among them."""
+        # Taking all that have arrived needs one request to the server for many steps.
         items = [self.records.get()]
         while not self.records.empty():
             items.append(self.records.get())
