@@ -56,8 +56,8 @@ def describe_full_disk(error: OSError, path: Path | None) -> str:
         room = None if path is None else shutil.disk_usage(path if path.is_dir() else path.parent)
     except OSError:
         room = None
-    has = "" if room is None else f"; its disk has {size_text(room.free)} free of {size_text(room.total)}"
-    return f"{path or 'a file'} cannot be written ({error.strerror}{has}); make room there, or raise the quota"
+    on_disk = "" if room is None else f"; its disk has {size_text(room.free)} free of {size_text(room.total)}"
+    return f"{path or 'a file'} cannot be written ({error.strerror}{on_disk}); make room there, or raise the quota"
 
 
 def describe_file_error(error: BaseException) -> str | None:

@@ -1,1 +1,1 @@
-"""Benchmarks; each prints ratios to something that is measured in the same run."""
+"""Benchmarks; each prints ratios between measurements of the same run."""

@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             model(torch.zeros(1, 3, _WARM_PX, _WARM_PX))
     prepared_s = time.perf_counter() - began_s
     pattern = torch.randn(1, 3, _PATTERN_PX, _PATTERN_PX)
-    forget_peak()  # that of the capture
+    forget_peak()  # the capture has a peak of its own
     before, began_s, cpu_s = resident_bytes(), time.perf_counter(), time.process_time()
     if cells is not None:
         logits = engine.predict(lambda box: read(pattern, box))
@@ -137,7 +137,7 @@ def _plan(args: argparse.Namespace, cells: Cells) -> ParallelPlan:
 
 
 def _spilled(engine: Engine) -> dict[str, int]:
-    """Return what the last call spilled, in MB; nothing without spilling."""
+    """Return the MB that the last call spilled; empty without spilling."""
     counts = engine.spilled()
     return {} if counts is None else {f"{key}_mb": round(getattr(counts, f"{key}_bytes") / 1e6) for key in _SPILLED}
 

@@ -1,4 +1,4 @@
-"""Benchmark of heartbeats: what a rank's reports about itself cost its training.
+"""Benchmark of heartbeats: the time that a rank's heartbeats cost its training.
 
     python -m workflows.benchmarks.heartbeats [--rounds 8] [--rate 200]
 

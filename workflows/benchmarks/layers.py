@@ -16,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +55,7 @@ def main() -> None:
 
 
 def _rank(args: argparse.Namespace) -> None:
+    """Train some steps as one rank; rank 0 prints a line for each rank: its tensors, and how much its process grew."""
     comm = hyfi_core.init()
     torch.manual_seed(0)
     shape = (args.stages, 3, args.size, args.size)
@@ -83,12 +83,10 @@ def _rank(args: argparse.Namespace) -> None:
     return_freed_now()
     grown, peak = resident_bytes() - before, peak_bytes() - before
     own = _stage_bytes(args, engine.plan, comm.rank)
-    facts: dict[str, Any] = {"way": args.way, "rank": comm.rank}
-    facts |= {f"{name}_mb": count for name, count in tensor_bytes.items()}
     held = sum(tensor_bytes.values())
-    facts |= {"held_mb": held, "stage_mb": own, "growth_mb": grown, "peak_growth_mb": peak}
-    facts["held_to_stage"] = round(held / own, 3)
-    lines = comm.gather_objects({k: round(v / 1e6, 1) if k.endswith("_mb") else v for k, v in facts.items()})
+    sizes = tensor_bytes | {"held": held, "stage": own, "growth": grown, "peak_growth": peak}
+    facts = {"way": args.way, "rank": comm.rank, **{f"{name}_mb": round(size / 1e6, 1) for name, size in sizes.items()}}
+    lines = comm.gather_objects(facts | {"held_to_stage": round(held / own, 3)})
     for line in lines or ():
         print(json.dumps(line), flush=True)
 

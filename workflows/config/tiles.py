@@ -64,7 +64,7 @@ class TilesConfig(Section):
         return self
 
     def build(self, mpp: float | None = None) -> Tiling:
-        """Return the tiling; ``mpp``: microns per pixel if ``data.tiles.mpp`` is not given."""
+        """Return the tiling; ``mpp``: microns per pixel if this section gives none."""
         from data.tiles.tiling import Tiling
 
         return Tiling(self.size_px, self.stride_px, self.mpp if self.mpp is not None else mpp, self.min_tissue)

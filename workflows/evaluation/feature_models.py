@@ -90,9 +90,9 @@ def with_reasons(slides: Sequence[SlideInput], features: FeatureSet) -> list[Sli
         features: Their features.
     """
     result = []
-    for one in slides:
-        reason = one.reason or _reason(one, features)
-        result.append(replace(one, reason=reason) if reason else one)
+    for slide in slides:
+        reason = slide.reason or _reason(slide, features)
+        result.append(replace(slide, reason=reason) if reason else slide)
     return result
 
 

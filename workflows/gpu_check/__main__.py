@@ -2,23 +2,24 @@
 
     python -m workflows.gpu_check --out DIR [--minutes 8] [--only PATTERN]
 
-Writes DIR/gpu-check.json, DIR/gpu-check.txt (one page, printed, too), DIR/machine.yaml for the planner, DIR/logs (all
-that the parts printed, with whole tracebacks), DIR/profiles, and DIR/gpu-check.tar.gz with all of it:
+Writes DIR/gpu-check.json, DIR/gpu-check.txt (one page, which is also printed), DIR/machine.yaml for the planner,
+DIR/logs (everything that the parts print, with whole tracebacks), DIR/profiles, and DIR/gpu-check.tar.gz with all of
+these. The parts:
 
     equal        one step in float64 against plain PyTorch: ResNet-18, AmoebaNet-D and a network of another package, on
                  1, 2 and 4 ranks that share a GPU through MPI, and on two GPUs through NCCL; a pipeline, both schedules
                  of two directions, replicas, cells in memory and spilled, recomputation, fused halos. All at once
     tests        those marked cuda
-    commands     hyfi synth, ingest, train, also with a loader and a validator, validate, predict; against the CPU's
+    commands     hyfi synth, ingest, train (alone, and with a loader and a validator), validate; predict against the CPU
     speed        a step of ResNet-50, bfloat16, channels-last: engine on one rank and plain PyTorch
-    profile      of both: kernels and calls, and how many calls the engine adds
+    profile      a profile of each: kernels and calls, and how many calls the engine adds
     cells        a step by cells, 2 × 2 and 4 × 4, in memory and spilled, against one in core: time and peak memory
-    pieces       the same of a model in pieces that are recomputed one after the other (plan.interleave, plan.recompute)
+    pieces       the same for a model in pieces that are recomputed one by one (plan.interleave, plan.recompute)
     memory       peak memory against the forecast of a plan
     staged       two ranks on one GPU, whose messages go through the host, against one rank
     feed         images sent by a loader against an image on the GPU, and the waiting for them
     largest      the largest square image in core and by cells
-    background   the first step, and when steps run what child processes have compiled: cache empty, then full
+    background   the first step, and the time until steps use code compiled by child processes: cache empty, then full
     compiled     first and later steps of the compiled engine and of compiled plain PyTorch
     machine      hyfi doctor --measure
 
@@ -96,7 +97,7 @@ def _check(out: Path, minutes: float, device: str, only: str) -> int:
 
 
 def _pack(out: Path) -> None:
-    """Write all results into one archive, to be sent."""
+    """Write all results into one archive."""
     import tarfile
 
     temporary = out / ".gpu-check.tar.gz"
@@ -108,7 +109,7 @@ def _pack(out: Path) -> None:
 
 
 def _machine(gpus: int) -> dict[str, Any]:
-    """Return what the results depend on: device and versions."""
+    """Return the device and the versions on which the results depend."""
     import torch
 
     device = torch.cuda.get_device_name(0) if gpus else platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""Part of a check: the commands of a whole project on a few drawn slides, as a user calls them."""
+"""Part of a check: the commands of a whole project on a few synthetic slides, as a user calls them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workflows.gpu_check.setting import Setting
 
 SLIDES = 20
 TOLERANCE = 0.02
-"""Between probabilities of a GPU and of the CPU: a GPU rounds otherwise, and the run is short."""
+"""Largest difference between probabilities of a GPU and of the CPU, which rounds differently."""
 
 
 def commands(setting: Setting, _: str) -> Iterator[Row]:
@@ -61,7 +61,7 @@ def _run(store: Path, side_px: int, device: str) -> dict[str, object]:
 
 
 def _timed(name: str, arguments: list[object]) -> Row:
-    """Run a command of ``hyfi``; the row has the last line of what it said if it fails."""
+    """Run a command of ``hyfi``; if it fails, the row has its last line of output."""
     begin_s = time.monotonic()
     command = [sys.executable, "-m", "workflows.cli", *map(str, arguments)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)

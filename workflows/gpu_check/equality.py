@@ -20,7 +20,7 @@ from workflows.gpu_check.measure_step import Row
 from workflows.gpu_check.setting import Setting
 
 TOLERANCE = 1e-10
-"""Of gradients, relative to the norm of each; of loss, output and buffers."""
+"""Largest error of gradients, relative to the norm of each, and of loss, output and buffers."""
 CLASSES = 3
 GRIDS = {1: (1, 1), 2: (2, 1), 4: (2, 2)}
 _STAGES = ((1, 1), (1, 1))
@@ -36,7 +36,7 @@ PLANS = {
 }
 """Plans besides grids, by the names in ``parts.EQUAL_PLANS``."""
 SPILLING_BYTES = 512 << 20
-"""Limit of a plan that spills, besides what the process has: so little that it does."""
+"""Memory limit of a plan that spills, beyond the process itself: so small that maps are spilled."""
 BATCH = 2
 """Images of a replica."""
 _THIRD_PARTY = ("monai/DenseNet121", "torchvision/densenet121", "timm/densenet121", "transformers/RegNet")

@@ -50,14 +50,14 @@ def step_peak_bytes(step: StepBody, device: torch.device) -> int:
 
 
 def free(device: torch.device) -> None:
-    """Return unused memory to the device, such as that of a step that did not fit."""
+    """Return unused memory to the device, as after a step that did not fit."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def tried(row_name: str, body: Callable[[], Row], device: torch.device) -> Row:
-    """Return the row of ``body``; if it fails, a row with the reason, and the device's memory is free again."""
+    """Return the row of ``body``; if it fails, free the device's memory and return a row with the reason."""
     try:
         return {"what": row_name, **body()}
     except torch.OutOfMemoryError:

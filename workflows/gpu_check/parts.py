@@ -25,7 +25,7 @@ EQUAL_PLANS: dict[str, tuple[int, Launcher]] = {
     "recomputed": (2, "mpiexec"),
     "fused halos": (2, "mpiexec"),
 }
-"""Plans that are compared besides grids -> how many ranks they have, and what starts them; see ``equality``."""
+"""Plan to compare, besides grids -> (number of ranks, launcher); see ``equality``."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class CheckPart:
     """One part of a check; it runs in processes of its own.
 
     Attributes:
-        name: unique.
+        name: unique name.
         body: name of its function, see ``child.BODIES``.
-        argument: of the function.
+        argument: argument of the function.
         ranks: number of processes.
-        launcher: what starts them.
+        launcher: what starts the processes.
         weight: share of the time, relative to other parts: about the seconds that it takes on an H100.
-        gpus: GPUs that it needs.
-        together: whether it may run beside others: it measures no time and no memory.
+        gpus: number of GPUs that it needs.
+        together: whether it may run beside others, because it measures neither time nor memory.
         gpu_only: whether its code does nothing without a GPU.
     """
 

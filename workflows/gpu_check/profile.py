@@ -17,7 +17,7 @@ _ROWS = 60
 
 
 def profile(setting: Setting, side: str) -> Iterator[Row]:
-    """Profile one step of each after two others; whole tables go to ``profiles`` in the folder of results."""
+    """Profile the third step of each; whole tables are written to ``profiles`` in the folder of results."""
     folder = setting.out / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
     counts: dict[str, dict[str, int]] = {}

@@ -1,4 +1,4 @@
-"""Results of a check: what each part found, one JSON file and one page of text."""
+"""Results of a check: the results of its parts, as one JSON file and as one page of text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _WIDTH = 120
 
 @dataclass(frozen=True)
 class PartResult:
-    """What a part found.
+    """The result of a part.
 
     Attributes:
-        part: its name.
-        outcome: "stopped": its time was up; rows before that are kept.
-        reason: why it has not passed; else empty.
+        part: name of the part.
+        outcome: how it ended; "stopped": its time was up, and earlier rows are kept.
+        reason: why it has not passed; empty if it has.
         seconds: duration.
-        rows: what was measured: "what" and figures; "failed" is the reason of a measurement that failed.
+        rows: the measurements: "what" and figures; "failed" has the reason if a measurement failed.
     """
 
     part: str

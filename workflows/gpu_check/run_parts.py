@@ -44,7 +44,7 @@ def run_parts(
         parts: in order; those that may run together come first.
         gpus: number of GPUs here; a part that needs more is not run. 0: the check runs on the processor.
         seconds: for all parts.
-        options: of the child program, which is also told its time with ``--seconds``.
+        options: options of the child program; ``--seconds`` with its time is added.
         logs: folder for everything that the parts print; made if it does not exist.
         report: called with each result.
     """
@@ -75,7 +75,7 @@ def _run_together(
     logs: Path,
     report: Callable[[PartResult], None],
 ) -> list[PartResult]:
-    """Run parts beside each other, with about one process for each core."""
+    """Run parts at the same time, with about one process for each core."""
     deadline_s, cores = time.monotonic() + seconds, max(os.cpu_count() or 1, 4)
     waiting, running, results = list(parts), dict[Future[PartResult], CheckPart](), list[PartResult]()
     with ThreadPoolExecutor(max(len(parts), 1)) as threads:  # all live until the end: children die with their thread
@@ -114,7 +114,7 @@ def _run(part: CheckPart, gpus: int, limit_s: float, options: list[str], logs: P
 
 
 def _lacking(part: CheckPart, gpus: int) -> str | None:
-    """Return what a part lacks here, if anything."""
+    """Return what a part needs that is missing here; empty if nothing is."""
     if not gpus:
         return "needs a GPU" if part.gpu_only else None
     return f"needs {part.gpus} GPUs, found {gpus}" if part.gpus > gpus else None
@@ -154,7 +154,7 @@ def _output(
         try:
             code = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            # torchrun's ranks have sessions of their own: it ends them, if it is asked to.
+            # torchrun's ranks have sessions of their own, which only torchrun itself can end.
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(SECONDS_TO_END)

@@ -71,18 +71,18 @@ SMALL = CheckSizes(
     pieces_px=(64,),
     pieces=2,
 )
-"""For processors: they run the code of every part, and their figures mean nothing."""
+"""Sizes for a check without a GPU, which runs the code of every part; its figures mean nothing."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a part measures on.
+    """The device and sizes of a part's measurements.
 
     Attributes:
-        device: of this process.
-        sizes: of all parts.
+        device: device of this process.
+        sizes: sizes of all parts.
         out: folder of results.
-        deadline_s: until when this part may take, by ``time.monotonic``.
+        deadline_s: time by ``time.monotonic`` at which this part must have ended.
     """
 
     device: torch.device

@@ -96,7 +96,7 @@ def compiled(setting: Setting, side: str) -> Iterator[Row]:
 
 
 def background(setting: Setting, side: str) -> Iterator[Row]:
-    """Time the first step, and when steps run what child processes have compiled: cache empty, then full."""
+    """Time the first step, and until steps use code compiled by child processes: cache empty, then full."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         for cache in ("empty", "full"):
@@ -206,7 +206,7 @@ class NoiseSamples:
 
 
 def feed(setting: Setting, _: str) -> Iterator[Row]:
-    """Time steps on images that a loader sends, against steps on an image on the device, and the trainer's waiting."""
+    """Time steps on images from a loader against steps on an image on the device, and how long the trainer waits."""
     comm, side_px, steps = hyfi_core.init(), setting.sizes.speed_px[0], setting.sizes.steps
     turns, layout, stream = (0, steps + 1), BatchLayout.uniform(1), SampleStream(8, 0)
     if comm.rank:

@@ -213,11 +213,12 @@ def prepare(config: Config) -> TrainingJob:
     rows, merge, missing = load_manifest(data.store), data.merge_alike, data.missing_words
     rows = cases_in_one_way(rows, str(data.store / "manifest.csv"), merge=merge, missing=missing)
     labels_path = data.labels or data.store / "manifest.csv"
-    keyed = labels_path if data.id_column is None else read_table(labels_path, "labels", id_column=data.id_column)
-    labels = read_labels(config, keyed, rows)
+    # A table that names slides in a column of its own is read once, for its labels and for its splits.
+    table = labels_path if data.id_column is None else read_table(labels_path, "labels", id_column=data.id_column)
+    labels = read_labels(config, table, rows)
     rows = with_cases(rows, labels, str(labels_path))
     match_labels(rows, labels).check(str(labels_path), data.allow_unmatched)
-    splits_path = data.splits or keyed
+    splits_path = data.splits or table
     splits = load_splits(splits_path, rows, column=data.split_column, merge_alike=merge, missing=missing)
     excluded: list[ExcludedSlide] = []
     train = _selected(config, rows, labels, splits, "train", excluded)

@@ -116,7 +116,7 @@ def test_validation_chooses_and_all_settings_are_in_the_table(
     said = capsys.readouterr()
     summary = json.loads(said.out.splitlines()[-1])
     assert summary["chosen"]["setting"] == {"optimizer.lr": 0.01} and len(commands) == 3
-    assert "too good" in said.out + said.err
+    assert "optimistic" in said.out + said.err
     rows = list(csv.DictReader((tmp_path / "run/sweep.csv").open()))
     assert [row["chosen"] for row in rows] == ["", "yes", ""] and rows[2]["auroc"] == "0.700000"
 

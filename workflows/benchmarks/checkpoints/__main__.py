@@ -1,9 +1,9 @@
-"""Benchmark of checkpoints: what saving costs a trainer, written while it trains and written at once.
+"""Benchmark of checkpoints: the time that saving costs a trainer, if files are written in the background or at once.
 
     python -m workflows.benchmarks.checkpoints [--model resnet50] [--size 512] [--every 4] [--saves 4]
 
-One rank trains with AdamW (weights and two moments are saved) and saves after some steps, by turns without saving,
-with checkpoints that are written while training continues, and with a wait for each. Prints a JSON line: megabytes
+One rank trains with AdamW (weights and two moments are saved), in turns without saving, with checkpoints that are
+written while training continues, and with a wait for each checkpoint. Prints a JSON line: megabytes
 (10^6) of a checkpoint, the median seconds of a step, of the copy and of the writing, the copy as a fraction of the time
 between two checkpoints (``snapshot_share``), and an interval's median time with each way over that without saving.
 """

@@ -2,9 +2,9 @@
 
     python -m workflows.benchmarks.components [--size 4096] [--rounds 5]
 
-Masks are smooth noise above its median: coarse, as tissue is, and fine, as specks of dust are. Each way removes
-components of at most 64 pixels; results are compared. Prints the milliseconds of each, the least of
-all rounds, which alternate. cc3d (connected-components-3d) is left out if it is not installed.
+Masks are smooth noise above a threshold: coarse like tissue, and fine like specks of dust. Each library removes
+components of at most 64 pixels, and the results must be equal. Libraries take turns in each round; prints the shortest
+milliseconds of each. cc3d (connected-components-3d) is left out if it is not installed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`hyfi features` beside a plain loop of the encoder over tiles in memory, and beside reading alone: tiles each second.
+"""`hyfi features` against a plain loop of the encoder over tiles in memory, and against reading alone, in tiles/s.
 
 python -m workflows.benchmarks.features SLIDE [--width 384] [--depth 12] [--mpp 0.5] [--workers 1] [--rounds 2]
 
-The ways take turns; the fastest round of each counts. On cores that others use, too, seconds of the clock say little:
-there, compare seconds of the processor, of all threads and of the processes that read. What features take more than the
-encoder is what reading and writing cost a machine whose cores are all busy; with a free core, they cost less.
+The three take turns; the fastest round of each counts. On cores that other processes use, too, compare processor time,
+which counts all threads and the reading processes. The difference between features and the encoder is the cost of
+reading and writing if all cores are busy; with a free core, it is smaller.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAME = "workflows.benchmarks.features.encoder:vision_transformer"
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call takes.
+    """The time of a call.
 
     Attributes:
         clock_s: Seconds of the clock.

@@ -5,13 +5,13 @@
     python -m workflows.benchmarks.forecast --sleeping        eight ranks that sleep instead of computing
 
 Prints a JSON line for each plan (grids, stages, schedules, replicas, branches, recomputation, cells): predicted and
-measured seconds of a step and their ratio, the same for the memory of the rank that needs most (what its process grew
-by, and the peak of its tensors), and whether the planner chose the plan. A line for each network compares the measured
+measured seconds of a step and their ratio, the same for the memory of the rank that needs most (growth of its process,
+and the peak of its tensors), and whether the planner chose the plan. A line for each network compares the measured
 step of the planner's choice with the shortest of all measured steps; the last line has the median and the worst errors,
 and the rank correlation of the steps.
 
-All plans are measured in each round. Of a plan, the round with the shortest step counts, because other work of the
-machine only adds; of what its processes grow by, the median counts.
+All plans are measured in each round. The shortest step of a plan counts, because other work of the machine only adds
+time; for the growth of processes, the median counts.
 
 Without ``--machine``, each round begins with a measurement of the machine, as by ``hyfi doctor --measure`` with four
 ranks, and a step is compared with the forecast for the machine of its round.
@@ -57,10 +57,10 @@ class Comparison:
 
     Attributes:
         model: name of the network.
-        forecast: of the plan.
-        step_s: measured.
-        grown_bytes: by which the process grew that needs most.
-        allocated_bytes: of the tensors of the rank that has most.
+        forecast: forecast of the plan.
+        step_s: measured seconds of a step.
+        grown_bytes: growth of the process that grew most.
+        allocated_bytes: peak of the tensors of the rank that has most.
         chosen: whether the planner chose this plan.
     """
 
@@ -160,7 +160,7 @@ def _measured_machine() -> MachineModel:
 
 
 class Study:
-    """The plans of one network, and what was measured of them.
+    """The plans of one network and their measurements.
 
     Args:
         name: of the network.
@@ -210,7 +210,7 @@ class Study:
 
 
 def _measured(name: str, plan: ParallelPlan, args: argparse.Namespace) -> tuple[float, int, int]:
-    """Return the seconds of a step, by how many bytes the process grows that needs most, and the most of tensors."""
+    """Return (seconds of a step, growth of the process that grows most, peak of tensors of the rank that has most)."""
     words = name, json.dumps(plan.to_json()), str(args.size), str(args.steps), args.precision
     command = [*find().command(plan.ranks), sys.executable, "-m", "workflows.benchmarks.forecast.rank", *words]
     completed = subprocess.run(

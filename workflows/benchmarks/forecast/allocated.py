@@ -1,4 +1,4 @@
-"""The memory of tensors that a step allocates, as PyTorch's profiler sees it: without what a heap keeps."""
+"""The memory of tensors that a step allocates, by PyTorch's profiler, without freed memory that the heap keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_of(step: Callable[[], Any]) -> int:
-    """Return the most bytes of CPU tensors during a step, in addition to those that are there when it begins."""
+    """Return the peak bytes of CPU tensors during a step, in addition to those that exist when it begins."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
     assert profiled.profiler is not None
@@ -26,7 +26,7 @@ def peak_of(step: Callable[[], Any]) -> int:
 
 
 def held_bytes() -> int:
-    """Return the bytes of all CPU tensors that exist; of several in the same memory, once."""
+    """Return the bytes of all CPU tensors that exist; tensors that share memory count once."""
     gc.collect()
     tensors = [
         tensor

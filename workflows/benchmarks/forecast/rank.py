@@ -4,8 +4,8 @@
 
 The step is the shortest of those measured, each between two barriers, because other processes only add. The growth is
 that of the peak of resident memory, from the moment before the model is created to the end of the steps; a tiny network
-has trained before, so that libraries are loaded and their code is generated. Of a further step, PyTorch's profiler
-tells the peak of all tensors: what was asked for, without what the heap keeps.
+has trained before, so that libraries are loaded and their code is generated. In a further step, PyTorch's profiler
+measures the peak of all tensors, without freed memory that the heap keeps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Forecasts of schedules against eight ranks (threads) that sleep instead of computing.
 
 A block sleeps in proportion to the pixels of a rank's part, in backward twice as long, so the seconds of every forward
-and backward are known exactly. Besides, it computes a small convolution, and on a grid exchanges halos: what that takes
-is measured on one stage alone, with short sleeps. The simulator is given these two. What remains is what it knows of
-the order of actions: of waits for stages, for gangs and for the other direction.
+and backward are known exactly. It also computes a small convolution and, on a grid, exchanges halos; the time for that
+is measured on one stage alone, with short sleeps. The simulator gets both times. So the comparison shows how well it
+models the order of actions: waits for stages, for gangs and for the other direction.
 """
 
 from __future__ import annotations

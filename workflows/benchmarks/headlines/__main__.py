@@ -3,8 +3,8 @@
     python -m workflows.benchmarks.headlines [--only PATTERN] [--json FILE]
 
 Efficiencies and overheads are those of ``v100-lassen.yaml`` and ``p40.yaml``, the same in both: no point is fitted
-separately. Prints a table of all points with their errors; how many points with stated and with assumed settings are
-within 10 %; and the fastest of our plans for some published networks and sizes. Nothing is trained; networks are
+separately. Prints a table of all points with their errors, the number of points within 10 % (with stated and with
+assumed settings), and the fastest of our plans for some published networks and sizes. Nothing is trained; networks are
 captured without memory for their images.
 """
 

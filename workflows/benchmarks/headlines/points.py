@@ -1,4 +1,4 @@
-"""What papers and repositories report, and the plans that stand for their systems."""
+"""Figures that papers and repositories report, and the plans that stand for their systems."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def ratio(forecasts: Forecasts, network: str, size: int, slow: ParallelPlan, fas
 
 
 def scaling(forecasts: Forecasts, network: str, size: int, images: int, plan: ParallelPlan, ranks: int) -> float:
-    """Return the images/s of so many ranks over those of one replica, times the number of replicas."""
+    """Return the images/s of ``ranks`` ranks, divided by those of one replica times the number of replicas."""
     replicas = ranks // plan.ranks_per_replica
     single, many = (
         forecasts.step_s(network, size, images, replace(plan, replicas=count), LASSEN) for count in (1, replicas)

@@ -1,1 +1,1 @@
-"""Benchmark of what the host does in a training step by cells."""
+"""Benchmark of the host's work in a training step by cells."""

@@ -1,4 +1,4 @@
-"""Benchmark of cells: what the host does in a training step, for maps so small that little else takes time.
+"""Benchmark of cells: the host's work in a training step, with maps so small that little else takes time.
 
     python -m workflows.benchmarks.host_work [--model resnet18] [--size 128] [--cells 1,1 4,4] [--steps 5]
     python -m workflows.benchmarks.host_work --against CHECKOUT     # the same with the packages of another checkout

@@ -1,1 +1,1 @@
-"""Benchmark of the tasks: what `hyfi train` learns of slides whose truth is known, beside what that truth allows."""
+"""Benchmark of the tasks: how well `hyfi train` learns slides whose truth is known, against what the truth allows."""

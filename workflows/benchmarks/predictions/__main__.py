@@ -74,7 +74,7 @@ def store_slide(folder: Path, size_px: int) -> Path:
 
 
 def save_network(folder: Path, name: str, width: int, size_px: int) -> Path:
-    """Save a network with random weights, trained on images of ``size_px`` as far as its checkpoint says."""
+    """Save a checkpoint of a network with random weights; it states that training images had ``size_px``."""
     import torch
 
     from hyfi_core.models.by_name import build_model
