@@ -37,6 +37,19 @@ class Boxes(Sequence[Box]):
     columns: tuple[Interval, ...]
     turned: bool = False
 
+    def __eq__(self, other: object) -> bool:
+        """Whether another has the same intervals; mostly it is the same object, or its hash tells."""
+        if self is other:
+            return True
+        if not isinstance(other, Boxes):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.rows == other.rows
+            and self.columns == other.columns
+            and self.turned == other.turned
+        )
+
     def __hash__(self) -> int:
         """Return the hash of all intervals, computed once: planning looks the same boxes up again and again."""
         return self._hash

@@ -38,11 +38,14 @@ def best_of_all_plans(programs: Programs, request: PlanRequest, top: int = 1) ->
         RequestError: as ``best_plans``.
     """
     studies = ModelStudies(programs)
-    search = best_plans(programs, request, top, studies=studies)
-    for planes in _PLANES:
-        share = _share(programs, request, planes, search.plans[0]) if request.ranks % planes == 0 else None
-        if share is not None:
-            search = _with_planes(programs, request, top, planes, search, share, studies)
+    try:
+        search = best_plans(programs, request, top, studies=studies)
+        for planes in _PLANES:
+            share = _share(programs, request, planes, search.plans[0]) if request.ranks % planes == 0 else None
+            if share is not None:
+                search = _with_planes(programs, request, top, planes, search, share, studies)
+    finally:
+        studies.clear()
     return search
 
 

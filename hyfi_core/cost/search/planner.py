@@ -88,6 +88,11 @@ class ModelStudies:
         self.resized = ResizedPrograms(programs)
         self.derived, self.captured = StudiedModel(self.resized), StudiedModel(programs)
 
+    def clear(self) -> None:
+        """Forget the lowered stages, most of the memory of a search."""
+        self.derived.lowered.clear()
+        self.captured.lowered.clear()
+
 
 def best_plans(
     programs: Programs,

@@ -1,8 +1,8 @@
-"""Programs for other micro-batch sizes, from the captures of two: a capture takes seconds, planning asks for a dozen.
+"""Programs for other micro-batch sizes, from those of two: a capture takes seconds, planning asks for a dozen.
 
-    captured, 1 image      view(x, [1, 2048])      x: 1 x 2048 x 1 x 1
-    captured, 2 images     view(x, [2, 2048])      x: 2 x 2048 x 1 x 1
-    derived, 8 images      view(x, [8, 2048])      x: 8 x 2048 x 1 x 1
+    captured, 1 image                 view(x, [1, 2048])      x: 1 x 2048 x 1 x 1
+    derived or captured, 2 images     view(x, [2, 2048])      x: 2 x 2048 x 1 x 1
+    derived, 8 images                 view(x, [8, 2048])      x: 8 x 2048 x 1 x 1
 
 Every size and every whole number in an argument lies on a straight line through the two. A model may do otherwise, by
 asking for the size of its batch; so what is derived is for comparing plans, and what is chosen is captured.
@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from hyfi_core.capture.program import Operator, Program, ValueInfo
+from hyfi_core.cost.search.doubled import doubled
 
 
 class ResizedPrograms:
-    """Programs for any micro-batch size, captured for one and two images only where these are alike.
+    """Programs for any micro-batch size, captured for one image only where that shows what others are.
 
     Args:
         captured: captures the model for a number of images.
@@ -28,6 +29,7 @@ class ResizedPrograms:
         self._captured = captured
         self._derived: dict[int, Program] = {}
         self._alike = True
+        self._two: Program | None = None
 
     def __call__(self, images: int) -> Program:
         """Return the program for micro-batches of ``images`` images.
@@ -35,15 +37,22 @@ class ResizedPrograms:
         Raises:
             RequestError: as ``capture``.
         """
-        if images <= 2 or not self._alike:
+        if images == 1 or not self._alike:
             return self._captured(images)
+        if images == 2:
+            return self._for_two()
         if images not in self._derived:
             try:
-                self._derived[images] = resized(self._captured(1), self._captured(2), images)
+                self._derived[images] = resized(self._captured(1), self._for_two(), images)
             except _DiffersError:
                 self._alike = False
                 return self._captured(images)
         return self._derived[images]
+
+    def _for_two(self) -> Program:
+        if self._two is None:
+            self._two = doubled(self._captured(1)) or self._captured(2)
+        return self._two
 
     def as_captured(self, images: int) -> bool:
         """Whether the program for this many images equals its capture, which is made to compare."""

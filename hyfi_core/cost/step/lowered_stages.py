@@ -158,13 +158,28 @@ class LoweredPlans:
         self._cutters: dict[int, tuple[Program, ProgramCutter]] = {}
         self._costs: dict[tuple[int, str | None], tuple[Program, KnownCosts]] = {}
         self._derived: dict[Hashable, tuple[DividedStage, Any]] = {}
-        self._layouts: dict[Hashable, tuple[Program, WholeLayouts | None]] = {}
+        self._layouts: dict[tuple[int, tuple[int, int], int], tuple[Program, WholeLayouts | None]] = {}
+
+    def clear(self) -> None:
+        """Forget everything: plans and this refer to each other, and would stay until Python collects such cycles."""
+        for known in (
+            self._plans,
+            self._stages,
+            self._active,
+            self._cutters,
+            self._costs,
+            self._derived,
+            self._layouts,
+        ):
+            known.clear()
 
     def layouts(self, program: Program, target: Target) -> WholeLayouts | None:
         """Return the layouts of a whole model on a grid, if it can be lowered so; it is kept as by ``active``."""
         key = id(program), target.grid, target.gather_bytes
         if key not in self._layouts:
-            self._layouts[key] = program, WholeLayouts.of(program, target)
+            others = (whole for (_, *where), (_, whole) in self._layouts.items() if tuple(where) == key[1:] and whole)
+            whole = next((whole for whole in others if whole.serve(program)), None)
+            self._layouts[key] = program, whole or WholeLayouts.of(program, target)
         return self._layouts[key][1]
 
     def derived(self, stage: DividedStage, way: Hashable, compute: Callable[[], Derived]) -> Derived:

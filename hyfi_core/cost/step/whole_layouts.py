@@ -4,6 +4,8 @@
     stage of a plan                   c ── d ── e             the same layouts, if what it receives is divided so
     stage of another             b ── c ── d ── e ── f        likewise
 
+The same model for other micro-batches has the same layouts if all maps are B × C × H × W: none is cut along the batch.
+
 An operator's layout follows from that of its inputs. Stages receive values in even parts; in a whole model, windows may
 have made them uneven. Operators may also differ at the ends of a stage, and a few look at what follows them. Such
 stages are lowered for themselves.
@@ -11,7 +13,7 @@ stages are lowered for themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hyfi_core.capture.program import Operator, Program, refs_in
@@ -26,22 +28,38 @@ class WholeLayouts:
     """A model lowered as a whole, without fused runs.
 
     Attributes:
+        program: the captured model.
         ranked: for one rank.
         operators: name -> operator, as it was lowered.
     """
 
+    program: Program
     ranked: RankProgram
     operators: Mapping[str, Operator]
 
     @classmethod
     def of(cls, program: Program, target: Target) -> WholeLayouts | None:
         """Return that of a captured model for the grid of ``target``; None if it cannot be lowered as a whole."""
-        program = pool_before_relu(program, refs_in(program.outputs))
+        pooled = pool_before_relu(program, refs_in(program.outputs))
         try:
-            ranked = lower(program, replace(target, entries={}))
+            ranked = lower(pooled, replace(target, entries={}))
         except RequestError:
             return None
-        return cls(ranked, {op.name: op for op in lowered_operators(program, program.outputs, ())})
+        return cls(program, ranked, {op.name: op for op in lowered_operators(pooled, pooled.outputs, ())})
+
+    def serve(self, program: Program) -> bool:
+        """Whether a program has the same layouts, because it differs in the number of images alone."""
+        if program is self.program:
+            return True
+        own = self.program.values
+        # What ranks gather depends on its size.
+        if self.ranked.gathered or any(
+            split.dims != (2, 3) or not split.plain for split in self.ranked.splits.values()
+        ):
+            return False
+        return own.keys() == program.values.keys() and all(
+            own[name].shape[1:] == program.values[name].shape[1:] for name in self.ranked.splits if name in own
+        )
 
     def hold_for(self, operators: Sequence[Operator], entries: Mapping[str, Split | None]) -> bool:
         """Whether the layouts are those of a stage.
@@ -56,5 +74,15 @@ class WholeLayouts:
         )
 
     def _same(self, op: Operator) -> bool:
-        whole = self.operators.get(op.name)
-        return whole is op or whole == op
+        whole, splits = self.operators.get(op.name), self.ranked.splits
+        if whole is op or whole == op:
+            return True
+        # The sizes of a view may name the batch: of what each rank has as a whole, they do not matter.
+        return whole is not None and whole.inputs == op.inputs and not any(name in splits for name in _names(op, whole))
+
+
+def _names(*operators: Operator) -> Iterator[str]:
+    """Yield the inputs and results of operators."""
+    for op in operators:
+        yield from op.inputs
+        yield from (name for name in op.outputs if name is not None)

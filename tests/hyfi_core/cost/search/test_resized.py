@@ -57,12 +57,34 @@ class Captures:
         return captured_once(self.model, (images, 3, PX, PX), torch.float32)
 
 
-@pytest.mark.parametrize("model", [resnet10(2, width=8), resnet10(2, width=8, norm="group"), SmallCells(), Heads()])
-def test_a_program_for_more_images_is_what_a_capture_gives(model: nn.Module) -> None:
+class WithToken(nn.Module):
+    """A token for each image is joined to its positions, as in a ViT: the 1 of its expansion may be the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.token = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.zeros(1, 8, 1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        maps = self.stem(images)
+        answer: torch.Tensor = torch.cat((self.token.expand(len(maps), -1, -1), maps.flatten(2)), 2).mean(2)
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("model", "captured"),
+    [
+        (resnet10(2, width=8), {1}),
+        (resnet10(2, width=8, norm="group"), {1}),
+        (SmallCells(), {1}),
+        (Heads(), {1}),
+        (WithToken(), {1, 2}),
+    ],
+)
+def test_a_program_for_more_images_is_what_a_capture_gives(model: nn.Module, captured: set[int]) -> None:
     captures = Captures(model)
     programs = ResizedPrograms(captures)
     derived = programs(5)
-    assert captures.sizes == {1, 2}
+    assert captures.sizes == captured
     wanted = captures(5)
     assert derived.operators == wanted.operators and derived.values == wanted.values
     assert derived.outputs == wanted.outputs and programs.as_captured(5)
@@ -74,7 +96,19 @@ def test_a_model_that_knows_its_batch_is_found_out() -> None:
     assert programs.as_captured(3) and not programs.as_captured(4)
 
 
-def test_where_two_images_are_not_like_one_every_size_is_captured() -> None:
-    captures = Captures(Choosy(2))
+def test_where_two_images_are_not_like_one_what_is_derived_is_found_out() -> None:
+    programs = ResizedPrograms(Captures(Choosy(2)))
+    assert programs.as_captured(1) and not programs.as_captured(2) and not programs.as_captured(6)
+
+
+class ChoosyTokens(WithToken):
+    """Does something else with one image, and two have to be captured."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images if images.shape[0] == 1 else images.relu())
+
+
+def test_where_two_captures_differ_every_size_is_captured() -> None:
+    captures = Captures(ChoosyTokens())
     programs = ResizedPrograms(captures)
     assert programs(6) is captures(6) and programs(3) is captures(3) and programs.as_captured(6)

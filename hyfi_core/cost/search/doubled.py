@@ -1,0 +1,140 @@
+"""The program for two images, from that for one, by asking each operator for the shape of its results.
+
+    captured, 1 image     conv2d(x, weight)     x: 1 x 3 x 512 x 512     view(y, [1, 2048])     y: 1 x 2048 x 1 x 1
+    derived, 2 images     conv2d(x, weight)     x: 2 x 3 x 512 x 512     view(y, [2, 2048])     y: 2 x 2048 x 1 x 1
+
+A capture of a large network takes ten seconds, this a tenth of one. Nothing is derived where a 1 may or may not be the
+batch, and where two images need another operator, as a copy instead of a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hyfi_core.capture.program import Operator, Program, ValueInfo, substitute
+
+_RESHAPES = frozenset(("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.expand.default"))
+"""Operators that are given the sizes of their result, the batch's among them."""
+
+_CHOOSING = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("slice.Tensor", "narrow.default", "select.int", "unbind.int", "index_select.default", "gather.default"),
+        *("split.Tensor", "split_with_sizes.default", "chunk.default", "cat.default", "stack.default"),
+    )
+)
+"""Operators that take samples of a batch, or join batches, if they are told to do so along dim 0."""
+
+_SIZES = frozenset(("size", "shape", "N", "repeats"))
+"""Names of arguments, of all other operators, that may be the size of the batch."""
+
+_TO_THE_END = 2**62
+
+
+class _UnclearError(Exception):
+    """What an operator does with two images is not known from what it does with one."""
+
+
+def doubled(single: Program) -> Program | None:
+    """Return the program for two images as a capture would give it; None if that is not clear.
+
+    Args:
+        single: for one image; its values have their dims in the same order as those for two.
+    """
+    image, computed = single.values[single.image], {name for op in single.operators for name in op.outputs}
+    if image.shape[0] != 1:
+        return None
+    shapes = {name: info.shape for name, info in single.values.items() if name not in computed}
+    shapes[single.image] = (2, *image.shape[1:])
+    # Without memory, but with strides: a view is refused where a capture would copy.
+    values = {name: _empty(shape, single.values[name].dtype) for name, shape in shapes.items()}
+    operators = []
+    try:
+        with torch.no_grad():
+            for op in single.operators:
+                operators.append(_operator(op, values, single.values))
+                _run(operators[-1], values, single.values)
+    except Exception:  # each kernel refuses shapes in its own way
+        return None
+    infos = {name: ValueInfo(tuple(values[name].shape), info.dtype) for name, info in single.values.items()}
+    return replace(single, operators=tuple(operators), values=infos)
+
+
+def _operator(op: Operator, values: Mapping[str, torch.Tensor], single: Mapping[str, ValueInfo]) -> Operator:
+    """Return an operator for two images.
+
+    Args:
+        op: for one image.
+        values: for two images, all that are computed so far.
+        single: for one image.
+    """
+    batched = [name for name in op.inputs if values[name].shape != single[name].shape]
+    named = _named(op)
+    if op.text in _RESHAPES:
+        return _reshape(op, batched, values, single)
+    if _SIZES & named.keys():
+        raise _UnclearError
+    if not op.inputs and any(item == 1 for item in named.values() if type(item) is int):  # as of arange(batch)
+        raise _UnclearError
+    if op.text in _CHOOSING and batched and not _chooses_all(named):
+        rank = len(single[batched[0]].shape) + (op.text == "aten.stack.default")
+        if named.get("dim", 0) % rank == 0:
+            raise _UnclearError
+    return op
+
+
+def _chooses_all(named: Mapping[str, Any]) -> bool:
+    """Whether it is a slice from the first to the last."""
+    return not named.get("start", 1) and (named.get("end") or _TO_THE_END) >= _TO_THE_END
+
+
+def _named(op: Operator) -> dict[str, Any]:
+    """Return the arguments that an operator was given, by name."""
+    schema = getattr(op.target, "_schema", None)
+    if schema is None:
+        raise _UnclearError
+    return {**{declared.name: item for declared, item in zip(schema.arguments, op.args, strict=False)}, **op.kwargs}
+
+
+def _reshape(
+    op: Operator, batched: list[str], values: Mapping[str, torch.Tensor], single: Mapping[str, ValueInfo]
+) -> Operator:
+    """Return a change of shape with the batch first: in row-major order, the batch of its input stays in front."""
+    sizes = op.args[1]
+    if not batched:
+        if 1 in sizes[:1]:  # of the batch, perhaps
+            raise _UnclearError
+        return op
+    before, after = single[batched[0]].shape, tuple(values[batched[0]].shape)
+    if after[0] != 2 * before[0] or after[1:] != before[1:] or not isinstance(sizes[0], int):
+        raise _UnclearError
+    first = sizes[0] if sizes[0] == -1 else 2 * sizes[0]
+    return replace(op, args=(op.args[0], [first, *sizes[1:]], *op.args[2:]))
+
+
+def _run(op: Operator, values: dict[str, torch.Tensor], single: Mapping[str, ValueInfo]) -> None:
+    """Add an operator's results.
+
+    Raises:
+        _UnclearError: the shape of one is neither that for one image, nor twice as long in one dim.
+    """
+    kwargs = {key: substitute(item, values) for key, item in op.kwargs.items()}
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    results = op.target(*substitute(op.args, values), **kwargs)
+    for name, result in zip(op.outputs, (results,) if isinstance(results, torch.Tensor) else results, strict=False):
+        if name is None:
+            continue
+        longer = [(a, b) for a, b in zip(single[name].shape, result.shape, strict=True) if a != b]
+        if longer and (len(longer) > 1 or longer[0][1] != 2 * longer[0][0]):
+            raise _UnclearError
+        values[name] = result.float() if result.is_floating_point() else result
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without memory; of one floating-point dtype, as those of autocast are mixed."""
+    return torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device="meta")
