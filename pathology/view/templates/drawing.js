@@ -18,13 +18,15 @@ export class Annotations {
     this.corners = [];
     this.colors = new Map();
     this.timer = 0;
+    this.writes = 0;
     this.writing = Promise.resolve();
     for (const button of byId("tools").children) button.addEventListener("click", () => this.draw(button.dataset.tool));
     byId("download").addEventListener("click", () => this.download().catch(error => this.say(error.message, true)));
     addEventListener("beforeunload", event => { if (this.unsaved) event.preventDefault(); });
   }
 
-  get unsaved() { return this.timer !== 0 && this.pane?.about?.annotations.saved; }
+  // Whether changes wait to be sent, or were sent and not yet answered: leaving the page could cancel the request.
+  get unsaved() { return this.timer !== 0 || this.writes > 0; }
 
   // Show the annotations of a pane's slide; pending changes are saved first.
   async show(pane) {
@@ -35,8 +37,8 @@ export class Annotations {
     this.collection = null;
     this.list();
     if (!pane?.about) return;
-    const {key} = pane;
-    this.say(pane.about.annotations.saved ? "" : `Not saved: ${pane.about.annotations.reason}`);
+    const {key} = pane, {saved, reason, path} = pane.about.annotations;
+    this.say(saved ? "" : `Not saved: ${reason}`);
     try {
       const response = await request(slideUrl(key, "annotations.json"));
       const found = await response.json();
@@ -44,6 +46,7 @@ export class Annotations {
       this.version = (response.headers.get("ETag") || "").replaceAll('"', "");
       this.collection = found;
       this.key = key;
+      this.path = path;
       for (const one of found.features) this.put(one);
     } catch (error) {
       this.say(error.message, true);
@@ -225,17 +228,19 @@ export class Annotations {
     if (this.timer) {
       clearTimeout(this.timer);
       this.timer = 0;
-      const {key} = this, body = JSON.stringify(this.collection);
-      this.writing = this.writing.then(() => this.write(key, body));
+      // Copied now: when the server answers, all of them may be those of the next slide.
+      const {key, path} = this, body = JSON.stringify(this.collection);
+      this.writes++;
+      this.writing = this.writing.then(() => this.write(key, path, body)).finally(() => this.writes--);
     }
     return this.writing;
   }
 
-  async write(key, body) {
+  async write(key, path, body) {
     try {
       const response = await request(slideUrl(key, "annotations.json"), {method: "PUT", body, headers: {"If-Match": `"${this.version}"`}});
       this.version = response.headers.get("ETag").replaceAll('"', "");
-      this.say(`Saved in ${this.pane.about.annotations.path}`);
+      this.say(`Saved in ${path}`);
     } catch (error) {
       if (error.status === 412) this.conflict = key;
       this.say(`Not saved: ${error.message}`, true);

@@ -244,6 +244,44 @@ def test_annotations_are_drawn_saved_and_there_again(page: Any, results: Path) -
     path.unlink()
 
 
+def test_leaving_warns_while_annotations_are_being_saved_and_the_message_has_their_own_file(
+    page: Any, results: Path
+) -> None:
+    requests: list[Any] = []
+    page.route(
+        "**/annotations.json",
+        lambda route: requests.append(route) if route.request.method == "PUT" else route.continue_(),
+    )
+    leaving = """() => {
+        const event = new Event('beforeunload', {cancelable: true});
+        dispatchEvent(event);
+        return event.defaultPrevented;
+    }"""
+    assert not page.evaluate(leaving)
+    page.evaluate("() => viewer.annotations.add({type: 'Feature', geometry: {type: 'Point', coordinates: [9, 9]}})")
+    assert page.evaluate(leaving)
+    with page.expect_request(lambda request: request.method == "PUT"):
+        pass
+    assert page.evaluate("() => viewer.annotations.timer") == 0
+    assert page.evaluate(leaving)
+    page.evaluate("() => viewer.active.show('other')")
+    page.wait_for_function("() => viewer.active.about.key === 'other'")
+    other = page.evaluate("() => viewer.active.about.annotations.path")
+    page.evaluate(
+        """() => {
+            window.said = [];
+            const say = viewer.annotations.say.bind(viewer.annotations);
+            viewer.annotations.say = (text, bad) => { said.push(text); say(text, bad); };
+        }"""
+    )
+    requests[0].continue_()
+    page.wait_for_function("() => said.length > 0")
+    path = results / "annotations" / f"{SLIDE_ID}.geojson"
+    assert page.evaluate("() => said[0]") == f"Saved in {path}" != f"Saved in {other}"
+    assert not page.evaluate(leaving)
+    path.unlink()
+
+
 def test_slides_side_by_side_move_together(page: Any) -> None:
     page.keyboard.press("s")
     page.wait_for_function(
