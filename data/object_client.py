@@ -1,7 +1,7 @@
 """Clients of object storage, one for each bucket and process, whose errors are those of a file system.
 
 The library is obstore: requests leave the interpreter's lock, many threads share the connections of one client, and
-transient errors (5xx, 429, connections refused or reset) are repeated with growing pauses, for about twenty seconds.
+requests that end in transient errors (5xx, 429, connections refused or reset) are repeated, see `_RETRIES`.
 Keys and endpoints come from the usual environment variables (``AWS_…``, ``GOOGLE_…``, ``STORAGE_EMULATOR_HOST``).
 """
 
@@ -28,8 +28,12 @@ LISTABLE = ("s3", "gs", "memory")
 """Schemes whose folders can be listed and written; the others are read by name."""
 
 _RETRIES = 15
+"""Most retries of a request. Pauses are random, each at most twice the one before: together 15 to 60 s, 24 s in the
+median, and none begins after `_GIVE_UP_S`."""
 _BACKOFF_S = (0.5, 10.0)
+"""First and longest pause."""
 _GIVE_UP_S = 60.0
+"""Time since the first attempt after which a request is not repeated."""
 _TIMEOUT_S = 30.0
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),

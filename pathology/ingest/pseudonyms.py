@@ -140,7 +140,7 @@ class KeyFile:
         return replace(row, others=row.others | other_columns)
 
     def _moved(self, source: Path) -> KeyRow | None:
-        """Remove the row of a moved slide with this file name, if exactly one was; return it with the new path."""
+        """Remove the row of this file name whose file is gone, and return it with the new path; None if several are."""
         same_name = [row for row in self._rows.values() if Path(row.source_path).name == source.name]
         gone = [row for row in same_name if is_gone(Path(row.source_path))]
         if len(gone) != 1:

@@ -282,7 +282,7 @@ def test_a_feed_refuses_what_the_loader_does_not_send() -> None:
             LoaderService(comm, [0], Images(), stream(), layout, workers=1, start=ThreadWorker).serve()
             return
         feed = RemoteFeed(comm, [1], spec_of(0, layout, (0, 2)), prefetch=1)
-        with pytest.raises(ValueError, match="turns must follow"):
+        with pytest.raises(ValueError, match="turn 1 was requested, but turn 0 is next"):
             feed.batch(1)
         pixels = feed.batch(0)
         with pytest.raises(ValueError, match="loaders send"):

@@ -564,7 +564,7 @@ def test_an_external_test_set_has_its_own_table_column_and_no_splits(
     assert [(row["slide_id"], row["flags"]) for row in with_flag] == [
         (f"slide-{n:02d}", "trained_on") for n in range(6)
     ]
-    assert "6 of these slides are of the model's training set" in (tmp_path / "all" / "index.html").read_text()
+    assert "trained on 6 of these slides, or on others of their cases" in (tmp_path / "all" / "index.html").read_text()
     assert "trained on 6 of these 9 slides, or on others of their cases: slide-00, slide-01" in said.err
     assert "are far from all" not in said.err
     known = read_model_json(request.checkpoint)["trained_on"]
