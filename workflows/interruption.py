@@ -90,7 +90,7 @@ def _of_file(error: OSError, run: Path) -> str | None:
     if is_full_disk(error):
         return describe_full_disk(error, path or run)
     if path is not None and path.absolute().is_relative_to(run.absolute()):
-        return f"{path} cannot be written ({error.strerror}); make it writable"
+        return f"{path} cannot be written ({error.strerror}); check its folder, its rights and the disk"
     return None
 
 

@@ -30,7 +30,8 @@ export class Annotations {
 
   // Show the annotations of a pane's slide; pending changes are saved first.
   async show(pane) {
-    await this.flush();
+    // Repeated: an annotation may change while another change is being saved.
+    while (this.unsaved) await this.flush();
     this.stop();
     this.remove();
     this.pane = pane;
@@ -45,8 +46,7 @@ export class Annotations {
       if (this.pane !== pane || pane.key !== key || !pane.map) return;
       this.version = (response.headers.get("ETag") || "").replaceAll('"', "");
       this.collection = found;
-      this.key = key;
-      this.path = path;
+      Object.assign(this, {key, saved, path});
       for (const one of found.features) this.put(one);
     } catch (error) {
       this.say(error.message, true);
@@ -218,7 +218,7 @@ export class Annotations {
   // Saving.
   changed() {
     this.list();
-    if (!this.pane.about.annotations.saved || this.conflict === this.key) return;
+    if (!this.saved || this.conflict === this.key) return;
     this.say("Saving …");
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.flush(), SAVE_AFTER_MS);

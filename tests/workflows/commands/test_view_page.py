@@ -247,26 +247,34 @@ def test_annotations_are_drawn_saved_and_there_again(page: Any, results: Path) -
 def test_leaving_warns_while_annotations_are_being_saved_and_the_message_has_their_own_file(
     page: Any, results: Path
 ) -> None:
-    requests: list[Any] = []
-    page.route(
-        "**/annotations.json",
-        lambda route: requests.append(route) if route.request.method == "PUT" else route.continue_(),
-    )
+    held: list[Any] = []
+    saves: list[str] = []
+
+    def answer(route: Any) -> None:
+        """Hold the first request that saves; let all others pass."""
+        if route.request.method == "PUT":
+            saves.append(route.request.url)
+        if route.request.method == "PUT" and not held:
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/annotations.json", answer)
     leaving = """() => {
         const event = new Event('beforeunload', {cancelable: true});
         dispatchEvent(event);
         return event.defaultPrevented;
     }"""
     assert not page.evaluate(leaving)
-    page.evaluate("() => viewer.annotations.add({type: 'Feature', geometry: {type: 'Point', coordinates: [9, 9]}})")
-    assert page.evaluate(leaving)
     with page.expect_request(lambda request: request.method == "PUT"):
-        pass
+        page.evaluate("() => viewer.annotations.add({type: 'Feature', geometry: {type: 'Point', coordinates: [9, 9]}})")
+        assert page.evaluate(leaving)
     assert page.evaluate("() => viewer.annotations.timer") == 0
     assert page.evaluate(leaving)
     page.evaluate("() => viewer.active.show('other')")
     page.wait_for_function("() => viewer.active.about.key === 'other'")
     other = page.evaluate("() => viewer.active.about.annotations.path")
+    page.evaluate("() => viewer.annotations.drop(viewer.annotations.collection.features[0])")
     page.evaluate(
         """() => {
             window.said = [];
@@ -274,11 +282,14 @@ def test_leaving_warns_while_annotations_are_being_saved_and_the_message_has_the
             viewer.annotations.say = (text, bad) => { said.push(text); say(text, bad); };
         }"""
     )
-    requests[0].continue_()
+    held[0].continue_()
     page.wait_for_function("() => said.length > 0")
     path = results / "annotations" / f"{SLIDE_ID}.geojson"
     assert page.evaluate("() => said[0]") == f"Saved in {path}" != f"Saved in {other}"
+    page.wait_for_function("() => !viewer.annotations.unsaved && viewer.annotations.key === 'other'")
     assert not page.evaluate(leaving)
+    assert len(saves) == 2 and saves[0] == saves[1]
+    assert json.loads(path.read_text())["features"] == []
     path.unlink()
 
 
