@@ -96,11 +96,13 @@ class Batch:
         index: of the action in the rank's list.
         halves: (sender, receiver, half) of each; empty once they have started.
         open: number of messages whose other side has not started.
+        end_s: when the messages that have started end.
     """
 
     index: int
     halves: list[tuple[int, int, Half]]
     open: int
+    end_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -116,6 +118,7 @@ class RankState:
     arrived_s: dict[Action, float] = field(default_factory=dict)  # receive -> arrival of its last message
     own_s: dict[Action, float] = field(default_factory=dict)  # receive -> time at which this rank sent to itself
     stream: deque[Batch] = field(default_factory=deque)  # pending messages, with one stream
+    stream_s: float = 0.0  # when those before them have ended
     reduces: deque[tuple[int, int, float]] = field(default_factory=deque)  # (stage, index, time) of pending reductions
     reduced_s: float = 0.0
     live: int = 0
@@ -273,21 +276,23 @@ class DryRun:
             for _, _, half in halves:
                 half.batch = batch
             self.ranks[number].stream.append(batch)
-            while any([self._moved(rank.stream) for rank in self.ranks]):  # a list: every stream is tried
+            while any([self._moved(rank) for rank in self.ranks]):  # a list: every stream is tried
                 pass
 
-    def _moved(self, stream: deque[Batch]) -> bool:
-        """Start and end messages of one stream while possible; return whether there were any."""
+    def _moved(self, rank: RankState) -> bool:
+        """Start and end messages of a rank's stream while possible; return whether there were any."""
         moved = False
-        while stream:
-            batch = stream[0]
+        while rank.stream:
+            batch = rank.stream[0]
             halves, batch.halves = batch.halves, []
             for sender, receiver, half in halves:
+                half.time_s = max(half.time_s, rank.stream_s)
                 self._pair(sender, receiver, half)
                 moved = True
             if batch.open:
                 break
-            stream.popleft()
+            rank.stream.popleft()
+            rank.stream_s = max(rank.stream_s, batch.end_s)
             moved = True
         return moved
 
@@ -307,12 +312,13 @@ class DryRun:
                     Blame(sender, send.index, f"is sent while rank {receiver} posts {receive.receive}"),
                 ],
             )
-        for side in (send, receive):
-            if side.batch is not None:
-                side.batch.open -= 1
         start_s = max(send.time_s, receive.time_s)
         action = self.ranks[sender].row[send.index]
         end_s = start_s + self._durations.send_s(action)
+        for side in (send, receive):
+            if side.batch is not None:
+                side.batch.open -= 1
+                side.batch.end_s = max(side.batch.end_s, end_s)
         self._record(sender, action, start_s, end_s)
         self._deliver(receiver, receive.receive, end_s)
 

@@ -242,6 +242,25 @@ def test_messages_of_one_direction_may_go_through_one_stream() -> None:
     assert found.makespan_s == 6
 
 
+def test_in_one_stream_a_message_waits_for_the_one_before_it() -> None:
+    """Two forwards of a second each, whose messages take three: alone they overlap, in one stream they do not."""
+    placement = Placement.of(ParallelPlan(((1, 1),) * 2, ("a",), 2, "gpipe"))
+    schedule = Schedule.from_text(TWO_FORWARDS)
+    costs = Costs(forward_s=1.0, backward_s=1.0, message_s=3.0, reduce_s=0.0)
+    events = {
+        one_stream: {
+            event.name: (event.start_s, event.end_s)
+            for event in simulate(schedule, placement, [(0, 1)], costs=costs, one_stream=one_stream).events
+        }
+        for one_stream in (False, True)
+    }
+    assert [events[way]["SEND_F1.s0.d0>s1"] for way in (False, True)] == [(2, 5), (4, 7)]
+
+
+TWO_FORWARDS = """schedule two forwards
+0: F0.s0.d0 SEND_F0.s0.d0>s1 F1.s0.d0 SEND_F1.s0.d0>s1 RECV_B0.s0.d0<s1 B0.s0.d0 RECV_B1.s0.d0<s1 B1.s0.d0 REDUCE.s0
+1: RECV_F0.s1.d0<s0 RECV_F1.s1.d0<s0 F0.s1.d0 F1.s1.d0 B0.s1.d0 SEND_B0.s1.d0>s0 B1.s1.d0 SEND_B1.s1.d0>s0 REDUCE.s1
+"""
 IN_TWO = """schedule in two
 0: F0.s0.d0 F1.s0.d0 I0.s0.d0 W0.s0.d0 I1.s0.d0 W1.s0.d0
 1: F0.s1.d0 I0.s1.d0 F1.s1.d0 I1.s1.d0 W0.s1.d0 W1.s1.d0
