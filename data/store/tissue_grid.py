@@ -21,7 +21,7 @@ from data.arrays import Mask
 from hyfi_core.plan.box import Box
 
 LARGEST_DENOMINATOR = 100_000
-"""Of fractions that stand for a ratio of two mpp: products with numbers of pixels stay within int64."""
+"""Largest denominator of a ratio of two mpp as a fraction: products with numbers of pixels stay within int64."""
 
 
 def first_pixels(length_px: int, pixel_mpp: float, mask_length: int, mask_mpp: float) -> NDArray[np.int64]:
