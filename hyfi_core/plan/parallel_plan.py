@@ -42,8 +42,8 @@ class ParallelPlan:
             only optimizer state and sends new weights back.
         reduce_dtype: dtype of gradients in messages; None: their own.
         sync_batch_norm: whether batch norm computes its statistics over all replicas instead of each one.
-        memory_bytes: memory limit of a rank: modelled, for cuts="auto"; actual, with ``spill``, ``tiles``. None: none.
-        gather_bytes: most bytes of a map of one micro-batch that all ranks gather for an operator that needs it whole.
+        memory_bytes: limit of a rank: modelled for cuts="auto", actual with ``spill`` or ``tiles``; None: no limit.
+        gather_bytes: most bytes of a map that ranks gather if an operator needs it whole; larger ones are refused.
         cells: rows x columns of cells in which each rank computes its part, one after the other, also in training;
             "auto": as many as ``memory_bytes`` requires, with ``spill``; None: no cells.
         spill: where activations that no cell currently needs are moved: a folder, or "memory" of the host; None:
@@ -51,7 +51,7 @@ class ParallelPlan:
         shares: samples of one step that each replica takes, None for equally many; see below.
         branches: planes of each replica. A plane has ranks for all grids and the replica's samples, and computes some
             of the model's parallel branches, so that there are replicas x branches x (ranks of all grids) ranks.
-        tiles: ranks that share the tiles of a slide, for ``parallelize_tiles``; sets ``grids``. None: not tiles.
+        tiles: ranks that share the tiles of a slide, for ``parallelize_tiles``; sets ``grids``. None: whole images.
 
     With ``shares``, every sample has the same weight in any replica, and micro-batch m of the whole batch is
     micro-batch m of every replica, in the order of replicas::

@@ -200,9 +200,8 @@ class BackwardPass:
                 with torch.no_grad():
                     results, deferred = self._run_local(call, record.saved, cotangents)
             else:
-                collective = self._run_collective(call, record.saved, cotangents, before)
-                results, deferred = yield from within(torch.no_grad, collective)
-                del collective  # a finished generator would still hold the cotangents that it was called with
+                steps = self._run_collective(call, record.saved, cotangents, before)
+                results, deferred = yield from within(torch.no_grad, steps)
             # The last reference: the results that are added next can take this memory.
             del cotangents
             self._add(self._named(call, results), record.step.sums)

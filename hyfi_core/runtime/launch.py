@@ -46,7 +46,7 @@ def _check_tasks(size: int, expected: Expected) -> None:
 
     Raises:
         RendezvousError: it does not; otherwise each rank would do the whole work.
-        RequestError: srun's tasks do not see each other: each is rank 0 of its own world, and rank 0 reports it.
+        RequestError: MPI does not see as many ranks as srun started tasks; all tasks run, so their rank 0 reports it.
     """
     for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
         stated = os.environ.get(name, "")

@@ -27,7 +27,7 @@ _HEAP_BYTES = 8 << 20
 LARGE_BLOCK_BYTES = 16 << 20
 """Blocks that glibc returns at once in a process with a limit: smaller ones are cleared too often, which takes time."""
 _WITH_HOLES = 1.6
-"""What the heap grows by for a chunk, of its tensors: smaller blocks leave holes in it (measured: 1.48)."""
+"""The heap grows by at most this many times a chunk's tensors: smaller blocks leave holes in it (measured: 1.48)."""
 
 
 @dataclass(frozen=True)
