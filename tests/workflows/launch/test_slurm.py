@@ -130,9 +130,10 @@ def test_a_second_job_is_refused_and_a_killed_rank_ends_all_within_seconds(
 @pytest.mark.parametrize("at", ["start", "step"])
 def test_a_request_to_stop_is_a_checkpoint_and_code_3(slurm: Slurm, tmp_path: Path, store: Path, at: str) -> None:
     config = make_config(tmp_path, store, run={"steps": 5000}, validation={"every_steps": 5000})
-    job = begin(slurm, tmp_path, "srun", "-K", "--mpi=pmi2", "-N2", "-n2", *HYFI, "train", str(config), TWO)
+    words = ["srun", "-K", "--mpi=pmi2", "-N2", "-n2", *HYFI, "train", str(config), TWO]
+    job = begin(slurm, tmp_path, *words, HYFI_TEST_MARK=str(tmp_path))
     if at == "start":
-        time.sleep(1.5)
+        _wait_for_handlers(signal.SIGUSR1, tmp_path)
     else:
         wait_for_step(job, tmp_path / "run", 2)
     job.send_signal(signal.SIGUSR1)
@@ -441,6 +442,24 @@ def _pid_of_rank(rank: int, mark: Path) -> int:
     found = _processes({f"HYFI_TEST_MARK={mark}".encode(), f"PMI_RANK={rank}".encode()})
     assert found, f"no rank {rank}"
     return found[0]
+
+
+def _wait_for_handlers(number: signal.Signals, mark: Path) -> None:
+    """Wait until both ranks of the job that carries a mark handle a signal; before that it ends Python itself."""
+    deadline_s = time.monotonic() + 100
+    while True:
+        ranks = [_processes({f"HYFI_TEST_MARK={mark}".encode(), f"PMI_RANK={rank}".encode()}) for rank in (0, 1)]
+        if all(any(_handles(pid, number) for pid in pids) for pids in ranks):
+            return
+        assert time.monotonic() < deadline_s, ranks
+        time.sleep(0.02)
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    with suppress(OSError):
+        caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        return bool(int(caught, 16) >> (number - 1) & 1)
+    return False
 
 
 def _parent(pid: int) -> int:
