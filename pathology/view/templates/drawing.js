@@ -19,10 +19,11 @@ export class Annotations {
     this.colors = new Map();
     this.timer = 0;
     this.writes = 0;
+    this.refused = NaN;  // key of the slide whose last changes could not be saved; equal to no key before
     this.writing = Promise.resolve();
     for (const button of byId("tools").children) button.addEventListener("click", () => this.draw(button.dataset.tool));
     byId("download").addEventListener("click", () => this.download().catch(error => this.say(error.message, true)));
-    addEventListener("beforeunload", event => { if (this.unsaved) event.preventDefault(); });
+    addEventListener("beforeunload", event => { if (this.unsaved || this.refused === this.key) event.preventDefault(); });
   }
 
   // Whether changes wait to be sent, or were sent and not yet answered: leaving the page could cancel the request.
@@ -240,8 +241,10 @@ export class Annotations {
     try {
       const response = await request(slideUrl(key, "annotations.json"), {method: "PUT", body, headers: {"If-Match": `"${this.version}"`}});
       this.version = response.headers.get("ETag").replaceAll('"', "");
+      this.refused = NaN;
       this.say(`Saved in ${path}`);
     } catch (error) {
+      this.refused = key;
       if (error.status === 412) this.conflict = key;
       this.say(`Not saved: ${error.message}`, true);
     }

@@ -293,6 +293,35 @@ def test_leaving_warns_while_annotations_are_being_saved_and_the_message_has_the
     path.unlink()
 
 
+def test_leaving_warns_of_annotations_that_could_not_be_saved(page: Any, results: Path) -> None:
+    leaving = """() => {
+        const event = new Event('beforeunload', {cancelable: true});
+        dispatchEvent(event);
+        return event.defaultPrevented;
+    }"""
+    point = "() => viewer.annotations.add({type: 'Feature', geometry: {type: 'Point', coordinates: [9, 9]}})"
+
+    def answer(route: Any) -> None:
+        """Answer instead of the server, as a proxy may do, without the version that was saved."""
+        if route.request.method == "PUT":
+            route.fulfill(status=200, body="{}")
+        else:
+            route.continue_()
+
+    page.route("**/annotations.json", answer)
+    page.evaluate(point)
+    page.wait_for_function("() => document.getElementById('saving').textContent.startsWith('Not saved')")
+    assert not page.evaluate("() => viewer.annotations.unsaved")
+    assert page.evaluate(leaving)
+    page.unroute("**/annotations.json")
+    page.evaluate(point)
+    page.wait_for_function("() => document.getElementById('saving').textContent.startsWith('Saved in')")
+    assert not page.evaluate(leaving)
+    path = results / "annotations" / f"{page.evaluate('() => viewer.active.about.key')}.geojson"
+    assert len(json.loads(path.read_text())["features"]) == 2
+    path.unlink()
+
+
 def test_slides_side_by_side_move_together(page: Any) -> None:
     page.keyboard.press("s")
     page.wait_for_function(
