@@ -2,7 +2,7 @@
 
 Each way runs in a process of its own, so that one's memory is not another's. Memory is what a step adds to the process.
 
-    python -m workflows.benchmarks.tiles [--tiles 32] [--width 384] [--depth 12] [--side 224] [--counts 256,1024,4096]
+    python -m workflows.benchmarks.tiles [--tiles 64] [--width 384] [--depth 12] [--side 224] [--counts 256,1024,4096]
         [--room-mb MB]
 """
 
@@ -159,7 +159,7 @@ def measured(run: TilesRun) -> dict[str, float]:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tiles", 32), ("width", 384), ("depth", 12), ("side", 224), ("rounds", 2)):
+    for name, default in (("tiles", 64), ("width", 384), ("depth", 12), ("side", 224), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--counts", default="256,1024,4096")
     parser.add_argument(
