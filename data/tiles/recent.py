@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+_LOCK = threading.Lock()  # one for all caches, which are sent to decoding processes: a lock of their own could not be
 
 
 class Recent(Generic[T]):
@@ -23,11 +26,20 @@ class Recent(Generic[T]):
         self._kept_bytes = 0
 
     def get(self, index: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of a slide, made now if it is not kept; ``index``: names the slide."""
-        if index not in self._values:
-            self._values[index] = value = make()
-            self._kept_bytes += self._bytes_of(value)
-        self._values.move_to_end(index)
-        while self._kept_bytes > self._most_bytes and len(self._values) > 1:
-            self._kept_bytes -= self._bytes_of(self._values.popitem(last=False)[1])
-        return self._values[index]
+        """Return the value of a slide, made now if it is not kept; ``index``: names the slide.
+
+        Threads may call it at the same time: two that need the same value may both make it, and get the same one.
+        """
+        with _LOCK:
+            if index in self._values:
+                self._values.move_to_end(index)
+                return self._values[index]
+        made = make()
+        with _LOCK:
+            value = self._values.setdefault(index, made)
+            if value is made:
+                self._kept_bytes += self._bytes_of(value)
+            self._values.move_to_end(index)
+            while self._kept_bytes > self._most_bytes and len(self._values) > 1:
+                self._kept_bytes -= self._bytes_of(self._values.popitem(last=False)[1])
+        return value
