@@ -23,11 +23,20 @@ _RESHAPES = frozenset(("aten.view.default", "aten.reshape.default", "aten._unsaf
 _CHOOSING = frozenset(
     f"aten.{name}"
     for name in (
-        *("slice.Tensor", "narrow.default", "select.int", "unbind.int", "index_select.default", "gather.default"),
-        *("split.Tensor", "split_with_sizes.default", "chunk.default", "cat.default", "stack.default"),
+        "slice.Tensor",
+        "narrow.default",
+        "select.int",
+        "unbind.int",
+        "index_select.default",
+        "gather.default",
+        "split.Tensor",
+        "split_with_sizes.default",
+        "chunk.default",
+        "cat.default",
+        "stack.default",
     )
 )
-"""Operators that take samples of a batch, or join batches, if they are told to do so along dim 0."""
+"""Operators that take samples of a batch, or join batches, if their argument `dim` is 0."""
 
 _SIZES = frozenset(("size", "shape", "N", "repeats"))
 """Names of arguments, of all other operators, that may be the size of the batch."""

@@ -25,20 +25,20 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     counts = sorted(map(int, args.counts.split(",")))
-    found: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
+    costs_of: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
     for _ in range(args.repeats):
         for count in counts:
             room = args.room_mb * 1_000_000
             run = TilesRun("recomputed", count, args.width, args.depth, args.side, 0, room, args.chunk)
             cost = measured(run)
-            found[count].append(cost)
+            costs_of[count].append(cost)
             print(
                 f"{count:>6} tiles, {cost['kept']:.0f} of {-(-count // args.chunk)} chunks kept: peak "
                 f"{cost['peak_bytes'] / 1e6:.1f} MB, {cost['bytes'] / 1e6:.1f} of them added, {cost['seconds']:.0f} s",
                 flush=True,
             )
     for what, name in (("peak_bytes", "peak of the process"), ("bytes", "added")):
-        middle = {count: median(cost[what] for cost in costs) for count, costs in found.items()}
+        middle = {count: median(cost[what] for cost in costs) for count, costs in costs_of.items()}
         ratios = ", ".join(f"{count} tiles {value / middle[counts[0]]:.3f}" for count, value in middle.items())
         print(f"{name}, median of {args.repeats}, of that of {counts[0]} tiles: {ratios}")
 
