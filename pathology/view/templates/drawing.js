@@ -280,6 +280,7 @@ export class Annotations {
       return row;
     }));
     byId("download").hidden = !features.length;
+    for (const button of byId("tools").children) button.disabled = !this.collection;
     const names = [...this.pane?.about?.layers.map(one => one.class_name) || [], "Tumor", "Stroma", "Necrosis", "Other",
       ...features.map(one => one.properties?.classification?.name).filter(Boolean)];
     byId("classes").replaceChildren(...[...new Set(names)].map(value => element("option", {value})));

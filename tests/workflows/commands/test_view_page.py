@@ -21,7 +21,8 @@ SETTLED = """() => {
     const images = [...document.querySelectorAll('.leaflet-tile-container img')];
     const there = images.length > 0 && images.every(one => one.complete && one.naturalWidth > 0);
     const pane = viewer.active;
-    return there && pane?.map && pane.key === pane.wanted && !pane.map._animatingZoom;
+    const drawable = viewer.annotations.collection && viewer.annotations.key === pane?.key;
+    return there && drawable && pane.map && pane.key === pane.wanted && !pane.map._animatingZoom;
 }"""
 
 
@@ -242,6 +243,18 @@ def test_annotations_are_drawn_saved_and_there_again(page: Any, results: Path) -
     page.wait_for_function("() => document.getElementById('saving').textContent.startsWith('Saved in')")
     assert [one["id"] for one in json.loads(path.read_text())["features"]] == [written[0]["id"], written[2]["id"]]
     path.unlink()
+
+
+def test_tools_wait_for_the_annotations_of_the_slide(page: Any) -> None:
+    held: list[Any] = []
+    page.route("**/annotations.json", lambda route: held.append(route))
+    page.evaluate("() => viewer.active.show('other')")
+    page.wait_for_function("() => viewer.active.about.key === 'other' && !viewer.annotations.collection")
+    disabled = "() => [...document.getElementById('tools').children].map(button => button.disabled)"
+    assert set(page.evaluate(disabled)) == {True}
+    held[0].continue_()
+    page.wait_for_function(SETTLED)
+    assert set(page.evaluate(disabled)) == {False}
 
 
 def test_leaving_warns_while_annotations_are_being_saved_and_the_message_has_their_own_file(
